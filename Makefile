@@ -1,0 +1,57 @@
+# Everything runs in .venv, which `setup` makes; `demo` and `test` set themselves up. PYTHON=... picks another one.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+export FLWR_TELEMETRY_ENABLED := 0
+export FLWR_DISABLE_UPDATE_CHECK := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test test-slow lint bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## make .venv with pinned packages and build the kernels (quick when nothing changed)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "socflower needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+	       "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+
+# Packages only; sources of socflower itself are used where they lie (an editable install).
+$(STAMP): pyproject.toml constraints.txt $(wildcard native/*) | $(BIN)/python
+	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: setup ## three strategies on the embedded digits: a table, plots and a report in out/demo
+	$(BIN)/socflower compare scenarios/digits_demo.toml --out out/demo
+
+test: setup lint ## lint, then the tests; the pure layers must be covered to 95 %
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report=term --cov-fail-under=95
+
+test-slow: setup ## the tests that take more than about ten seconds
+	$(BIN)/python -m pytest -m slow
+
+lint: setup ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup ## every benchmark against its peer
+	@for file in $$(ls benchmarks/*.py | grep -v -e harness.py -e __init__.py); do \
+	  echo "== $$file"; $(BIN)/python $$file; done
+
+clean: ## remove everything that was built
+	rm -rf $(VENV) build dist out .coverage .coverage.* .hypothesis .import_linter_cache \
+	  .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,8 @@
+"""Flower clients: trainers, the wrapper that makes a ClientApp of two functions, and mods."""
+
+from socflower.clients.app import make_client_app
+from socflower.clients.fp32_trainer import FP32Trainer, cosine_annealing, sgd
+from socflower.clients.group import train_group
+from socflower.clients.trainer import Trainer, TrainingSession
+
+__all__ = ["FP32Trainer", "Trainer", "TrainingSession", "cosine_annealing", "make_client_app", "sgd", "train_group"]

@@ -1,0 +1,163 @@
+"""The wrapper that makes a Flower ClientApp of a model function and a data function."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias, cast
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
+from torch import nn
+
+from socflower.clients.batches import local_batches
+from socflower.clients.fp32_trainer import FP32Trainer
+from socflower.clients.group import train_group
+from socflower.clients.trainer import Trainer
+from socflower.cluster.protocol import (
+    ARRAYS,
+    CONFIG,
+    GROUP,
+    METRICS,
+    NUM_EXAMPLES,
+    NUM_PARTITIONS,
+    PARTITION_ID,
+    SERVER_ROUND,
+    GroupTask,
+)
+from socflower.errors import ConfigError
+from socflower.workloads import LabelledData, concatenate, evaluate
+
+ModelFn: TypeAlias = Callable[[Context], nn.Module]
+DataFn: TypeAlias = Callable[[Context, int, int], LabelledData]
+TrainerFn: TypeAlias = Callable[[Context], Trainer]
+
+TRAINER_STATE = "socflower-trainer"
+
+
+def make_client_app(
+    model_fn: ModelFn, data_fn: DataFn, trainer: Trainer | TrainerFn | None = None, *,
+    evaluate_data_fn: DataFn | None = None, mods: Sequence[Mod] = (), num_threads: int = 1,
+) -> ClientApp:
+    """Return a ClientApp that trains alone, or as a whole group where the strategy asks for one.
+
+    Parameters
+    ----------
+    model_fn : (context) -> nn.Module
+        Makes the model; its weights are overwritten by those of the message.
+    data_fn : (context, partition_id, num_partitions) -> LabelledData
+        The training data of one node. For a group it is called for each member; where data are re-shuffled it is
+        called as `(context, 0, 1)`, which means all data. Called every round, so a slow source should cache.
+    trainer : Trainer, or (context) -> Trainer
+        How to train; default `FP32Trainer()`.
+    evaluate_data_fn : same form as `data_fn`, optional
+        If given, EVALUATE messages are answered with `accuracy`, `loss` and `num-examples`.
+    mods : sequence of Flower mods
+    num_threads : int
+        Torch threads of one client; 1 makes results independent of the machine's number of cores.
+
+    Notes
+    -----
+    A TRAIN message without a group record trains `local-epochs` (default 1) epochs of batches of `batch-size`
+    (default 32) on the node's own partition, both from the message's config, with a new optimiser: what FedAvg
+    expects of a client. A scheduler goes on across rounds if the config has `num-rounds`.
+    """
+    app = ClientApp(mods=list(mods))
+
+    def trainer_for(context: Context) -> Trainer:
+        if trainer is None:
+            return FP32Trainer()
+        return cast(Trainer, trainer) if hasattr(trainer, "start") else trainer(context)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        with _torch_threads(num_threads):
+            model = _load(model_fn(context), message)
+            if GROUP in message.content.config_records:
+                metrics = _train_as_group(model, message, context, data_fn, trainer_for(context))
+            else:
+                metrics = _train_alone(model, message, context, data_fn, trainer_for(context))
+            return Message(RecordDict({ARRAYS: _weights(model), METRICS: metrics}), reply_to=message)
+
+    if evaluate_data_fn is not None:
+
+        @app.evaluate()
+        def evaluate_client(message: Message, context: Context) -> Message:
+            with _torch_threads(num_threads):
+                model = _load(model_fn(context), message)
+                outcome = evaluate(model, evaluate_data_fn(context, *_partition(context)))
+            metrics = MetricRecord(
+                {"accuracy": outcome.accuracy, "loss": outcome.loss, NUM_EXAMPLES: outcome.num_samples})
+            return Message(RecordDict({METRICS: metrics}), reply_to=message)
+
+    return app
+
+
+def _train_as_group(
+    model: nn.Module, message: Message, context: Context, data_fn: DataFn, trainer: Trainer,
+) -> MetricRecord:
+    task = GroupTask.decode(message.content.config_records[GROUP])
+    if task.reshuffle:
+        data = data_fn(context, 0, 1)
+    else:
+        data = concatenate([data_fn(context, partition, task.num_partitions) for partition in task.partitions])
+    # A leader that is new to its group has no momentum to go on from, nor has one that last trained by another plan.
+    position = [task.group_id, task.num_groups, task.total_steps, task.first_step]
+    saved = context.state.config_records.get(TRAINER_STATE)
+    state = cast(bytes, saved["state"]) if saved and saved["position"] == position else None
+    loss, num_samples, state = train_group(model, data, task, trainer, state)
+    position[-1] += task.num_steps
+    context.state[TRAINER_STATE] = ConfigRecord({"state": state, "position": position})
+    return MetricRecord({"train-loss": loss, NUM_EXAMPLES: num_samples})
+
+
+def _train_alone(
+    model: nn.Module, message: Message, context: Context, data_fn: DataFn, trainer: Trainer,
+) -> MetricRecord:
+    config = message.content.config_records.get(CONFIG, ConfigRecord())
+
+    def setting(key: str, default: int) -> int:
+        value = config.get(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"train config: {key} = {value!r} must be a whole number, 1 or more")
+        return value
+
+    batch_size, num_epochs = setting("batch-size", 32), setting("local-epochs", 1)
+    partition_id, num_partitions = _partition(context)
+    data = data_fn(context, partition_id, num_partitions)
+    steps = -(-len(data) // batch_size) * num_epochs
+    earlier_rounds = setting(SERVER_ROUND, 1) - 1
+    session = trainer.start(model, num_members=1, first_step=earlier_rounds * steps, state=None,
+                            total_steps=setting("num-rounds", earlier_rounds + 1) * steps)
+    batches = local_batches(len(data), batch_size, num_epochs, seed=(setting("seed", 1), partition_id),
+                            first_epoch=earlier_rounds * num_epochs)
+    losses = [session.step([data.batch(torch.from_numpy(indices))]) for indices in batches]
+    session.finish()
+    return MetricRecord({"train-loss": float(torch.stack(losses).mean()), NUM_EXAMPLES: len(data) * num_epochs})
+
+
+def _partition(context: Context) -> tuple[int, int]:
+    try:
+        return int(context.node_config[PARTITION_ID]), int(context.node_config[NUM_PARTITIONS])
+    except KeyError as error:
+        raise ConfigError(f"node {context.node_id}: its node config lacks {error}; start the SuperNode with "
+                          "--node-config 'partition-id=0 num-partitions=1'") from None
+
+
+def _load(model: nn.Module, message: Message) -> nn.Module:
+    model.load_state_dict(message.content.array_records[ARRAYS].to_torch_state_dict())
+    return model
+
+
+def _weights(model: nn.Module) -> ArrayRecord:
+    return ArrayRecord({name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()})
+
+
+@contextmanager
+def _torch_threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

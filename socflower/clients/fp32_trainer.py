@@ -1,0 +1,134 @@
+"""FP32 training on the CPU with any torch optimiser and scheduler, for one device or a whole group."""
+
+import io
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+
+from socflower.clients.member_buffers import MemberBuffers, depends_on_batch
+from socflower.clients.trainer import Part
+from socflower.errors import ConfigError
+
+OptimizerFn: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+SchedulerFn: TypeAlias = Callable[[torch.optim.Optimizer, int], LRScheduler]
+LossFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+def sgd(learning_rate: float = 0.01, momentum: float = 0.9, weight_decay: float = 0.0) -> OptimizerFn:
+    """Return a factory of SGD with momentum, the papers' optimiser."""
+    return partial(torch.optim.SGD, lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
+
+
+def cosine_annealing(optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
+    """Anneal the learning rate to zero along a cosine over all steps, as SoCFlow+ does."""
+    return CosineAnnealingLR(optimizer, T_max=max(1, total_steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP32Trainer:
+    """Trains in float32.
+
+    `scheduler` is called with the optimiser and the total number of steps, and stepped once a batch.
+    `channels_last` keeps 4-d weights and inputs in the layout in which convolutions run faster on most CPUs.
+    `member_passes`: "auto" gives each member a pass of its own only where that changes the result, that is for
+    models with batch-dependent layers; elsewhere one pass over the whole batch has the same gradient (F4).
+    "always" runs every member's pass, as a real ring does.
+    """
+
+    optimizer: OptimizerFn = field(default_factory=sgd)
+    scheduler: SchedulerFn | None = None
+    loss: LossFn = functional.cross_entropy
+    channels_last: bool = True
+    member_passes: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.member_passes not in ("auto", "always"):
+            raise ConfigError(f"FP32Trainer: member_passes = {self.member_passes!r}; use 'auto' or 'always'")
+
+    def start(
+        self, model: nn.Module, *, num_members: int, first_step: int, total_steps: int, state: bytes | None,
+    ) -> "FP32Session":
+        """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
+        session = FP32Session(self, model, num_members, total_steps)
+        if state is None:
+            session.advance_schedule(first_step)
+        else:
+            session.restore(state)
+        return session
+
+
+class FP32Session:
+    """One model under FP32 training; see `TrainingSession`."""
+
+    def __init__(self, trainer: FP32Trainer, model: nn.Module, num_members: int, total_steps: int) -> None:
+        self._trainer = trainer
+        # Layout first: the optimiser's state takes the layout of the parameters.
+        self._layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
+        self._model = model.to(memory_format=self._layout).train()  # type: ignore[call-overload]
+        self._optimizer = trainer.optimizer(model.parameters())
+        self._scheduler = trainer.scheduler(self._optimizer, total_steps) if trainer.scheduler else None
+        each_member_alone = trainer.member_passes == "always" or depends_on_batch(model)
+        self._buffers = MemberBuffers(model, num_members) if each_member_alone and num_members > 1 else None
+
+    def step(self, parts: Sequence[Part]) -> Tensor:
+        """Do one synchronous step of the group; see `TrainingSession.step`."""
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._buffers is None:
+            inputs, labels = parts[0] if len(parts) == 1 else _joined(parts)
+            loss = self._backward(inputs, labels, weight=1.0)
+        else:
+            num_samples = sum(len(labels) for _, labels in parts)
+            loss = torch.zeros(())
+            for member, (inputs, labels) in enumerate(parts):
+                if len(labels):
+                    self._buffers.use(member, len(labels))
+                    loss = loss + self._backward(inputs, labels, weight=len(labels) / num_samples)
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return loss
+
+    def finish(self) -> bytes:
+        """Average the members' BatchNorm statistics into the model and return optimiser and schedule."""
+        if self._buffers is not None:
+            self._buffers.average()
+        state = {"optimizer": self._optimizer.state_dict(),
+                 "scheduler": self._scheduler.state_dict() if self._scheduler else None}
+        stream = io.BytesIO()
+        torch.save(state, stream)
+        return stream.getvalue()
+
+    def _backward(self, inputs: Tensor, labels: Tensor, weight: float) -> Tensor:
+        if inputs.dim() == 4:
+            inputs = inputs.contiguous(memory_format=self._layout)
+        loss = self._trainer.loss(self._model(inputs), labels)
+        if weight != 1.0:
+            loss = loss * weight
+        loss.backward()
+        return loss.detach()
+
+    def advance_schedule(self, num_steps: int) -> None:
+        """Move the learning-rate schedule as if `num_steps` steps had been done."""
+        with warnings.catch_warnings():
+            # torch warns when a schedule moves before its optimiser has; that is what is wanted here.
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+            for _ in range(num_steps if self._scheduler is not None else 0):
+                self._scheduler.step()  # type: ignore[union-attr]
+
+    def restore(self, state: bytes) -> None:
+        """Take up optimiser and schedule where `finish` left them."""
+        saved = torch.load(io.BytesIO(state), weights_only=True)
+        self._optimizer.load_state_dict(saved["optimizer"])
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(saved["scheduler"])
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    return torch.cat([inputs for inputs, _ in parts]), torch.cat([labels for _, labels in parts])

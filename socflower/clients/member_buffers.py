@@ -1,0 +1,60 @@
+"""BatchNorm statistics of each member of a group that runs in one process."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+def depends_on_batch(model: nn.Module) -> bool:
+    """Return whether a sample's output depends on which samples share its pass (BatchNorm and its kin)."""
+    return any(isinstance(module, _NormBase) and (module.training or not module.track_running_stats)
+               for module in model.modules())
+
+
+class MemberBuffers:
+    """Gives each member of a group its own buffers, as on its own machine, while weights are shared.
+
+    Normalisation uses the member's samples only, and its running statistics see only those; they are averaged
+    like weights at a synchronisation (F3), weighted by the samples each member has seen.
+    """
+
+    def __init__(self, model: nn.Module, num_members: int) -> None:
+        self._model = model
+        self._slots = list(_buffer_slots(model))
+        self._own = [[buffer.clone() for _, _, buffer in self._slots] for _ in range(num_members)]
+        self._samples = [0] * num_members
+
+    def use(self, member: int, num_samples: int) -> None:
+        """Make the model read and write this member's buffers, for a pass over `num_samples`."""
+        for (module, name, _), buffer in zip(self._slots, self._own[member], strict=True):
+            # Assigning through the dictionary skips nn.Module's checks: this runs for every member of every step.
+            module._buffers[name] = buffer
+        self._samples[member] += num_samples
+
+    def average(self) -> None:
+        """Put the members' mean into the model's original buffers and go on from it in every member."""
+        total = sum(self._samples) or 1
+        weights = [samples / total for samples in self._samples]
+        for index, (module, name, shared) in enumerate(self._slots):
+            members = [own[index] for own in self._own]
+            if shared.is_floating_point():
+                mean = torch.zeros_like(shared, dtype=torch.float64)
+                for weight, buffer in zip(weights, members, strict=True):
+                    mean += weight * buffer.double()
+                shared.copy_(mean)
+            else:
+                # Counters of batches: every member has seen as many steps as the busiest.
+                shared.copy_(torch.stack(members).amax(dim=0))
+            module._buffers[name] = shared
+            for buffer in members:
+                buffer.copy_(shared)
+        self._samples = [0] * len(self._samples)
+
+
+def _buffer_slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield module, name, buffer

@@ -1,0 +1,36 @@
+"""The hardware, what it costs, and the values that every other part exchanges. Needs no torch and no flwr."""
+
+from socflower.cluster.catalog import device, device_names
+from socflower.cluster.clock import DeviceDynamics, Usage, VirtualClock
+from socflower.cluster.cluster_file import load_cluster, parse_cluster
+from socflower.cluster.cost import StepCost, step_cost
+from socflower.cluster.device import Device, Processor
+from socflower.cluster.profile import LayerProfile, ModelProfile
+from socflower.cluster.tasks import HUB, Activity, Compute, Endpoint, GraphBuilder, TaskGraph, Transfer
+from socflower.cluster.topology import Board, Cluster, Tier
+
+__all__ = [
+    "HUB",
+    "Activity",
+    "Board",
+    "Cluster",
+    "Compute",
+    "Device",
+    "DeviceDynamics",
+    "Endpoint",
+    "GraphBuilder",
+    "LayerProfile",
+    "ModelProfile",
+    "Processor",
+    "StepCost",
+    "TaskGraph",
+    "Tier",
+    "Transfer",
+    "Usage",
+    "VirtualClock",
+    "device",
+    "device_names",
+    "load_cluster",
+    "parse_cluster",
+    "step_cost",
+]

@@ -1,0 +1,111 @@
+"""Task graphs: what a plan lowers to, and all that the event clock knows of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypeAlias
+
+from socflower.errors import ConfigError
+
+HUB = "hub"
+"""The server on the core switch that runs the Flower ServerApp."""
+
+Endpoint: TypeAlias = int | str
+"""A SoC by its index in the cluster, or a server by its name."""
+
+
+class Activity(StrEnum):
+    """What a SoC's time and energy go to; the breakdown of every report."""
+
+    COMPUTE = "compute"
+    SYNCHRONISATION = "synchronisation"
+    UPDATE = "update"
+    IDLE = "idle"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compute:
+    """Work on one processor of one device; tasks of the same processor run one at a time.
+
+    `after` holds indices of earlier tasks of the same graph; `after_previous` indices of tasks of the
+    previous repetition when the graph is repeated (no constraint in the first).
+    """
+
+    name: str
+    device: Endpoint
+    seconds: float  # at speed factor 1
+    processor: str = "cpu"
+    activity: Activity = Activity.COMPUTE
+    after: tuple[int, ...] = ()
+    after_previous: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """Bytes from one endpoint to another over every link of the path between them.
+
+    It first costs `num_messages` times the cluster's handling time at both ends, then its bytes.
+    """
+
+    name: str
+    source: Endpoint
+    target: Endpoint
+    num_bytes: float
+    num_messages: int = 1
+    after: tuple[int, ...] = ()
+    after_previous: tuple[int, ...] = ()
+
+
+Task: TypeAlias = Compute | Transfer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskGraph:
+    """Tasks in an order in which each depends only on earlier ones, and the SoCs whose idle watts count."""
+
+    tasks: tuple[Task, ...]
+    participants: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for index, task in enumerate(self.tasks):
+            if any(not 0 <= other < index for other in task.after):
+                raise ConfigError(f"task graph: task {index} ({task.name}) must come after {task.after}, "
+                                  f"which are not all earlier tasks")
+            if any(not 0 <= other < len(self.tasks) for other in task.after_previous):
+                raise ConfigError(f"task graph: task {index} ({task.name}) names previous tasks "
+                                  f"{task.after_previous} of {len(self.tasks)}")
+
+
+class GraphBuilder:
+    """Collects tasks; each call returns the index that later tasks name in `after`."""
+
+    def __init__(self) -> None:
+        self._tasks: list[Task] = []
+
+    def compute(
+        self, name: str, device: Endpoint, seconds: float, *, processor: str = "cpu",
+        activity: Activity = Activity.COMPUTE, after: Sequence[int] = (), after_previous: Sequence[int] = (),
+    ) -> int:
+        """Add a `Compute` and return its index."""
+        self._tasks.append(Compute(name=name, device=device, seconds=seconds, processor=processor,
+                                   activity=activity, after=tuple(after), after_previous=tuple(after_previous)))
+        return len(self._tasks) - 1
+
+    def transfer(
+        self, name: str, source: Endpoint, target: Endpoint, num_bytes: float, *, num_messages: int = 1,
+        after: Sequence[int] = (), after_previous: Sequence[int] = (),
+    ) -> int:
+        """Add a `Transfer` and return its index."""
+        self._tasks.append(Transfer(name=name, source=source, target=target, num_bytes=num_bytes,
+                                    num_messages=num_messages, after=tuple(after),
+                                    after_previous=tuple(after_previous)))
+        return len(self._tasks) - 1
+
+    def follow_previous(self, index: int, previous: Sequence[int]) -> None:
+        """Make task `index` also wait for tasks of the previous repetition that were not yet known when added."""
+        task = self._tasks[index]
+        self._tasks[index] = replace(task, after_previous=(*task.after_previous, *previous))
+
+    def build(self, participants: Sequence[int]) -> TaskGraph:
+        """Return the frozen graph."""
+        return TaskGraph(tasks=tuple(self._tasks), participants=tuple(participants))

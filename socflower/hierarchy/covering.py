@@ -1,0 +1,159 @@
+"""Covering split groups with what whole groups leave of the boards, exactly, by branch and bound.
+
+A split group with its boards, and all that shares a board with it, is a component of the placement. A component
+of k groups and m boards can be laid in sequence: then every board holds at most two of its groups, and its groups
+span k + m - 1 boards together. No placement spans less, since a connected graph has at least nodes - 1 edges.
+So only this matters: which groups and which boards form a component, with slots enough for its groups. For
+contention 1 a component has one group.
+
+Boards with equal slots left are interchangeable: a state is a histogram of slots left, and is solved once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+Histogram = tuple[int, ...]
+"""Number of boards for each entry of `Covering.slots_left`."""
+
+IMPOSSIBLE = 1 << 30
+"""A cost above every real one."""
+
+
+class SearchExhausted(Exception):
+    """The search has used up its budget."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """Counts down what a search may do; keeps planning within milliseconds on clusters of any size."""
+
+    num_left: int
+
+    def spend(self, amount: int) -> None:
+        """Take `amount` off; raises `SearchExhausted` below zero."""
+        self.num_left -= amount
+        if self.num_left < 0:
+            raise SearchExhausted
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """Groups laid in sequence over boards, as numbers: of groups by size, of boards by slots left."""
+
+    num_small: int
+    num_large: int
+    boards: Histogram
+
+
+@dataclass(slots=True)
+class Covering:
+    """The cheapest covers of groups of `small` and `small + 1` SoCs; the cost is the sum of m - 1 (see above)."""
+
+    small: int
+    slots_left: tuple[int, ...]  # distinct values, descending
+    joint: bool  # components of several groups (contention 2), or of one (contention 1)
+    budget: Budget
+    _solved: dict[tuple[Histogram, int, int], tuple[int, Component | None]] = field(default_factory=dict)
+
+    def cost(self, boards: Histogram, num_small: int, num_large: int) -> int:
+        """Return the least sum of m - 1 over components, or `IMPOSSIBLE`."""
+        if not num_small + num_large:
+            return 0
+        key = (boards, num_small, num_large)
+        if key not in self._solved:
+            self._solved[key] = self._solve(boards, num_small, num_large)
+        return self._solved[key][0]
+
+    def components(self, boards: Histogram, num_small: int, num_large: int) -> list[Component]:
+        """Return the components of a cheapest cover; `cost` must have found it possible."""
+        found: list[Component] = []
+        while num_small + num_large:
+            component = self._solved[boards, num_small, num_large][1]
+            assert component is not None
+            found.append(component)
+            boards = tuple(have - used for have, used in zip(boards, component.boards, strict=True))
+            num_small, num_large = num_small - component.num_small, num_large - component.num_large
+        return found
+
+    def lower_bound(self, boards: Histogram, num_small: int, num_large: int) -> int:
+        """Return a bound below `cost` that needs no search: the fewest boards, in the most components."""
+        num_groups = num_small + num_large
+        if not num_groups:
+            return 0
+        largest = next((slots for slots, count in zip(self.slots_left, boards, strict=True) if count), 0)
+        fewest = self._fewest_boards(boards, num_small * self.small + num_large * (self.small + 1))
+        if not largest or fewest >= IMPOSSIBLE:
+            return IMPOSSIBLE
+        least = max(2, -(-self.small // largest))
+        if self.joint:
+            # m - q with q <= K components of at least `least` boards each; it never falls as m grows.
+            return fewest - min(num_groups, fewest // least)
+        least_large = max(2, -(-(self.small + 1) // largest))
+        fewest = max(fewest, num_small * least + num_large * least_large)
+        return fewest - num_groups if fewest <= sum(boards) else IMPOSSIBLE
+
+    def _fewest_boards(self, boards: Histogram, demand: int) -> int:
+        fewest = 0
+        for slots, count in zip(self.slots_left, boards, strict=True):
+            if demand <= slots * count:
+                return fewest + -(-demand // slots)
+            demand -= slots * count
+            fewest += count
+        return IMPOSSIBLE
+
+    def _solve(self, boards: Histogram, num_small: int, num_large: int) -> tuple[int, Component | None]:
+        self.budget.spend(1)
+        bound = self.lower_bound(boards, num_small, num_large)
+        if bound >= IMPOSSIBLE:
+            return IMPOSSIBLE, None
+        demand = num_small * self.small + num_large * (self.small + 1)
+        slack = sum(map(int.__mul__, self.slots_left, boards)) - demand
+        best: tuple[int, Component | None] = (IMPOSSIBLE, None)
+        for small, large in self._group_choices(num_small, num_large):
+            wanted = small * self.small + large * (self.small + 1)
+            for used in self._covers(boards, wanted, slack):
+                rest = tuple(map(int.__sub__, boards, used))
+                here = sum(used) - 1
+                if here + self.lower_bound(rest, num_small - small, num_large - large) >= best[0]:
+                    continue
+                cost = here + self.cost(rest, num_small - small, num_large - large)
+                if cost < best[0]:
+                    best = cost, Component(small, large, used)
+                    if cost == bound:
+                        return best
+        return best
+
+    def _group_choices(self, num_small: int, num_large: int) -> Iterator[tuple[int, int]]:
+        """Yield the groups of the component that holds the next group (a large one while there are any)."""
+        if not self.joint:
+            yield (0, 1) if num_large else (1, 0)
+            return
+        for total in range(1, num_small + num_large + 1):
+            for large in range(min(num_large, total), -1, -1):
+                if total - large <= num_small and (large or not num_large):
+                    yield total - large, large
+
+    def _covers(self, boards: Histogram, demand: int, slack: int) -> Sequence[Histogram]:
+        """Return the boards that hold `demand`, waste at most `slack` and lose that if any one is left out.
+
+        Fewest boards first, then least waste: the search that follows often ends with the first.
+        """
+        found: list[tuple[int, int, Histogram]] = []
+        slots_left = self.slots_left
+
+        def extend(index: int, missing: int, taken: list[int], num_boards: int) -> None:
+            slots = slots_left[index]
+            last = index + 1 == len(slots_left)
+            # The last board taken is the smallest one, so it alone may end the cover: it is minimal.
+            enough = -(-missing // slots)
+            if enough <= boards[index] and enough * slots - missing <= slack:
+                used = (*taken, enough, *(0,) * (len(slots_left) - index - 1))
+                found.append((num_boards + enough, enough * slots - missing, used))
+            if not last:
+                for count in range(min(boards[index], enough - 1), -1, -1):
+                    extend(index + 1, missing - count * slots, [*taken, count], num_boards + count)
+
+        extend(0, demand, [], 0)
+        self.budget.spend(len(found))
+        found.sort()
+        return [used for _, _, used in found]

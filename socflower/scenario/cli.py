@@ -1,0 +1,178 @@
+"""The command line. Every command prints for people and takes --json for programs."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from socflower import __version__
+from socflower.errors import SocflowerError
+from socflower.scenario import terminal
+
+app = typer.Typer(
+    name="socflower", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Train neural networks with Flower on clusters of small machines, virtual or real.",
+)
+_out = Console()
+_err = Console(stderr=True)
+
+ScenarioPath = Annotated[Path, typer.Argument(help="A scenario file (TOML).", show_default=False)]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override one key: table.key=value. Repeatable.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Engine = Annotated[str, typer.Option(help="local (no Ray, virtual time) or simulation (Flower's own, Ray).")]
+Workers = Annotated[int | None, typer.Option(help="Worker processes of the local engine; 0 runs all in this one. "
+                                                  "Default: one a core.")]
+
+
+def main() -> None:
+    """Run the command line: exit status 0 if all that was asked holds, 1 if a claim fails, 2 for a mistake."""
+    # A narrow or dumb terminal must not break the one line of an error.
+    try:
+        app()
+    except SocflowerError as error:
+        _err.print(f"[bold red]error:[/] {terminal.escape(str(error))}", soft_wrap=True, highlight=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        _err.print("interrupted; nothing was written")
+        sys.exit(130)
+
+
+@app.command()
+def run(
+    scenario: ScenarioPath,
+    engine: Engine = "local",
+    out: Annotated[Path | None, typer.Option(help="Folder for result.json, trace.json and report.html; default "
+                                                  "out/<scenario>.")] = None,
+    set_: Set = None,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """Run a scenario, write result, trace and report, and check its claims."""
+    from socflower.scenario.runner import run_to_folder
+    from socflower.scenario.scenario_file import load_scenario
+
+    loaded = load_scenario(scenario, set_ or ())
+    target = out or Path("out") / loaded.name
+    with _progress(as_json) as bar:
+        result = run_to_folder(loaded, target, engine, num_workers=workers, on_round=bar(loaded.strategy.name))
+    if as_json:
+        _print_json(result)
+    else:
+        terminal.print_result(_out, loaded, result, target)
+    _exit_by(result["expectations"])
+
+
+@app.command()
+def compare(
+    scenario: ScenarioPath,
+    strategies: Annotated[str | None, typer.Option(help="Comma-separated; default the scenario's [compare].")] = None,
+    engine: Engine = "local",
+    out: Annotated[Path | None, typer.Option(help="Folder; a comparison that was cut short goes on there.")] = None,
+    set_: Set = None,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """Run the same work under several strategies and put them side by side."""
+    from socflower.scenario.comparison import compare as run_comparison
+    from socflower.scenario.scenario_file import load_scenario
+
+    loaded = load_scenario(scenario, set_ or ())
+    names = [name.strip() for name in strategies.split(",")] if strategies else list(loaded.compare.strategies)
+    target = out or Path("out") / f"{loaded.name}-compare"
+    with _progress(as_json) as bar:
+        document = run_comparison(loaded, names, target, engine=engine, num_workers=workers, on_start=bar)
+    if as_json:
+        _print_json(document)
+    else:
+        terminal.print_comparison(_out, loaded, document, target)
+    _exit_by(document["expectations"])
+
+
+@app.command()
+def plan(
+    scenario: Annotated[Path, typer.Argument(help="A scenario file, or a cluster file.", show_default=False)],
+    groups: Annotated[int | None, typer.Option(help="Number of groups, in place of the file's.")] = None,
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Show the groups on their boards, their communication groups, and predicted time, energy and memory."""
+    from socflower.scenario.planning import plan_scenario
+    from socflower.scenario.scenario_file import load_scenario, scenario_cluster
+
+    overrides = [*(set_ or ()), *([f"strategy.groups={groups}"] if groups is not None else ())]
+    loaded = load_scenario(scenario, overrides)
+    document = plan_scenario(loaded)
+    if as_json:
+        _print_json(document)
+    else:
+        terminal.print_plan(_out, scenario_cluster(loaded), document)
+
+
+@app.command()
+def bench(
+    name: Annotated[str | None, typer.Argument(help="Which benchmark; without one, the list.")] = None,
+    quick: Annotated[bool, typer.Option(help="Smaller cases, fewer repeats.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a benchmark: ours against a named peer, in the same run, answers checked."""
+    from socflower.scenario.benchmarking import benchmark_names, run_benchmark
+
+    if name is None:
+        _out.print("\n".join(benchmark_names()))
+        return
+    document = run_benchmark(name, quick=quick)
+    if as_json:
+        _print_json(document)
+    else:
+        terminal.print_benchmark(_out, name, document)
+    if not all(row["ok"] for row in document["rows"]):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine has, and what to do about what is missing."""
+    from socflower.scenario.diagnosis import diagnose
+
+    findings = diagnose()
+    if as_json:
+        _print_json({"schema": 1, "findings": findings})
+    else:
+        terminal.print_findings(_out, findings)
+    if any(finding["status"] == "broken" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        _out.print(f"socflower {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True,
+                                          help="Print the version.")] = False,
+) -> None:
+    """Options of all commands."""
+
+
+@contextmanager
+def _progress(as_json: bool) -> Iterator[terminal.StartBar]:
+    with terminal.progress(_err, disable=as_json) as bar:
+        yield bar
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    # Not through rich, which would wrap and colour it.
+    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+
+
+def _exit_by(expectations: list[dict[str, Any]]) -> None:
+    if any(claim["holds"] is False for claim in expectations):
+        raise typer.Exit(1)

@@ -1,0 +1,67 @@
+"""The same work under several strategies: results side by side, each resumed if it is already there."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from socflower.errors import ConfigError
+from socflower.scenario.config import STRATEGIES, Scenario
+from socflower.scenario.expectations import check_expectations
+from socflower.scenario.report import write_report
+from socflower.scenario.run_folder import write_atomically
+from socflower.scenario.runner import run_to_folder, time_to_accuracy_s, with_strategy
+from socflower.scenario.scenario_file import to_document
+
+_ROW_KEYS = ("strategy", "seed", "final_accuracy", "virtual_s", "wall_s", "energy_j", "bytes", "weights_sha256",
+             "target_accuracy", "time_to_accuracy_s")
+OnStart = Callable[[str], Callable[[dict[str, Any]], None]]
+
+
+def compare(
+    scenario: Scenario, strategies: Sequence[str], out: Path, *, engine: str = "local", num_workers: int | None = None,
+    on_start: OnStart = lambda strategy: lambda entry: None,
+) -> dict[str, Any]:
+    """Run the scenario under each strategy and return the comparison document.
+
+    Each strategy's result stands in `out/<strategy>/`; one that is there already, from the same scenario and
+    engine, is taken as it is, so that an interrupted comparison goes on where it stopped. `comparison.json` and
+    `report.html` hold all of them. The claims are the first strategy's, against the others.
+    """
+    for name in strategies:
+        if name not in STRATEGIES:
+            raise ConfigError(f"--strategies {name}: unknown; use some of {', '.join(STRATEGIES)}")
+    results = []
+    for name in strategies:
+        variant = with_strategy(scenario, name)
+        result = _finished(out / name / "result.json", variant, engine)
+        if result is None:
+            result = run_to_folder(variant, out / name, engine, num_workers=num_workers, on_round=on_start(name))
+        results.append(result)
+    target = scenario.compare.target_accuracy or common_target(results)
+    for result in results:
+        result["target_accuracy"] = target
+        result["time_to_accuracy_s"] = time_to_accuracy_s(result, target)
+        result["expectations"] = []
+    results[0]["expectations"] = check_expectations(scenario.expect, results[0], results[1:])
+    document = {
+        "schema": 1, "scenario": to_document(scenario), "engine": engine, "target_accuracy": target,
+        "rows": [{key: result[key] for key in _ROW_KEYS} for result in results],
+        "expectations": results[0]["expectations"],
+    }
+    write_atomically(out / "comparison.json", json.dumps(document, indent=1))
+    write_report(out / "report.html", results, title=scenario.name, question=scenario.question)
+    return document
+
+
+def common_target(results: Sequence[dict[str, Any]]) -> float:
+    """Return the accuracy all strategies are timed to: a point below the lowest final one, so that all reach it."""
+    return max(0.0, min(float(result["final_accuracy"]) for result in results) - 0.01)
+
+
+def _finished(path: Path, scenario: Scenario, engine: str) -> dict[str, Any] | None:
+    try:
+        result: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None
+    return result if result["scenario"] == to_document(scenario) and result["engine"] == engine else None

@@ -1,0 +1,185 @@
+"""The tables of a scenario file as validated values; unknown keys and impossible values are errors."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from socflower.cluster.cluster_file import reject_unknown_keys
+from socflower.errors import ConfigError
+
+STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
+FAULT_KINDS = ("raise", "nan", "hang", "die")
+
+_Table = TypeVar("_Table")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """`[model]`"""
+
+    name: str = "lenet5"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """`[data]`"""
+
+    name: str = "digits"
+    partition: str = "iid"
+    alpha: float = 0.5  # of a Dirichlet partition; smaller is more uneven
+
+    def __post_init__(self) -> None:
+        _one_of("[data] partition", self.partition, ("iid", "dirichlet"))
+        _above_zero("[data] alpha", self.alpha)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """`[train]`; `batch_size` is a group's for socflow, the global one for ring and sgd, a client's for fedavg."""
+
+    epochs: int = 10
+    batch_size: int = 64
+    learning_rate: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    schedule: str = "cosine"
+    local_epochs: int = 1  # of a fedavg client in a round
+    member_passes: str = "auto"
+    reply_timeout_s: float = 3600.0  # real seconds until a node that does not answer is given up on
+
+    def __post_init__(self) -> None:
+        _one_of("[train] schedule", self.schedule, ("cosine", "constant"))
+        _one_of("[train] member_passes", self.member_passes, ("auto", "always"))
+        for key in ("epochs", "batch_size", "learning_rate", "local_epochs", "reply_timeout_s"):
+            _above_zero(f"[train] {key}", getattr(self, key))
+        if not 0 <= self.momentum < 1 or self.weight_decay < 0:
+            raise ConfigError(f"[train] momentum = {self.momentum} and weight_decay = {self.weight_decay}: need "
+                              "0 <= momentum < 1 and weight_decay >= 0")
+        if self.epochs % self.local_epochs:
+            raise ConfigError(f"[train] epochs = {self.epochs} must be a multiple of local_epochs = "
+                              f"{self.local_epochs}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyConfig:
+    """`[strategy]`"""
+
+    name: str = "socflow"
+    groups: int | str = "auto"
+    socs: int | None = None  # how many slots take part; default all
+    sync_interval_epochs: float | str = "decay"
+    reshuffle: bool = True
+    sequenced: bool = True
+    overlap_buckets: int = 1
+    tolerate_client_errors: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("[strategy] name", self.name, STRATEGIES)
+        if isinstance(self.groups, str):
+            _one_of("[strategy] groups", self.groups, ("auto",))
+        else:
+            _above_zero("[strategy] groups", self.groups)
+        if isinstance(self.sync_interval_epochs, str):
+            _one_of("[strategy] sync_interval_epochs", self.sync_interval_epochs, ("decay",))
+        else:
+            _above_zero("[strategy] sync_interval_epochs", self.sync_interval_epochs)
+        if self.socs is not None:
+            _above_zero("[strategy] socs", self.socs)
+        _above_zero("[strategy] overlap_buckets", self.overlap_buckets)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventConfig:
+    """`[[event]]`: a fault that a SoC's client suffers in one round."""
+
+    kind: str
+    soc: int
+    round: int
+
+    def __post_init__(self) -> None:
+        _one_of("[[event]] kind", self.kind, FAULT_KINDS)
+        _above_zero("[[event]] round", self.round)
+        if self.soc < 0:
+            raise ConfigError(f"[[event]] soc = {self.soc} must be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareConfig:
+    """`[compare]`: what `socflower compare` runs beside each other, and the accuracy it times."""
+
+    strategies: tuple[str, ...] = STRATEGIES
+    target_accuracy: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.strategies:
+            raise ConfigError("[compare] strategies is empty; name at least one of " + ", ".join(STRATEGIES))
+        for name in self.strategies:
+            _one_of("[compare] strategies", name, STRATEGIES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """A whole scenario. `cluster` and `boards` stay tables, so that the resolved document is what was written."""
+
+    schema: int = 1
+    seed: int = 1
+    name: str = "scenario"
+    question: str = ""
+    cluster: Mapping[str, Any] = field(default_factory=dict)
+    boards: tuple[Mapping[str, Any], ...] = ()
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
+    events: tuple[EventConfig, ...] = ()
+    expect: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.schema != 1:
+            raise ConfigError(f"schema = {self.schema} is not known to this version; write schema = 1")
+        if self.seed < 0:
+            raise ConfigError(f"seed = {self.seed} must be 0 or more")
+
+
+def parse_table(kind: type[_Table], table: object, where: str) -> _Table:
+    """Return a table's values as `kind`; `ConfigError` names the key that is unknown, missing or of a wrong type."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} must be a table, got {table!r}")
+    known = fields(kind)  # type: ignore[arg-type]
+    reject_unknown_keys(table, [entry.name for entry in known], where)
+    for entry in known:
+        if entry.name not in table and entry.default is MISSING and entry.default_factory is MISSING:
+            raise ConfigError(f"{where}: {entry.name} is missing")
+    hints = get_type_hints(kind)
+    return kind(**{key: _converted(value, hints[key], f"{where} {key}") for key, value in table.items()})
+
+
+def _converted(value: object, expected: Any, where: str) -> object:
+    """Return a TOML value as the field's type: whole numbers are numbers, lists are tuples; nothing else bends."""
+    allowed = get_args(expected) if isinstance(expected, UnionType) else (expected,)
+    plain = tuple(kind for kind in allowed if isinstance(kind, type) and kind is not type(None))
+    if isinstance(value, list) and expected == tuple[str, ...]:
+        if not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{where} = {value!r} must be a list of names")
+        return tuple(value)
+    if isinstance(value, bool) and bool not in plain:
+        pass
+    elif isinstance(value, int) and int not in plain and float in plain:
+        return float(value)
+    elif isinstance(value, plain):
+        return value
+    names = " or ".join({"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false",
+                         "tuple": "a list"}.get(getattr(kind, "__name__", ""), str(kind)) for kind in plain or (tuple,))
+    raise ConfigError(f"{where} = {value!r} must be {names}")
+
+
+def _one_of(where: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{where} = {value!r} is unknown; use one of {', '.join(known)}")
+
+
+def _above_zero(where: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"{where} = {value} must be above 0")

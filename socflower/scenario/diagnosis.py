@@ -1,0 +1,84 @@
+"""What this machine has, and what to do about what is missing."""
+
+import os
+import platform
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from socflower.hierarchy import weighted_average
+from socflower.sim.local_grid import num_cores
+from socflower.workloads import load_data
+
+_TESTED_FLWR = "1.41"
+
+
+def diagnose() -> list[dict[str, Any]]:
+    """Return findings: name, status ("ok", "missing" or "broken"), detail, and a remedy where one is needed."""
+    return [_machine(), _flower(), _kernel(), _gloo(), _ray(), _sensors(), *(_data(name) for name in
+                                                                             ("digits", "mnist", "cifar10"))]
+
+
+def _finding(name: str, status: str, detail: str, remedy: str = "") -> dict[str, Any]:
+    return {"name": name, "status": status, "detail": detail, "remedy": remedy}
+
+
+def _machine() -> dict[str, Any]:
+    return _finding("machine", "ok", f"{platform.machine()}, {num_cores()} cores usable, Python "
+                                     f"{platform.python_version()}, torch {torch.__version__}")
+
+
+def _flower() -> dict[str, Any]:
+    version = metadata.version("flwr")
+    if version.startswith(_TESTED_FLWR):
+        return _finding("flwr", "ok", version)
+    return _finding("flwr", "missing", f"{version}; tested with {_TESTED_FLWR}",
+                    f"if something breaks: pip install 'flwr=={_TESTED_FLWR}.*'")
+
+
+def _kernel() -> dict[str, Any]:
+    models = [{"w": np.full(1003, value, np.float32)} for value in (1.0, 2.0, 6.0)]
+    mean = weighted_average(models, [1.0, 1.0, 2.0])["w"]
+    if np.array_equal(mean, np.full(1003, 3.75, np.float32)):
+        return _finding("native kernels", "ok", "aggregation: loaded, self-test passed")
+    return _finding("native kernels", "broken", f"aggregation: self-test expected 3.75, got {mean[0]}",
+                    "reinstall: pip install --force-reinstall --no-deps socflower")
+
+
+def _gloo() -> dict[str, Any]:
+    available = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    if available:
+        return _finding("torch.distributed gloo", "ok", "rings between real devices can be formed")
+    return _finding("torch.distributed gloo", "missing", "this torch has none; rings between real devices need it",
+                    "install torch from a wheel with gloo (any CPU wheel for Linux)")
+
+
+def _ray() -> dict[str, Any]:
+    if find_spec("ray") is not None:
+        return _finding("engine simulation", "ok", f"Ray {metadata.version('ray')}")
+    return _finding("engine simulation", "missing", "Ray is not installed; the engine local needs none",
+                    "pip install 'socflower[simulation]'")
+
+
+def _sensors() -> dict[str, Any]:
+    zones = sorted(Path("/sys/class/thermal").glob("thermal_zone*"))
+    if zones:
+        return _finding("temperature sensors", "ok", f"{len(zones)} thermal zones")
+    return _finding("temperature sensors", "missing", "no /sys/class/thermal zones", "none on most virtual machines; "
+                    "a real SoC shows them")
+
+
+def _data(name: str) -> dict[str, Any]:
+    if name != "digits" and "SOCFLOWER_DATA" not in os.environ and find_spec("datasets") is None:
+        return _finding(f"data {name}", "missing", "SOCFLOWER_DATA is not set and the hub reader is not installed",
+                        "set SOCFLOWER_DATA to a folder of Parquet files, or pip install 'socflower[hub]'")
+    try:
+        return _finding(f"data {name}", "ok", load_data(name).source)
+    except Exception as error:  # whatever is wrong with it, the other findings are still wanted
+        return _finding(f"data {name}", "missing", str(error))
+
+

@@ -1,0 +1,72 @@
+"""The claims of a scenario's `[expect]` table, checked against what was observed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeAlias
+
+from socflower.errors import ConfigError
+
+Result: TypeAlias = Mapping[str, Any]
+
+_OF_ONE_RUN: Mapping[str, Callable[[Result], float | None]] = {
+    "accuracy": lambda result: result["final_accuracy"],
+    "virtual_s": lambda result: result["virtual_s"],
+    "energy_j": lambda result: result["energy_j"],
+    "wall_s": lambda result: result["wall_s"],
+    "hub_bytes": lambda result: result["bytes"]["hub"],
+    "inter_board_bytes": lambda result: result["bytes"]["inter_board"],
+    "events": lambda result: float(sum(len(entry["events"]) for entry in result["rounds"])),
+    "contention": lambda result: result["plan"]["contention"],
+    "communication_groups": lambda result: len(result["plan"]["communication_groups"]),
+    "groups": lambda result: len(result["plan"]["groups"]),
+}
+_AGAINST: Mapping[str, Callable[[Result, Result], float | None]] = {
+    "accuracy_gap_to": lambda ours, other: other["final_accuracy"] - ours["final_accuracy"],
+    "speedup_over": lambda ours, other: _ratio(other["virtual_s"], ours["virtual_s"]),
+    "time_to_accuracy_gain_over": lambda ours, other: _ratio(other["time_to_accuracy_s"], ours["time_to_accuracy_s"]),
+    "energy_gain_over": lambda ours, other: _ratio(other["energy_j"], ours["energy_j"]),
+}
+_COMPARED = ("socflow", "ring", "fedavg", "sgd")
+
+
+def check_known(expect: object, where: str) -> None:
+    """Raise `ConfigError` for a claim nobody knows how to check."""
+    if not isinstance(expect, Mapping):
+        raise ConfigError(f"{where} [expect] must be a table, got {expect!r}")
+    known = [f"{bound}_{name}" for bound in ("min", "max")
+             for name in (*_OF_ONE_RUN, *(f"{kind}_{other}" for kind in _AGAINST for other in _COMPARED))]
+    for key, value in expect.items():
+        if key not in known:
+            close = get_close_matches(key, known, n=1)
+            raise ConfigError(f"{where} [expect]: unknown claim {key!r} (value {value!r}); "
+                              + (f"did you mean {close[0]!r}?" if close else "claims begin with min_ or max_, as in "
+                                 "min_accuracy"))
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{where} [expect]: {key} = {value!r} must be a number")
+
+
+def check_expectations(
+    expect: Mapping[str, float], result: Result, others: Sequence[Result] = (),
+) -> list[dict[str, Any]]:
+    """Return each claim with what was observed; `holds` is None where its other strategy did not run."""
+    by_strategy = {other["strategy"]: other for other in others}
+    return [_check(key, expected, result, by_strategy) for key, expected in expect.items()]
+
+
+def _check(key: str, expected: float, result: Result, others: Mapping[str, Result]) -> dict[str, Any]:
+    bound, _, quantity = key.partition("_")
+    if quantity in _OF_ONE_RUN:
+        observed = _OF_ONE_RUN[quantity](result)
+    else:
+        kind, _, other = quantity.rpartition("_")
+        if other not in others:
+            return {"name": key, "expected": expected, "observed": None, "holds": None}
+        observed = _AGAINST[kind](result, others[other])
+    if observed is None:
+        return {"name": key, "expected": expected, "observed": None, "holds": False}
+    return {"name": key, "expected": expected, "observed": observed,
+            "holds": observed >= expected if bound == "min" else observed <= expected}
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None

@@ -1,0 +1,63 @@
+"""The folder through which a running app and the process that started it speak: scenario in, progress and outcome out.
+
+On the `simulation` engine the ServerApp runs in a process of Flower's; on all engines it uses the same files.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from socflower.scenario.config import Scenario
+from socflower.scenario.scenario_file import from_document, to_document
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths and formats of one run's folder."""
+
+    path: Path
+
+    @property
+    def trace(self) -> Path:
+        """Where the app writes its Chrome trace."""
+        return self.path / "trace.json"
+
+    def write_scenario(self, scenario: Scenario) -> None:
+        """Leave the resolved scenario for server and clients."""
+        write_atomically(self.path / "scenario.json", json.dumps(to_document(scenario)))
+
+    def read_scenario(self) -> Scenario:
+        """Return the scenario that was left here."""
+        return from_document(json.loads((self.path / "scenario.json").read_text("utf-8")))
+
+    def append_progress(self, entry: dict[str, Any]) -> None:
+        """Add a line about the round that just ended."""
+        with (self.path / "progress.jsonl").open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(entry) + "\n")
+
+    def read_progress(self, first: int) -> Iterator[dict[str, Any]]:
+        """Yield the complete progress lines from the `first` on."""
+        path = self.path / "progress.jsonl"
+        if path.exists():
+            for line in path.read_text("utf-8").splitlines(keepends=True)[first:]:
+                if line.endswith("\n"):
+                    yield json.loads(line)
+
+    def write_outcome(self, outcome: dict[str, Any]) -> None:
+        """Leave what the app found, or `{"error": …}`."""
+        write_atomically(self.path / "outcome.json", json.dumps(outcome))
+
+    def read_outcome(self) -> dict[str, Any] | None:
+        """Return the outcome, or None while there is none."""
+        path = self.path / "outcome.json"
+        return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that is either there in full or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, "utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,178 @@
+"""Running a scenario on an engine and writing what it found, all of it or nothing."""
+
+import json
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from flwr.app import Context, RecordDict, UserConfig
+
+from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
+from socflower.scenario.app import RUN_FOLDER_KEY, server_app
+from socflower.scenario.config import Scenario
+from socflower.scenario.expectations import check_expectations
+from socflower.scenario.flower_simulation import run_in_flower_simulation
+from socflower.scenario.report import write_report
+from socflower.scenario.run_folder import RunFolder, write_atomically
+from socflower.scenario.scenario_file import scenario_cluster, to_document
+from socflower.sim.engine import quiet_flower
+from socflower.sim.local_grid import LocalGrid, num_cores
+from socflower.sim.workers import AppReference
+from socflower.workloads import load_data, model_names
+
+ENGINES = ("local", "simulation")
+OnRound: TypeAlias = Callable[[dict[str, Any]], None]
+
+
+def check_feasible(scenario: Scenario) -> None:
+    """Raise, before anything starts, if the scenario cannot run: data, model, SoCs, groups, events."""
+    cluster = scenario_cluster(scenario)
+    num_socs = scenario.strategy.socs or cluster.num_socs
+    if num_socs > cluster.num_socs:
+        raise InfeasiblePlan(f"{scenario.name} [strategy] socs = {num_socs}, but the cluster has {cluster.num_socs} "
+                             "SoCs; lower socs or add boards")
+    groups = scenario.strategy.groups
+    if isinstance(groups, int) and groups > num_socs:
+        raise InfeasiblePlan(f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; use "
+                             f"groups = {num_socs} or fewer")
+    if scenario.model.name not in model_names():
+        raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r} is unknown; use one of "
+                          + ", ".join(model_names()))
+    for event in scenario.events:
+        if event.soc >= num_socs:
+            raise ConfigError(f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to {num_socs - 1}")
+    load_data(scenario.data.name)
+
+
+def run_scenario(
+    scenario: Scenario, engine: str = "local", *, num_workers: int | None = None,
+    on_round: OnRound = lambda entry: None, trace_to: Path | None = None,
+) -> dict[str, Any]:
+    """Train and return the result document, expectations checked; the trace goes to `trace_to`.
+
+    `num_workers` is the number of worker processes of the local engine (default: one a core; 0: none).
+    Raises a `SocflowerError` in one line if the scenario cannot run or failed.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"--engine {engine}: unknown; use one of {', '.join(ENGINES)}")
+    check_feasible(scenario)
+    with tempfile.TemporaryDirectory(prefix="socflower-") as temporary:
+        folder = RunFolder(Path(temporary))
+        folder.write_scenario(scenario)
+        with _following(folder, on_round):
+            if engine == "local":
+                _run_locally(scenario, folder, num_workers)
+            else:
+                run_in_flower_simulation(folder, _num_nodes(scenario))
+        outcome = folder.read_outcome()
+        assert outcome is not None
+        if "error" in outcome:
+            raise TrainingFailed(outcome["error"])
+        if trace_to is not None:
+            shutil.copyfile(folder.trace, trace_to)
+    result = {"schema": 1, "scenario": to_document(scenario), "engine": engine, **outcome}
+    result["target_accuracy"] = scenario.compare.target_accuracy
+    result["time_to_accuracy_s"] = time_to_accuracy_s(result, scenario.compare.target_accuracy)
+    result["expectations"] = check_expectations(scenario.expect, result)
+    result["notes"] = notes(scenario)
+    return result
+
+
+def run_to_folder(
+    scenario: Scenario, out: Path, engine: str = "local", *, num_workers: int | None = None,
+    on_round: OnRound = lambda entry: None,
+) -> dict[str, Any]:
+    """Run and write `result.json`, `trace.json` and `report.html` into `out`, all three or none."""
+    with new_folder(out) as fresh:
+        result = run_scenario(scenario, engine, num_workers=num_workers, on_round=on_round,
+                              trace_to=fresh / "trace.json")
+        write_atomically(fresh / "result.json", json.dumps(result, indent=1))
+        write_report(fresh / "report.html", [result], title=scenario.name, question=scenario.question)
+    return result
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield an empty folder whose files move to `out` at the end; after an error `out` is as it was before."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: is a file; name a folder")
+    missing = next((parent for parent in (out, *out.parents) if parent.exists()), Path("."))
+    with tempfile.TemporaryDirectory(prefix=".socflower-", dir=missing if missing.is_dir() else None) as temporary:
+        yield Path(temporary)
+        out.mkdir(parents=True, exist_ok=True)
+        for entry in Path(temporary).iterdir():
+            target = out / entry.name
+            if target.is_dir():
+                shutil.rmtree(target)
+            entry.replace(target)
+
+
+def time_to_accuracy_s(result: dict[str, Any], target: float | None) -> float | None:
+    """Return the virtual time at the end of the first round that reached `target`, or None."""
+    if target is None:
+        return None
+    return next((entry["virtual_s"] for entry in result["rounds"] if (entry["accuracy"] or 0.0) >= target), None)
+
+
+def notes(scenario: Scenario) -> list[str]:
+    """Return what a reader of the result should know of where its figures come from."""
+    return ["Virtual time and energy come from the cluster model; accuracy comes from real training of this model.",
+            "Exchange constants are fitted to the eight latencies of SoCFlow+ 2.2 (see docs/cost-model.md)."]
+
+
+def _run_locally(scenario: Scenario, folder: RunFolder, num_workers: int | None) -> None:
+    quiet_flower()
+    num_nodes = _num_nodes(scenario)
+    busy_nodes = _num_busy_nodes(scenario, num_nodes)
+    workers = min(num_cores(), busy_nodes) if num_workers is None else num_workers
+    run_config: UserConfig = {RUN_FOLDER_KEY: str(folder.path)}
+    with LocalGrid(AppReference(target="socflower.scenario.app:client_app"), num_nodes, run_config=run_config,
+                   num_workers=workers) as grid:
+        server_app(grid, Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(),
+                                 run_config=run_config))
+
+
+def _num_nodes(scenario: Scenario) -> int:
+    return scenario.strategy.socs or scenario_cluster(scenario).num_socs
+
+
+def _num_busy_nodes(scenario: Scenario, num_nodes: int) -> int:
+    """Return how many clients can run at the same time: more worker processes than that would idle."""
+    if scenario.strategy.name in ("sgd", "ring"):
+        return 1
+    groups = scenario.strategy.groups
+    return groups if scenario.strategy.name == "socflow" and isinstance(groups, int) else num_nodes
+
+
+@contextmanager
+def _following(folder: RunFolder, on_round: OnRound) -> Iterator[None]:
+    """Hand each round's progress line to `on_round` as it appears."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        seen = 0
+        while True:
+            last_look = ended.wait(0.1)
+            for entry in folder.read_progress(seen):
+                seen += 1
+                on_round(entry)
+            if last_look:
+                return
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def with_strategy(scenario: Scenario, name: str) -> Scenario:
+    """Return the scenario under another strategy, everything else equal."""
+    return replace(scenario, strategy=replace(scenario.strategy, name=name))

@@ -1,0 +1,126 @@
+"""Reading scenario files, overriding single keys, and the resolved document that results carry."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from socflower.cluster import Cluster, parse_cluster
+from socflower.cluster.cluster_file import load_cluster, reject_unknown_keys
+from socflower.errors import ConfigError
+from socflower.scenario.config import (
+    CompareConfig,
+    DataConfig,
+    EventConfig,
+    ModelConfig,
+    Scenario,
+    StrategyConfig,
+    TrainConfig,
+    parse_table,
+)
+from socflower.scenario.expectations import check_known
+
+_KEYS = ("schema", "seed", "cluster", "board", "model", "data", "train", "strategy", "compare", "event", "expect")
+
+
+def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
+    """Return the scenario of a TOML file with `table.key=value` overrides applied; `ConfigError` in one line."""
+    try:
+        text = path.read_text("utf-8")
+        document = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"scenario {path}: cannot be read ({error.strerror}); check the path") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"scenario {path}: is not UTF-8 text; is it a scenario file?") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"scenario {path}: not valid TOML: {error}") from None
+    for override in overrides:
+        _apply(document, override)
+    cluster = document.get("cluster", {})
+    if isinstance(cluster, str):
+        # A cluster file named in the scenario is resolved here, so that the resolved document stands alone.
+        file = path.parent / cluster
+        load_cluster(file)
+        tables = tomllib.loads(file.read_text("utf-8"))
+        document["cluster"], document["board"] = tables.get("cluster", {}), tables.get("board", [])
+    return parse_scenario(document, name=path.stem, question=_leading_comment(text), where=str(path))
+
+
+def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, where: str) -> Scenario:
+    """Return the scenario of a parsed document."""
+    reject_unknown_keys(document, _KEYS, where)
+    for key in ("schema", "seed"):
+        if isinstance(document.get(key, 1), bool) or not isinstance(document.get(key, 1), int):
+            raise ConfigError(f"{where}: {key} = {document[key]!r} must be a whole number")
+    for key in ("board", "event"):
+        if not isinstance(document.get(key, []), list):
+            raise ConfigError(f"{where}: [{key}] must be written [[{key}]], a list of tables")
+    if not isinstance(document.get("cluster", {}), Mapping):
+        raise ConfigError(f"{where}: cluster = {document['cluster']!r} must be a table or the path of a cluster file")
+    expect = document.get("expect", {})
+    check_known(expect, where)
+
+    def table(kind: type, key: str) -> Any:
+        return parse_table(kind, document.get(key, {}), f"{where} [{key}]")
+
+    return Scenario(
+        schema=document.get("schema", 1), seed=document.get("seed", 1), name=name, question=question,
+        cluster=document.get("cluster", {}), boards=tuple(document.get("board", ())),
+        model=table(ModelConfig, "model"), data=table(DataConfig, "data"), train=table(TrainConfig, "train"),
+        strategy=table(StrategyConfig, "strategy"), compare=table(CompareConfig, "compare"), expect=expect,
+        events=tuple(parse_table(EventConfig, event, f"{where} [[event]] {index + 1}")
+                     for index, event in enumerate(document.get("event", []))),
+    )
+
+
+def scenario_cluster(scenario: Scenario) -> Cluster:
+    """Return the cluster a scenario describes."""
+    return parse_cluster(scenario.cluster, scenario.boards, where=scenario.name)
+
+
+def to_document(scenario: Scenario) -> dict[str, Any]:
+    """Return the resolved scenario with every default filled in; `from_document` takes it back."""
+    document = {key: value for key, value in asdict(scenario).items() if key not in ("boards", "events")}
+    document["cluster"] = dict(scenario.cluster)
+    document["board"] = [dict(board) for board in scenario.boards]
+    document["event"] = [asdict(event) for event in scenario.events]
+    document["expect"] = dict(scenario.expect)
+    document["compare"]["strategies"] = list(scenario.compare.strategies)
+    return {key: _without_none(value) for key, value in document.items()}
+
+
+def from_document(document: Mapping[str, Any]) -> Scenario:
+    """Return the scenario of a resolved document."""
+    tables = {key: value for key, value in document.items() if key not in ("name", "question")}
+    return parse_scenario(tables, name=document["name"], question=document["question"], where=document["name"])
+
+
+def _apply(document: dict[str, Any], override: str) -> None:
+    """Set one key, as in `--set train.epochs=2`; the value is TOML, or a text if it is not."""
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set {override}: write table.key=value, as in --set train.epochs=2")
+    *tables, last = key.strip().split(".")
+    target: Any = document
+    for table in tables:
+        target = target.setdefault(table, {})
+        if not isinstance(target, dict):
+            raise ConfigError(f"--set {override}: {table!r} is not a table of the scenario")
+    try:
+        target[last] = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        target[last] = value
+
+
+def _leading_comment(text: str) -> str:
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("#").strip())
+    return " ".join(lines).strip()
+
+
+def _without_none(value: Any) -> Any:
+    return {key: entry for key, entry in value.items() if entry is not None} if isinstance(value, dict) else value

@@ -1,0 +1,143 @@
+"""What the command line shows people: progress bars and tables. Nothing here computes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from socflower.cluster import Cluster
+from socflower.scenario.config import Scenario
+from socflower.scenario.format import human_bytes, human_joules, human_seconds, percent
+
+OnRound: TypeAlias = Callable[[dict[str, Any]], None]
+StartBar: TypeAlias = Callable[[str], OnRound]
+
+__all__ = ["StartBar", "escape", "print_benchmark", "print_comparison", "print_findings", "print_plan", "print_result",
+           "progress"]
+
+
+@contextmanager
+def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
+    """Yield a function that starts a bar for a strategy and returns what to call after each of its rounds."""
+    columns = (TextColumn("{task.description:10}"), BarColumn(bar_width=None), TextColumn("{task.fields[state]}"),
+               TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=disable, expand=True) as bar:
+
+        def start(strategy: str) -> OnRound:
+            task = bar.add_task(strategy, total=None, state="starting")
+
+            def on_round(entry: dict[str, Any]) -> None:
+                state = (f"accuracy {percent(entry['accuracy'])}  {human_seconds(entry['virtual_s'])} virtual  "
+                         f"{human_joules(entry['energy_j'])}")
+                bar.update(task, total=entry["num_rounds"], completed=entry["round"], state=state)
+                for event in entry["events"]:
+                    console.print(f"[yellow]{strategy}, round {entry['round']}:[/] {escape(event['text'])}")
+
+            return on_round
+
+        yield start
+
+
+def print_result(console: Console, scenario: Scenario, result: Mapping[str, Any], out: Path) -> None:
+    """Show one run: the question, what came of it, the claims."""
+    _print_question(console, scenario)
+    table = Table("", f"{result['strategy']} on {result['engine']}", show_header=True, header_style="bold")
+    table.add_row("accuracy", percent(result["final_accuracy"]))
+    table.add_row("virtual time", human_seconds(result["virtual_s"]))
+    table.add_row("energy", human_joules(result["energy_j"]))
+    for tier, num_bytes in result["bytes"].items():
+        table.add_row(f"bytes {tier.replace('_', ' ')}", human_bytes(num_bytes))
+    for activity, seconds in result["breakdown"]["soc_seconds"].items():
+        table.add_row(f"SoC time: {activity}", _share(seconds, result["breakdown"]["soc_seconds"]))
+    table.add_row("wall clock here", human_seconds(result["wall_s"]))
+    table.add_row("weights", result["weights_sha256"][:16])
+    console.print(table)
+    _print_claims(console, result["expectations"])
+    console.print(f"report: {escape(str(out / 'report.html'))}   trace (open in ui.perfetto.dev): "
+                  f"{escape(str(out / 'trace.json'))}", soft_wrap=True, highlight=False)
+
+
+def print_comparison(console: Console, scenario: Scenario, document: Mapping[str, Any], out: Path) -> None:
+    """Show strategies side by side."""
+    _print_question(console, scenario)
+    table = Table("strategy", "accuracy", f"time to {percent(document['target_accuracy'])}", "virtual time", "energy",
+                  "board bytes", "hub bytes", "wall clock", header_style="bold")
+    for row in document["rows"]:
+        inside = row["bytes"]["intra_board"] + row["bytes"]["inter_board"]
+        reached = row["time_to_accuracy_s"]
+        table.add_row(row["strategy"], percent(row["final_accuracy"]),
+                      "never" if reached is None else human_seconds(reached), human_seconds(row["virtual_s"]),
+                      human_joules(row["energy_j"]), human_bytes(inside), human_bytes(row["bytes"]["hub"]),
+                      human_seconds(row["wall_s"]))
+    console.print(table)
+    _print_claims(console, document["expectations"])
+    console.print(f"report: {escape(str(out / 'report.html'))}", soft_wrap=True, highlight=False)
+
+
+def print_plan(console: Console, cluster: Cluster, document: Mapping[str, Any]) -> None:
+    """Draw the boards with each slot's group, then the predictions."""
+    group_of = {soc: group for group in document["groups"] for soc in group["members"]}
+    table = Table("board", "SoCs by slot (group, * leader, . idle)", header_style="bold")
+    for board in range(len(cluster.boards)):
+        cells = []
+        for soc in cluster.socs_of(board):
+            group = group_of.get(soc)
+            cells.append("  . " if group is None else f"{group['id']:>3}{'*' if soc == group['leader'] else ' '}")
+        table.add_row(str(board), "".join(cells))
+    console.print(table)
+    split = [group["id"] for group in document["groups"] if group["split"]]
+    console.print(f"{len(document['groups'])} groups, split over boards: {split or 'none'}, contention "
+                  f"{document['contention']}, communication groups: {document['communication_groups']}")
+    predicted = document["predicted"]
+    console.print(
+        f"a step {human_seconds(predicted['step_s'])} (groups running freely: "
+        f"{human_seconds(predicted['step_free_running_s'])}), an epoch {human_seconds(predicted['epoch_s'])} with "
+        f"{percent(predicted['compute_fraction'])} computing, {human_joules(predicted['epoch_energy_j'])}; a "
+        f"synchronisation {human_seconds(predicted['sync_s'])}; memory a SoC {human_bytes(predicted['memory_bytes'])}")
+    for note in document["notes"]:
+        console.print(f"note: {note}")
+
+
+def print_benchmark(console: Console, name: str, document: Mapping[str, Any]) -> None:
+    """Show a benchmark's rows."""
+    table = Table("case", "ours", "peer", "peer's", "unit", "ratio", "limit", "answer", title=name, header_style="bold")
+    for row in document["rows"]:
+        table.add_row(row["case"], f"{row['ours']:.4g}", row["peer"], _number(row["peer_value"]), row["unit"],
+                      _number(row["ratio"]), _number(row["limit"]), "ok" if row["ok"] else "[red]wrong[/]")
+    console.print(table)
+
+
+def print_findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> None:
+    """Show what `doctor` found."""
+    colours = {"ok": "green", "missing": "yellow", "broken": "red"}
+    for finding in findings:
+        console.print(f"[{colours[finding['status']]}]{finding['status']:8}[/]{finding['name']:22}"
+                      f"{escape(finding['detail'])}", soft_wrap=True, highlight=False)
+        if finding["remedy"]:
+            console.print(f"{'':30}-> {escape(finding['remedy'])}", soft_wrap=True, highlight=False)
+
+
+def _print_question(console: Console, scenario: Scenario) -> None:
+    if scenario.question:
+        console.print(f"[italic]{escape(scenario.question)}[/]")
+
+
+def _print_claims(console: Console, expectations: Sequence[Mapping[str, Any]]) -> None:
+    words = {True: "[green]holds[/]", False: "[bold red]FAILS[/]", None: "[dim]needs `socflower compare`[/]"}
+    for claim in expectations:
+        observed = "" if claim["observed"] is None else f", observed {claim['observed']:.6g}"
+        console.print(f"{words[claim['holds']]}  {claim['name']} = {claim['expected']:g}{observed}")
+
+
+def _share(part: float, whole: Mapping[str, float]) -> str:
+    total = sum(whole.values())
+    return percent(part / total) if total else "-"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

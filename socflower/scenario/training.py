@@ -1,0 +1,189 @@
+"""What a scenario's ServerApp does: model, data, strategy and clock put together, and what came of it."""
+
+import hashlib
+from collections.abc import Callable
+from importlib import metadata
+from time import perf_counter
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+from torch import nn
+
+from socflower import __version__
+from socflower.cluster import Cluster, ModelProfile, Usage
+from socflower.cluster.tracing import profile_module
+from socflower.errors import TrainingFailed
+from socflower.hierarchy import GroupPlan, default_candidates
+from socflower.scenario.config import Scenario
+from socflower.scenario.run_folder import RunFolder
+from socflower.scenario.scenario_file import scenario_cluster
+from socflower.sim import EventClock, Trace
+from socflower.sim.priced_grid import PricedGrid
+from socflower.strategies import RingAllReduce, SingleDevice, SoCFlow, profile_group_count
+from socflower.strategies.records import array_views
+from socflower.workloads import DataSet, Evaluation, build_model, evaluate, load_data
+
+
+def initial_model(scenario: Scenario) -> nn.Module:
+    """Return the scenario's model with the weights its seed gives it."""
+    example = load_data(scenario.data.name).train
+    channels, size = example.inputs.shape[1], example.inputs.shape[-1]
+    return build_model(scenario.model.name, in_channels=channels, image_size=size, num_classes=example.num_classes,
+                       seed=scenario.seed)
+
+
+def model_profile(scenario: Scenario) -> ModelProfile:
+    """Return the layer profile of the scenario's model on its data."""
+    example = load_data(scenario.data.name).train
+    return profile_module(initial_model(scenario), tuple(example.inputs.shape[1:]), scenario.model.name)
+
+
+def train(scenario: Scenario, grid: Grid, folder: RunFolder) -> dict[str, Any]:
+    """Train and return the outcome: the part of the result document that does not depend on who asked."""
+    return _Training(scenario, grid, folder).run()
+
+
+class _Training:
+    """One run: collects a round's record at its evaluation, after training and clock have moved."""
+
+    def __init__(self, scenario: Scenario, grid: Grid, folder: RunFolder) -> None:
+        self._scenario = scenario
+        self._grid = grid
+        self._folder = folder
+        self._cluster: Cluster = scenario_cluster(scenario)
+        self._data: DataSet = load_data(scenario.data.name)
+        self._model = initial_model(scenario)
+        self._profile = model_profile(scenario)
+        self._trace = Trace()
+        self._clock = EventClock(self._cluster, trace=self._trace)
+        self._rounds: list[dict[str, Any]] = []
+        self._warm_up: dict[str, Any] | None = None
+        self._plan: GroupPlan | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Train with the scenario's strategy."""
+        started_s = perf_counter()
+        arrays = ArrayRecord(self._model.state_dict())
+        final = self._fedavg(arrays) if self._scenario.strategy.name == "fedavg" else self._grouped(arrays)
+        if not final:
+            raise TrainingFailed("Flower returned no model: every client failed; see the log for the first cause")
+        self._trace.write(self._folder.trace)
+        usage = self._clock.usage
+        return {
+            "strategy": self._scenario.strategy.name,
+            "seed": self._scenario.seed,
+            "kernels": {"fp32": f"torch {torch.__version__}", "aggregation": "native weighted sum, float32"},
+            "transports": {"inside groups": "in process", "hub": "Flower messages"},
+            "data_source": self._data.source,
+            "rounds": self._rounds,
+            "warm_up": self._warm_up,
+            "final_accuracy": self._rounds[-1]["accuracy"],
+            "virtual_s": self._clock.now_s,
+            "wall_s": perf_counter() - started_s,
+            "energy_j": usage.total_energy_j,
+            "bytes": _bytes(usage),
+            "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
+                          "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
+            "weights_sha256": weights_sha256(final),
+            "plan": self._plan.to_document() if self._plan else None,
+            "versions": {"socflower": __version__, **{name: metadata.version(name) for name in ("flwr", "torch", "numpy")}},
+        }
+
+    def _grouped(self, arrays: ArrayRecord) -> ArrayRecord:
+        strategy = self._strategy(self._num_groups(arrays), self._scenario.train.epochs)
+        self._plan = strategy.plan
+
+        def round_end(server_round: int) -> tuple[float, list[dict[str, str]]]:
+            report = strategy.reports[-1]
+            return report.epoch, [{"kind": event.kind, "text": event.text} for event in report.events]
+
+        return strategy.start(
+            self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
+            evaluate_fn=self._evaluation(round_end, strategy.num_rounds)).arrays
+
+    def _num_groups(self, arrays: ArrayRecord) -> int:
+        settings = self._scenario.strategy
+        if settings.name != "socflow":
+            return 1
+        if isinstance(settings.groups, int):
+            return settings.groups
+        num_socs = settings.socs or self._cluster.num_socs
+        choice = profile_group_count(
+            self._grid, arrays, lambda trained: self._evaluate(trained).accuracy,
+            lambda num_groups: self._strategy(num_groups, num_epochs=1), default_candidates(num_socs),
+            timeout_s=self._scenario.train.reply_timeout_s)
+        self._warm_up = {"num_groups": choice.num_groups, "stopped_at": choice.stopped_at,
+                         "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
+                         "first_epoch_accuracy": {str(key): value for key, value in choice.accuracies.items()}}
+        return int(choice.num_groups)
+
+    def _strategy(self, num_groups: int, num_epochs: int) -> SoCFlow:
+        settings = self._scenario.strategy
+        shared: dict[str, Any] = {
+            "cluster": self._cluster, "num_samples": len(self._data.train), "clock": self._clock,
+            "batch_size": self._scenario.train.batch_size, "num_epochs": num_epochs, "seed": self._scenario.seed,
+            "reshuffle": settings.reshuffle, "model_profile": self._profile,
+            "overlap_buckets": settings.overlap_buckets, "tolerate_client_errors": settings.tolerate_client_errors,
+        }
+        if settings.name == "sgd":
+            return SingleDevice(**shared)
+        if settings.name == "ring":
+            return RingAllReduce(num_socs=settings.socs, **shared)
+        return SoCFlow(num_groups=num_groups, num_socs=settings.socs, sequenced=settings.sequenced,
+                       interval_epochs=settings.sync_interval_epochs, **shared)
+
+    def _fedavg(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Flower's own FedAvg over all nodes, unmodified; the grid prices its messages."""
+        settings = self._scenario.train
+        num_rounds = settings.epochs // settings.local_epochs
+        num_socs = len(list(self._grid.get_node_ids()))
+        grid = PricedGrid(self._grid, self._clock, self._cluster, model_profile=self._profile,
+                          batch_size=settings.batch_size)
+        strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=num_socs, min_available_nodes=num_socs)
+        config = ConfigRecord({"batch-size": settings.batch_size, "local-epochs": settings.local_epochs,
+                               "num-rounds": num_rounds, "seed": self._scenario.seed + 1})
+
+        def round_end(server_round: int) -> tuple[float, list[dict[str, str]]]:
+            return float(server_round * settings.local_epochs), []
+
+        return strategy.start(grid, arrays, num_rounds=num_rounds, timeout=settings.reply_timeout_s,
+                              train_config=config, evaluate_fn=self._evaluation(round_end, num_rounds)).arrays
+
+    def _evaluation(
+        self, round_end: Callable[[int], tuple[float, list[dict[str, str]]]], num_rounds: int,
+    ) -> Callable[[int, ArrayRecord], MetricRecord]:
+        """Return the evaluate function of `Strategy.start`; it also records the round."""
+
+        def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+            outcome = self._evaluate(arrays)
+            epoch, events = round_end(server_round) if server_round else (0.0, [])
+            self._rounds.append({
+                "round": server_round, "epoch": epoch, "accuracy": outcome.accuracy, "loss": outcome.loss,
+                "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
+                "bytes": _bytes(self._clock.usage), "events": events,
+            })
+            self._folder.append_progress({**self._rounds[-1], "num_rounds": num_rounds})
+            return MetricRecord({"accuracy": outcome.accuracy, "loss": outcome.loss})
+
+        return evaluate_round
+
+    def _evaluate(self, arrays: ArrayRecord) -> Evaluation:
+        self._model.load_state_dict(arrays.to_torch_state_dict())
+        return evaluate(self._model, self._data.test)
+
+
+def weights_sha256(arrays: ArrayRecord) -> str:
+    """Return the digest of all tensors: names, shapes, types and values, in order."""
+    digest = hashlib.sha256()
+    for name, array in array_views(arrays).items():
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _bytes(usage: Usage) -> dict[str, float]:
+    tiers = {"intra_board": 0.0, "inter_board": 0.0, "hub": 0.0, "wan": 0.0}
+    return tiers | {tier.value: value for tier, value in usage.num_bytes.items()}

@@ -1,0 +1,92 @@
+"""Where a SoC's seconds and joules go: time in each state first, then watts."""
+
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+from socflower.cluster import Activity, Device
+from socflower.sim.program import Load
+
+State: TypeAlias = tuple[tuple[Load, ...], bool]
+"""Which loads run on a SoC (sorted), and whether a transfer touches it."""
+
+IDLE_STATE: State = ((), False)
+
+
+class StateMeter:
+    """Seconds that each SoC of an execution spends in each state."""
+
+    def __init__(self, num_socs: int) -> None:
+        self.seconds: list[dict[State, float]] = [{} for _ in range(num_socs)]
+        self._loads: list[tuple[Load, ...]] = [()] * num_socs
+        self._num_transfers = [0] * num_socs
+        self._since_s = [0.0] * num_socs
+
+    def start(self, soc: int, load: Load, now_s: float) -> None:
+        """A load begins."""
+        self._settle(soc, now_s)
+        self._loads[soc] = tuple(sorted((*self._loads[soc], load)))
+
+    def stop(self, soc: int, load: Load, now_s: float) -> None:
+        """A load ends."""
+        self._settle(soc, now_s)
+        loads = list(self._loads[soc])
+        loads.remove(load)
+        self._loads[soc] = tuple(loads)
+
+    def connect(self, soc: int, now_s: float) -> None:
+        """A transfer begins to touch the SoC."""
+        if not self._num_transfers[soc]:
+            self._settle(soc, now_s)
+        self._num_transfers[soc] += 1
+
+    def disconnect(self, soc: int, now_s: float) -> None:
+        """A transfer ceases to touch the SoC."""
+        if self._num_transfers[soc] == 1:
+            self._settle(soc, now_s)
+        self._num_transfers[soc] -= 1
+
+    def settle_all(self, now_s: float) -> None:
+        """Bring the seconds of every SoC up to now."""
+        for soc in range(len(self.seconds)):
+            self._settle(soc, now_s)
+
+    def _settle(self, soc: int, now_s: float) -> None:
+        passed_s = now_s - self._since_s[soc]
+        if passed_s > 0.0:
+            state = (self._loads[soc], self._num_transfers[soc] > 0)
+            seconds = self.seconds[soc]
+            seconds[state] = seconds.get(state, 0.0) + passed_s
+            self._since_s[soc] = now_s
+
+
+def power_w(state: State, device: Device) -> float:
+    """Return a device's watts in a state: active processors add what they draw above idle, the network its own."""
+    loads, networking = state
+    active_w = sum(device.processor(processor).active_w - device.idle_w for processor, _ in loads)
+    return device.idle_w + active_w + (device.network_w if networking else 0.0)
+
+
+def split_state(state: State, device: Device) -> Iterator[tuple[Activity, float, float]]:
+    """Yield activity, its share of the time and its watts; shares sum to 1 and watts to `power_w`.
+
+    Processors that work together share time and idle watts evenly. A transfer during work costs no time,
+    but its watts are synchronisation's.
+    """
+    loads, networking = state
+    for processor, activity in loads:
+        share = 1.0 / len(loads)
+        yield activity, share, device.processor(processor).active_w - device.idle_w * (1.0 - share)
+    if networking:
+        alone = not loads
+        yield Activity.SYNCHRONISATION, float(alone), device.network_w + (device.idle_w if alone else 0.0)
+    elif not loads:
+        yield Activity.IDLE, 1.0, device.idle_w
+
+
+def add_activities(seconds: Mapping[State, float], device: Device, soc_seconds: dict[Activity, float],
+                   energy_j: dict[Activity, float]) -> None:
+    """Add one SoC's time in states to the sums of seconds and joules by activity."""
+    for state, spent_s in seconds.items():
+        for activity, share, watts in split_state(state, device):
+            soc_seconds[activity] += share * spent_s
+            energy_j[activity] += watts * spent_s

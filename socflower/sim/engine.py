@@ -1,0 +1,82 @@
+"""The `local` engine: one call that runs an unmodified ServerApp and ClientApp in virtual time."""
+
+import logging
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, RecordDict, UserConfig
+from flwr.serverapp import ServerApp
+
+from socflower.cluster import Cluster, ModelProfile
+from socflower.errors import ConfigError
+from socflower.sim.event_clock import EventClock
+from socflower.sim.local_grid import LocalGrid
+from socflower.sim.priced_grid import PricedGrid
+from socflower.sim.workers import AppReference, ClientAppSource
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowerApp:
+    """An ordinary Flower app folder: references to its two apps, and its run config."""
+
+    server_app: AppReference
+    client_app: AppReference
+    run_config: UserConfig
+
+
+def load_flower_app(folder: Path) -> FlowerApp:
+    """Return the app of a folder with a Flower `pyproject.toml`; `ConfigError` says what it lacks."""
+    path = folder / "pyproject.toml"
+    try:
+        document = tomllib.loads(path.read_text("utf-8"))
+        app = document["tool"]["flwr"]["app"]
+        components = app["components"]
+        server, client = (AppReference(target=components[key], folder=folder.resolve())
+                          for key in ("serverapp", "clientapp"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the folder of a Flower app") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except KeyError as error:
+        raise ConfigError(f"{path}: lacks {error} of [tool.flwr.app.components]; see `flwr new`") from None
+    return FlowerApp(server_app=server, client_app=client, run_config=_flat(app.get("config", {})))
+
+
+def run_app(
+    server_app: ServerApp | AppReference, client_app: ClientAppSource, *, cluster: Cluster,
+    num_nodes: int | None = None, run_config: UserConfig | None = None, num_workers: int | None = None,
+    model_profile: ModelProfile | None = None, batch_size: int = 32, clock: EventClock | None = None,
+) -> EventClock:
+    """Run the app on `num_nodes` nodes (default: every SoC) and return the clock, with the virtual time it took.
+
+    What the client raises reaches the strategy as an error reply; what the ServerApp raises is raised here.
+    """
+    app = server_app.load() if isinstance(server_app, AppReference) else server_app
+    if not isinstance(app, ServerApp):
+        raise ConfigError(f"app {server_app!r} is a {type(app).__name__}, not a flwr.serverapp.ServerApp")
+    clock = clock or EventClock(cluster)
+    config = dict(run_config or {})
+    with LocalGrid(client_app, num_nodes or cluster.num_socs, run_config=config, num_workers=num_workers) as grid:
+        priced = PricedGrid(grid, clock, cluster, model_profile=model_profile, batch_size=batch_size)
+        context = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=config)
+        app(priced, context)
+    return clock
+
+
+def quiet_flower(level: int = logging.WARNING) -> None:
+    """Keep Flower's own log lines below `level` off the terminal, where a progress bar stands."""
+    logging.getLogger("flwr").setLevel(level)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> UserConfig:
+    """Return nested tables with dotted keys, as Flower hands a run config to apps."""
+    flat: UserConfig = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,22 @@
+"""The two things the local engine needs of Flower that Flower 1.41 does not export publicly, in one place."""
+
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+SUPERLINK_NODE_ID = 1
+"""The node that a ServerApp's messages come from."""
+
+CLIENT_APP_RAISED_EXCEPTION = 2
+CLIENT_APP_CRASHED = 8
+"""Error codes of replies, as Flower's own runtimes set them."""
+
+
+def begin_run(run_id: int) -> Run:
+    """Make this process the ServerApp of run `run_id`, so that messages can be built, and describe the run."""
+    TaskIdentity.run_id = run_id
+    TaskIdentity.task_id = 0
+    TaskIdentity.node_id = SUPERLINK_NODE_ID
+    return Run.create_empty(run_id)
+
+
+__all__ = ["CLIENT_APP_CRASHED", "CLIENT_APP_RAISED_EXCEPTION", "SUPERLINK_NODE_ID", "Run", "begin_run"]

@@ -1,0 +1,144 @@
+"""The flows that are under way, their max-min rates, and when each will end."""
+
+from collections.abc import Mapping, Sequence
+from heapq import heappush
+from math import inf
+
+from socflower.sim.fair_share import max_min_rates
+
+Event = tuple[float, int, int, int]
+"""Time, kind, task, version: ordered, so that equal times are processed in a fixed order."""
+
+COMPUTE_END, FLOW_END = 0, 1
+
+
+SAME_INSTANT = 1e-12
+"""Relative difference below which two events happen together: rounding, not physics, keeps them apart."""
+
+_MAX_KNOWN = 1_000_000
+
+
+class RateTable:
+    """Max-min rates by the multiset of paths that share; steps repeat, so allocations do."""
+
+    def __init__(self, paths: Sequence[Sequence[int]], capacities: Sequence[float]) -> None:
+        self.paths = paths
+        self.capacities = capacities
+        self.alone = [min(capacities[resource] for resource in path) for path in paths]
+        self._by_resource = dict(enumerate(capacities))
+        self._known: dict[tuple[int, ...], Mapping[int, float]] = {}
+        self._size = 0
+
+    def rates(self, sharing: Sequence[int]) -> Mapping[int, float]:
+        """Return the rate of each path, given the paths of all flows that share (sorted, repeats included)."""
+        key = tuple(sharing)
+        known = self._known.get(key)
+        if known is None:
+            if self._size > _MAX_KNOWN:  # a thousand flows that end one by one would fill the memory
+                self._known.clear()
+                self._size = 0
+            # Flows of one path cross the same bottleneck, so their rates are equal.
+            rates = max_min_rates([self.paths[path] for path in key], self._by_resource)
+            known = self._known[key] = dict(zip(key, rates, strict=True))
+            self._size += len(key)
+        return known
+
+
+class Flows:
+    """Active flows by task; a change re-shares only the flows that it can reach through shared resources.
+
+    Of flows that share, only those that end first get an event: the others are shared anew by then.
+    `versions[task]` tells a valid event from one that a later change of rate replaced.
+    """
+
+    def __init__(self, table: RateTable, num_tasks: int, num_resources: int, events: list[Event],
+                 versions: list[int]) -> None:
+        self._table = table
+        self._events = events
+        self._versions = versions
+        self._users: list[dict[int, None]] = [{} for _ in range(num_resources)]
+        self._path = [0] * num_tasks
+        self._left = [0.0] * num_tasks
+        self._rate = [0.0] * num_tasks
+        self._since_s = [0.0] * num_tasks
+        self.end_s = [0.0] * num_tasks
+        self._changed: set[int] = set()
+
+    def add(self, task: int, path: int, volume: float, now_s: float) -> None:
+        """Start a flow; it has no rate until `share`."""
+        self._path[task] = path
+        self._left[task] = volume
+        self._rate[task] = 0.0
+        self._since_s[task] = now_s
+        resources = self._table.paths[path]
+        self._changed.update(resources)
+        for resource in resources:
+            self._users[resource][task] = None
+
+    def remove(self, task: int) -> None:
+        """Take out a flow that has ended."""
+        resources = self._table.paths[self._path[task]]
+        self._changed.update(resources)
+        for resource in resources:
+            del self._users[resource][task]
+
+    def share(self, now_s: float) -> None:
+        """Give the flows that the changes since the last call can have touched their rates and ends."""
+        reached: set[int] = set()
+        for first in self._changed:
+            users = self._users[first]
+            if not users or not reached.isdisjoint(users):  # the users of one resource are reached together
+                continue
+            tasks, level, crossing = self._connected(first)
+            reached.update(tasks)
+            alone, path_of = self._table.alone, self._path
+            if crossing == len(tasks) and level <= min([alone[path_of[task]] for task in tasks]):
+                # All cross the narrowest resource and nothing else holds one back: equal shares.
+                self._set_rates(tasks, [level] * len(tasks), now_s)
+            else:
+                rates = self._table.rates(sorted([path_of[task] for task in tasks]))
+                self._set_rates(tasks, [rates[path_of[task]] for task in tasks], now_s)
+        self._changed.clear()
+
+    def _connected(self, first: int) -> tuple[list[int], float, int]:
+        """Return the flows that share with users of a resource, the least equal share and how many cross there."""
+        users, path_of, paths, capacities = self._users, self._path, self._table.paths, self._table.capacities
+        if len(users[first]) == 1:
+            (task,) = users[first]
+            if all([len(users[resource]) == 1 for resource in paths[path_of[task]]]):
+                return [task], self._table.alone[path_of[task]], 1
+        seen = {first}
+        tasks: dict[int, None] = {}
+        frontier = [first]
+        level, crossing = inf, 0
+        while frontier:
+            resource = frontier.pop()
+            sharing = users[resource]
+            share = capacities[resource] / len(sharing)
+            if share < level:
+                level, crossing = share, len(sharing)
+            for task in sharing:
+                if task not in tasks:
+                    tasks[task] = None
+                    for other in paths[path_of[task]]:
+                        if other not in seen:
+                            seen.add(other)
+                            if len(users[other]) > 1:
+                                frontier.append(other)
+        return list(tasks), level, crossing
+
+    def _set_rates(self, tasks: Sequence[int], rates: Sequence[float], now_s: float) -> None:
+        left, rate_of, since_s, end_s = self._left, self._rate, self._since_s, self.end_s
+        for task, rate in zip(tasks, rates, strict=True):
+            before = rate_of[task]
+            if rate != before:
+                remaining = left[task] - before * (now_s - since_s[task])
+                left[task] = remaining = max(remaining, 0.0)
+                rate_of[task] = rate
+                since_s[task] = now_s
+                end_s[task] = now_s + remaining / rate
+        first_s = min([end_s[task] for task in tasks]) * (1.0 + SAME_INSTANT)
+        for task in tasks:
+            self._versions[task] += 1
+            if end_s[task] <= first_s:
+                heappush(self._events, (end_s[task], FLOW_END, task, self._versions[task]))

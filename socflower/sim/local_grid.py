@@ -1,0 +1,126 @@
+"""A Flower Grid without Ray: nodes are contexts, messages run in worker processes of this machine."""
+
+import itertools
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from time import monotonic
+from uuid import uuid4
+
+from flwr.app import Context, Message, RecordDict, UserConfig
+from flwr.serverapp import Grid
+
+from socflower.errors import ConfigError
+from socflower.sim.flower_internals import Run, begin_run
+from socflower.sim.workers import ClientAppSource, InProcessWorkers, ProcessWorkers, Work
+
+_FIRST_NODE_ID = 1000
+
+
+class LocalGrid(Grid):
+    """Runs unmodified ClientApps for `num_nodes` nodes; a node's `Context.state` lives as long as the grid.
+
+    Node ids ascend with the SoC index, and `node_config` has `partition-id` and `num-partitions` as in Flower's
+    simulation. `num_workers` is the number of worker processes (default: one for each core); 0 runs all messages
+    in this process. Replies come in the order of their messages, however the workers finish.
+    """
+
+    def __init__(
+        self, client_app: ClientAppSource, num_nodes: int, *, run_config: UserConfig | None = None,
+        num_workers: int | None = None,
+    ) -> None:
+        if num_nodes < 1:
+            raise ConfigError(f"local engine: num_nodes must be 1 or more, got {num_nodes}")
+        self._run = begin_run(secrets.randbits(62))
+        node_ids = itertools.count(_FIRST_NODE_ID)
+        self._contexts = {
+            node_id: Context(run_id=self._run.run_id, node_id=node_id, state=RecordDict(),
+                             node_config={"partition-id": index, "num-partitions": num_nodes},
+                             run_config=dict(run_config or {}))
+            for index, node_id in zip(range(num_nodes), node_ids, strict=False)
+        }
+        count = num_cores() if num_workers is None else num_workers
+        self._workers = ProcessWorkers(client_app, count) if count else InProcessWorkers(client_app)
+        self._pushed: dict[str, Message] = {}
+
+    def set_run(self, run: Run) -> None:
+        """Set the run this grid works for."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """The run this grid works for."""
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None,
+    ) -> Message:
+        """Return a new message to a node."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> list[int]:
+        """Return the node ids in the order of their SoCs."""
+        return list(self._contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Give each message an id and keep it until it is pulled; `ConfigError` for an unknown node."""
+        message_ids = []
+        for message in messages:
+            node_id = message.metadata.dst_node_id
+            if node_id not in self._contexts:
+                raise ConfigError(f"local engine: message to unknown node {node_id}; ask the grid's get_node_ids()")
+            message_id = str(uuid4())
+            message.metadata.__dict__["_message_id"] = message_id
+            self._pushed[message_id] = message
+            message_ids.append(message_id)
+        return message_ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Run the pushed messages of these ids and return their replies."""
+        return self._answer(message_ids, None)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Run messages and return their replies; after `timeout` seconds, those that are there."""
+        return self._answer(self.push_messages(messages), timeout)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._workers.close()
+
+    def __enter__(self) -> "LocalGrid":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answer(self, message_ids: Iterable[str], timeout_s: float | None) -> list[Message]:
+        asked = {message_id: self._pushed.pop(message_id) for message_id in message_ids if message_id in self._pushed}
+        deadline = None if timeout_s is None else monotonic() + timeout_s
+        answered: dict[str, Message] = {}
+        for turn in _one_message_per_node(asked):
+            work: dict[str, Work] = {message_id: (asked[message_id], self._contexts[node]) for message_id, node in turn}
+            for message_id, (reply, context) in self._workers.run(work, deadline).items():
+                # A worker process returns a copy of the context with the state the client left in it.
+                self._contexts[context.node_id] = context
+                reply.metadata.__dict__["_message_id"] = str(uuid4())
+                answered[message_id] = reply
+        return [answered[message_id] for message_id in asked if message_id in answered]
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _one_message_per_node(messages: Mapping[str, Message]) -> list[list[tuple[str, int]]]:
+    """Deal (message id, node id) to turns in which no node has two: the second must see the state the first left."""
+    turns: list[list[tuple[str, int]]] = []
+    num_seen: dict[int, int] = {}
+    for message_id, message in messages.items():
+        node_id = message.metadata.dst_node_id
+        turn = num_seen.get(node_id, 0)
+        num_seen[node_id] = turn + 1
+        if turn == len(turns):
+            turns.append([])
+        turns[turn].append((message_id, node_id))
+    return turns

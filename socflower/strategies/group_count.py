@@ -1,0 +1,31 @@
+"""Choosing the number of groups by training one epoch with each candidate (F2)."""
+
+from collections.abc import Callable, Sequence
+from logging import INFO
+
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from socflower.hierarchy import GroupCountChoice, choose_group_count
+from socflower.strategies.socflow import SoCFlow
+
+
+def profile_group_count(
+    grid: Grid, initial_arrays: ArrayRecord, accuracy_of: Callable[[ArrayRecord], float],
+    make_strategy: Callable[[int], SoCFlow], candidates: Sequence[int], *, timeout_s: float = 3600.0,
+) -> GroupCountChoice:
+    """Train an epoch with each candidate, few groups first, and return the last N before accuracy falls.
+
+    `make_strategy(N)` must return a strategy of one epoch. Every candidate starts from `initial_arrays`; what the
+    warm-up costs in virtual time is on the strategies' clock like all other training.
+    """
+
+    def first_epoch_accuracy(num_groups: int) -> float:
+        strategy = make_strategy(num_groups)
+        trained = strategy.start(grid, initial_arrays, num_rounds=strategy.num_rounds, timeout=timeout_s)
+        accuracy = accuracy_of(trained.arrays)
+        log(INFO, "warm-up: %d groups reach %.4f in their first epoch", num_groups, accuracy)
+        return accuracy
+
+    return choose_group_count(candidates, first_epoch_accuracy)

@@ -1,0 +1,212 @@
+"""SoCFlow: synchronous SGD inside groups, delayed synchronisation between them (SoCFlow+ section 3.1)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from logging import INFO, WARNING
+from typing import cast
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from flwr.supercore import log
+
+from socflower.cluster import Cluster, ModelProfile, Usage, VirtualClock, step_cost
+from socflower.cluster.protocol import ARRAYS, CONFIG, GROUP, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND, GroupTask
+from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.hierarchy import (
+    Exchange,
+    Group,
+    GroupPlan,
+    SyncInterval,
+    group_steps_per_epoch,
+    plan_groups,
+    split_batch,
+    step_graph,
+    sync_schedule,
+    synchronisation_graph,
+)
+from socflower.strategies.records import aggregate_records
+from socflower.strategies.replies import ReplyEvent, sort_replies
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundReport:
+    """What one round (one interval between synchronisations) did; the newest is `strategy.reports[-1]`."""
+
+    server_round: int
+    epoch: float  # epochs done at its end
+    usage: Usage  # of this round alone; zero without a clock and a profile
+    events: tuple[ReplyEvent, ...]
+
+
+class SoCFlow(Strategy):
+    """Group-wise parallelism with delayed aggregation.
+
+    One Flower round is one interval between synchronisations of the groups (F3), so `num_rounds` of `start` must
+    be `strategy.num_rounds`. Only group leaders get a message (F8): in simulation a leader's client runs its whole
+    group. Nodes are matched with the plan's SoCs in ascending order of their ids.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The SoCs and their links.
+    num_groups : int
+        Logical groups N; see `profile_group_count` for choosing it (F2). Ignored if `plan` is given.
+    num_samples, batch_size, num_epochs : int
+        Size of the training set, batch of a group, and passes over the data.
+    num_socs : int, optional
+        How many of the cluster's slots take part; default all.
+    interval_epochs : float or "decay"
+        Epochs between synchronisations, or the paper's schedule 0.25, 0.5, 1, 2 (F3).
+    reshuffle : bool
+        Deal all data anew to the groups every epoch; off where data must stay where they are.
+    seed : int
+        Of the order of the data.
+    plan : GroupPlan, optional
+        A plan made elsewhere.
+    clock, model_profile : VirtualClock and ModelProfile, optional
+        Together they make virtual time and energy.
+    sequenced, overlap_buckets : bool, int
+        Communication groups take turns (F6); gradient buckets that overlap with the backward pass (F7).
+    tolerate_client_errors : bool
+        Drop and report a client that raises, as one that dies or answers NaN always is, instead of ending the run.
+    """
+
+    def __init__(
+        self, *, cluster: Cluster, num_groups: int = 1, num_samples: int, batch_size: int, num_epochs: int,
+        num_socs: int | None = None, interval_epochs: float | str = "decay", reshuffle: bool = True, seed: int = 1,
+        plan: GroupPlan | None = None, clock: VirtualClock | None = None, model_profile: ModelProfile | None = None,
+        sequenced: bool = True, overlap_buckets: int = 1, tolerate_client_errors: bool = False,
+    ) -> None:
+        if (clock is None) != (model_profile is None):
+            raise ConfigError("SoCFlow: virtual time needs both clock and model_profile; one of them is missing")
+        self.plan = plan or plan_groups(cluster, num_groups, num_socs)
+        self.steps_per_epoch = group_steps_per_epoch(num_samples, len(self.plan.groups), batch_size)
+        self.intervals: Sequence[SyncInterval] = sync_schedule(num_epochs, self.steps_per_epoch, interval_epochs)
+        self.reports: list[RoundReport] = []
+        self._cluster = cluster
+        self._batch_size = batch_size
+        self._reshuffle = reshuffle
+        self._seed = seed
+        self._clock = clock
+        self._profile = model_profile
+        self._sequenced = sequenced
+        self._overlap_buckets = overlap_buckets
+        self._tolerate_client_errors = tolerate_client_errors
+        self._group_of_node: dict[int, Group] = {}
+
+    @property
+    def num_rounds(self) -> int:
+        """How many rounds `start` needs for all epochs."""
+        return len(self.intervals)
+
+    def summary(self) -> None:
+        """Log the plan."""
+        sizes = [len(group.members) for group in self.plan.groups]
+        log(INFO, "\t├──> Groups: %d of %d to %d SoCs, %d split over boards, contention %d", len(sizes),
+            min(sizes), max(sizes), sum(group.split for group in self.plan.groups), self.plan.contention)
+        log(INFO, "\t├──> Communication groups: %d, %s", len(self.plan.communication_groups),
+            "taking turns" if self._sequenced else "running freely")
+        log(INFO, "\t└──> Synchronisations: %d, each after %d to %d of %d steps an epoch", self.num_rounds,
+            min(interval.num_steps for interval in self.intervals),
+            max(interval.num_steps for interval in self.intervals), self.steps_per_epoch)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+    ) -> list[Message]:
+        """Address every group's leader, in group order; `config` is the caller's, so it is copied."""
+        nodes = self._node_of_soc(grid)
+        self._group_of_node = {nodes[group.leader]: group for group in self.plan.groups}
+        interval = self._interval(server_round)
+        settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
+        return [
+            Message(RecordDict({ARRAYS: arrays, CONFIG: settings,
+                                GROUP: ConfigRecord(self._task(group, interval).encode())}),
+                    nodes[group.leader], MessageType.TRAIN, group_id=str(server_round))
+            for group in self.plan.groups
+        ]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message],
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Average the groups' models by samples, in group order; broken replies are dropped and reported.
+
+        Raises `TrainingFailed` if none is left, or if a client raised and that is not tolerated.
+        """
+        usable, events = sort_replies(replies, self._group_of_node, tolerate_errors=self._tolerate_client_errors)
+        for event in events:
+            log(WARNING, "aggregate_train: %s", event.text)
+        interval = self._interval(server_round)
+        self.reports.append(RoundReport(server_round=server_round, epoch=interval.epoch_end, events=events,
+                                        usage=self._price(interval)))
+        metrics = [cast(MetricRecord, reply.content[METRICS]) for reply in usable]
+        samples = [float(cast(float, metric[NUM_EXAMPLES])) for metric in metrics]
+        arrays = aggregate_records([cast(ArrayRecord, reply.content[ARRAYS]) for reply in usable], samples)
+        return arrays, _weighted_mean(metrics, samples)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+    ) -> list[Message]:
+        """Send nothing: the global model is evaluated by `evaluate_fn` on the server."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Return nothing; see `configure_evaluate`."""
+        return None
+
+    def _interval(self, server_round: int) -> SyncInterval:
+        if not 1 <= server_round <= self.num_rounds:
+            raise ConfigError(f"SoCFlow: round {server_round} of a plan of {self.num_rounds} rounds; call start with "
+                              "num_rounds=strategy.num_rounds")
+        return self.intervals[server_round - 1]
+
+    def _node_of_soc(self, grid: Grid) -> dict[int, int]:
+        nodes = sorted(grid.get_node_ids())
+        socs = self.plan.participants
+        if len(nodes) < len(socs):
+            raise InfeasiblePlan(f"SoCFlow: the plan needs {len(socs)} nodes and Flower has {len(nodes)}; start more "
+                                 f"SuperNodes, or plan with num_socs={len(nodes)}")
+        return dict(zip(socs, nodes, strict=False))
+
+    def _task(self, group: Group, interval: SyncInterval) -> GroupTask:
+        partition_of = {soc: index for index, soc in enumerate(self.plan.participants)}
+        return GroupTask(
+            group_id=group.group_id, num_groups=len(self.plan.groups), members=group.members,
+            partitions=tuple(partition_of[soc] for soc in group.members), num_partitions=len(partition_of),
+            capacities=self._capacities(group), first_step=interval.first_step, num_steps=interval.num_steps,
+            steps_per_epoch=self.steps_per_epoch, total_steps=self.intervals[-1].first_step
+            + self.intervals[-1].num_steps, batch_size=self._batch_size, reshuffle=self._reshuffle, seed=self._seed,
+        )
+
+    def _capacities(self, group: Group) -> tuple[float, ...]:
+        """Return each member's sustained rate on the model, so that unequal devices get unequal shares (F4)."""
+        devices = [self._cluster.device_of(soc) for soc in group.members]
+        name = self._profile.name if self._profile else ""
+        return tuple(device.processor(device.default_processor).rate(name) for device in devices)
+
+    def _price(self, interval: SyncInterval) -> Usage:
+        if self._clock is None or self._profile is None:
+            return Usage()
+        costs = {
+            soc: step_cost(self._profile, self._cluster.device_of(soc), share)
+            for group in self.plan.groups
+            for soc, share in zip(group.members, split_batch(self._batch_size, self._capacities(group)), strict=True)
+        }
+        exchange = Exchange(num_bytes=self._profile.weight_bytes, num_tensors=self._profile.num_tensors)
+        steps = step_graph(self.plan, costs, exchange, sequenced=self._sequenced,
+                           overlap_buckets=self._overlap_buckets)
+        usage = self._clock.run(steps, repeat=interval.num_steps, label=f"to epoch {interval.epoch_end:g}")
+        if len(self.plan.groups) > 1:
+            usage += self._clock.run(synchronisation_graph(self.plan, exchange), label="synchronisation")
+        return usage
+
+
+def _weighted_mean(metrics: Sequence[MetricRecord], samples: Sequence[float]) -> MetricRecord:
+    """Return the mean over samples of every scalar metric that all replies have."""
+    common = set.intersection(*(set(metric) for metric in metrics)) - {NUM_EXAMPLES}
+    means: dict[str, int | float] = {
+        key: sum(float(cast(float, metric[key])) * weight for metric, weight in zip(metrics, samples, strict=True))
+        / sum(samples)
+        for key in sorted(common) if all(isinstance(metric[key], int | float) for metric in metrics)
+    }
+    return MetricRecord({**means, NUM_EXAMPLES: int(sum(samples))})

@@ -1,0 +1,49 @@
+"""Accuracy and loss of a classifier on labelled data."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from socflower.errors import ConfigError
+from socflower.workloads.dataset import LabelledData
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a model achieves on `num_samples` samples."""
+
+    accuracy: float  # share of correct labels, 0..1
+    loss: float  # mean cross-entropy in nats
+    num_samples: int
+
+
+def evaluate(model: nn.Module, data: LabelledData, batch_size: int = 500) -> Evaluation:
+    """Return the model's accuracy and mean loss over all of `data`, computed on the model's own device.
+
+    The model runs in evaluation mode; afterwards every submodule is back in the mode it was in. Raises ConfigError
+    for empty data and for a batch size below 1.
+    """
+    if len(data) == 0:
+        raise ConfigError("evaluation: the data has no samples")
+    if batch_size < 1:
+        raise ConfigError(f"evaluation: batch_size must be 1 or more, got {batch_size}")
+    first_weight = next(model.parameters(), None)
+    device = first_weight.device if first_weight is not None else torch.device("cpu")
+    # Per submodule, because a frozen BatchNorm stays in evaluation mode inside a model that trains.
+    modes = [(module, module.training) for module in model.modules()]
+    num_correct, summed_loss = 0, 0.0
+    model.eval()
+    try:
+        with torch.inference_mode():
+            for start in range(0, len(data), batch_size):
+                inputs, labels = data.batch(torch.arange(start, min(start + batch_size, len(data))))
+                inputs, labels = inputs.to(device), labels.to(device)
+                logits = model(inputs)
+                summed_loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
+                num_correct += int((logits.argmax(dim=1) == labels).sum())
+    finally:
+        for module, training in modes:
+            module.training = training
+    return Evaluation(num_correct / len(data), summed_loss / len(data), len(data))

@@ -1,0 +1,86 @@
+"""Encoded images and labels as the Hugging Face hub stores them, and their decoding."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from socflower.errors import DataUnavailable
+from socflower.workloads.array_cache import ImagesAndLabels
+from socflower.workloads.optional_packages import optional_package
+
+IMAGE_COLUMNS = ("image", "img")
+LABEL_COLUMN = "label"
+
+_UNDECODABLE = (OSError, SyntaxError, TypeError, ValueError)  # SyntaxError is pillow's for a broken PNG
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImages:
+    """PNG or JPEG files and their labels."""
+
+    files: Sequence[bytes]
+    labels: Sequence[int]
+
+
+def image_column(names: Sequence[str], where: str) -> str:
+    """Return the name of the image column; raises DataUnavailable where it or the label column is missing."""
+    found = [name for name in IMAGE_COLUMNS if name in names]
+    if not found or LABEL_COLUMN not in names:
+        raise DataUnavailable(
+            f"{where}: needs a column {' or '.join(IMAGE_COLUMNS)} and a column {LABEL_COLUMN}, "
+            f"has {', '.join(names)}"
+        )
+    return found[0]
+
+
+def read_parquet(path: Path) -> EncodedImages:
+    """Return the rows of a Parquet file in the hub's layout, undecoded.
+
+    Raises DataUnavailable for a missing pyarrow, a damaged file and other columns than an image {bytes, path} and
+    a label.
+    """
+    parquet = optional_package("pyarrow.parquet", extra="data", purpose=f"reading {path}")
+    try:
+        table = parquet.read_table(path)
+    except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
+        raise DataUnavailable(f"{path}: not a readable Parquet file: {_first_line(error)}") from error
+    column = table.column(image_column(table.column_names, str(path)))
+    try:
+        files = [file for chunk in column.chunks for file in chunk.field("bytes").to_pylist()]
+        labels = table.column(LABEL_COLUMN).to_pylist()
+    except (AttributeError, KeyError, ValueError) as error:
+        raise DataUnavailable(f"{path}: images must be structs of bytes and path, are {column.type}") from error
+    return EncodedImages(files, labels)
+
+
+def decode(encoded: EncodedImages, shape: tuple[int, int, int], num_classes: int, where: str) -> ImagesAndLabels:
+    """Return images (n, channels, height, width) uint8 and labels (n,) int64.
+
+    `shape` is (channels, height, width) with 1 (grey) or 3 (RGB) channels. Raises DataUnavailable for a missing
+    pillow, an undecodable or otherwise sized image, and a label outside 0..num_classes-1, with its row.
+    """
+    pillow = optional_package("PIL.Image", extra="data", purpose=f"decoding {where}")
+    channels, height, width = shape
+    mode = {1: "L", 3: "RGB"}[channels]
+    images = np.empty((len(encoded.files), channels, height, width), dtype=np.uint8)
+    for row, file in enumerate(encoded.files):
+        try:
+            with pillow.open(io.BytesIO(file)) as image:
+                pixels = np.asarray(image.convert(mode))
+        except _UNDECODABLE as error:
+            raise DataUnavailable(f"{where}: row {row} is no image: {_first_line(error)}") from error
+        if pixels.shape[:2] != (height, width):
+            found = f"{pixels.shape[1]}x{pixels.shape[0]}"
+            raise DataUnavailable(f"{where}: row {row} has {found} pixels instead of {width}x{height}")
+        images[row] = pixels if channels == 1 else pixels.transpose(2, 0, 1)
+    for row, label in enumerate(encoded.labels):
+        if not isinstance(label, int) or not 0 <= label < num_classes:
+            raise DataUnavailable(f"{where}: row {row} has label {label}, need 0 to {num_classes - 1}")
+    return images, np.asarray(encoded.labels, dtype=np.int64)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,48 @@
+"""Models by the names that scenarios use."""
+
+import difflib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from socflower.errors import ConfigError
+from socflower.workloads.models.initial_weights import draw_weights_
+from socflower.workloads.models.lenet import lenet5
+from socflower.workloads.models.mobilenet import mobilenet_v1
+from socflower.workloads.models.resnet import resnet18
+from socflower.workloads.models.vgg import vgg11
+
+_BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
+    "lenet5": lenet5,
+    "vgg11": vgg11,
+    "resnet18": resnet18,
+    "mobilenet-v1": mobilenet_v1,
+}
+
+
+def model_names() -> tuple[str, ...]:
+    """Return the names that `build_model` knows."""
+    return tuple(_BUILDERS)
+
+
+def build_model(name: str, *, in_channels: int, image_size: int, num_classes: int, seed: int) -> nn.Module:
+    """Return the named model for (n, in_channels, image_size, image_size) inputs and (n, num_classes) logits.
+
+    Equal seeds give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for
+    an unknown name and for sizes that the model cannot take.
+    """
+    builder = _BUILDERS.get(name)
+    if builder is None:
+        close = difflib.get_close_matches(name, _BUILDERS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"model.name: unknown model {name!r}, known are {', '.join(_BUILDERS)}{hint}")
+    for key, value in (("in_channels", in_channels), ("image_size", image_size), ("num_classes", num_classes)):
+        if value < 1:
+            raise ConfigError(f"model {name}: {key} must be 1 or more, got {value}")
+    # Constructors draw weights from the global generator, but not for the meta device, which has no values.
+    with torch.device("meta"):
+        model = builder(in_channels=in_channels, image_size=image_size, num_classes=num_classes)
+    model.to_empty(device="cpu")
+    draw_weights_(model, torch.Generator().manual_seed(seed))
+    return model

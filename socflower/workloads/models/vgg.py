@@ -1,0 +1,24 @@
+"""VGG-11 (Simonyan and Zisserman 2015, configuration A) for 32x32 images, without BatchNorm."""
+
+from torch import nn
+
+from socflower.workloads.models.padding import padding_to_32
+
+STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
+"""Output channels of the convolutions of each stage; a max-pool ends the stage."""
+
+
+def vgg11(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return VGG-11 for (n, in_channels, image_size, image_size) inputs: 18 tensors, about 9.2 M parameters.
+
+    Five max-pools leave one pixel of 512 channels, so one Linear takes the place of ImageNet's three.
+    Raises ConfigError unless the image size is 28 or 32.
+    """
+    padding = 1 + padding_to_32("vgg11", image_size)
+    layers: list[nn.Module] = []
+    for stage in STAGES:
+        for channels in stage:
+            layers += [nn.Conv2d(in_channels, channels, kernel_size=3, padding=padding), nn.ReLU()]
+            in_channels, padding = channels, 1
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(in_channels, num_classes))

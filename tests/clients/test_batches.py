@@ -1,0 +1,56 @@
+"""Which sample is seen when: every one once an epoch, whatever the numbers of groups, samples and steps."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from socflower.clients.batches import group_batches, local_batches
+from socflower.cluster.protocol import GroupTask
+from socflower.hierarchy import group_steps_per_epoch
+
+
+def task(group_id: int, num_groups: int, **changes: object) -> GroupTask:
+    values: dict[str, object] = {
+        "group_id": group_id, "num_groups": num_groups, "members": (0,), "partitions": (0,), "num_partitions": 1,
+        "capacities": (1.0,), "first_step": 0, "num_steps": 1, "steps_per_epoch": 1, "total_steps": 10,
+        "batch_size": 8, "reshuffle": True, "seed": 7,
+    }
+    return GroupTask(**(values | changes))  # type: ignore[arg-type]
+
+
+@given(num_groups=st.integers(1, 9), num_samples=st.integers(20, 300), batch_size=st.integers(1, 40))
+def test_an_epoch_uses_every_sample_once_over_all_groups(num_groups: int, num_samples: int, batch_size: int) -> None:
+    steps = group_steps_per_epoch(num_samples, num_groups, batch_size)
+    seen: list[int] = []
+    for group_id in range(num_groups):
+        batches = list(group_batches(
+            task(group_id, num_groups, num_steps=steps, steps_per_epoch=steps, batch_size=batch_size), num_samples))
+        assert len(batches) == steps
+        assert all(len(batch) <= batch_size for batch in batches)
+        assert max(map(len, batches)) - min(map(len, batches)) <= 1
+        seen.extend(np.concatenate(batches).tolist())
+    assert sorted(seen) == list(range(num_samples))
+
+
+@given(first=st.integers(0, 20), length=st.integers(1, 15))
+def test_an_interval_sees_the_same_batches_as_the_whole_training(first: int, length: int) -> None:
+    whole = list(group_batches(task(1, 3, num_steps=40, steps_per_epoch=6), 100))
+    part = list(group_batches(task(1, 3, first_step=first, num_steps=length, steps_per_epoch=6), 100))
+    assert all(np.array_equal(a, b) for a, b in zip(part, whole[first:first + length], strict=True))
+
+
+def test_reshuffling_moves_samples_between_groups_and_not_reshuffling_does_not() -> None:
+    epochs = [set(np.concatenate(list(group_batches(
+        task(0, 4, first_step=epoch * 5, num_steps=5, steps_per_epoch=5), 200))).tolist()) for epoch in range(2)]
+    assert epochs[0] != epochs[1]
+    own = [np.concatenate(list(group_batches(
+        task(0, 4, reshuffle=False, first_step=epoch * 5, num_steps=5, steps_per_epoch=5), 50))) for epoch in range(2)]
+    assert set(own[0]) == set(own[1]) == set(range(50))
+    assert own[0].tolist() != own[1].tolist()
+
+
+@given(num_samples=st.integers(1, 100), batch_size=st.integers(1, 30), num_epochs=st.integers(1, 3))
+def test_a_client_alone_sees_every_sample_once_an_epoch(num_samples: int, batch_size: int, num_epochs: int) -> None:
+    batches = list(local_batches(num_samples, batch_size, num_epochs, seed=(1, 2), first_epoch=0))
+    assert np.bincount(np.concatenate(batches), minlength=num_samples).tolist() == [num_epochs] * num_samples
+    assert all(0 < len(batch) <= batch_size for batch in batches)

@@ -1,0 +1,256 @@
+"""Exact event logs and hand-calculated contention on graphs small enough to follow."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, Tier, Usage, VirtualClock
+from socflower.errors import ConfigError
+from socflower.sim import EventClock
+from socflower.sim.execution import Execution, Instance
+from socflower.sim.flows import RateTable
+from socflower.sim.program import compile_graph
+
+MakeCluster = Callable[..., Cluster]
+AddRing = Callable[..., list[int]]
+
+
+def log(builder: GraphBuilder, cluster: Cluster, participants: Sequence[int] = (0,),
+        repeat: int = 1) -> list[tuple[float, float, str]]:
+    """Start, end and name of every task, in the order in which they ended (one component)."""
+    graph = builder.build(participants)
+    (component,) = compile_graph(graph, cluster).components
+    program = component.program
+    outcome = Execution(program, RateTable(program.paths, program.capacities), repeat, extrapolate=False,
+                        max_instances=1000).run()
+    return [(start_s, end_s, graph.tasks[component.tasks[task]].name)
+            for task, _, start_s, _, end_s in map(Instance._make, outcome.instances)]
+
+
+def duration(builder: GraphBuilder, cluster: Cluster, repeat: int = 1) -> float:
+    return EventClock(cluster).run(builder.build(range(cluster.num_socs)), repeat=repeat).duration_s
+
+
+def test_it_is_a_virtual_clock(make_cluster: MakeCluster) -> None:
+    clock: VirtualClock = EventClock(make_cluster())
+    assert clock.now_s == 0.0
+
+
+def test_a_processor_serves_by_ready_time_then_task(make_cluster: MakeCluster) -> None:
+    b = GraphBuilder()
+    b.compute("a", 0, 2.0)
+    b.compute("on npu", 0, 1.0, processor="npu")
+    b.compute("late", 0, 1.0, after=(1,))
+    b.compute("early", 0, 1.0)
+    b.compute("nothing", 0, 0.0, after=(0,))
+    assert log(b, make_cluster()) == [(0.0, 1.0, "on npu"), (0.0, 2.0, "a"), (2.0, 3.0, "early"), (3.0, 4.0, "late"),
+                                      (4.0, 4.0, "nothing")]
+
+
+def test_two_flows_share_an_uplink(make_cluster: MakeCluster) -> None:
+    b = GraphBuilder()
+    b.transfer("long", 0, 5, 200.0, num_messages=0)
+    b.transfer("short", 1, 6, 100.0, num_messages=0)
+    # 50 bytes/s each until the short one ends at 2 s, then 100 bytes/s for the remaining 100 bytes.
+    assert log(b, make_cluster((5, 5))) == [(0.0, 2.0, "short"), (0.0, 3.0, "long")]
+
+
+def test_links_are_full_duplex(make_cluster: MakeCluster) -> None:
+    b = GraphBuilder()
+    b.transfer("there", 0, 5, 100.0, num_messages=0)
+    b.transfer("back", 5, 0, 100.0, num_messages=0)
+    assert duration(b, make_cluster((5, 5))) == 1.0
+
+
+def test_the_slowest_link_of_a_path_limits_it(make_cluster: MakeCluster) -> None:
+    b = GraphBuilder()
+    b.transfer("over two boards", 0, 5, 100.0, num_messages=0)
+    assert duration(b, make_cluster((5, 5), uplink=20.0)) == 5.0
+    assert duration(b, make_cluster((5, 5), uplink=500.0)) == 1.0
+
+
+def test_a_flow_takes_what_a_limited_one_leaves(make_cluster: MakeCluster) -> None:
+    b = GraphBuilder()
+    for source in (0, 1, 2):
+        b.transfer("to one", source, 5, 100.0, num_messages=0)
+    b.transfer("other", 3, 6, 200.0, num_messages=0)
+    # Equal shares of the uplink are 37.5, but SoC 5 receives only 33.3 from each of three, so 50 are left for
+    # the other; after 3 s it has 50 bytes to go and its own link to itself.
+    assert [end_s for _, end_s, _ in log(b, make_cluster((5, 5), uplink=150.0))] == pytest.approx([3, 3, 3, 3.5])
+
+
+def test_handling_is_paid_at_both_ends_before_the_bytes(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(message_s=0.5)
+    b = GraphBuilder()
+    b.transfer("two messages", 0, 1, 100.0, num_messages=2)
+    b.compute("then", 1, 1.0, after=(0,))
+    assert log(b, cluster) == [(0.0, 2.0, "two messages"), (2.0, 3.0, "then")]
+
+
+def test_a_parameter_server_handles_one_message_at_a_time(make_cluster: MakeCluster) -> None:
+    b = GraphBuilder()
+    for source in range(1, 5):
+        b.transfer("up", source, 0, 0.0, num_messages=3)
+    assert duration(b, make_cluster(message_s=0.1)) == pytest.approx(4 * 3 * 0.1)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_closed_form_of_the_ring(make_cluster: MakeCluster, add_ring: AddRing, n: int) -> None:
+    """2(n-1)·tensors·a + 2(n-1)/n·bytes/B: both directions of a link are used, no link twice."""
+    b = GraphBuilder()
+    add_ring(b, range(n), 1000.0, 18)
+    assert duration(b, make_cluster(message_s=0.01)) == pytest.approx(2 * (n - 1) * (18 * 0.01 + 1000 / n / 100))
+
+
+def test_closed_form_of_the_ring_over_boards(make_cluster: MakeCluster, add_ring: AddRing) -> None:
+    """Members contiguous by board send one flow each way over an uplink, so nothing slows down."""
+    b = GraphBuilder()
+    add_ring(b, range(10), 1000.0, 18)
+    assert duration(b, make_cluster((5, 5), message_s=0.01)) == pytest.approx(2 * 9 * (18 * 0.01 + 1000 / 10 / 100))
+
+
+def test_interleaved_ranks_double_the_bytes_on_the_uplink(make_cluster: MakeCluster, add_ring: AddRing) -> None:
+    contiguous, interleaved = GraphBuilder(), GraphBuilder()
+    add_ring(contiguous, (0, 1, 5, 6), 1000.0)
+    add_ring(interleaved, (0, 5, 1, 6), 1000.0)
+    cluster = make_cluster((5, 5))
+    assert duration(interleaved, cluster) == pytest.approx(2 * duration(contiguous, cluster))
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_closed_form_of_the_parameter_server(make_cluster: MakeCluster, n: int) -> None:
+    """2(n-1)·bytes/B + 2(n-1)·tensors·a: the server's link and its handler serve all others in turn."""
+    b = GraphBuilder()
+    up = [b.transfer("up", source, 0, 1000.0, num_messages=18) for source in range(1, n)]
+    reduce = b.compute("reduce", 0, 0.0, after=up)
+    for target in range(1, n):
+        b.transfer("down", 0, target, 1000.0, num_messages=18, after=(reduce,))
+    assert duration(b, make_cluster(message_s=0.01)) == pytest.approx(2 * (n - 1) * (18 * 0.01 + 1000 / 100))
+
+
+def groups_on_one_uplink(add_ring: AddRing, turns: bool) -> GraphBuilder:
+    """Two groups, each with a member on either board: computing takes 3 s, an exchange alone 2 s (F7)."""
+    b = GraphBuilder()
+    starts: list[int] = []
+    syncs: list[list[int]] = []
+    for members in ((0, 5), (1, 6)):
+        computes = [b.compute("compute", member, 3.0) for member in members]
+        after = [*computes, *syncs[0]] if turns and syncs else computes
+        starts.append(b.compute("turn", HUB, 0.0, processor=str(members), after=after))
+        syncs.append(add_ring(b, members, 200.0, after=(starts[-1], starts[-1])))
+        for compute in computes:
+            b.follow_previous(compute, syncs[-1])
+    if turns:
+        b.follow_previous(starts[0], syncs[1])
+    return b
+
+
+def test_groups_that_share_an_uplink_run_at_half_rate(make_cluster: MakeCluster, add_ring: AddRing) -> None:
+    cluster = make_cluster((5, 5))
+    b = groups_on_one_uplink(add_ring, turns=False)
+    assert duration(b, cluster) == pytest.approx(3 + 2 * 2)
+    assert duration(b, cluster, 11) - duration(b, cluster, 10) == pytest.approx(3 + 2 * 2)
+
+
+def test_taking_turns_hides_all_but_the_larger_of_c_plus_s_and_2s(make_cluster: MakeCluster,
+                                                                  add_ring: AddRing) -> None:
+    cluster = make_cluster((5, 5))
+    b = groups_on_one_uplink(add_ring, turns=True)
+    assert duration(b, cluster) == pytest.approx(3 + 2 + 2)
+    assert duration(b, cluster, 11) - duration(b, cluster, 10) == pytest.approx(max(3 + 2, 2 * 2))
+    slow_links = make_cluster((5, 5), link=25.0)  # S = 8 s
+    assert duration(b, slow_links, 11) - duration(b, slow_links, 10) == pytest.approx(max(3 + 8, 2 * 8))
+
+
+def test_repetitions_overlap_unless_told_otherwise(make_cluster: MakeCluster) -> None:
+    b = GraphBuilder()
+    b.compute("compute", 0, 1.0)
+    b.transfer("send", 0, 1, 100.0, num_messages=0, after=(0,))
+    assert log(b, make_cluster(), repeat=3) == [(0.0, 1.0, "compute"), (1.0, 2.0, "compute"), (1.0, 2.0, "send"),
+                                                (2.0, 3.0, "compute"), (2.0, 3.0, "send"), (3.0, 4.0, "send")]
+    b.follow_previous(0, [1])
+    assert duration(b, make_cluster(), 3) == 6.0
+
+
+def test_usage_of_work_transfer_and_waiting(make_cluster: MakeCluster) -> None:
+    b = GraphBuilder()
+    b.compute("compute", 0, 2.0)
+    b.compute("update", 0, 1.0, activity=Activity.UPDATE, after=(0,))
+    b.transfer("send", 0, 1, 200.0, num_messages=0, after=(0,))
+    b.transfer("report", 1, HUB, 100.0, num_messages=0, after=(2,))
+    usage = EventClock(make_cluster()).run(b.build((0, 1, 2)))
+    # SoC 0: compute 0-2, update 2-3 while sending, sends 2-4, idle 4-5. SoC 1: idle 0-2, network 2-5. SoC 2: idle.
+    assert usage.duration_s == 5.0
+    assert usage.soc_seconds == {Activity.COMPUTE: 2.0, Activity.UPDATE: 1.0, Activity.SYNCHRONISATION: 4.0,
+                                 Activity.IDLE: 8.0}
+    assert usage.energy_j == {Activity.COMPUTE: 10.0, Activity.UPDATE: 5.0, Activity.IDLE: 8.0,
+                              Activity.SYNCHRONISATION: 0.5 + 1.5 + 3 * 1.5}
+    assert usage.num_bytes == {Tier.INTRA_BOARD: 200.0, Tier.INTER_BOARD: 0.0, Tier.HUB: 100.0, Tier.WAN: 0.0}
+
+
+def test_processors_that_work_together_draw_idle_watts_once(make_cluster: MakeCluster) -> None:
+    b = GraphBuilder()
+    b.compute("cpu", 0, 2.0)
+    b.compute("npu", 0, 2.0, processor="npu", activity=Activity.UPDATE)
+    usage = EventClock(make_cluster()).run(b.build((0,)))
+    assert usage.soc_seconds[Activity.COMPUTE] == usage.soc_seconds[Activity.UPDATE] == 1.0
+    assert usage.total_energy_j == 2.0 * (1.0 + 4.0 + 2.0)
+    assert usage.energy_j[Activity.COMPUTE] == 2.0 * (4.0 + 0.5)
+
+
+def test_only_participants_count_and_servers_draw_nothing(make_cluster: MakeCluster) -> None:
+    b = GraphBuilder()
+    b.compute("aggregate", HUB, 3.0)
+    b.compute("elsewhere", 1, 1.0)
+    usage = EventClock(make_cluster()).run(b.build((0,)))
+    assert usage.duration_s == 3.0
+    assert usage.total_energy_j == usage.energy_j[Activity.IDLE] == 3.0
+
+
+def test_runs_add_up(make_cluster: MakeCluster) -> None:
+    b = GraphBuilder()
+    b.compute("compute", 0, 2.0)
+    clock = EventClock(make_cluster())
+    first = clock.run(b.build((0,)), repeat=3)
+    second = clock.run(b.build((0,)))
+    assert (first.duration_s, second.duration_s, clock.now_s) == (6.0, 2.0, 8.0)
+    assert clock.usage == first + second
+    assert clock.run(b.build((0,)), repeat=0) == Usage()
+    assert clock.run(GraphBuilder().build((0,)), repeat=5).duration_s == 0.0
+    assert clock.now_s == 8.0
+
+
+def test_equal_runs_give_equal_results(make_cluster: MakeCluster, add_ring: AddRing) -> None:
+    def once() -> Usage:
+        b = GraphBuilder()
+        for first in range(0, 15, 3):
+            add_ring(b, range(first, first + 3), 1000.0 / 3, 7)
+        return EventClock(make_cluster((5, 5, 5), message_s=0.01)).run(b.build(range(15)), repeat=20)
+    assert once() == once()
+
+
+@pytest.mark.parametrize(("add", "text"), [
+    (lambda b: b.compute("c", 99, 1.0), "no SoC 99"),
+    (lambda b: b.compute("c", "cloud", 1.0), "no server 'cloud'"),
+    (lambda b: b.compute("c", 0, 1.0, processor="gpu"), "no processor 'gpu'"),
+    (lambda b: b.compute("c", 0, -1.0), "seconds must be finite"),
+    (lambda b: b.transfer("c", 0, 99, 1.0), "no SoC 99"),
+    (lambda b: b.transfer("c", 0, 0, 1.0), "to itself"),
+    (lambda b: b.transfer("c", 0, 1, float("inf")), "num_bytes must be finite"),
+    (lambda b: b.transfer("c", 0, 1, 1.0, num_messages=-1), "num_messages must be finite"),
+])
+def test_what_the_cluster_does_not_have_is_a_config_error(
+    make_cluster: MakeCluster, add: Callable[[GraphBuilder], int], text: str,
+) -> None:
+    b = GraphBuilder()
+    add(b)
+    with pytest.raises(ConfigError, match=text) as error:
+        EventClock(make_cluster()).run(b.build((0,)))
+    assert "task 'c'" in str(error.value)
+
+
+def test_unknown_participants_and_negative_repeats_are_config_errors(make_cluster: MakeCluster) -> None:
+    with pytest.raises(ConfigError, match="no SoC 5"):
+        EventClock(make_cluster()).run(GraphBuilder().build((5,)))
+    with pytest.raises(ConfigError, match="repeat must not be negative"):
+        EventClock(make_cluster()).run(GraphBuilder().build((0,)), repeat=-1)

@@ -1,0 +1,35 @@
+"""Where the workload tests find published data, and a cache of their own."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def published_folder() -> Path:
+    """Folder of Parquet data sets: SOCFLOWER_DATA, else shared/data beside the repository."""
+    named = os.environ.get("SOCFLOWER_DATA")
+    folder = Path(named) if named else Path(__file__).resolve().parents[3] / "shared" / "data"
+    if not (folder / "mnist" / "train.parquet").is_file() or not (folder / "cifar10" / "train.parquet").is_file():
+        pytest.skip(f"no mnist/ and cifar10/ Parquet files in {folder}; SOCFLOWER_DATA names another folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Cache that outlives a single test, so that the bundled digits are parsed once per session."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def shared_cache(session_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SOCFLOWER_CACHE", str(session_cache))
+    return session_cache
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("SOCFLOWER_CACHE", str(folder))
+    return folder
