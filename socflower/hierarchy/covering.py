@@ -92,6 +92,14 @@ class Covering:
         fewest = max(fewest, num_small * least + num_large * least_large)
         return fewest - num_groups if fewest <= sum(boards) else IMPOSSIBLE
 
+    def _joint_bound(self, boards: Histogram, demand: int, wanted: int, num_others: int) -> int:
+        """Return a bound below the cost with a component of `wanted` slots: what it takes, others cannot have."""
+        largest = next(slots for slots, count in zip(self.slots_left, boards, strict=True) if count)
+        least = max(2, -(-self.small // largest))
+        fewest = self._fewest_boards(boards, demand)
+        here = self._fewest_boards(boards, wanted)
+        return fewest - 1 - min(num_others, max(0, fewest - here) // least)
+
     def _fewest_boards(self, boards: Histogram, demand: int) -> int:
         fewest = 0
         for slots, count in zip(self.slots_left, boards, strict=True):
@@ -111,6 +119,8 @@ class Covering:
         best: tuple[int, Component | None] = (IMPOSSIBLE, None)
         for small, large in self._group_choices(num_small, num_large):
             wanted = small * self.small + large * (self.small + 1)
+            if self.joint and self._joint_bound(boards, demand, wanted, num_small + num_large - small - large) >= best[0]:
+                continue
             for used in self._covers(boards, wanted, slack):
                 rest = tuple(map(int.__sub__, boards, used))
                 here = sum(used) - 1

@@ -46,10 +46,10 @@ def group_sizes(num_groups: int, num_socs: int) -> tuple[int, ...]:
     Raises `InfeasiblePlan` where a group would get no SoC.
     """
     if num_groups < 1:
-        raise InfeasiblePlan(f"plan: {num_groups} groups of {num_socs} SoCs cannot be; ask for 1 to {num_socs} groups")
+        raise InfeasiblePlan(f"plan: {num_groups} groups of {num_socs} SoCs cannot be; ask for 1 or more groups")
     if num_groups > num_socs:
-        raise InfeasiblePlan(f"plan: {num_groups} groups need at least {num_groups} SoCs and {num_socs} take part; "
-                             f"ask for at most {num_socs} groups")
+        raise InfeasiblePlan(f"plan: {num_groups} groups need at least {num_groups} SoCs and {num_socs} take "
+                             f"part; ask for at most {num_socs} groups")
     small, num_large = divmod(num_socs, num_groups)
     return (small + 1,) * num_large + (small,) * (num_groups - num_large)
 

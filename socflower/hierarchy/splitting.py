@@ -1,10 +1,21 @@
 """Mapping when some group must be split: the search over whole groups and covers, and laying out what it found."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from socflower.hierarchy.covering import IMPOSSIBLE, Budget, Component, Covering, Histogram, SearchExhausted
 from socflower.hierarchy.placement import Placement, make_placement
-from socflower.hierarchy.whole_groups import BoardUse, WholeChoice, most_whole, pack_whole, slots_left, whole_choices
+from socflower.hierarchy.whole_groups import (
+    BoardUse,
+    WholeChoice,
+    most_whole,
+    pack_whole,
+    slots_left,
+    whole_choices,
+)
+
+_MOST_SPLITS = 200
+"""The search recurses once a component, so beyond this many split groups only the heuristics run."""
 
 Layout = list[dict[int, int]]
 """Groups as {board: SoCs}."""
@@ -30,13 +41,16 @@ def split_groups(slots: Sequence[int], small: int, num_small: int, num_large: in
                 search.run(num_splits)
             except SearchExhausted:
                 proven = False
-            if search.best is not None:
-                return make_placement(search.best, proven_optimal=proven)
-            if search.budget.num_left < 0:
                 break
+            if search.best is not None:
+                break
+        if search.best is not None:
+            return make_placement(search.best, proven_optimal=proven)
     uses = pack_whole(slots, small, whole_small, whole_large)
-    assert uses is not None
-    return make_placement(_largest_first(uses, small, num_small - whole_small, num_large - whole_large))
+    assert uses is not None  # `most_whole` counted them
+    sizes = [small + 1] * (num_large - whole_large) + [small] * (num_small - whole_small)
+    split = _own_boards(sizes, uses) or _largest_first(sizes, uses)
+    return make_placement(_lay_whole(enumerate(uses), small) + split)
 
 
 class _Search:
@@ -55,7 +69,9 @@ class _Search:
         self._cost = IMPOSSIBLE
 
     def run(self, num_splits: int) -> None:
-        """Set `best` to the cheapest layout of that many split groups; raises `SearchExhausted`, `best` so far kept."""
+        """Set `best` to the cheapest layout with that many splits, or so far on `SearchExhausted`."""
+        if num_splits > _MOST_SPLITS:
+            raise SearchExhausted
         covering = self._covering
         for split_small in range(min(num_splits, self._num_small), max(0, num_splits - self._num_large) - 1, -1):
             split_large = num_splits - split_small
@@ -119,7 +135,24 @@ def _lay_whole(uses: Iterable[tuple[int, BoardUse]], small: int) -> Layout:
             for size in [small + 1] * use.num_large + [small] * use.num_small]
 
 
-def _largest_first(uses: Sequence[BoardUse], small: int, split_small: int, split_large: int) -> Layout:
-    """Return the most whole groups and the rest in sequence over the boards with most slots left: few boards."""
-    free = sorted(((board, use.slots_left) for board, use in enumerate(uses)), key=lambda pair: (-pair[1], pair[0]))
-    return _lay_whole(enumerate(uses), small) + lay_in_sequence([small + 1] * split_large + [small] * split_small, free)
+def _own_boards(sizes: Iterable[int], uses: Sequence[BoardUse]) -> Layout | None:
+    """Return split groups on boards of their own (C = 1): the largest boards, then the smallest that completes."""
+    free = sorted((use.slots_left, board) for board, use in enumerate(uses) if use.slots_left)
+    layout: Layout = []
+    for size in sizes:
+        group: dict[int, int] = {}
+        while size:
+            if not free:
+                return None
+            enough = bisect_left(free, (size, -1))
+            left, board = free.pop(min(enough, len(free) - 1))
+            group[board] = min(left, size)
+            size -= group[board]
+        layout.append(group)
+    return layout
+
+
+def _largest_first(sizes: Iterable[int], uses: Sequence[BoardUse]) -> Layout:
+    """Return split groups in sequence over the boards with most slots left, which are few boards (C = 2)."""
+    boards = sorted(range(len(uses)), key=lambda board: (-uses[board].slots_left, board))
+    return lay_in_sequence(sizes, ((board, uses[board].slots_left) for board in boards))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from socflower.hierarchy.covering import Budget
 
@@ -27,7 +28,7 @@ WholeChoice = dict[int, list[BoardUse]]
 
 
 def most_whole(slots: Sequence[int], small: int, num_small: int, num_large: int) -> tuple[int, int]:
-    """Return how many groups of `small` and of `small + 1`, of so many each, fit without a split: the most in all."""
+    """Return how many groups of `small` and of `small + 1` fit without a split, the most in all."""
     last_row = _most_large(slots, small, num_small)[-1]
     return max(((a, min(int(large), num_large)) for a, large in enumerate(last_row) if large >= 0),
                key=lambda numbers: (sum(numbers), numbers))
@@ -52,8 +53,8 @@ def pack_whole(slots: Sequence[int], small: int, num_small: int, num_large: int)
     return uses[::-1]
 
 
-def _most_large(slots: Sequence[int], small: int, num_small: int) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """Return, after 0, 1, … boards, the most large groups that fit beside exactly a small ones (-1: a do not fit)."""
+def _most_large(slots: Sequence[int], small: int, num_small: int) -> list[NDArray[np.int64]]:
+    """Return, after 0, 1, … boards, the most large groups beside exactly a small ones (-1 where a do not fit)."""
     row = np.full(num_small + 1, -1, dtype=np.int64)
     row[0] = 0
     table = [row]
@@ -70,7 +71,7 @@ def _most_large(slots: Sequence[int], small: int, num_small: int) -> list[np.nda
 def whole_choices(
     slots: Sequence[int], small: int, num_small: int, num_large: int, most_left: int, budget: Budget,
 ) -> Iterator[WholeChoice]:
-    """Yield every way, up to equal boards, to place exactly these whole groups with at most `most_left` slots left.
+    """Yield every way, up to equal boards, to place exactly these groups with at most `most_left` slots left.
 
     In an optimal placement no board could still take one of the split groups whole, so `most_left` is one less
     than the smallest split group. Proof: let a board's slots without whole groups suffice for a split group g.
@@ -81,8 +82,9 @@ def whole_choices(
     """
     kinds = sorted(Counter(slots).items(), reverse=True)
     patterns = [_patterns(available, small, most_left) for available, _ in kinds]
-    reach_small = [max(use.num_small for use in uses) * count for uses, (_, count) in zip(patterns, kinds, strict=True)]
-    reach_large = [max(use.num_large for use in uses) * count for uses, (_, count) in zip(patterns, kinds, strict=True)]
+    counts = [count for _, count in kinds]
+    reach_small = [max(use.num_small for use in uses) * count for uses, count in zip(patterns, counts, strict=True)]
+    reach_large = [max(use.num_large for use in uses) * count for uses, count in zip(patterns, counts, strict=True)]
 
     def place(kind: int, pattern: int, boards: int, small_left: int, large_left: int,
               done: list[BoardUse], chosen: WholeChoice) -> Iterator[WholeChoice]:

@@ -53,10 +53,11 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run a scenario, write result, trace and report, and check its claims."""
-    from socflower.scenario.runner import run_to_folder
+    from socflower.scenario.runner import check_feasible, run_to_folder
     from socflower.scenario.scenario_file import load_scenario
 
     loaded = load_scenario(scenario, set_ or ())
+    check_feasible(loaded, engine)
     target = out or Path("out") / loaded.name
     with _progress(as_json) as bar:
         result = run_to_folder(loaded, target, engine, num_workers=workers, on_round=bar(loaded.strategy.name))
@@ -79,9 +80,11 @@ def compare(
 ) -> None:
     """Run the same work under several strategies and put them side by side."""
     from socflower.scenario.comparison import compare as run_comparison
+    from socflower.scenario.runner import check_feasible
     from socflower.scenario.scenario_file import load_scenario
 
     loaded = load_scenario(scenario, set_ or ())
+    check_feasible(loaded, engine)
     names = [name.strip() for name in strategies.split(",")] if strategies else list(loaded.compare.strategies)
     target = out or Path("out") / f"{loaded.name}-compare"
     with _progress(as_json) as bar:

@@ -29,8 +29,10 @@ ENGINES = ("local", "simulation")
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 
 
-def check_feasible(scenario: Scenario) -> None:
-    """Raise, before anything starts, if the scenario cannot run: data, model, SoCs, groups, events."""
+def check_feasible(scenario: Scenario, engine: str) -> None:
+    """Raise, before anything starts, if the scenario cannot run: engine, data, model, SoCs, groups, events."""
+    if engine not in ENGINES:
+        raise ConfigError(f"--engine {engine}: unknown; use one of {', '.join(ENGINES)}")
     cluster = scenario_cluster(scenario)
     num_socs = scenario.strategy.socs or cluster.num_socs
     if num_socs > cluster.num_socs:
@@ -58,9 +60,7 @@ def run_scenario(
     `num_workers` is the number of worker processes of the local engine (default: one a core; 0: none).
     Raises a `SocflowerError` in one line if the scenario cannot run or failed.
     """
-    if engine not in ENGINES:
-        raise ConfigError(f"--engine {engine}: unknown; use one of {', '.join(ENGINES)}")
-    check_feasible(scenario)
+    check_feasible(scenario, engine)
     with tempfile.TemporaryDirectory(prefix="socflower-") as temporary:
         folder = RunFolder(Path(temporary))
         folder.write_scenario(scenario)

@@ -89,7 +89,8 @@ class _Training:
                           "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
             "weights_sha256": weights_sha256(final),
             "plan": self._plan.to_document() if self._plan else None,
-            "versions": {"socflower": __version__, **{name: metadata.version(name) for name in ("flwr", "torch", "numpy")}},
+            "versions": {"socflower": __version__,
+                         **{name: metadata.version(name) for name in ("flwr", "torch", "numpy")}},
         }
 
     def _grouped(self, arrays: ArrayRecord) -> ArrayRecord:

@@ -1,0 +1,40 @@
+"""SoCFlow: group count, mapping, communication groups, delayed synchronisation, aggregation, and lowering.
+
+Pure planners: from `cluster` values to frozen plans, and from plans to task graphs.
+"""
+
+from socflower.hierarchy.aggregation import first_non_finite, weighted_average
+from socflower.hierarchy.collectives import Exchange
+from socflower.hierarchy.communication import communication_groups, conflicts
+from socflower.hierarchy.delayed_sync import SyncInterval, group_steps_per_epoch, sync_schedule
+from socflower.hierarchy.group_count import GroupCountChoice, choose_group_count, default_candidates
+from socflower.hierarchy.lowering import exchange_graph, step_graph, synchronisation_graph
+from socflower.hierarchy.mapping import integrity_greedy, map_groups
+from socflower.hierarchy.placement import Placement
+from socflower.hierarchy.plan import Group, GroupPlan, plan_groups
+from socflower.hierarchy.shares import member_weights, split_batch
+
+__all__ = [
+    "Exchange",
+    "Group",
+    "GroupCountChoice",
+    "GroupPlan",
+    "Placement",
+    "SyncInterval",
+    "choose_group_count",
+    "communication_groups",
+    "conflicts",
+    "default_candidates",
+    "exchange_graph",
+    "first_non_finite",
+    "group_steps_per_epoch",
+    "integrity_greedy",
+    "map_groups",
+    "member_weights",
+    "plan_groups",
+    "split_batch",
+    "step_graph",
+    "sync_schedule",
+    "synchronisation_graph",
+    "weighted_average",
+]

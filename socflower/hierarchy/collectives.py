@@ -1,0 +1,112 @@
+"""How bytes travel in an exchange, as transfers of a task graph: rings, a parameter server, trees.
+
+Each function adds transfers to a `GraphBuilder` and returns the indices that whoever needs the result waits for.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from socflower.cluster import HUB, GraphBuilder
+from socflower.errors import ConfigError
+
+Dependencies = Mapping[int, Sequence[int]]
+"""Tasks that a SoC must have done before it sends, by SoC."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """What a member has to exchange: the gradients or weights of a model."""
+
+    num_bytes: float
+    num_tensors: int  # each costs a message
+
+    def __post_init__(self) -> None:
+        if not self.num_bytes >= 0.0 or self.num_tensors < 1:
+            raise ConfigError(f"exchange: need num_bytes >= 0 and num_tensors >= 1, got {self.num_bytes} and "
+                              f"{self.num_tensors}")
+
+    def buckets(self, count: int) -> "tuple[Exchange, ...]":
+        """Return `count` parts of equal bytes and about equal numbers of tensors; no more parts than tensors."""
+        count = min(count, self.num_tensors)
+        small, extra = divmod(self.num_tensors, count)
+        return tuple(Exchange(num_bytes=self.num_bytes / count, num_tensors=small + (index < extra))
+                     for index in range(count))
+
+
+@dataclass(frozen=True, slots=True)
+class RingTasks:
+    """A ring all-reduce in the graph: its first and last sub-step, and what ends it at each SoC."""
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    done: Mapping[int, tuple[int, ...]]
+
+
+def ring_all_reduce(
+    builder: GraphBuilder, socs: Sequence[int], exchange: Exchange, after: Dependencies, name: str,
+) -> RingTasks:
+    """Add a ring all-reduce: 2(n-1) sub-steps in which each of n SoCs sends bytes/n to the next one.
+
+    A SoC's send needs what it received in the sub-step before and its own send to be over. One SoC sends nothing.
+    """
+    size = len(socs)
+    if size == 1:
+        return RingTasks((), (), {socs[0]: tuple(after[socs[0]])})
+    sends: list[list[int]] = []
+    for step in range(2 * (size - 1)):
+        sends.append([
+            builder.transfer(
+                f"{name} ring {step}", soc, socs[(rank + 1) % size], exchange.num_bytes / size,
+                num_messages=exchange.num_tensors,
+                after=(sends[-1][rank - 1], sends[-1][rank]) if sends else after[soc],
+            )
+            for rank, soc in enumerate(socs)
+        ])
+    done = {soc: (sends[-1][rank - 1], sends[-1][rank]) for rank, soc in enumerate(socs)}
+    return RingTasks(tuple(sends[0]), tuple(sends[-1]), done)
+
+
+def server_exchange(
+    builder: GraphBuilder, socs: Sequence[int], exchange: Exchange, after: Dependencies, name: str,
+) -> dict[int, tuple[int, ...]]:
+    """Add a parameter server, the first SoC: n-1 uploads, then n-1 downloads once all have arrived."""
+    server, *others = socs
+    uploads = [builder.transfer(f"{name} upload", soc, server, exchange.num_bytes,
+                                num_messages=exchange.num_tensors, after=after[soc]) for soc in others]
+    # The server's own gradient is part of the sum too.
+    ready = (*after[server], *uploads)
+    downloads = {soc: builder.transfer(f"{name} download", server, soc, exchange.num_bytes,
+                                       num_messages=exchange.num_tensors, after=ready) for soc in others}
+    return {server: (*ready, *downloads.values()), **{soc: (index,) for soc, index in downloads.items()}}
+
+
+def hub_exchange(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, name: str) -> dict[int, int]:
+    """Add an upload of every leader to the hub and, once all have arrived, a download to each (F8)."""
+    uploads = [builder.transfer(f"{name} upload", leader, HUB, exchange.num_bytes,
+                                num_messages=exchange.num_tensors) for leader in leaders]
+    return {leader: builder.transfer(f"{name} download", HUB, leader, exchange.num_bytes,
+                                     num_messages=exchange.num_tensors, after=uploads) for leader in leaders}
+
+
+def broadcast(
+    builder: GraphBuilder, order: Sequence[int], exchange: Exchange, after: Sequence[int], name: str,
+) -> None:
+    """Add a binomial tree from the first SoC to all: ceil(log2 n) rounds.
+
+    Each holder sends to the middle of the stretch it is responsible for and keeps the first half, the far end
+    first. With `order` contiguous by board few of the sends cross boards.
+    """
+    needs = {order[0]: tuple(after)}
+    for holder, receiver in _halvings(order):
+        index = builder.transfer(f"{name} broadcast", holder, receiver, exchange.num_bytes,
+                                 num_messages=exchange.num_tensors, after=needs[holder])
+        needs[holder] = needs[receiver] = (index,)
+
+
+def _halvings(order: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (holder, receiver) of a binomial tree, every holder's sends in the order in which it makes them."""
+    if len(order) > 1:
+        middle = (len(order) + 1) // 2
+        yield order[0], order[middle]
+        yield from _halvings(order[:middle])
+        yield from _halvings(order[middle:])

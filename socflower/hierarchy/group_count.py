@@ -1,0 +1,59 @@
+"""How many groups: the warm-up heuristic (F2, SoCFlow+ section 3.1)."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from socflower.errors import ConfigError, TrainingFailed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupCountChoice:
+    """The chosen number of groups, and what was seen on the way."""
+
+    num_groups: int
+    accuracies: Mapping[int, float]  # after the first epoch, by number of groups, in the order tried
+    stopped_at: int | None  # the first number of groups whose accuracy fell; None if none did
+
+
+def default_candidates(num_socs: int) -> tuple[int, ...]:
+    """Return 1, 2, 4, … up to `num_socs`: the numbers of groups that the paper's Figure 4 tries.
+
+    Divisors of the number of SoCs are not preferred: groups whose sizes differ by one cost little, and the
+    contention that a number of groups brings is the planner's business. Raises `ConfigError` below one SoC.
+    """
+    if num_socs < 1:
+        raise ConfigError(f"group count: needs at least one SoC, got {num_socs}")
+    return tuple(1 << exponent for exponent in range(num_socs.bit_length()))
+
+
+def choose_group_count(
+    candidates: Iterable[int], first_epoch_accuracy: Callable[[int], float], *,
+    relative_drop: float = 0.15, floor: float = 0.15,
+) -> GroupCountChoice:
+    """Return the largest number of groups before first-epoch accuracy falls clearly (F2).
+
+    From few groups to many, each profiled once. The smallest is the reference; the first one that is more than
+    `relative_drop` (a fraction of the reference) below it, or below the absolute `floor` while the reference is
+    not, ends the search, and so does one that diverges (NaN). More groups train an epoch faster.
+
+    Raises `ConfigError` for no candidates, candidates below 1 and knobs outside [0, 1], `TrainingFailed` if
+    even the reference diverges.
+    """
+    ordered = sorted(set(candidates))
+    if not ordered or ordered[0] < 1:
+        raise ConfigError(f"group count: candidates must be one or more numbers of 1 or more, got {ordered}")
+    for name, value in (("relative_drop", relative_drop), ("floor", floor)):
+        if not 0.0 <= value <= 1.0:
+            raise ConfigError(f"group count: {name} must lie between 0 and 1, got {value}")
+    reference = first_epoch_accuracy(ordered[0])
+    if not reference >= 0.0:
+        raise TrainingFailed(f"group count: accuracy with {ordered[0]} groups is {reference} after the first "
+                             "epoch; lower the learning rate")
+    least = max((1.0 - relative_drop) * reference, floor if reference >= floor else 0.0)
+    accuracies, best = {ordered[0]: reference}, ordered[0]
+    for num_groups in ordered[1:]:
+        accuracies[num_groups] = first_epoch_accuracy(num_groups)
+        if not accuracies[num_groups] >= least:
+            return GroupCountChoice(num_groups=best, accuracies=accuracies, stopped_at=num_groups)
+        best = num_groups
+    return GroupCountChoice(num_groups=best, accuracies=accuracies, stopped_at=None)

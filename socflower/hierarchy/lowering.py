@@ -1,0 +1,107 @@
+"""Lowering a plan to task graphs: a training step of all groups, and a synchronisation between them.
+
+The graphs say what waits for what; how long that takes is the clock's business.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from socflower.cluster import Activity, GraphBuilder, StepCost, TaskGraph
+from socflower.errors import ConfigError
+from socflower.hierarchy.collectives import Exchange, broadcast, hub_exchange, ring_all_reduce, server_exchange
+from socflower.hierarchy.communication import conflicts
+from socflower.hierarchy.plan import Group, GroupPlan
+
+
+def step_graph(
+    plan: GroupPlan, costs: Mapping[int, StepCost], exchange: Exchange, *,
+    sequenced: bool = True, overlap_buckets: int = 1,
+) -> TaskGraph:
+    """Return one training step of all groups: compute, ring all-reduce inside the group, update (F4).
+
+    Repeated, a member computes again as soon as it has updated itself; groups never wait for each other, except
+    that `sequenced` lets conflicting groups exchange in turn (F6, F7): a split group's exchange waits for those of
+    its conflicting groups in earlier communication groups, and for those in later ones of the previous step.
+
+    With `overlap_buckets` > 1 the backward pass has that many parts (at most one a tensor), the exchange of a
+    part's gradients begins when the part is done, and the parts of one group's exchange follow each other.
+
+    `costs` has seconds and processor of each member. Raises `ConfigError` if a member has none, or for fewer than
+    one bucket.
+    """
+    if overlap_buckets < 1:
+        raise ConfigError(f"step: overlap_buckets must be 1 or more, got {overlap_buckets}")
+    missing = [soc for soc in plan.participants if soc not in costs]
+    if missing:
+        raise ConfigError(f"step: members {missing} have no cost; give one for each of the plan's participants")
+    builder = GraphBuilder()
+    turn_of = {group_id: turn for turn, ids in enumerate(plan.communication_groups) for group_id in ids}
+    neighbours = conflicts(plan.groups) if sequenced else {}
+    first: dict[int, tuple[int, ...]] = {}
+    last: dict[int, tuple[int, ...]] = {}
+    for group in sorted(plan.groups, key=lambda group: (turn_of[group.group_id], group.group_id)):
+        before = [task for other in sorted(neighbours.get(group.group_id, ())) for task in last.get(other, ())]
+        first[group.group_id], last[group.group_id] = _group_step(
+            builder, group, costs, exchange.buckets(overlap_buckets), before)
+    for group_id, others in neighbours.items():
+        later = [task for other in sorted(others) if turn_of[other] > turn_of[group_id] for task in last[other]]
+        for task in first[group_id] if later else ():
+            builder.follow_previous(task, later)
+    return builder.build(plan.participants)
+
+
+def _group_step(
+    builder: GraphBuilder, group: Group, costs: Mapping[int, StepCost], buckets: Sequence[Exchange],
+    before: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Add a group's step; return the transfers that begin its exchange and those that end it."""
+    name = f"group {group.group_id}"
+    parts = {soc: _compute(builder, name, soc, costs[soc], len(buckets)) for soc in group.members}
+    begun = {soc: tuple(before) for soc in group.members}
+    first: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
+    for number, bucket in enumerate(buckets):
+        ring = ring_all_reduce(builder, group.members, bucket,
+                               {soc: (parts[soc][number], *begun[soc]) for soc in group.members}, name)
+        first, last = first or ring.first, ring.last
+        begun = dict(ring.done)
+    for soc in group.members:
+        update = builder.compute(f"{name} update", soc, costs[soc].update_s, processor=costs[soc].processor,
+                                 activity=Activity.UPDATE, after=begun[soc])
+        builder.follow_previous(parts[soc][0], (update,))
+    return first, last
+
+
+def _compute(builder: GraphBuilder, name: str, soc: int, cost: StepCost, num_parts: int) -> list[int]:
+    """Add a member's passes, the backward one in equal parts; return the tasks that end with a part."""
+    seconds = cost.backward_s / num_parts
+    tasks = [builder.compute(f"{name} compute", soc, cost.forward_s + seconds, processor=cost.processor)]
+    for _ in range(num_parts - 1):
+        tasks.append(builder.compute(f"{name} backward", soc, seconds, processor=cost.processor, after=tasks[-1:]))
+    return tasks
+
+
+def synchronisation_graph(plan: GroupPlan, exchange: Exchange) -> TaskGraph:
+    """Return a synchronisation between groups (F8): N uploads, N downloads, then a broadcast inside each group.
+
+    The hub averages when all leaders have arrived; it never sees the other members.
+    """
+    builder = GraphBuilder()
+    arrived = hub_exchange(builder, [group.leader for group in plan.groups], exchange, "sync")
+    for group in plan.groups:
+        start = group.members.index(group.leader)
+        # From the leader round the ring, so that the tree stays on the leader's board as long as it can.
+        broadcast(builder, group.members[start:] + group.members[:start], exchange, (arrived[group.leader],),
+                  f"group {group.group_id}")
+    return builder.build(plan.participants)
+
+
+def exchange_graph(socs: Sequence[int], exchange: Exchange, kind: Literal["ring", "server"] = "ring") -> TaskGraph:
+    """Return one gradient exchange among SoCs and nothing else; of a "server" the first SoC is the server."""
+    if kind not in ("ring", "server") or len(socs) < 2:
+        raise ConfigError(f"exchange: kind = {kind!r} among {len(socs)} SoCs; need 'ring' or 'server' among 2 "
+                          "or more")
+    builder = GraphBuilder()
+    add = ring_all_reduce if kind == "ring" else server_exchange
+    add(builder, socs, exchange, {soc: () for soc in socs}, kind)
+    return builder.build(sorted(socs))

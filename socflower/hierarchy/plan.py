@@ -1,0 +1,95 @@
+"""The plan of a hierarchical training: which SoCs form which group, who leads, who exchanges when."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from socflower.cluster import Cluster
+from socflower.errors import ConfigError
+from socflower.hierarchy.balance import deal_in_order, even_out, fastest_socs
+from socflower.hierarchy.communication import communication_groups
+from socflower.hierarchy.mapping import map_groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """A logical group: SoCs that train synchronously, in the order of their ring."""
+
+    group_id: int
+    members: tuple[int, ...]  # SoC indices, contiguous by board: one flow each way per uplink
+    leader: int
+    boards: tuple[int, ...]  # ascending
+
+    @property
+    def split(self) -> bool:
+        """Whether the ring crosses uplinks."""
+        return len(self.boards) > 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlan:
+    """All groups of a cluster; what strategies, the simulator and the real runtime execute."""
+
+    groups: tuple[Group, ...]
+    communication_groups: tuple[tuple[int, ...], ...]  # group ids; conflicting groups in different ones (F6)
+    contention: int  # C of F5: split groups on the fullest board
+    slots_per_board: tuple[int, ...]  # that could be used
+    participants: tuple[int, ...]  # all members, ascending
+    proven_optimal: bool  # no mapping has less contention, nor as much with fewer splits, nor fewer boards spanned
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the part of the plan document that programs may rely on."""
+        return {
+            "groups": [{"id": group.group_id, "members": list(group.members), "leader": group.leader,
+                        "boards": list(group.boards), "split": group.split} for group in self.groups],
+            "contention": self.contention,
+            "communication_groups": [list(ids) for ids in self.communication_groups],
+            "proven_optimal": self.proven_optimal,
+        }
+
+
+def plan_groups(
+    cluster: Cluster, num_groups: int, num_socs: int | None = None, capacities: Sequence[float] | None = None,
+) -> GroupPlan:
+    """Return `num_groups` groups of `num_socs` SoCs (default all), mapped by F5, coloured by F6, led by F8.
+
+    `capacities`, one per SoC of the cluster in any unit (rates, speed factors), says which SoCs are there and how
+    fast they are: one at 0 has been taken away and takes no part, slow ones stay idle first, and those of a board
+    are dealt to its groups so that groups are about equally fast (F20).
+
+    Raises `InfeasiblePlan` for more groups than SoCs or more SoCs than slots, `ConfigError` for capacities that
+    are negative, not finite or of the wrong number.
+    """
+    capacities = (1.0,) * cluster.num_socs if capacities is None else capacities
+    if len(capacities) != cluster.num_socs or not all(0.0 <= value < math.inf for value in capacities):
+        raise ConfigError(f"plan: need {cluster.num_socs} capacities, finite and not negative, got "
+                          f"{list(capacities)}")
+    available = {board: [soc for soc in cluster.socs_of(board) if capacities[soc] > 0.0]
+                 for board in range(len(cluster.boards))}
+    board_of = {soc: board for board, socs in available.items() for soc in socs}
+    slots = tuple(map(len, available.values()))
+    placement = map_groups(slots, num_groups, num_socs)
+    members = deal_in_order(placement.groups, fastest_socs(placement.groups, available, capacities))
+    members = even_out(members, board_of, capacities)
+    groups = tuple(_group(group_id, socs, board_of) for group_id, socs in enumerate(members))
+    return GroupPlan(
+        groups=groups, communication_groups=communication_groups(groups), contention=placement.contention,
+        slots_per_board=slots, participants=tuple(sorted(soc for socs in members for soc in socs)),
+        proven_optimal=placement.proven_optimal,
+    )
+
+
+def _group(group_id: int, socs: Sequence[int], board_of: Mapping[int, int]) -> Group:
+    """Return a group with its ring in ascending order, which is contiguous by board, and its leader (F8).
+
+    The leader is the first member on the board that holds most of the group (the lowest such board). Every SoC is
+    equally far from the hub, so what makes a leader cheap to reach is the way from it to its group: from there the
+    broadcast crosses an uplink for the fewest members.
+    """
+    members = tuple(sorted(socs))
+    on_board = Counter(board_of[soc] for soc in members)
+    fullest = max(on_board, key=lambda board: (on_board[board], -board))
+    leader = next(soc for soc in members if board_of[soc] == fullest)
+    return Group(group_id=group_id, members=members, leader=leader, boards=tuple(sorted(on_board)))
