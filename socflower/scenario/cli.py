@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from socflower import __version__
-from socflower.errors import SocflowerError
+from socflower.errors import ConfigError, SocflowerError
 from socflower.scenario import terminal
 
 app = typer.Typer(
@@ -44,15 +44,23 @@ def main() -> None:
 
 @app.command()
 def run(
-    scenario: ScenarioPath,
+    scenario: Annotated[Path, typer.Argument(help="A scenario file (TOML), or the folder of a Flower app.",
+                                             show_default=False)],
     engine: Engine = "local",
     out: Annotated[Path | None, typer.Option(help="Folder for result.json, trace.json and report.html; default "
                                                   "out/<scenario>.")] = None,
     set_: Set = None,
     workers: Workers = None,
+    cluster: Annotated[Path | None, typer.Option(help="For an app folder: the cluster file it runs on.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="For an app folder: how many SoCs take part; default all.")] = None,
+    training_flops: Annotated[float | None, typer.Option(help="For an app folder: operations of one training "
+                                                              "example, to price its clients' work.")] = None,
     as_json: Json = False,
 ) -> None:
     """Run a scenario, write result, trace and report, and check its claims."""
+    if scenario.is_dir():
+        _run_app_folder(scenario, cluster, out, nodes, training_flops, set_ or [], workers, as_json)
+        return
     from socflower.scenario.runner import check_feasible, run_to_folder
     from socflower.scenario.scenario_file import load_scenario
 
@@ -149,6 +157,23 @@ def doctor(as_json: Json = False) -> None:
         terminal.print_findings(_out, findings)
     if any(finding["status"] == "broken" for finding in findings):
         raise typer.Exit(1)
+
+
+def _run_app_folder(
+    folder: Path, cluster: Path | None, out: Path | None, nodes: int | None, training_flops: float | None,
+    overrides: list[str], workers: int | None, as_json: bool,
+) -> None:
+    from socflower.scenario.app_folder import run_app_folder
+
+    if cluster is None:
+        raise ConfigError(f"{folder} is the folder of a Flower app: name the cluster it runs on with --cluster FILE")
+    target = out or Path("out") / folder.resolve().name
+    result = run_app_folder(folder, cluster, target, num_nodes=nodes, training_flops=training_flops,
+                            overrides=tuple(overrides), num_workers=workers)
+    if as_json:
+        _print_json(result)
+    else:
+        terminal.print_app_result(_out, result, target)
 
 
 def _show_version(wanted: bool) -> None:

@@ -36,7 +36,7 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"scenario {path}: not valid TOML: {error}") from None
     for override in overrides:
-        _apply(document, override)
+        apply_override(document, override)
     cluster = document.get("cluster", {})
     if isinstance(cluster, str):
         # A cluster file named in the scenario is resolved here, so that the resolved document stands alone.
@@ -96,7 +96,7 @@ def from_document(document: Mapping[str, Any]) -> Scenario:
     return parse_scenario(tables, name=document["name"], question=document["question"], where=document["name"])
 
 
-def _apply(document: dict[str, Any], override: str) -> None:
+def apply_override(document: dict[str, Any], override: str) -> None:
     """Set one key, as in `--set train.epochs=2`; the value is TOML, or a text if it is not."""
     key, separator, value = override.partition("=")
     if not separator or not key:

@@ -17,8 +17,8 @@ from socflower.scenario.format import human_bytes, human_joules, human_seconds, 
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 StartBar: TypeAlias = Callable[[str], OnRound]
 
-__all__ = ["StartBar", "escape", "print_benchmark", "print_comparison", "print_findings", "print_plan", "print_result",
-           "progress"]
+__all__ = ["StartBar", "escape", "print_app_result", "print_benchmark", "print_comparison", "print_findings",
+           "print_plan", "print_result", "progress"]
 
 
 @contextmanager
@@ -60,6 +60,14 @@ def print_result(console: Console, scenario: Scenario, result: Mapping[str, Any]
     _print_claims(console, result["expectations"])
     console.print(f"report: {escape(str(out / 'report.html'))}   trace (open in ui.perfetto.dev): "
                   f"{escape(str(out / 'trace.json'))}", soft_wrap=True, highlight=False)
+
+
+def print_app_result(console: Console, result: Mapping[str, Any], out: Path) -> None:
+    """Show what a foreign app would have cost on the cluster."""
+    traffic = ", ".join(f"{human_bytes(value)} {tier.replace('_', ' ')}" for tier, value in result["bytes"].items())
+    console.print(f"virtual time {human_seconds(result['virtual_s'])}, energy {human_joules(result['energy_j'])}, "
+                  f"{traffic or 'no bytes'}; wall clock here {human_seconds(result['wall_s'])}")
+    console.print(f"result and trace: {escape(str(out))}", soft_wrap=True, highlight=False)
 
 
 def print_comparison(console: Console, scenario: Scenario, document: Mapping[str, Any], out: Path) -> None:

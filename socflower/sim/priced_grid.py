@@ -41,6 +41,11 @@ class PricedGrid(Grid):
         self._batch_size = batch_size
         self._on_usage = on_usage
 
+    @property
+    def clock(self) -> VirtualClock:
+        """The clock, for strategies that know more of what their clients do than the messages tell."""
+        return self._clock
+
     def set_run(self, run: Run) -> None:
         """Set the run of the inner grid."""
         self._grid.set_run(run)

@@ -64,8 +64,9 @@ class SoCFlow(Strategy):
         Of the order of the data.
     plan : GroupPlan, optional
         A plan made elsewhere.
-    clock, model_profile : VirtualClock and ModelProfile, optional
-        Together they make virtual time and energy.
+    model_profile, clock : ModelProfile and VirtualClock, optional
+        Together they make virtual time and energy. Without a clock the grid's is used, if it has one (the `local`
+        engine's has), so that the same app runs on every engine.
     sequenced, overlap_buckets : bool, int
         Communication groups take turns (F6); gradient buckets that overlap with the backward pass (F7).
     tolerate_client_errors : bool
@@ -78,8 +79,8 @@ class SoCFlow(Strategy):
         plan: GroupPlan | None = None, clock: VirtualClock | None = None, model_profile: ModelProfile | None = None,
         sequenced: bool = True, overlap_buckets: int = 1, tolerate_client_errors: bool = False,
     ) -> None:
-        if (clock is None) != (model_profile is None):
-            raise ConfigError("SoCFlow: virtual time needs both clock and model_profile; one of them is missing")
+        if clock is not None and model_profile is None:
+            raise ConfigError("SoCFlow: a clock needs a model_profile to price; make one with profile_module(model, …)")
         self.plan = plan or plan_groups(cluster, num_groups, num_socs)
         self.steps_per_epoch = group_steps_per_epoch(num_samples, len(self.plan.groups), batch_size)
         self.intervals: Sequence[SyncInterval] = sync_schedule(num_epochs, self.steps_per_epoch, interval_epochs)
@@ -115,6 +116,8 @@ class SoCFlow(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
     ) -> list[Message]:
         """Address every group's leader, in group order; `config` is the caller's, so it is copied."""
+        if self._clock is None:
+            self._clock = getattr(grid, "clock", None)
         nodes = self._node_of_soc(grid)
         self._group_of_node = {nodes[group.leader]: group for group in self.plan.groups}
         interval = self._interval(server_round)

@@ -5,6 +5,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from quickstart.task import load_model
 from socflower.cluster import parse_cluster
+from socflower.cluster.tracing import profile_module
 from socflower.strategies import SoCFlow
 from socflower.workloads import evaluate, load_data
 
@@ -28,5 +29,6 @@ def main(grid: Grid, context: Context) -> None:
         num_samples=len(data.train),
         batch_size=int(context.run_config["batch-size"]),
         num_epochs=int(context.run_config["num-epochs"]),
+        model_profile=profile_module(model, (1, 28, 28), "lenet5"),
     )
     strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=strategy.num_rounds, evaluate_fn=evaluate_global)

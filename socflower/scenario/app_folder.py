@@ -1,0 +1,62 @@
+"""Any Flower app folder on the local engine: its own ServerApp and ClientApp, unmodified, in virtual time."""
+
+import json
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from socflower.cluster import LayerProfile, ModelProfile
+from socflower.cluster.cluster_file import load_cluster
+from socflower.cluster.profile import BACKWARD_TO_FORWARD
+from socflower.errors import ConfigError
+from socflower.scenario.run_folder import write_atomically
+from socflower.scenario.runner import new_folder
+from socflower.scenario.scenario_file import apply_override
+from socflower.sim import EventClock, Trace
+from socflower.sim.engine import load_flower_app, run_app
+
+
+def run_app_folder(
+    folder: Path, cluster_file: Path, out: Path, *, num_nodes: int | None = None, training_flops: float | None = None,
+    overrides: tuple[str, ...] = (), num_workers: int | None = None,
+) -> dict[str, Any]:
+    """Run the app and write `result.json` and `trace.json`; return the result.
+
+    A node is a SoC of the cluster (default: all). `training_flops` is what one example costs in training; without it
+    a foreign client's training takes no virtual time, only its messages do. `overrides` set keys of the run config.
+    """
+    app = load_flower_app(folder)
+    cluster = load_cluster(cluster_file)
+    run_config = dict(app.run_config)
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key not in run_config:
+            raise ConfigError(f"--set {override}: the app's run config has no {key!r}; it has {', '.join(run_config)}")
+        apply_override(run_config, override)
+    trace = Trace()
+    started_s = perf_counter()
+    clock = run_app(app.server_app, app.client_app, cluster=cluster, num_nodes=num_nodes, run_config=run_config,
+                    num_workers=num_workers, model_profile=_profile(training_flops),
+                    clock=EventClock(cluster, trace=trace))
+    usage = clock.usage
+    result = {
+        "schema": 1, "app": str(folder), "engine": "local", "run_config": run_config,
+        "virtual_s": clock.now_s, "wall_s": perf_counter() - started_s, "energy_j": usage.total_energy_j,
+        "bytes": {tier.value: value for tier, value in usage.num_bytes.items()},
+        "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
+                      "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
+    }
+    with new_folder(out) as fresh:
+        write_atomically(fresh / "result.json", json.dumps(result, indent=1))
+        trace.write(fresh / "trace.json")
+    return result
+
+
+def _profile(training_flops: float | None) -> ModelProfile | None:
+    if training_flops is None:
+        return None
+    if not training_flops > 0:
+        raise ConfigError(f"--training-flops {training_flops}: must be above 0")
+    layer = LayerProfile(name="model", kind="foreign", forward_flops=training_flops / (1.0 + BACKWARD_TO_FORWARD),
+                         output_bytes=0.0, weight_bytes=0.0, num_tensors=0)
+    return ModelProfile(name="foreign", layers=(layer,), input_bytes=0.0)

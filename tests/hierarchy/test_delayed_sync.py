@@ -1,0 +1,67 @@
+"""Delayed synchronisation (F3)."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from socflower.errors import ConfigError
+from socflower.hierarchy import group_steps_per_epoch, sync_schedule
+
+INTERVALS = st.one_of(st.just("decay"), st.floats(1e-3, 50.0))
+
+
+@given(num_epochs=st.integers(1, 60), steps=st.integers(1, 120), interval=INTERVALS)
+def test_every_step_lies_in_one_interval_in_order(num_epochs: int, steps: int, interval: float | str) -> None:
+    schedule = sync_schedule(num_epochs, steps, interval)
+    position = 0
+    for index, part in enumerate(schedule):
+        assert (part.index, part.first_step) == (index, position)
+        assert part.num_steps >= 1
+        position += part.num_steps
+        assert part.epoch_end == position / steps
+    assert position == num_epochs * steps
+
+
+@given(num_epochs=st.integers(1, 40), steps=st.integers(1, 200), interval=st.sampled_from([0.1, 0.25, 0.3, 1.0, 1.5]))
+def test_intervals_are_rounded_without_drifting(num_epochs: int, steps: int, interval: float) -> None:
+    if interval * steps >= 1.0:
+        for number, part in enumerate(sync_schedule(num_epochs, steps, interval)[:-1], start=1):
+            assert abs(part.first_step + part.num_steps - number * interval * steps) <= 0.5 + 1e-6
+
+
+def test_decay_starts_at_a_quarter_epoch_and_doubles_every_ten_epochs_up_to_two() -> None:
+    lengths = [part.num_steps for part in sync_schedule(50, 100, "decay")]
+    assert lengths == [25] * 40 + [50] * 20 + [100] * 10 + [200] * 10
+
+
+def test_whole_epochs_and_the_cut_last_interval() -> None:
+    assert [part.num_steps for part in sync_schedule(5, 7, 2)] == [14, 14, 7]
+    assert [part.num_steps for part in sync_schedule(1, 97, 0.25)] == [24, 25, 24, 24]
+    assert [part.num_steps for part in sync_schedule(1, 3, 0.01)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("arguments", "options", "text"), [
+    ((0, 5, 1.0), {}, "epochs"), ((5, 0, 1.0), {}, "steps_per_epoch"), ((5, 5, 0.0), {}, "above 0"),
+    ((5, 5, float("nan")), {}, "above 0"), ((5, 5, float("inf")), {}, "finite"), ((5, 5, "sometimes"), {}, "'sometimes'"),
+    ((5, 5, "decay"), {"doubling_epochs": 0}, "doubling_epochs"), ((5, 5, "decay"), {"initial": 3.0}, "initial"),
+])
+def test_schedules_that_cannot_be_are_refused(
+    arguments: tuple[int, int, float | str], options: dict[str, int], text: str,
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        sync_schedule(*arguments, **options)
+
+
+@given(num_samples=st.integers(1, 10_000), num_groups=st.integers(1, 60), batch_size=st.integers(1, 300))
+def test_steps_suffice_for_the_group_with_most_samples_and_no_more(
+    num_samples: int, num_groups: int, batch_size: int,
+) -> None:
+    most = max(len(range(group, num_samples, num_groups)) for group in range(num_groups))
+    steps = group_steps_per_epoch(num_samples, num_groups, batch_size)
+    assert (steps - 1) * batch_size < most <= steps * batch_size
+
+
+@pytest.mark.parametrize("arguments", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_steps_need_samples_groups_and_a_batch(arguments: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="must be 1 or more"):
+        group_steps_per_epoch(*arguments)

@@ -1,0 +1,197 @@
+"""What plans lower to: who sends how much to whom, and what waits for what."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from socflower.cluster import HUB, Activity, Cluster, Compute, StepCost, TaskGraph, Tier, Transfer, parse_cluster
+from socflower.errors import ConfigError
+from socflower.hierarchy import Exchange, GroupPlan, conflicts, exchange_graph, plan_groups, step_graph
+from socflower.hierarchy import synchronisation_graph as sync_graph
+
+EXCHANGE = Exchange(num_bytes=1200.0, num_tensors=7)
+BOARDS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+
+
+def rack(*slots: int) -> Cluster:
+    return parse_cluster({"boards": list(slots)})
+
+
+def costs_of(plan: GroupPlan) -> dict[int, StepCost]:
+    return {soc: StepCost(forward_s=1.0, backward_s=2.0, update_s=0.1, processor="npu") for soc in plan.participants}
+
+
+def transfers(graph: TaskGraph) -> list[Transfer]:
+    return [task for task in graph.tasks if isinstance(task, Transfer)]
+
+
+def bytes_by_tier(cluster: Cluster, graph: TaskGraph) -> Counter[Tier]:
+    found = Counter[Tier]()
+    for task in transfers(graph):
+        found[cluster.tier(task.source, task.target)] += task.num_bytes  # type: ignore[assignment]
+    return found
+
+
+def ancestors(graph: TaskGraph, index: int) -> set[int]:
+    seen: set[int] = set()
+    waiting = [index]
+    while waiting:
+        for other in graph.tasks[waiting.pop()].after:
+            if other not in seen:
+                seen.add(other)
+                waiting.append(other)
+    return seen
+
+
+def group_of(plan: GroupPlan) -> dict[int, int]:
+    return {soc: group.group_id for group in plan.groups for soc in group.members}
+
+
+def crossings(plan: GroupPlan, graph: TaskGraph) -> set[tuple[int, int, bool]]:
+    """Return (waiting group, group waited for, whether in the previous step) over groups' borders."""
+    owner = group_of(plan)
+    place = [owner[task.device if isinstance(task, Compute) else task.source] for task in graph.tasks]  # type: ignore[index]
+    return {(place[index], place[other], loop) for index, task in enumerate(graph.tasks)
+            for others, loop in ((task.after, False), (task.after_previous, True))
+            for other in others if place[other] != place[index]}
+
+
+@given(size=st.integers(1, 12))
+def test_ring_sends_2_n_minus_1_nths_of_the_bytes_per_member(size: int) -> None:
+    plan = plan_groups(rack(*[4] * 3), 1, size)
+    graph = step_graph(plan, costs_of(plan), EXCHANGE)
+    sent = Counter[int]()
+    for task in transfers(graph):
+        assert task.num_messages == 7 and task.num_bytes == pytest.approx(1200.0 / size)
+        assert plan.groups[0].members.index(task.target) == (plan.groups[0].members.index(task.source) + 1) % size  # type: ignore[arg-type]
+        sent[task.source] += 1  # type: ignore[index]
+    assert len(transfers(graph)) == 2 * (size - 1) * size
+    assert set(sent.values()) <= {2 * (size - 1)}
+
+
+def test_every_update_needs_every_members_compute_and_follows_into_the_next_step() -> None:
+    plan = plan_groups(rack(3, 3), 1, 5)
+    for buckets in (1, 3):
+        graph = step_graph(plan, costs_of(plan), EXCHANGE, overlap_buckets=buckets)
+        works = [i for i, task in enumerate(graph.tasks) if isinstance(task, Compute)
+                 and task.activity is Activity.COMPUTE]
+        updates = [i for i, task in enumerate(graph.tasks) if isinstance(task, Compute)
+                   and task.activity is Activity.UPDATE]
+        assert len(updates) == 5 and len(works) == 5 * buckets
+        assert all(set(works) <= ancestors(graph, update) for update in updates)
+        loops = {(task.device, graph.tasks[other].device)  # type: ignore[union-attr]
+                 for task in graph.tasks for other in task.after_previous}
+        assert loops == {(soc, soc) for soc in plan.participants}
+        for soc in plan.participants:
+            own = [task for task in graph.tasks if isinstance(task, Compute) and task.device == soc]
+            assert sum(task.seconds for task in own) == pytest.approx(3.1)
+            assert {task.processor for task in own} == {"npu"}
+
+
+@settings(deadline=None)
+@given(slots=BOARDS, data=st.data())
+def test_turn_taking_edges_lie_between_conflicting_groups_only_and_all_of_them(
+    slots: list[int], data: st.DataObject,
+) -> None:
+    num_groups = data.draw(st.integers(1, sum(slots)))
+    plan = plan_groups(rack(*slots), num_groups)
+    turn = {group_id: index for index, ids in enumerate(plan.communication_groups) for group_id in ids}
+    expected = {(left, right, turn[right] > turn[left])
+                for left, others in conflicts(plan.groups).items() for right in others}
+    assert crossings(plan, step_graph(plan, costs_of(plan), EXCHANGE)) == expected
+    assert crossings(plan, step_graph(plan, costs_of(plan), EXCHANGE, overlap_buckets=3)) == expected
+    assert not crossings(plan, step_graph(plan, costs_of(plan), EXCHANGE, sequenced=False))
+
+
+def test_a_group_waits_for_the_whole_exchange_of_its_predecessor() -> None:
+    plan = plan_groups(rack(5, 5, 5), 2, 14)
+    assert plan.communication_groups == ((0,), (1,))
+    graph = step_graph(plan, costs_of(plan), EXCHANGE)
+    owner = group_of(plan)
+    sends = {group: [i for i, task in enumerate(graph.tasks) if isinstance(task, Transfer)
+                     and owner[task.source] == group] for group in (0, 1)}  # type: ignore[index]
+    assert set(sends[0]) <= ancestors(graph, sends[1][0])
+    assert not any(isinstance(graph.tasks[i], Transfer) and owner[graph.tasks[i].source] == 1  # type: ignore[union-attr]
+                   for i in ancestors(graph, sends[0][-1]))
+
+
+def test_buckets_carry_all_bytes_and_tensors_one_after_the_other() -> None:
+    plan = plan_groups(rack(2), 1)
+    for buckets in (1, 2, 7, 20):
+        sends = transfers(step_graph(plan, costs_of(plan), EXCHANGE, overlap_buckets=buckets))
+        assert len(sends) == 2 * 2 * min(buckets, 7)
+        assert sum(task.num_bytes for task in sends) == pytest.approx(2 * 1200.0)
+        assert sum(task.num_messages for task in sends) == 2 * 2 * 7
+    graph = step_graph(plan, costs_of(plan), EXCHANGE, overlap_buckets=2)
+    sends_at = [i for i, task in enumerate(graph.tasks) if isinstance(task, Transfer)]
+    assert set(sends_at[:4]) <= ancestors(graph, sends_at[4]) | ancestors(graph, sends_at[5])
+    first = ancestors(graph, sends_at[0])
+    assert [graph.tasks[i].seconds for i in first] == [2.0]  # type: ignore[union-attr]  # forward and half the backward
+
+
+@settings(deadline=None)
+@given(slots=BOARDS, data=st.data())
+def test_hub_traffic_is_n_up_and_n_down_never_m(slots: list[int], data: st.DataObject) -> None:
+    cluster = rack(*slots)
+    num_groups = data.draw(st.integers(1, sum(slots)))
+    plan = plan_groups(cluster, num_groups)
+    graph = sync_graph(plan, EXCHANGE)
+    uploads = [i for i, task in enumerate(graph.tasks) if isinstance(task, Transfer) and task.target == HUB]
+    downloads = [i for i, task in enumerate(graph.tasks) if isinstance(task, Transfer) and task.source == HUB]
+    leaders = {group.leader for group in plan.groups}
+    assert {graph.tasks[i].source for i in uploads} == leaders and len(uploads) == num_groups  # type: ignore[union-attr]
+    assert {graph.tasks[i].target for i in downloads} == leaders and len(downloads) == num_groups  # type: ignore[union-attr]
+    assert all(set(uploads) <= ancestors(graph, i) for i in downloads)
+    assert bytes_by_tier(cluster, graph)[Tier.HUB] == 2 * num_groups * 1200.0
+    received = Counter(task.target for task in transfers(graph) if task.target != HUB)
+    assert received == Counter(plan.participants)  # every member gets the result once
+    for group in plan.groups:
+        rounds = max(len([i for i in ancestors(graph, index) if graph.tasks[i].source != HUB  # type: ignore[union-attr]
+                          and graph.tasks[i].target != HUB]) + 1  # type: ignore[union-attr]
+                     for index, task in enumerate(graph.tasks) if isinstance(task, Transfer)
+                     and task.target in group.members and task.source != HUB) if len(group.members) > 1 else 0
+        assert rounds <= (len(group.members) - 1).bit_length()
+
+
+@pytest.mark.parametrize(("slots", "num_groups", "crossing_bytes"), [((5, 5), 2, 0.0), ((5, 5), 1, 1200.0),
+                                                                     ((2, 5), 1, 1200.0)])
+def test_broadcast_stays_on_the_leaders_board_as_long_as_it_can(
+    slots: tuple[int, ...], num_groups: int, crossing_bytes: float,
+) -> None:
+    cluster = rack(*slots)
+    graph = sync_graph(plan_groups(cluster, num_groups), EXCHANGE)
+    assert bytes_by_tier(cluster, graph)[Tier.INTER_BOARD] == crossing_bytes
+
+
+def test_a_ring_over_two_boards_crosses_each_uplink_once_a_sub_step() -> None:
+    cluster = rack(3, 3)
+    plan = plan_groups(cluster, 1)
+    tiers = bytes_by_tier(cluster, step_graph(plan, costs_of(plan), EXCHANGE))
+    assert tiers[Tier.INTER_BOARD] == pytest.approx(2 * 5 * 2 * 200.0)
+    assert tiers[Tier.INTRA_BOARD] == pytest.approx(2 * 5 * 4 * 200.0)
+
+
+def test_exchanges_alone_are_a_ring_or_a_server_of_two_n_minus_1_messages() -> None:
+    ring, server = (exchange_graph((4, 0, 2), EXCHANGE, kind) for kind in ("ring", "server"))  # type: ignore[arg-type]
+    assert sum(task.num_bytes for task in transfers(ring)) == pytest.approx(2 * 2 / 3 * 1200.0 * 3)
+    assert [(task.source, task.target) for task in transfers(server)] == [(0, 4), (2, 4), (4, 0), (4, 2)]
+    assert set(server.tasks[2].after) == {0, 1}
+    assert ring.participants == server.participants == (0, 2, 4)
+
+
+def test_what_cannot_be_lowered_is_refused() -> None:
+    plan = plan_groups(rack(3), 1)
+    with pytest.raises(ConfigError, match=r"members \[2\]"):
+        step_graph(plan, {soc: cost for soc, cost in costs_of(plan).items() if soc < 2}, EXCHANGE)
+    with pytest.raises(ConfigError, match="overlap_buckets"):
+        step_graph(plan, costs_of(plan), EXCHANGE, overlap_buckets=0)
+    with pytest.raises(ConfigError, match="num_bytes"):
+        Exchange(num_bytes=-1.0, num_tensors=1)
+    with pytest.raises(ConfigError, match="num_tensors"):
+        Exchange(num_bytes=1.0, num_tensors=0)
+    with pytest.raises(ConfigError, match="'tree'"):
+        exchange_graph((0, 1), EXCHANGE, "tree")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="1 SoCs"):
+        exchange_graph((0,), EXCHANGE)
