@@ -27,7 +27,7 @@ class PlacedGroup(Protocol):
 
 
 def conflicts(groups: Sequence[PlacedGroup]) -> dict[int, frozenset[int]]:
-    """Return for each group, by id, those it shares an uplink with: both are split and have a board in common (F6)."""
+    """Return, by group id, the groups that share an uplink with it: both split, with a board in common (F6)."""
     present: dict[int, list[int]] = {}
     for group in groups:
         for board in group.boards if group.split else ():

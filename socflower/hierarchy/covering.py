@@ -119,7 +119,8 @@ class Covering:
         best: tuple[int, Component | None] = (IMPOSSIBLE, None)
         for small, large in self._group_choices(num_small, num_large):
             wanted = small * self.small + large * (self.small + 1)
-            if self.joint and self._joint_bound(boards, demand, wanted, num_small + num_large - small - large) >= best[0]:
+            num_others = num_small + num_large - small - large
+            if self.joint and self._joint_bound(boards, demand, wanted, num_others) >= best[0]:
                 continue
             for used in self._covers(boards, wanted, slack):
                 rest = tuple(map(int.__sub__, boards, used))

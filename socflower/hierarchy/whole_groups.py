@@ -82,9 +82,9 @@ def whole_choices(
     """
     kinds = sorted(Counter(slots).items(), reverse=True)
     patterns = [_patterns(available, small, most_left) for available, _ in kinds]
-    counts = [count for _, count in kinds]
-    reach_small = [max(use.num_small for use in uses) * count for uses, count in zip(patterns, counts, strict=True)]
-    reach_large = [max(use.num_large for use in uses) * count for uses, count in zip(patterns, counts, strict=True)]
+    by_kind = list(zip(patterns, (count for _, count in kinds), strict=True))
+    reach_small = [max(use.num_small for use in uses) * count for uses, count in by_kind]
+    reach_large = [max(use.num_large for use in uses) * count for uses, count in by_kind]
 
     def place(kind: int, pattern: int, boards: int, small_left: int, large_left: int,
               done: list[BoardUse], chosen: WholeChoice) -> Iterator[WholeChoice]:

@@ -140,7 +140,7 @@ def bench(
     if as_json:
         _print_json(document)
     else:
-        terminal.print_benchmark(_out, name, document)
+        terminal.print_benchmark(_out, document)
     if not all(row["ok"] for row in document["rows"]):
         raise typer.Exit(1)
 

@@ -16,6 +16,8 @@ _OF_ONE_RUN: Mapping[str, Callable[[Result], float | None]] = {
     "hub_bytes": lambda result: result["bytes"]["hub"],
     "inter_board_bytes": lambda result: result["bytes"]["inter_board"],
     "events": lambda result: float(sum(len(entry["events"]) for entry in result["rounds"])),
+    "idle_fraction": lambda result: _ratio(result["breakdown"]["soc_seconds"].get("idle", 0.0),
+                                           sum(result["breakdown"]["soc_seconds"].values())),
     "contention": lambda result: result["plan"]["contention"],
     "communication_groups": lambda result: len(result["plan"]["communication_groups"]),
     "groups": lambda result: len(result["plan"]["groups"]),

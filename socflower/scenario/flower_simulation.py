@@ -58,22 +58,12 @@ def run_in_flower_simulation(folder: RunFolder, num_nodes: int) -> None:
     """
     if find_spec("ray") is None:
         raise ConfigError("engine simulation: needs Ray; pip install 'socflower[simulation]', or use --engine local")
-    app, home = folder.path / "app", folder.path / "flwr-home"
-    for directory in (app, home):
-        directory.mkdir()
+    app = folder.path / "app"
+    app.mkdir()
     for name, text in _APP.items():
         (app / name).write_text(text, "utf-8")
-    port = _free_port()
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "scenario"\n\n[superlink.scenario]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
-    environment = {
-        **os.environ, "FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
-        # Else Flower makes a fresh environment for each run and installs the app's dependencies into it.
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
-        "RAY_DEDUP_LOGS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
-    with _superlink(port, folder.path / "superlink.log", environment):
+    environment = flower_environment(folder.path)
+    with running_superlink(folder.path, environment):
         command = [
             "flwr", "run", str(app), "scenario", "--stream", "--run-config", f'run-folder="{folder.path}"',
             "--federation-config", f"num-supernodes={num_nodes} client-resources-num-cpus=1",
@@ -88,8 +78,24 @@ def run_in_flower_simulation(folder: RunFolder, num_nodes: int) -> None:
         raise TrainingFailed(f"engine simulation: Flower ended without an outcome; its last words: {_tail(log)}")
 
 
+def flower_environment(folder: Path) -> dict[str, str]:
+    """Return the environment in which Flower's commands work in `folder`, apart from the user's own Flower."""
+    return {
+        **os.environ, "FLWR_HOME": str(folder / "flwr-home"), "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        # Else Flower makes a fresh environment for each run and installs the app's dependencies into it.
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
+    }
+
+
 @contextmanager
-def _superlink(port: int, log: Path, environment: dict[str, str]) -> Iterator[None]:
+def running_superlink(folder: Path, environment: dict[str, str]) -> Iterator[None]:
+    """Keep a SuperLink for simulations running, known to `flwr run` by the name `scenario`."""
+    port, log, home = _free_port(), folder / "superlink.log", Path(environment["FLWR_HOME"])
+    home.mkdir()
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "scenario"\n\n[superlink.scenario]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
     command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess",
                "--host", "127.0.0.1", "--port", str(port)]
     if shutil.which(command[0], path=environment["PATH"]) is None:
@@ -97,7 +103,7 @@ def _superlink(port: int, log: Path, environment: dict[str, str]) -> Iterator[No
     with log.open("wb") as stream:
         # A session of its own: Ray's many processes end with it.
         process = subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT,
-                                   start_new_session=True, cwd=log.parent)
+                                   start_new_session=True, cwd=folder)
         try:
             _wait_until_healthy(port, process, log)
             yield

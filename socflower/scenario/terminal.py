@@ -36,7 +36,8 @@ def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
                          f"{human_joules(entry['energy_j'])}")
                 bar.update(task, total=entry["num_rounds"], completed=entry["round"], state=state)
                 for event in entry["events"]:
-                    console.print(f"[yellow]{strategy}, round {entry['round']}:[/] {escape(event['text'])}")
+                    console.print(f"[yellow]{strategy}, round {entry['round']}:[/] {escape(event['text'])}",
+                                  soft_wrap=True, highlight=False)
 
             return on_round
 
@@ -111,13 +112,14 @@ def print_plan(console: Console, cluster: Cluster, document: Mapping[str, Any]) 
         console.print(f"note: {note}")
 
 
-def print_benchmark(console: Console, name: str, document: Mapping[str, Any]) -> None:
-    """Show a benchmark's rows."""
-    table = Table("case", "ours", "peer", "peer's", "unit", "ratio", "limit", "answer", title=name, header_style="bold")
+def print_benchmark(console: Console, document: Mapping[str, Any]) -> None:
+    """Show a benchmark's rows, a line each: cases are sentences, which a table would break."""
+    console.print(", ".join(f"{key} {value}" for key, value in document["machine"].items()), style="dim")
     for row in document["rows"]:
-        table.add_row(row["case"], f"{row['ours']:.4g}", row["peer"], _number(row["peer_value"]), row["unit"],
-                      _number(row["ratio"]), _number(row["limit"]), "ok" if row["ok"] else "[red]wrong[/]")
-    console.print(table)
+        limit = "" if row["limit"] is None else f", limit {row['limit']:.4g}"
+        console.print(f"{escape(row['case'])}: [bold]{row['ours']:.4g} {row['unit']}[/] against "
+                      f"{row['peer_value']:.4g} ({escape(row['peer'])}), ratio {row['ratio']:.3g}{limit}"
+                      f"{'' if row['ok'] else '  [bold red]WRONG ANSWER[/]'}", soft_wrap=True, highlight=False)
 
 
 def print_findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> None:
@@ -146,6 +148,3 @@ def _share(part: float, whole: Mapping[str, float]) -> str:
     total = sum(whole.values())
     return percent(part / total) if total else "-"
 
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"

@@ -44,7 +44,8 @@ def test_contiguous_placement_yields_paths_hence_at_most_two_colours(
     num_groups = data.draw(st.integers(1, num_socs))
     for plan in (map_groups, integrity_greedy):
         placement = plan(slots, num_groups, num_socs)
-        groups = [Placed(index, tuple(board for board, _ in pieces)) for index, pieces in enumerate(placement.groups)]
+        groups = [Placed(index, tuple(board for board, _ in pieces))
+                  for index, pieces in enumerate(placement.groups)]
         assert all(len(others) <= 2 for others in conflicts(groups).values())
         assert len(communication_groups(groups)) <= 2
 

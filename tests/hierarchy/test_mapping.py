@@ -150,7 +150,8 @@ def test_without_search_split_groups_get_boards_of_their_own_where_there_are_eno
 
 
 @pytest.mark.parametrize(("slots", "num_groups", "num_socs", "text"), [
-    ([5, 5], 11, None, "11 groups"), ([5, 5], 3, 11, "11 SoCs are asked for and 10 slots"), ([5, 5], 0, None, "0 groups"),
+    ([5, 5], 11, None, "11 groups"), ([5, 5], 3, 11, "11 SoCs are asked for and 10 slots"),
+    ([5, 5], 0, None, "0 groups"),
     ([0], 1, None, "0 take part"), ([5], 1, 0, "0 take part"),
 ])
 def test_what_cannot_be_planned_is_refused_with_both_numbers(

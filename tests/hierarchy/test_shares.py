@@ -24,7 +24,7 @@ def test_shares_sum_to_the_batch_and_are_quotas_rounded(batch_size: int, capacit
 
 
 @given(batch_size=st.integers(0, 500), size=st.integers(1, 30))
-def test_equal_members_differ_by_at_most_one_sample_the_earlier_ones_having_more(batch_size: int, size: int) -> None:
+def test_equal_members_differ_by_one_sample_at_most_earlier_ones_first(batch_size: int, size: int) -> None:
     shares = split_batch(batch_size, [0.3] * size)
     assert max(shares) - min(shares) <= 1
     assert list(shares) == sorted(shares, reverse=True)
@@ -44,7 +44,8 @@ def test_largest_remainders_get_what_is_left() -> None:
 
 
 @pytest.mark.parametrize(("batch_size", "capacities", "text"), [
-    (-1, [1.0], "batch_size"), (4, [1.0, -1.0], "not negative"), (4, [math.nan], "finite"), (4, [math.inf], "finite"),
+    (-1, [1.0], "batch_size"), (4, [1.0, -1.0], "not negative"), (4, [math.nan], "finite"),
+    (4, [math.inf], "finite"),
     (4, [0.0, 0.0], "no member has capacity"), (4, [], "no member has capacity"),
 ])
 def test_shares_that_cannot_be_are_refused(batch_size: int, capacities: list[float], text: str) -> None:

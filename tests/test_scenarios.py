@@ -1,0 +1,101 @@
+"""Every scenario's claim, checked as a user would check it: by the command line."""
+
+import json
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOCFLOWER = Path(sysconfig.get_path("scripts")) / "socflower"
+SMALL = sorted((ROOT / "scenarios").glob("*.toml"))
+FULL = sorted((ROOT / "scenarios" / "full").glob("*.toml"))
+DATA = Path(os.environ.get("SOCFLOWER_DATA", ROOT.parent / "shared" / "data"))
+
+
+def socflower(*arguments: str, timeout_s: float) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([SOCFLOWER, *arguments], capture_output=True, text=True, timeout=timeout_s, cwd=ROOT,
+                          env={**os.environ, "SOCFLOWER_DATA": str(DATA)}, check=False)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("scenario", [path for path in SMALL if path.stem != "digits_demo"], ids=lambda path: path.stem)
+def test_the_claim_of_each_scenario_holds(scenario: Path, tmp_path: Path) -> None:
+    ran = socflower("run", str(scenario), "--out", str(tmp_path), "--json", timeout_s=240.0)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    result = json.loads(ran.stdout)
+    assert result == json.loads((tmp_path / "result.json").read_text())
+    assert result["expectations"]
+    assert all(claim["holds"] for claim in result["expectations"])
+    assert {path.name for path in tmp_path.iterdir()} == {"result.json", "trace.json", "report.html"}
+
+
+@pytest.mark.parametrize("scenario", [*SMALL, *FULL], ids=lambda path: path.stem)
+def test_each_scenario_opens_with_a_question_and_ends_with_a_claim(scenario: Path) -> None:
+    lines = scenario.read_text().splitlines()
+    comment = [line for line in lines if line.startswith("#")]
+    assert lines[0].startswith("# ")
+    assert any("?" in line for line in comment)
+    tables = [line for line in lines if line.startswith("[")]
+    assert tables[-1].startswith("[expect]")
+
+
+@pytest.mark.timeout(300)
+def test_local_and_simulation_give_equal_weights(tmp_path: Path) -> None:
+    """Two Snapdragon groups with a split batch, on our engine and on Flower's with Ray."""
+    pytest.importorskip("ray", reason="the engine simulation needs socflower[simulation]")
+    settings = ["--set", "train.epochs=1", "--set", "cluster.boards=[2, 2]", "--set", "strategy.groups=2",
+                "--set", "expect={}", "--json"]
+    hashes = {}
+    for engine in ("local", "simulation"):
+        ran = socflower("run", "scenarios/digits_demo.toml", "--engine", engine, "--out", str(tmp_path / engine),
+                        *settings, timeout_s=280.0)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        result = json.loads(ran.stdout)
+        hashes[engine] = (result["weights_sha256"], result["virtual_s"], result["energy_j"], result["final_accuracy"])
+    assert hashes["local"] == hashes["simulation"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("scenario", FULL, ids=lambda path: path.stem)
+def test_the_claim_of_each_full_scenario_holds_on_both_engines(scenario: Path, tmp_path: Path) -> None:
+    if not DATA.is_dir():
+        pytest.skip(f"no data sets in {DATA}; set SOCFLOWER_DATA")
+    hashes = set()
+    for engine in ("local", "simulation"):
+        ran = socflower("run", str(scenario), "--engine", engine, "--out", str(tmp_path / engine), "--json",
+                        timeout_s=1700.0)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        hashes.add(json.loads(ran.stdout)["weights_sha256"])
+    assert len(hashes) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_demo_compares_all_strategies_and_its_claims_hold(tmp_path: Path) -> None:
+    ran = socflower("compare", "scenarios/digits_demo.toml", "--out", str(tmp_path), "--json", timeout_s=800.0)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    document = json.loads(ran.stdout)
+    assert [row["strategy"] for row in document["rows"]] == ["socflow", "ring", "fedavg", "sgd"]
+    assert all(claim["holds"] for claim in document["expectations"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_quickstart_app_runs_with_flwr_run(tmp_path: Path) -> None:
+    """An ordinary Flower app, on Flower's own runtime, by the command of the README."""
+    pytest.importorskip("ray", reason="flwr run needs socflower[simulation]")
+    from socflower.scenario.flower_simulation import flower_environment, running_superlink
+
+    environment = flower_environment(tmp_path)
+    with running_superlink(tmp_path, environment):
+        ran = subprocess.run(
+            [shutil.which("flwr", path=environment["PATH"]) or "flwr", "run", "scenarios/quickstart_app", "scenario",
+             "--stream", "--run-config", "num-epochs=1", "--federation-config",
+             "num-supernodes=8 client-resources-num-cpus=1"],
+            capture_output=True, text=True, timeout=280.0, cwd=ROOT, env=environment, check=False)
+    assert "round 4: accuracy 0.891" in ran.stdout, ran.stdout[-2000:]
