@@ -1,5 +1,6 @@
 """The wrapper that makes a Flower ClientApp of a model function and a data function."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias, cast
@@ -107,7 +108,11 @@ def _train_as_group(
     state = cast(bytes, saved["state"]) if saved and saved["position"] == position else None
     loss, num_samples, state = train_group(model, data, task, trainer, state)
     position[-1] += task.num_steps
-    context.state[TRAINER_STATE] = ConfigRecord({"state": state, "position": position})
+    if math.isfinite(loss):
+        context.state[TRAINER_STATE] = ConfigRecord({"state": state, "position": position})
+    else:
+        # Momentum of a group that diverged is NaN and would spoil the next interval's good weights as well.
+        context.state.pop(TRAINER_STATE, None)
     return MetricRecord({"train-loss": loss, NUM_EXAMPLES: num_samples})
 
 

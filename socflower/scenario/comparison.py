@@ -62,6 +62,7 @@ def common_target(results: Sequence[dict[str, Any]]) -> float:
 def _finished(path: Path, scenario: Scenario, engine: str) -> dict[str, Any] | None:
     try:
         result: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    except (OSError, json.JSONDecodeError):
+        same = result["scenario"] == to_document(scenario) and result["engine"] == engine
+    except (OSError, ValueError, KeyError, TypeError):  # cut short, or somebody else's
         return None
-    return result if result["scenario"] == to_document(scenario) and result["engine"] == engine else None
+    return result if same else None

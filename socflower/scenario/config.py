@@ -1,5 +1,6 @@
 """The tables of a scenario file as validated values; unknown keys and impossible values are errors."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import UnionType
@@ -53,7 +54,7 @@ class TrainConfig:
         _one_of("[train] member_passes", self.member_passes, ("auto", "always"))
         for key in ("epochs", "batch_size", "learning_rate", "local_epochs", "reply_timeout_s"):
             _above_zero(f"[train] {key}", getattr(self, key))
-        if not 0 <= self.momentum < 1 or self.weight_decay < 0:
+        if not (0 <= self.momentum < 1 and 0 <= self.weight_decay < math.inf):
             raise ConfigError(f"[train] momentum = {self.momentum} and weight_decay = {self.weight_decay}: need "
                               "0 <= momentum < 1 and weight_decay >= 0")
         if self.epochs % self.local_epochs:
@@ -139,8 +140,8 @@ class Scenario:
     def __post_init__(self) -> None:
         if self.schema != 1:
             raise ConfigError(f"schema = {self.schema} is not known to this version; write schema = 1")
-        if self.seed < 0:
-            raise ConfigError(f"seed = {self.seed} must be 0 or more")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed = {self.seed} must lie between 0 and {2**32 - 1}")
 
 
 def parse_table(kind: type[_Table], table: object, where: str) -> _Table:
@@ -181,5 +182,5 @@ def _one_of(where: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _above_zero(where: str, value: float) -> None:
-    if not value > 0:
-        raise ConfigError(f"{where} = {value} must be above 0")
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{where} = {value} must be above 0 and finite")

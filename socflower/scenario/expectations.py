@@ -18,9 +18,9 @@ _OF_ONE_RUN: Mapping[str, Callable[[Result], float | None]] = {
     "events": lambda result: float(sum(len(entry["events"]) for entry in result["rounds"])),
     "idle_fraction": lambda result: _ratio(result["breakdown"]["soc_seconds"].get("idle", 0.0),
                                            sum(result["breakdown"]["soc_seconds"].values())),
-    "contention": lambda result: result["plan"]["contention"],
-    "communication_groups": lambda result: len(result["plan"]["communication_groups"]),
-    "groups": lambda result: len(result["plan"]["groups"]),
+    "contention": lambda result: result["plan"] and result["plan"]["contention"],
+    "communication_groups": lambda result: result["plan"] and len(result["plan"]["communication_groups"]),
+    "groups": lambda result: result["plan"] and len(result["plan"]["groups"]),  # fedavg has no plan
 }
 _AGAINST: Mapping[str, Callable[[Result, Result], float | None]] = {
     "accuracy_gap_to": lambda ours, other: other["final_accuracy"] - ours["final_accuracy"],

@@ -26,6 +26,7 @@ from socflower.sim.workers import AppReference
 from socflower.workloads import load_data, model_names
 
 ENGINES = ("local", "simulation")
+_NEED_WORKERS = ("hang", "die")  # kinds of fault that only a process of its own can suffer
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 
 
@@ -46,8 +47,8 @@ def check_feasible(scenario: Scenario, engine: str) -> None:
         raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r} is unknown; use one of "
                           + ", ".join(model_names()))
     for event in scenario.events:
-        if event.soc >= num_socs:
-            raise ConfigError(f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to {num_socs - 1}")
+        if event.soc >= cluster.num_socs:
+            raise ConfigError(f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to {cluster.num_socs - 1}")
     load_data(scenario.data.name)
 
 
@@ -61,6 +62,9 @@ def run_scenario(
     Raises a `SocflowerError` in one line if the scenario cannot run or failed.
     """
     check_feasible(scenario, engine)
+    if engine == "local" and num_workers == 0 and any(event.kind in _NEED_WORKERS for event in scenario.events):
+        raise ConfigError(f"{scenario.name} [[event]]: {' and '.join(_NEED_WORKERS)} would take this process with "
+                          "them; use --workers 1 or more")
     with tempfile.TemporaryDirectory(prefix="socflower-") as temporary:
         folder = RunFolder(Path(temporary))
         folder.write_scenario(scenario)
@@ -101,8 +105,13 @@ def new_folder(out: Path) -> Iterator[Path]:
     """Yield an empty folder whose files move to `out` at the end; after an error `out` is as it was before."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is a file; name a folder")
-    missing = next((parent for parent in (out, *out.parents) if parent.exists()), Path("."))
-    with tempfile.TemporaryDirectory(prefix=".socflower-", dir=missing if missing.is_dir() else None) as temporary:
+    nearest = next((parent for parent in (out, *out.parents) if parent.exists()), Path("."))
+    # On the file system of `out`, so that moving there is a rename; and what cannot be written is known at once.
+    try:
+        temporary_folder = tempfile.TemporaryDirectory(prefix=".socflower-", dir=nearest)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot write in {nearest} ({error.strerror}); name another folder") from None
+    with temporary_folder as temporary:
         yield Path(temporary)
         out.mkdir(parents=True, exist_ok=True)
         for entry in Path(temporary).iterdir():

@@ -56,6 +56,8 @@ def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, whe
     for key in ("board", "event"):
         if not isinstance(document.get(key, []), list):
             raise ConfigError(f"{where}: [{key}] must be written [[{key}]], a list of tables")
+    if any(not isinstance(board, Mapping) for board in document.get("board", [])):
+        raise ConfigError(f"{where}: board = {document['board']!r} must be [[board]] tables")
     if not isinstance(document.get("cluster", {}), Mapping):
         raise ConfigError(f"{where}: cluster = {document['cluster']!r} must be a table or the path of a cluster file")
     expect = document.get("expect", {})

@@ -1,7 +1,8 @@
 """What a scenario's ServerApp does: model, data, strategy and clock put together, and what came of it."""
 
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from time import perf_counter
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
 from socflower import __version__
@@ -22,8 +22,9 @@ from socflower.scenario.run_folder import RunFolder
 from socflower.scenario.scenario_file import scenario_cluster
 from socflower.sim import EventClock, Trace
 from socflower.sim.priced_grid import PricedGrid
-from socflower.strategies import RingAllReduce, SingleDevice, SoCFlow, profile_group_count
+from socflower.strategies import OrderedFedAvg, RingAllReduce, SingleDevice, SoCFlow, profile_group_count
 from socflower.strategies.records import array_views
+from socflower.strategies.replies import ReplyEvent
 from socflower.workloads import DataSet, Evaluation, build_model, evaluate, load_data
 
 
@@ -99,7 +100,7 @@ class _Training:
 
         def round_end(server_round: int) -> tuple[float, list[dict[str, str]]]:
             report = strategy.reports[-1]
-            return report.epoch, [{"kind": event.kind, "text": event.text} for event in report.events]
+            return report.epoch, _documents(report.events)
 
         return strategy.start(
             self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
@@ -137,18 +138,18 @@ class _Training:
                        interval_epochs=settings.sync_interval_epochs, **shared)
 
     def _fedavg(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Flower's own FedAvg over all nodes, unmodified; the grid prices its messages."""
+        """Flower's own FedAvg over all nodes, summed in their order; the grid prices its messages."""
         settings = self._scenario.train
         num_rounds = settings.epochs // settings.local_epochs
         num_socs = len(list(self._grid.get_node_ids()))
         grid = PricedGrid(self._grid, self._clock, self._cluster, model_profile=self._profile,
                           batch_size=settings.batch_size)
-        strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=num_socs, min_available_nodes=num_socs)
+        strategy = OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=num_socs, min_available_nodes=num_socs)
         config = ConfigRecord({"batch-size": settings.batch_size, "local-epochs": settings.local_epochs,
                                "num-rounds": num_rounds, "seed": self._scenario.seed + 1})
 
         def round_end(server_round: int) -> tuple[float, list[dict[str, str]]]:
-            return float(server_round * settings.local_epochs), []
+            return float(server_round * settings.local_epochs), _documents(strategy.events)
 
         return strategy.start(grid, arrays, num_rounds=num_rounds, timeout=settings.reply_timeout_s,
                               train_config=config, evaluate_fn=self._evaluation(round_end, num_rounds)).arrays
@@ -162,7 +163,8 @@ class _Training:
             outcome = self._evaluate(arrays)
             epoch, events = round_end(server_round) if server_round else (0.0, [])
             self._rounds.append({
-                "round": server_round, "epoch": epoch, "accuracy": outcome.accuracy, "loss": outcome.loss,
+                "round": server_round, "epoch": epoch, "accuracy": outcome.accuracy,
+                "loss": outcome.loss if math.isfinite(outcome.loss) else None,  # JSON has no NaN
                 "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
                 "bytes": _bytes(self._clock.usage), "events": events,
             })
@@ -183,6 +185,10 @@ def weights_sha256(arrays: ArrayRecord) -> str:
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
+
+
+def _documents(events: Iterable[ReplyEvent]) -> list[dict[str, str]]:
+    return [{"kind": event.kind, "text": event.text} for event in events]
 
 
 def _bytes(usage: Usage) -> dict[str, float]:

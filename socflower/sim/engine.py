@@ -38,10 +38,13 @@ def load_flower_app(folder: Path) -> FlowerApp:
                           for key in ("serverapp", "clientapp"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the folder of a Flower app") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except KeyError as error:
         raise ConfigError(f"{path}: lacks {error} of [tool.flwr.app.components]; see `flwr new`") from None
+    except TypeError:
+        raise ConfigError(f"{path}: [tool.flwr.app.components] must be a table with serverapp and clientapp; see "
+                          "`flwr new`") from None
     return FlowerApp(server_app=server, client_app=client, run_config=_flat(app.get("config", {})))
 
 

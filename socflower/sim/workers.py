@@ -120,7 +120,7 @@ class ProcessWorkers:
         while waiting or running:
             while waiting and idle:
                 message_id, index = waiting.popleft(), idle.popleft()
-                running[self._workers[index].submit(_handle_in_worker, *work[message_id])] = (message_id, index)
+                running[self._submit(index, work[message_id])] = (message_id, index)
             remaining_s = None if deadline is None else max(0.0, deadline - monotonic())
             finished, _ = wait(running, timeout=remaining_s, return_when=FIRST_COMPLETED)
             if not finished:
@@ -143,6 +143,14 @@ class ProcessWorkers:
         """End all worker processes."""
         for worker in self._workers:
             worker.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, index: int, work: Work) -> "Future[tuple[Message, Context]]":
+        try:
+            return self._workers[index].submit(_handle_in_worker, *work)
+        except BrokenProcessPool:
+            # It died while it was idle, which is no fault of this message's client.
+            self._replace(index)
+            return self._workers[index].submit(_handle_in_worker, *work)
 
     def _start(self) -> "_Worker":
         return _Worker(self._source, self._spawner)

@@ -1,7 +1,7 @@
 """Flower strategies: adapters from plans to messages and back."""
 
-from socflower.strategies.baselines import RingAllReduce, SingleDevice
+from socflower.strategies.baselines import OrderedFedAvg, RingAllReduce, SingleDevice
 from socflower.strategies.group_count import profile_group_count
 from socflower.strategies.socflow import RoundReport, SoCFlow
 
-__all__ = ["RingAllReduce", "RoundReport", "SingleDevice", "SoCFlow", "profile_group_count"]
+__all__ = ["OrderedFedAvg", "RingAllReduce", "RoundReport", "SingleDevice", "SoCFlow", "profile_group_count"]

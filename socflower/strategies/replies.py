@@ -1,5 +1,6 @@
 """Sorting a round's replies: what can be averaged, and what was dropped and why."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -19,7 +20,7 @@ class ReplyEvent:
     """A reply that was not averaged in."""
 
     kind: str  # "client-raised", "no-reply", "not-finite" or "malformed"
-    group_id: int
+    group_id: int  # of a client that trains alone: its SoC
     text: str
 
 
@@ -48,32 +49,46 @@ def sort_replies(
             events[group.group_id] = event
     for node_id, group in group_of_node.items():
         if group.group_id not in usable and group.group_id not in events:
-            events[group.group_id] = ReplyEvent(
-                kind="no-reply", group_id=group.group_id,
-                text=f"group {group.group_id}: no reply from its leader, SoC {group.leader} (node {node_id}); the "
-                     "group is left out of this synchronisation")
+            events[group.group_id] = no_reply(
+                group.group_id, f"group {group.group_id}, SoC {group.leader} (node {node_id})")
     ordered = tuple(events[group_id] for group_id in sorted(events))
     if not usable:
         raise TrainingFailed(f"no group sent a usable model; first cause: {ordered[0].text}")
     return [usable[group_id] for group_id in sorted(usable)], ordered
 
 
+def failed(reply: Message, group_id: int, where: str) -> ReplyEvent:
+    """Return the event of an error reply."""
+    raised = reply.error.code == _CLIENT_RAISED
+    reason = " ".join((reply.error.reason or "without a reason").split())  # exceptions of torch have many lines, ours have one
+    return ReplyEvent(kind="client-raised" if raised else "no-reply", group_id=group_id,
+                      text=f"{where}: {'the client raised' if raised else 'failed:'} {reason}")
+
+
+def no_reply(group_id: int, where: str) -> ReplyEvent:
+    """Return the event of a reply that never came."""
+    return ReplyEvent(kind="no-reply", group_id=group_id, text=f"{where}: no reply; left out of this synchronisation")
+
+
 def _fault(reply: Message, node_id: int, group: Group) -> ReplyEvent | None:
     where = f"group {group.group_id}, SoC {group.leader} (node {node_id})"
     if reply.has_error():
-        raised = reply.error.code == _CLIENT_RAISED
-        return ReplyEvent(kind="client-raised" if raised else "no-reply", group_id=group.group_id,
-                          text=f"{where}: {'the client raised' if raised else 'failed:'} {reply.error.reason}")
+        return failed(reply, group.group_id, where)
     content = reply.content
     if ARRAYS not in content.array_records or NUM_EXAMPLES not in content.metric_records.get(METRICS, {}):
         return ReplyEvent(kind="malformed", group_id=group.group_id,
                           text=f"{where}: its reply lacks {ARRAYS!r} or {METRICS!r} with {NUM_EXAMPLES!r}, dropped")
-    tensor = first_non_finite(array_views(cast(ArrayRecord, content[ARRAYS])))
+    try:
+        tensor = first_non_finite(array_views(cast(ArrayRecord, content[ARRAYS])))
+    except (ValueError, TypeError, EOFError) as error:
+        return ReplyEvent(kind="malformed", group_id=group.group_id,
+                          text=f"{where}: its arrays cannot be read ({error}), dropped")
     if tensor is not None:
         return ReplyEvent(kind="not-finite", group_id=group.group_id,
                           text=f"{where}: {tensor} has NaN or infinite values, dropped; a lower learning rate may "
                                "help if groups diverge")
-    if not cast(float, cast(MetricRecord, content[METRICS])[NUM_EXAMPLES]) > 0:
+    num_examples = cast(MetricRecord, content[METRICS])[NUM_EXAMPLES]
+    if not isinstance(num_examples, int | float) or not 0 < num_examples < math.inf:
         return ReplyEvent(kind="malformed", group_id=group.group_id,
-                          text=f"{where}: {NUM_EXAMPLES} is not above 0, dropped")
+                          text=f"{where}: {NUM_EXAMPLES} = {num_examples} is not a number above 0, dropped")
     return None
