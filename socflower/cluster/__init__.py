@@ -3,7 +3,7 @@
 from socflower.cluster.catalog import device, device_names
 from socflower.cluster.clock import DeviceDynamics, Usage, VirtualClock
 from socflower.cluster.cluster_file import load_cluster, parse_cluster
-from socflower.cluster.cost import StepCost, step_cost
+from socflower.cluster.cost import StepCost, step_cost, sustained_rates
 from socflower.cluster.device import Device, Processor
 from socflower.cluster.profile import LayerProfile, ModelProfile
 from socflower.cluster.tasks import HUB, Activity, Compute, Endpoint, GraphBuilder, TaskGraph, Transfer
@@ -33,4 +33,5 @@ __all__ = [
     "load_cluster",
     "parse_cluster",
     "step_cost",
+    "sustained_rates",
 ]

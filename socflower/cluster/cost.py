@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from socflower.cluster.device import Device
 from socflower.cluster.profile import BACKWARD_TO_FORWARD, ModelProfile
+from socflower.cluster.topology import Cluster
 
 UPDATE_PASSES = 5.0
 """SGD with momentum reads weight, gradient and momentum and writes weight and momentum."""
@@ -42,3 +43,9 @@ def step_cost(model: ModelProfile, device: Device, num_samples: int, processor: 
         update_s=UPDATE_PASSES * model.weight_bytes / device.memory_bytes_per_s,
         processor=name,
     )
+
+
+def sustained_rates(cluster: Cluster, model_name: str = "") -> tuple[float, ...]:
+    """Return every SoC's FLOP/s on a model, in SoC order: the capacities that shares and plans go by (F4)."""
+    devices = [cluster.device_of(soc) for soc in range(cluster.num_socs)]
+    return tuple(device.processor(device.default_processor).rate(model_name) for device in devices)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from socflower.cluster import Activity, ModelProfile, step_cost
+from socflower.cluster import Activity, ModelProfile, step_cost, sustained_rates
 from socflower.cluster.tracing import profile_module
 from socflower.errors import ConfigError
 from socflower.hierarchy import (
@@ -37,7 +37,7 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
         num_groups = min(len(cluster.boards), num_socs or cluster.num_socs)
         notes.append(f"groups = 'auto' is decided by training an epoch with each candidate; planned with {num_groups}, "
                      "one group per board")
-    plan = plan_groups(cluster, num_groups, num_socs)
+    plan = plan_groups(cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name))
     return {"schema": 1, **plan.to_document(), "predicted": _predict(scenario, plan), "notes": notes}
 
 
@@ -52,12 +52,10 @@ def profile_of(scenario: Scenario) -> ModelProfile:
 def _predict(scenario: Scenario, plan: GroupPlan) -> dict[str, float]:
     cluster, profile, batch_size = scenario_cluster(scenario), profile_of(scenario), scenario.train.batch_size
     exchange = Exchange(num_bytes=profile.weight_bytes, num_tensors=profile.num_tensors)
-    costs = {}
-    for group in plan.groups:
-        devices = [cluster.device_of(soc) for soc in group.members]
-        rates = [device.processor(device.default_processor).rate(profile.name) for device in devices]
-        for soc, device, share in zip(group.members, devices, split_batch(batch_size, rates), strict=True):
-            costs[soc] = step_cost(profile, device, share)
+    rates = sustained_rates(cluster, profile.name)
+    shares = {soc: share for group in plan.groups for soc, share in zip(
+        group.members, split_batch(batch_size, [rates[soc] for soc in group.members]), strict=True)}
+    costs = {soc: step_cost(profile, cluster.device_of(soc), share) for soc, share in shares.items()}
     num_steps = group_steps_per_epoch(data_shape(scenario.data.name).num_train, len(plan.groups), batch_size)
     sequenced = step_graph(plan, costs, exchange, sequenced=scenario.strategy.sequenced,
                            overlap_buckets=scenario.strategy.overlap_buckets)
@@ -68,8 +66,7 @@ def _predict(scenario: Scenario, plan: GroupPlan) -> dict[str, float]:
         synchronisation = EventClock(cluster).run(synchronisation_graph(plan, exchange))
         sync_s, sync_j = synchronisation.duration_s, synchronisation.total_energy_j
     busy = sum(epoch.soc_seconds.values())
-    memory = max(profile.training_memory_bytes(split_batch(batch_size, [1.0] * len(group.members))[0])
-                 for group in plan.groups)
+    memory = profile.training_memory_bytes(max(shares.values()))
     return {
         "step_s": epoch.duration_s / num_steps, "step_free_running_s": free.duration_s / num_steps,
         "steps_per_epoch": float(num_steps), "sync_s": sync_s, "epoch_s": epoch.duration_s + sync_s,

@@ -60,7 +60,8 @@ def sort_replies(
 def failed(reply: Message, group_id: int, where: str) -> ReplyEvent:
     """Return the event of an error reply."""
     raised = reply.error.code == _CLIENT_RAISED
-    reason = " ".join((reply.error.reason or "without a reason").split())  # exceptions of torch have many lines, ours have one
+    # Exceptions of torch have many lines, ours have one.
+    reason = " ".join((reply.error.reason or "without a reason").split())
     return ReplyEvent(kind="client-raised" if raised else "no-reply", group_id=group_id,
                       text=f"{where}: {'the client raised' if raised else 'failed:'} {reason}")
 

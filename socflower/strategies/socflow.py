@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
-from socflower.cluster import Cluster, ModelProfile, Usage, VirtualClock, step_cost
+from socflower.cluster import Cluster, ModelProfile, Usage, VirtualClock, step_cost, sustained_rates
 from socflower.cluster.protocol import ARRAYS, CONFIG, GROUP, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND, GroupTask
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.hierarchy import (
@@ -81,7 +81,8 @@ class SoCFlow(Strategy):
     ) -> None:
         if clock is not None and model_profile is None:
             raise ConfigError("SoCFlow: a clock needs a model_profile to price; make one with profile_module(model, …)")
-        self.plan = plan or plan_groups(cluster, num_groups, num_socs)
+        self._rates = sustained_rates(cluster, model_profile.name if model_profile else "")
+        self.plan = plan or plan_groups(cluster, num_groups, num_socs, self._rates)
         self.steps_per_epoch = group_steps_per_epoch(num_samples, len(self.plan.groups), batch_size)
         self.intervals: Sequence[SyncInterval] = sync_schedule(num_epochs, self.steps_per_epoch, interval_epochs)
         self.reports: list[RoundReport] = []
@@ -183,9 +184,7 @@ class SoCFlow(Strategy):
 
     def _capacities(self, group: Group) -> tuple[float, ...]:
         """Return each member's sustained rate on the model, so that unequal devices get unequal shares (F4)."""
-        devices = [self._cluster.device_of(soc) for soc in group.members]
-        name = self._profile.name if self._profile else ""
-        return tuple(device.processor(device.default_processor).rate(name) for device in devices)
+        return tuple(self._rates[soc] for soc in group.members)
 
     def _price(self, interval: SyncInterval) -> Usage:
         if self._clock is None or self._profile is None:

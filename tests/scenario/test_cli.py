@@ -1,0 +1,237 @@
+"""The command line: exit statuses, one line for a mistake, one document for programs."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from socflower.scenario import cli
+
+SCENARIO = """\
+# What does it print?
+[cluster]
+boards = [2, 2]
+[train]
+epochs = 1
+batch_size = 128
+learning_rate = 0.05
+[strategy]
+groups = 2
+sync_interval_epochs = 1
+[expect]
+min_accuracy = 0.5
+"""
+
+
+class Ran(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Socflower = Callable[..., Ran]
+
+
+@pytest.fixture
+def socflower(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Socflower:
+    """The command, without a new interpreter, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["socflower", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as end:
+            status = int(end.code or 0)
+        captured = capsys.readouterr()
+        return Ran(status, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    path = tmp_path / "case.toml"
+    path.write_text(SCENARIO)
+    return path
+
+
+def is_mistake(ran: Ran, *says: str) -> None:
+    assert ran.status == 2
+    assert ran.out == ""
+    assert ran.err.startswith("error: ") and ran.err.count("\n") == 1 and ran.err.endswith("\n")
+    assert all(part in ran.err for part in says), ran.err
+
+
+def test_a_run_whose_claims_hold_ends_with_0(socflower: Socflower, scenario: Path, tmp_path: Path) -> None:
+    ran = socflower("run", scenario, "--workers", 0)
+    assert ran.status == 0
+    assert "What does it print?" in ran.out
+    assert "holds" in ran.out and "FAILS" not in ran.out
+    assert {path.name for path in (tmp_path / "out" / "case").iterdir()} == {
+        "result.json", "trace.json", "report.html"}
+
+
+def test_a_claim_that_fails_ends_with_1_and_still_writes_the_result(
+    socflower: Socflower, scenario: Path, tmp_path: Path,
+) -> None:
+    ran = socflower("run", scenario, "--workers", 0, "--out", "here", "--set", "expect.min_accuracy=0.9999", "--json")
+    assert ran.status == 1
+    document = json.loads(ran.out)
+    assert document == json.loads((tmp_path / "here" / "result.json").read_text())
+    assert [claim["holds"] for claim in document["expectations"]] == [False]
+    assert ran.err == ""
+
+
+def test_compare_prints_a_table_and_resumes(socflower: Socflower, scenario: Path, tmp_path: Path) -> None:
+    arguments = ("compare", scenario, "--strategies", "socflow, sgd", "--workers", 0, "--out", "both")
+    ran = socflower(*arguments)
+    assert ran.status == 0
+    lines = ran.out.splitlines()
+    for name in ("socflow", "sgd"):
+        assert any(name in line and "%" in line for line in lines)
+    written = (tmp_path / "both" / "sgd" / "result.json").stat().st_mtime_ns
+    again = socflower(*arguments, "--json")
+    assert again.status == 0
+    assert [row["strategy"] for row in json.loads(again.out)["rows"]] == ["socflow", "sgd"]
+    assert (tmp_path / "both" / "sgd" / "result.json").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("--set", "strategy.groups=9"), ("groups = 9", "4 SoCs")),
+    (("--set", "strategy.socs=9"), ("socs = 9", "4 SoCs")),
+    (("--set", "train.epoch=3"), ("unknown key 'epoch' (value 3)", "did you mean 'epochs'?")),
+    (("--set", "cluster.bords=3"), ("unknown key 'bords'", "'boards'")),
+    (("--set", "data.name=minst"), ("'minst'", "did you mean 'mnist'?")),
+    (("--set", "model.name=lenet"), ("'lenet'", "lenet5")),
+    (("--set", "train.epochs"), ("--set train.epochs: write table.key=value",)),
+    (("--set", "event=[{kind='nan', soc=4, round=1}]"), ("soc = 4", "0 to 3")),
+    (("--engine", "warp"), ("--engine warp", "local, simulation")),
+    (("--out", "case.toml"), ("--out case.toml", "name a folder")),
+    (("--out", "case.toml/below"), ("--out case.toml/below",)),
+])
+def test_a_mistake_is_one_line_and_ends_with_2(
+    arguments: tuple[str, ...], says: tuple[str, ...], socflower: Socflower, scenario: Path, tmp_path: Path,
+) -> None:
+    is_mistake(socflower("run", scenario, "--workers", 0, "--json", *arguments), *says)
+    assert list(tmp_path.iterdir()) == [scenario]
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "plan"])
+def test_a_file_that_is_not_there_is_one_line(command: str, socflower: Socflower) -> None:
+    is_mistake(socflower(command, "no.toml"), "no.toml", "No such file")
+
+
+def test_data_that_are_nowhere_are_one_line_with_where_they_were_sought(
+    socflower: Socflower, scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SOCFLOWER_DATA", str(tmp_path / "nowhere"))
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if the hub reader were not installed
+    is_mistake(socflower("run", scenario, "--set", "data.name=mnist"), "nowhere/mnist/train.parquet", "SOCFLOWER_DATA")
+
+
+def test_an_unknown_strategy_to_compare_is_one_line(socflower: Socflower, scenario: Path) -> None:
+    is_mistake(socflower("compare", scenario, "--strategies", "socflow,star", "--json"), "star", "socflow, ring")
+
+
+def test_markup_in_a_mistake_is_printed_as_it_stands(socflower: Socflower, tmp_path: Path) -> None:
+    path = tmp_path / "[bold]x[red].toml"
+    path.write_text("[train]\nepochs = '[blue]'")
+    is_mistake(socflower("run", path), "[bold]x[red].toml", "[train] epochs = '[blue]'")
+
+
+def test_a_client_that_raises_is_one_line(socflower: Socflower, scenario: Path, tmp_path: Path) -> None:
+    ran = socflower("run", scenario, "--workers", 0, "--json", "--set", "event=[{kind='raise', soc=1, round=1}]")
+    is_mistake(ran, "group 0, SoC 0", "fault on purpose")
+    assert not (tmp_path / "out").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- plan
+def test_a_plan_is_one_document(socflower: Socflower, scenario: Path) -> None:
+    ran = socflower("plan", scenario, "--json")
+    assert (ran.status, ran.err) == (0, "")
+    document = json.loads(ran.out)
+    assert document["schema"] == 1
+    for group in document["groups"]:
+        assert set(group) >= {"id", "members", "leader", "boards", "split"}
+    assert [group["members"] for group in document["groups"]] == [[0, 1], [2, 3]]
+    assert document["contention"] == 0
+    assert sorted(sum(document["communication_groups"], [])) == [0, 1]
+    for key in ("epoch_s", "epoch_energy_j", "step_s", "sync_s"):
+        assert document["predicted"][key] > 0.0
+
+
+def test_a_plan_is_drawn_for_people(socflower: Socflower, scenario: Path) -> None:
+    ran = socflower("plan", scenario, "--groups", 1)
+    assert ran.status == 0
+    assert "board" in ran.out and "1 groups, split over boards: [0]" in ran.out
+
+
+def test_a_cluster_file_can_be_planned(socflower: Socflower, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("[cluster]\nboards = 3\nsocs_per_board = 2\n")
+    document = json.loads(socflower("plan", path, "--json").out)
+    assert len(document["groups"]) == 3
+    assert "groups = 'auto'" in document["notes"][0]
+
+
+def test_plans_that_cannot_be_are_one_line(socflower: Socflower, scenario: Path) -> None:
+    is_mistake(socflower("plan", scenario, "--groups", 9, "--json"), "9", "4")
+    is_mistake(socflower("plan", scenario, "--groups", 0, "--json"), "groups = 0")
+    is_mistake(socflower("plan", scenario, "--set", "strategy.name=fedavg"), "fedavg has no groups to plan")
+
+
+def test_the_plan_of_a_run_is_the_plan(socflower: Socflower, scenario: Path) -> None:
+    planned = json.loads(socflower("plan", scenario, "--json").out)
+    ran = json.loads(socflower("run", scenario, "--workers", 0, "--json").out)
+    assert ran["plan"]["groups"] == planned["groups"]
+    assert ran["virtual_s"] == pytest.approx(planned["predicted"]["epoch_s"])
+    assert ran["energy_j"] == pytest.approx(planned["predicted"]["epoch_energy_j"])
+
+
+# ---------------------------------------------------------------------------------------------------- others
+def test_doctor_finds_what_there_is_and_gives_a_remedy_for_what_is_missing(socflower: Socflower) -> None:
+    ran = socflower("doctor", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(ran.out)["findings"]}
+    assert findings["native kernels"]["status"] == findings["data digits"]["status"] == "ok"
+    assert all(finding["status"] in ("ok", "missing", "broken") for finding in findings.values())
+    broken = any(finding["status"] == "broken" for finding in findings.values())
+    assert ran.status == int(broken)
+    for_people = socflower("doctor")
+    assert all(name in for_people.out for name in findings)
+
+
+def test_bench_lists_its_names_and_refuses_others(socflower: Socflower) -> None:
+    ran = socflower("bench")
+    assert ran.status == 0
+    assert {"aggregate", "clock"} <= set(ran.out.split())
+    is_mistake(socflower("bench", "nonsense"), "'nonsense' is unknown", "aggregate")
+
+
+def test_the_version_is_printed(socflower: Socflower) -> None:
+    from socflower import __version__
+
+    assert socflower("--version").out == f"socflower {__version__}\n"
+
+
+def test_an_unknown_option_ends_with_2(socflower: Socflower, scenario: Path) -> None:
+    ran = socflower("run", scenario, "--nonsense")
+    assert ran.status == 2
+    assert "--nonsense" in ran.err
+
+
+def test_the_installed_command_is_this_one(scenario: Path, tmp_path: Path) -> None:
+    """In a narrow, dumb terminal, which must not break the line."""
+    command = Path(sysconfig.get_path("scripts")) / "socflower"
+    ran = subprocess.run([command, "run", scenario, "--set", "strategy.groups=9"], capture_output=True, text=True,
+                         check=False, cwd=tmp_path, timeout=100,
+                         env={**os.environ, "COLUMNS": "20", "TERM": "dumb", "FORCE_COLOR": ""})
+    is_mistake(Ran(ran.returncode, ran.stdout, ran.stderr), "groups = 9", "4 SoCs")

@@ -1,0 +1,159 @@
+"""Faults on purpose: what is dropped is reported, what remains is averaged, and a client's mistake ends the run."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord
+
+from socflower.clients import FP32Trainer, cosine_annealing, sgd, train_group
+from socflower.cluster.protocol import GroupTask
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.hierarchy import group_steps_per_epoch, plan_groups
+from socflower.scenario.config import EventConfig, Scenario, TrainConfig
+from socflower.scenario.runner import run_scenario, run_to_folder
+from socflower.scenario.scenario_file import scenario_cluster
+from socflower.scenario.training import initial_model, weights_sha256
+from socflower.strategies.records import aggregate_records
+from socflower.workloads import load_data
+from tests.scenario.small_runs import small, small_result
+
+
+def event(kind: str, soc: int, server_round: int = 1) -> EventConfig:
+    return EventConfig(kind=kind, soc=soc, round=server_round)
+
+
+def events_by_round(result: dict[str, Any]) -> dict[int, list[dict[str, str]]]:
+    return {entry["round"]: entry["events"] for entry in result["rounds"] if entry["events"]}
+
+
+def failure(scenario: Scenario, out: Path, num_workers: int = 0) -> str:
+    """Return the one line with which a run fails; it must leave nothing behind."""
+    with pytest.raises(TrainingFailed) as caught:
+        run_to_folder(scenario, out, num_workers=num_workers)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert not out.exists()
+    return text
+
+
+def trained_by_hand(scenario: Scenario, group_id: int, num_groups: int) -> tuple[ArrayRecord, int]:
+    """Return what one group makes of the first weights in an epoch, and its samples: no Flower in between."""
+    data, settings = load_data(scenario.data.name).train, scenario.train
+    group = plan_groups(scenario_cluster(scenario), num_groups).groups[group_id]
+    num_steps = group_steps_per_epoch(len(data), num_groups, settings.batch_size)
+    task = GroupTask(
+        group_id=group_id, num_groups=num_groups, members=group.members, partitions=group.members,
+        num_partitions=6, capacities=(1.0,) * len(group.members), first_step=0, num_steps=num_steps,
+        steps_per_epoch=num_steps, total_steps=num_steps, batch_size=settings.batch_size, reshuffle=True,
+        seed=scenario.seed)
+    trainer = FP32Trainer(optimizer=sgd(settings.learning_rate, settings.momentum), scheduler=cosine_annealing)
+    model, num_threads = initial_model(scenario), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        _, num_samples, _ = train_group(model, data, task, trainer)
+    finally:
+        torch.set_num_threads(num_threads)
+    return ArrayRecord({name: tensor.contiguous() for name, tensor in model.state_dict().items()}), num_samples
+
+
+def test_a_group_that_answers_nan_is_left_out_of_the_average_and_reported_once() -> None:
+    scenario = small(boards=(2, 2, 2), groups=3, interval=1.0, events=(event("nan", soc=3),))
+    result = run_scenario(scenario, num_workers=0)
+    assert list(events_by_round(result)) == [1]
+    (report,) = events_by_round(result)[1]
+    assert report["kind"] == "not-finite"
+    # SoC 3 is a member; its leader, SoC 2, speaks for the group.
+    assert all(part in report["text"] for part in ("group 1", "SoC 2", "0.weight", "NaN"))
+    others = [trained_by_hand(scenario, group_id, 3) for group_id in (0, 2)]
+    expected = aggregate_records([arrays for arrays, _ in others], [float(samples) for _, samples in others])
+    assert result["weights_sha256"] == weights_sha256(expected)
+    assert result["final_accuracy"] > 0.3
+
+
+def test_without_the_fault_the_average_is_of_all_groups() -> None:
+    """The reference of the test above is a reference."""
+    scenario = small(boards=(2, 2, 2), groups=3, interval=1.0)
+    parts = [trained_by_hand(scenario, group_id, 3) for group_id in range(3)]
+    expected = aggregate_records([arrays for arrays, _ in parts], [float(samples) for _, samples in parts])
+    assert run_scenario(scenario, num_workers=0)["weights_sha256"] == weights_sha256(expected)
+
+
+def test_a_group_that_was_dropped_is_back_in_the_next_round() -> None:
+    result = run_scenario(small(interval=0.25, events=(event("nan", 0, 2), event("nan", 2, 3))), num_workers=0)
+    reports = events_by_round(result)
+    assert {number: [report["text"].partition(":")[0] for report in found] for number, found in reports.items()} == {
+        2: ["group 0, SoC 0 (node 1000)"], 3: ["group 1, SoC 2 (node 1002)"]}
+
+
+def test_if_all_groups_answer_nan_the_run_fails_with_the_first_cause(tmp_path: Path) -> None:
+    text = failure(small(events=(event("nan", 0, 2), event("nan", 3, 2))), tmp_path / "out")
+    assert text.startswith("no group sent a usable model; first cause: group 0, SoC 0")
+    assert "0.weight" in text
+
+
+def test_training_that_diverges_everywhere_fails_with_advice(tmp_path: Path) -> None:
+    scenario = replace(small(), train=TrainConfig(epochs=1, batch_size=128, learning_rate=1e9))
+    assert "lower learning rate" in failure(scenario, tmp_path / "out")
+
+
+def test_a_client_that_raises_ends_the_run_with_its_words(tmp_path: Path) -> None:
+    text = failure(small(events=(event("raise", soc=3, server_round=2),)), tmp_path / "out")
+    assert all(part in text for part in ("group 1", "SoC 2", "RuntimeError", "fault on purpose in round 2"))
+
+
+def test_a_client_that_raises_is_dropped_and_reported_where_that_is_tolerated() -> None:
+    scenario = small(events=(event("raise", soc=3, server_round=2),), tolerate_client_errors=True)
+    reports = events_by_round(run_scenario(scenario, num_workers=0))
+    assert list(reports) == [2]
+    (report,) = reports[2]
+    assert report["kind"] == "client-raised"
+    assert "group 1, SoC 2" in report["text"] and "fault on purpose in round 2" in report["text"]
+
+
+def test_a_client_whose_process_dies_is_dropped_and_reported() -> None:
+    result = run_scenario(small(events=(event("die", soc=2),)), num_workers=2)
+    reports = events_by_round(result)
+    assert list(reports) == [1]
+    (report,) = reports[1]
+    assert report["kind"] == "no-reply"
+    assert "group 1, SoC 2" in report["text"] and "the client's process died" in report["text"]
+    # What was dropped is the same whichever way the group failed.
+    assert result["weights_sha256"] == run_scenario(
+        small(events=(event("raise", soc=2),), tolerate_client_errors=True), num_workers=0)["weights_sha256"]
+
+
+def test_a_client_that_hangs_is_given_up_on_and_reported() -> None:
+    # In round 2, when the workers are up: only the fault is slower than the timeout.
+    result = run_scenario(small(events=(event("hang", soc=0, server_round=2),), reply_timeout_s=8.0), num_workers=2)
+    reports = events_by_round(result)
+    assert [report["kind"] for report in reports[2]] == ["no-reply"]
+    assert "group 0, SoC 0" in reports[2][0]["text"]
+    assert len(result["rounds"]) == 3
+
+
+@pytest.mark.parametrize("kind", ["die", "hang"])
+def test_what_would_take_this_process_with_it_needs_workers(kind: str) -> None:
+    with pytest.raises(ConfigError, match="use --workers 1 or more"):
+        run_scenario(small(events=(event(kind, soc=0),)), num_workers=0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_event_for_a_soc_that_does_not_exist_is_refused(num_workers: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"soc = 4, but SoCs are 0 to 3"):
+        run_to_folder(small(events=(event("nan", soc=4),)), tmp_path / "out", num_workers=num_workers)
+    assert not (tmp_path / "out").exists()
+
+
+def test_fedavg_reports_what_flower_leaves_out_without_a_word() -> None:
+    result = run_scenario(small("fedavg", events=(event("raise", soc=3),)), num_workers=0)
+    assert [(report["kind"], report["text"].partition(":")[0]) for report in events_by_round(result)[1]] == [
+        ("client-raised", "SoC 3 (node 1003)")]
+    assert result["weights_sha256"] != small_result("fedavg")["weights_sha256"]
+
+
+def test_fedavg_of_clients_that_all_raise_fails(tmp_path: Path) -> None:
+    scenario = small("fedavg", events=tuple(event("raise", soc) for soc in range(4)))
+    assert "every client failed" in failure(scenario, tmp_path / "out")

@@ -1,0 +1,265 @@
+"""A run from scenario to result: what the document promises, what training must obey, what is left behind."""
+
+import json
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError
+from socflower.scenario import runner
+from socflower.scenario.config import EventConfig, ModelConfig, Scenario
+from socflower.scenario.runner import check_feasible, new_folder, run_scenario, run_to_folder, time_to_accuracy_s
+from socflower.scenario.scenario_file import from_document
+from tests.scenario.small_runs import LENET_BYTES, small, small_result
+
+STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
+NUMBER = (int, float)
+TIERS = {"intra_board", "inter_board", "hub", "wan"}
+
+
+@pytest.fixture(autouse=True)
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place of its own for temporary folders, so that a test sees what stays in it."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------- the document
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_result_has_every_promised_key_with_its_type(name: str) -> None:
+    result = json.loads(json.dumps(small_result(name), allow_nan=False))
+    promised: dict[str, type | tuple[type, ...]] = {
+        "schema": int, "scenario": dict, "engine": str, "strategy": str, "kernels": dict, "transports": dict,
+        "seed": int, "rounds": list, "final_accuracy": float, "virtual_s": float, "wall_s": float, "energy_j": float,
+        "weights_sha256": str, "expectations": list, "bytes": dict, "breakdown": dict,
+    }
+    for key, kind in promised.items():
+        assert isinstance(result[key], kind), key
+    assert (result["schema"], result["engine"], result["strategy"], result["seed"]) == (1, "local", name, 1)
+    assert from_document(result["scenario"]) == small(name)
+    assert re.fullmatch(r"[0-9a-f]{64}", result["weights_sha256"])
+    assert set(result["bytes"]) == TIERS
+    for entry in result["rounds"]:
+        assert {"round", "epoch", "accuracy", "loss", "virtual_s", "energy_j", "bytes", "events"} <= set(entry)
+        assert all(isinstance(entry[key], NUMBER) for key in ("round", "epoch", "accuracy", "loss", "virtual_s"))
+        assert set(entry["bytes"]) == TIERS
+        assert entry["events"] == []
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_rounds_are_numbered_and_what_they_cost_accumulates(name: str) -> None:
+    result = small_result(name)
+    rounds = result["rounds"]
+    assert [entry["round"] for entry in rounds] == list(range(len(rounds)))
+    assert rounds[0]["virtual_s"] == rounds[0]["energy_j"] == rounds[0]["epoch"] == 0
+    assert rounds[-1]["epoch"] == 1.0
+    for before, after in zip(rounds, rounds[1:], strict=False):
+        assert before["epoch"] < after["epoch"]
+        assert before["virtual_s"] < after["virtual_s"]
+        assert before["energy_j"] < after["energy_j"]
+        assert all(before["bytes"][tier] <= after["bytes"][tier] for tier in TIERS)
+    for key in ("virtual_s", "energy_j", "bytes"):
+        assert rounds[-1][key] == result[key]
+    assert rounds[-1]["accuracy"] == result["final_accuracy"] > rounds[0]["accuracy"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_breakdown_sums_to_the_energy_and_to_every_socs_time(name: str) -> None:
+    result = small_result(name)
+    assert sum(result["breakdown"]["energy_j"].values()) == pytest.approx(result["energy_j"])
+    num_socs = 1 if name == "sgd" else 4
+    assert sum(result["breakdown"]["soc_seconds"].values()) == pytest.approx(num_socs * result["virtual_s"])
+
+
+def test_bytes_on_the_hub_are_an_upload_and_a_download_of_each_leader_at_each_synchronisation() -> None:
+    """F8: N of them, never M."""
+    result = small_result("socflow")
+    num_synchronisations, num_groups = len(result["rounds"]) - 1, 2
+    assert num_synchronisations == 2
+    assert result["bytes"]["hub"] == 2 * num_groups * num_synchronisations * LENET_BYTES
+    every_soc_a_group = small_result("socflow", groups=4)
+    assert every_soc_a_group["bytes"]["hub"] == 2 * 4 * 2 * LENET_BYTES
+    assert every_soc_a_group["bytes"]["intra_board"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["ring", "sgd"])
+def test_one_group_never_uses_the_hub(name: str) -> None:
+    result = small_result(name)
+    assert result["bytes"]["hub"] == 0.0
+    assert (result["bytes"]["inter_board"] > 0.0) == (name == "ring")
+
+
+def test_fedavg_moves_every_model_through_the_hub() -> None:
+    hub_bytes = small_result("fedavg")["bytes"]["hub"]
+    # A message's arrays carry a header each, less than a hundredth of the model.
+    assert 2 * 4 * LENET_BYTES <= hub_bytes < 1.01 * 2 * 4 * LENET_BYTES
+
+
+def test_claims_are_in_the_result_with_what_was_observed() -> None:
+    claims = {"min_accuracy": 0.5, "max_groups": 1, "min_speedup_over_ring": 2.0}
+    result = run_scenario(replace(small(), expect=claims), num_workers=0)
+    assert [(claim["name"], claim["holds"]) for claim in result["expectations"]] == [
+        ("min_accuracy", True), ("max_groups", False), ("min_speedup_over_ring", None)]
+    assert result["expectations"][0]["observed"] == result["final_accuracy"]
+
+
+def test_the_time_to_an_accuracy_is_that_of_the_first_round_to_reach_it() -> None:
+    result = {"rounds": [{"accuracy": accuracy, "virtual_s": float(index)}
+                         for index, accuracy in enumerate((0.1, 0.5, 0.8, 0.7, 0.9))]}
+    assert time_to_accuracy_s(result, 0.7) == 2.0
+    assert time_to_accuracy_s(result, 0.95) is None
+    assert time_to_accuracy_s(result, None) is None
+
+
+def test_each_round_is_told_while_it_runs() -> None:
+    told: list[dict[str, Any]] = []
+    result = run_scenario(small(), num_workers=0, on_round=told.append)
+    assert [{**entry, "num_rounds": 2} for entry in result["rounds"]] == told
+
+
+# ------------------------------------------------------------------------------------------------- weights
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_equal_seeds_give_equal_weights_and_others_do_not(name: str) -> None:
+    """FedAvg too, although Flower draws its nodes from the global random generator."""
+    first, again = small_result(name), run_scenario(small(name), num_workers=0)
+    for key in ("weights_sha256", "final_accuracy", "virtual_s", "energy_j", "bytes"):
+        assert again[key] == first[key]
+    assert small_result(name, seed=2)["weights_sha256"] != first["weights_sha256"]
+
+
+def test_a_ring_over_all_socs_is_sgd_on_one() -> None:
+    """F4, exactly: LeNet has no layer that depends on the batch."""
+    ring, alone = small_result("ring"), small_result("sgd")
+    assert ring["weights_sha256"] == alone["weights_sha256"]
+    assert ring["final_accuracy"] == alone["final_accuracy"]
+
+
+def test_one_group_of_all_socs_is_the_ring() -> None:
+    one_group = small_result("socflow", groups=1, interval=1.0)
+    assert one_group["weights_sha256"] == small_result("ring")["weights_sha256"]
+    assert one_group["virtual_s"] == small_result("ring")["virtual_s"]
+
+
+@pytest.mark.parametrize("name", ["socflow", "fedavg"])
+def test_worker_processes_change_nothing(name: str) -> None:
+    processes = run_scenario(small(name), num_workers=2)
+    for key in ("weights_sha256", "virtual_s", "energy_j"):
+        assert processes[key] == small_result(name)[key]
+
+
+def test_auto_groups_trains_an_epoch_with_each_candidate_first() -> None:
+    result = small_result("socflow", groups="auto")
+    warm_up = result["warm_up"]
+    tried = warm_up["first_epoch_accuracy"]
+    assert list(tried) in (["1", "2"], ["1", "2", "4"])
+    assert all(0.0 <= accuracy <= 1.0 for accuracy in tried.values())
+    assert warm_up["num_groups"] == len(result["plan"]["groups"])
+    assert str(warm_up["num_groups"]) in tried
+    # The search costs time and energy like all other training.
+    assert 0.0 < warm_up["virtual_s"] == result["rounds"][0]["virtual_s"] < result["virtual_s"]
+    assert 0.0 < warm_up["energy_j"] == result["rounds"][0]["energy_j"] < result["energy_j"]
+    assert small_result("socflow")["warm_up"] is None
+
+
+def test_the_warm_up_leaves_no_trace_in_the_weights() -> None:
+    auto = small_result("socflow", groups="auto")
+    chosen = small_result("socflow", groups=auto["warm_up"]["num_groups"])
+    assert auto["weights_sha256"] == chosen["weights_sha256"]
+
+
+# -------------------------------------------------------------------------------------------------- folders
+def everything_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_a_run_writes_result_trace_and_report_and_nothing_else(tmp_path: Path, temporary_folder: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    result = run_to_folder(small(), out, num_workers=0)
+    assert everything_in(tmp_path / "deep") == {"out", "out/result.json", "out/trace.json", "out/report.html"}
+    assert not everything_in(temporary_folder)
+    assert json.loads((out / "result.json").read_text()) == result
+    trace = json.loads((out / "trace.json").read_text())
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert spans and all(event["dur"] >= 0 for event in spans)
+    assert max(event["ts"] + event["dur"] for event in spans) <= result["virtual_s"] * 1e6 * (1 + 1e-9)
+
+
+def fail_training(monkeypatch: pytest.MonkeyPatch) -> Scenario:
+    return small(events=(EventConfig(kind="raise", soc=0, round=2),))
+
+
+def fail_report(monkeypatch: pytest.MonkeyPatch) -> Scenario:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("no report today")
+
+    monkeypatch.setattr(runner, "run_scenario", lambda scenario, *_, trace_to, **__: {"a": 1})
+    monkeypatch.setattr(runner, "write_report", refuse)
+    return small()
+
+
+@pytest.mark.parametrize("fail", [fail_training, fail_report])
+def test_a_failure_leaves_everything_as_it_was(
+    fail: Callable[[pytest.MonkeyPatch], Scenario], tmp_path: Path, temporary_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenario, here = fail(monkeypatch), tmp_path / "here"
+    old = here / "old"
+    old.mkdir(parents=True)
+    (old / "result.json").write_text("of yesterday")
+    for out in (old, here / "new" / "deep"):
+        with pytest.raises(SocflowerError):
+            run_to_folder(scenario, out, num_workers=0)
+    assert everything_in(here) == {"old", "old/result.json"}
+    assert (old / "result.json").read_text() == "of yesterday"
+    assert not everything_in(temporary_folder)
+
+
+def test_a_new_result_replaces_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    with new_folder(tmp_path) as fresh:
+        (fresh / "trace.json").write_text("new")
+    assert (tmp_path / "trace.json").read_text() == "new"
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("out", ["file", "file/below", "file/further/below"])
+def test_an_out_that_cannot_be_a_folder_is_refused_before_training(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(runner, "run_scenario", lambda *_, **__: pytest.fail("trained for nothing"))
+    with pytest.raises(ConfigError, match="--out"):
+        run_to_folder(small(), tmp_path / out)
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+# ------------------------------------------------------------------------------------------------ feasibility
+@pytest.mark.parametrize(("scenario", "engine", "error", "says"), [
+    (small(), "cloud", ConfigError, "--engine cloud: unknown; use one of local, simulation"),
+    (small(groups=5), "local", InfeasiblePlan, "groups = 5, but only 4 SoCs take part"),
+    (small(groups=3, socs=2), "local", InfeasiblePlan, "groups = 3, but only 2 SoCs take part"),
+    (small(socs=9), "local", InfeasiblePlan, "socs = 9, but the cluster has 4 SoCs"),
+    (replace(small(), model=ModelConfig(name="lenet")), "local", ConfigError, "name = 'lenet' is unknown"),
+    (small(events=(EventConfig(kind="nan", soc=4, round=1),)), "local", ConfigError,
+     "soc = 4, but SoCs are 0 to 3"),
+    (replace(small(), cluster={"bords": 2}), "local", ConfigError, "did you mean 'boards'?"),
+])
+def test_what_cannot_run_is_refused_with_both_numbers(
+    scenario: Scenario, engine: str, error: type[SocflowerError], says: str,
+) -> None:
+    with pytest.raises(error) as caught:
+        check_feasible(scenario, engine)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_event_may_strike_any_slot_of_the_cluster_when_some_are_idle() -> None:
+    check_feasible(small(socs=2, groups=1, events=(EventConfig(kind="nan", soc=3, round=1),)), "local")
