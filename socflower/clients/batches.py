@@ -13,9 +13,9 @@ Indices = NDArray[np.int64]
 def group_batches(task: GroupTask, num_samples: int) -> Iterator[Indices]:
     """Yield the sample indices of each of the task's steps, one array per step.
 
-    With `task.reshuffle`, `num_samples` counts the whole data set: every epoch is a new permutation of it, dealt
-    to the groups in nearly equal runs. Without, it counts the group's own samples, permuted every epoch. Either
-    way an epoch uses each sample once, in `steps_per_epoch` batches whose sizes differ by at most one.
+    With `task.reshuffle`, `num_samples` counts the whole data set: `deal_epoch` permutes it and deals it to the groups
+    in nearly equal runs. Without, it counts the group's own samples. Every later epoch permutes what the group has.
+    Either way an epoch uses each sample once, in `steps_per_epoch` batches whose sizes differ by at most one.
     """
     epoch, batches = -1, [np.empty(0, np.int64)]
     for step in range(task.first_step, task.first_step + task.num_steps):
@@ -26,10 +26,12 @@ def group_batches(task: GroupTask, num_samples: int) -> Iterator[Indices]:
 
 
 def _epoch_order(task: GroupTask, epoch: int, num_samples: int) -> Indices:
-    if task.reshuffle:
-        order = np.random.default_rng([task.seed, epoch]).permutation(num_samples)
-        return np.array_split(order, task.num_groups)[task.group_id]
-    return np.random.default_rng([task.seed, epoch, task.group_id]).permutation(num_samples)
+    own = np.random.default_rng([task.seed, epoch, task.group_id])
+    if not task.reshuffle:
+        return own.permutation(num_samples)
+    order = np.random.default_rng([task.seed, task.deal_epoch]).permutation(num_samples)
+    dealt = np.array_split(order, task.num_groups)[task.group_id]
+    return dealt if epoch == task.deal_epoch else own.permutation(dealt)
 
 
 def local_batches(

@@ -35,7 +35,8 @@ class GroupTask:
     steps_per_epoch: int
     total_steps: int
     batch_size: int  # of the group
-    reshuffle: bool  # deal all data anew to the groups each epoch, or keep it where it is
+    reshuffle: bool  # all data are dealt to the groups now and then, or each stays where it is
+    deal_epoch: int  # the epoch at whose start the data were dealt last, if they are dealt
     seed: int
 
     def __post_init__(self) -> None:

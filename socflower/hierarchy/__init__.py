@@ -8,7 +8,7 @@ from socflower.hierarchy.collectives import Exchange
 from socflower.hierarchy.communication import communication_groups, conflicts
 from socflower.hierarchy.delayed_sync import SyncInterval, group_steps_per_epoch, sync_schedule
 from socflower.hierarchy.group_count import GroupCountChoice, choose_group_count, default_candidates
-from socflower.hierarchy.lowering import exchange_graph, step_graph, synchronisation_graph
+from socflower.hierarchy.lowering import deal_graph, exchange_graph, step_graph, synchronisation_graph
 from socflower.hierarchy.mapping import integrity_greedy, map_groups
 from socflower.hierarchy.placement import Placement
 from socflower.hierarchy.plan import Group, GroupPlan, plan_groups
@@ -24,6 +24,7 @@ __all__ = [
     "choose_group_count",
     "communication_groups",
     "conflicts",
+    "deal_graph",
     "default_candidates",
     "exchange_graph",
     "first_non_finite",

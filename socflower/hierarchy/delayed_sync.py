@@ -22,6 +22,7 @@ class SyncInterval:
     first_step: int
     num_steps: int
     epoch_end: float  # epochs done at its end
+    deal_epoch: int  # the newest epoch that began with a synchronisation: when data could last change groups
 
 
 def group_steps_per_epoch(num_samples: int, num_groups: int, batch_size: int) -> int:
@@ -61,6 +62,7 @@ def sync_schedule(
     total_steps = num_epochs * steps_per_epoch
     intervals: list[SyncInterval] = []
     position, first = Fraction(0), 0  # in epochs, in steps
+    deal_epoch = 0
     while first < total_steps:
         interval = min(shortest * 2 ** (int(position) // doubling_epochs), longest)
         position += interval
@@ -70,8 +72,10 @@ def sync_schedule(
             end = first + 1
             position = Fraction(end, steps_per_epoch)
         end = min(end, total_steps)
+        if first % steps_per_epoch == 0:
+            deal_epoch = first // steps_per_epoch
         intervals.append(SyncInterval(index=len(intervals), first_step=first, num_steps=end - first,
-                                      epoch_end=end / steps_per_epoch))
+                                      epoch_end=end / steps_per_epoch, deal_epoch=deal_epoch))
         first = end
     return tuple(intervals)
 

@@ -96,6 +96,19 @@ def synchronisation_graph(plan: GroupPlan, exchange: Exchange) -> TaskGraph:
     return builder.build(plan.participants)
 
 
+def deal_graph(plan: GroupPlan, bytes_per_soc: float) -> TaskGraph:
+    """Return a new deal of the training data: every SoC gets a share of `bytes_per_soc` from another one (F3).
+
+    A random deal sends a little from each SoC to each other. Sending whole shares half-way round the SoCs loads
+    every port and, but for rounding, every uplink the same, with far fewer transfers.
+    """
+    builder = GraphBuilder()
+    socs = plan.participants
+    for index, soc in enumerate(socs if len(socs) > 1 else ()):
+        builder.transfer("deal data", soc, socs[(index + len(socs) // 2) % len(socs)], bytes_per_soc)
+    return builder.build(socs)
+
+
 def exchange_graph(socs: Sequence[int], exchange: Exchange, kind: Literal["ring", "server"] = "ring") -> TaskGraph:
     """Return one gradient exchange among SoCs and nothing else; of a "server" the first SoC is the server."""
     if kind not in ("ring", "server") or len(socs) < 2:

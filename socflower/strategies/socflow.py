@@ -18,6 +18,7 @@ from socflower.hierarchy import (
     Group,
     GroupPlan,
     SyncInterval,
+    deal_graph,
     group_steps_per_epoch,
     plan_groups,
     split_batch,
@@ -59,7 +60,8 @@ class SoCFlow(Strategy):
     interval_epochs : float or "decay"
         Epochs between synchronisations, or the paper's schedule 0.25, 0.5, 1, 2 (F3).
     reshuffle : bool
-        Deal all data anew to the groups every epoch; off where data must stay where they are.
+        Deal all data anew to the groups at synchronisations, those that end an epoch; off where data must stay where
+        they are.
     seed : int
         Of the order of the data.
     plan : GroupPlan, optional
@@ -87,6 +89,7 @@ class SoCFlow(Strategy):
         self.intervals: Sequence[SyncInterval] = sync_schedule(num_epochs, self.steps_per_epoch, interval_epochs)
         self.reports: list[RoundReport] = []
         self._cluster = cluster
+        self._num_samples = num_samples
         self._batch_size = batch_size
         self._reshuffle = reshuffle
         self._seed = seed
@@ -179,12 +182,22 @@ class SoCFlow(Strategy):
             partitions=tuple(partition_of[soc] for soc in group.members), num_partitions=len(partition_of),
             capacities=self._capacities(group), first_step=interval.first_step, num_steps=interval.num_steps,
             steps_per_epoch=self.steps_per_epoch, total_steps=self.intervals[-1].first_step
-            + self.intervals[-1].num_steps, batch_size=self._batch_size, reshuffle=self._reshuffle, seed=self._seed,
+            + self.intervals[-1].num_steps, batch_size=self._batch_size, reshuffle=self._reshuffle,
+            deal_epoch=interval.deal_epoch, seed=self._seed,
         )
 
     def _capacities(self, group: Group) -> tuple[float, ...]:
         """Return each member's sustained rate on the model, so that unequal devices get unequal shares (F4)."""
         return tuple(self._rates[soc] for soc in group.members)
+
+    def _deal(self, interval: SyncInterval) -> Usage:
+        """Price the data's way to other groups, where this interval begins with a new deal."""
+        assert self._clock is not None and self._profile is not None
+        is_new = interval.index > 0 and interval.first_step == interval.deal_epoch * self.steps_per_epoch
+        if not (self._reshuffle and is_new and len(self.plan.groups) > 1):
+            return Usage()
+        share = self._num_samples / len(self.plan.participants)
+        return self._clock.run(deal_graph(self.plan, share * self._profile.input_bytes), label="deal data")
 
     def _price(self, interval: SyncInterval) -> Usage:
         if self._clock is None or self._profile is None:
@@ -197,7 +210,8 @@ class SoCFlow(Strategy):
         exchange = Exchange(num_bytes=self._profile.weight_bytes, num_tensors=self._profile.num_tensors)
         steps = step_graph(self.plan, costs, exchange, sequenced=self._sequenced,
                            overlap_buckets=self._overlap_buckets)
-        usage = self._clock.run(steps, repeat=interval.num_steps, label=f"to epoch {interval.epoch_end:g}")
+        usage = self._deal(interval)
+        usage += self._clock.run(steps, repeat=interval.num_steps, label=f"to epoch {interval.epoch_end:g}")
         if len(self.plan.groups) > 1:
             usage += self._clock.run(synchronisation_graph(self.plan, exchange), label="synchronisation")
         return usage

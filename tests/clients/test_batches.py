@@ -13,7 +13,7 @@ def task(group_id: int, num_groups: int, **changes: object) -> GroupTask:
     values: dict[str, object] = {
         "group_id": group_id, "num_groups": num_groups, "members": (0,), "partitions": (0,), "num_partitions": 1,
         "capacities": (1.0,), "first_step": 0, "num_steps": 1, "steps_per_epoch": 1, "total_steps": 10,
-        "batch_size": 8, "reshuffle": True, "seed": 7,
+        "batch_size": 8, "reshuffle": True, "deal_epoch": 0, "seed": 7,
     }
     return GroupTask(**(values | changes))  # type: ignore[arg-type]
 
@@ -39,10 +39,18 @@ def test_an_interval_sees_the_same_batches_as_the_whole_training(first: int, len
     assert all(np.array_equal(a, b) for a, b in zip(part, whole[first:first + length], strict=True))
 
 
-def test_reshuffling_moves_samples_between_groups_and_not_reshuffling_does_not() -> None:
-    epochs = [set(np.concatenate(list(group_batches(
-        task(0, 4, first_step=epoch * 5, num_steps=5, steps_per_epoch=5), 200))).tolist()) for epoch in range(2)]
-    assert epochs[0] != epochs[1]
+def test_a_deal_moves_samples_between_groups_and_an_epoch_without_one_does_not() -> None:
+    def samples_of(group_id: int, epoch: int, deal_epoch: int) -> list[int]:
+        return np.concatenate(list(group_batches(task(
+            group_id, 4, first_step=epoch * 5, num_steps=5, steps_per_epoch=5, deal_epoch=deal_epoch), 200))).tolist()
+
+    first, same_deal, new_deal = samples_of(0, 0, 0), samples_of(0, 1, 0), samples_of(0, 1, 1)
+    assert first != same_deal
+    assert set(first) == set(same_deal) != set(new_deal)
+    assert sorted(sample for group in range(4) for sample in samples_of(group, 1, 0)) == list(range(200))
+
+
+def test_data_that_stay_are_permuted_anew_each_epoch() -> None:
     own = [np.concatenate(list(group_batches(
         task(0, 4, reshuffle=False, first_step=epoch * 5, num_steps=5, steps_per_epoch=5), 50))) for epoch in range(2)]
     assert set(own[0]) == set(own[1]) == set(range(50))

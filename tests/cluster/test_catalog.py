@@ -55,8 +55,9 @@ def test_one_soc_alone_takes_what_mandheling_measured(
     batch = 64
     cost = step_cost(cifar_model(model), soc, batch, processor)
     predicted_h = (cost.compute_s + cost.update_s) * EPOCHS * SAMPLES / batch / 3600
-    assert predicted_h == pytest.approx(hours, rel=0.02 if processor != "npu" else 0.06)
-    assert predicted_h * soc.processor(processor).active_w == pytest.approx(watt_hours, rel=0.02 if processor != "npu" else 0.06)
+    tolerance = 0.06 if processor == "npu" else 0.02
+    assert predicted_h == pytest.approx(hours, rel=tolerance)
+    assert predicted_h * soc.processor(processor).active_w == pytest.approx(watt_hours, rel=tolerance)
 
 
 def test_network_constants_are_those_fitted_to_the_paper() -> None:

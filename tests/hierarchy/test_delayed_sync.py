@@ -66,3 +66,10 @@ def test_steps_suffice_for_the_group_with_most_samples_and_no_more(
 def test_steps_need_samples_groups_and_a_batch(arguments: tuple[int, int, int]) -> None:
     with pytest.raises(ConfigError, match="must be 1 or more"):
         group_steps_per_epoch(*arguments)
+
+
+@pytest.mark.parametrize(("interval", "deals"), [
+    (0.5, [0, 0, 1, 1, 2, 2, 3, 3]), (1.0, [0, 1, 2, 3]), (2.0, [0, 2]), (0.75, [0, 0, 0, 0, 3, 3]),
+])
+def test_data_are_dealt_where_a_synchronisation_ends_an_epoch(interval: float, deals: list[int]) -> None:
+    assert [entry.deal_epoch for entry in sync_schedule(4, 4, interval)] == deals

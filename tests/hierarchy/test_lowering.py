@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from socflower.cluster import HUB, Activity, Cluster, Compute, StepCost, TaskGraph, Tier, Transfer, parse_cluster
 from socflower.errors import ConfigError
-from socflower.hierarchy import Exchange, GroupPlan, conflicts, exchange_graph, plan_groups, step_graph
+from socflower.hierarchy import Exchange, GroupPlan, conflicts, deal_graph, exchange_graph, plan_groups, step_graph
 from socflower.hierarchy import synchronisation_graph as sync_graph
 
 EXCHANGE = Exchange(num_bytes=1200.0, num_tensors=7)
@@ -196,3 +196,14 @@ def test_what_cannot_be_lowered_is_refused() -> None:
         exchange_graph((0, 1), EXCHANGE, "tree")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="1 SoCs"):
         exchange_graph((0,), EXCHANGE)
+
+
+@given(BOARDS)
+def test_a_deal_sends_every_soc_one_share_from_another(slots: list[int]) -> None:
+    plan = plan_groups(rack(*slots), 1)
+    sent = transfers(deal_graph(plan, 50.0))
+    if sum(slots) == 1:
+        assert not sent
+    else:
+        assert sorted(task.source for task in sent) == sorted(task.target for task in sent) == list(range(sum(slots)))
+        assert all(task.source != task.target and task.num_bytes == 50.0 for task in sent)

@@ -5,6 +5,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_rounds_are_numbered_and_what_they_cost_accumulates(name: str) -> None:
     assert [entry["round"] for entry in rounds] == list(range(len(rounds)))
     assert rounds[0]["virtual_s"] == rounds[0]["energy_j"] == rounds[0]["epoch"] == 0
     assert rounds[-1]["epoch"] == 1.0
-    for before, after in zip(rounds, rounds[1:], strict=False):
+    for before, after in pairwise(rounds):
         assert before["epoch"] < after["epoch"]
         assert before["virtual_s"] < after["virtual_s"]
         assert before["energy_j"] < after["energy_j"]

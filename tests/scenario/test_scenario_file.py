@@ -302,8 +302,8 @@ def test_an_override_that_cannot_be_is_named(write: Write, override: str, says: 
 
 # -------------------------------------------------------------------------------------------------- clusters
 def test_a_cluster_file_is_found_beside_the_scenario_and_resolved(write: Write) -> None:
-    write("[cluster]\nname = 'shelf'\n[[board]]\nsocs = 2\ndevice = 'raspberry-pi-4b'\n[[board]]\nsocs = 1\ncount = 2\n",
-          "shelf.toml")
+    write("[cluster]\nname = 'shelf'\n"
+          "[[board]]\nsocs = 2\ndevice = 'raspberry-pi-4b'\n[[board]]\nsocs = 1\ncount = 2\n", "shelf.toml")
     loaded = load_scenario(write("cluster = 'shelf.toml'"))
     cluster = scenario_cluster(loaded)
     assert cluster.name == "shelf"

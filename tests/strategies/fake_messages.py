@@ -1,0 +1,36 @@
+"""Messages without processes: a grid that only knows its nodes, and replies made by hand."""
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+
+NODES = (40, 10, 30, 20)  # Flower's ids come in no order
+
+
+class FakeGrid:
+    """All that a strategy asks of a Grid when it makes messages."""
+
+    def __init__(self, nodes: tuple[int, ...] = NODES) -> None:
+        self._nodes = nodes
+
+    def get_node_ids(self) -> tuple[int, ...]:
+        return self._nodes
+
+
+def model(value: float = 0.0) -> ArrayRecord:
+    return ArrayRecord({"w": Array(np.full(3, value, np.float32))})
+
+
+def answer(message: Message, value: float, num_examples: object = 1, **metrics: float) -> Message:
+    """Reply with a model full of `value`."""
+    content = RecordDict({"arrays": model(value),
+                          "metrics": MetricRecord({"num-examples": num_examples, **metrics})})  # type: ignore[dict-item]
+    return Message(content, reply_to=message)
+
+
+def answer_error(message: Message, code: int, reason: str) -> Message:
+    return Message(Error(code, reason), reply_to=message)
+
+
+def values(arrays: ArrayRecord | None) -> list[float]:
+    assert arrays is not None
+    return [float(value) for value in arrays["w"].numpy()]

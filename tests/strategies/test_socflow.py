@@ -1,0 +1,310 @@
+"""SoCFlow as an adapter: who gets which message, and what becomes of good, bad and missing replies."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from socflower.cluster import LayerProfile, ModelProfile, parse_cluster
+from socflower.cluster.protocol import PRICED, GroupTask
+from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError, TrainingFailed
+from socflower.hierarchy import split_batch
+from socflower.sim import EventClock
+from socflower.strategies import RingAllReduce, SingleDevice, SoCFlow
+from tests.strategies.fake_messages import FakeGrid, answer, answer_error, model, values
+
+PROFILE = ModelProfile(name="toy", input_bytes=4.0, layers=(
+    LayerProfile(name="only", kind="Linear", forward_flops=1e6, output_bytes=4.0, weight_bytes=400.0, num_tensors=1),))
+
+
+def socflow(**changes: Any) -> SoCFlow:
+    """Two groups of two on two boards; 100 samples in batches of 10 make 5 steps an epoch."""
+    settings: dict[str, Any] = {"cluster": parse_cluster({"boards": [2, 2]}), "num_groups": 2, "num_samples": 100,
+                                "batch_size": 10, "num_epochs": 2, "interval_epochs": 1.0}
+    return SoCFlow(**(settings | changes))
+
+
+def messages(strategy: SoCFlow, server_round: int = 1, grid: FakeGrid | None = None) -> list[Message]:
+    return strategy.configure_train(server_round, model(), ConfigRecord({}), grid or FakeGrid())  # type: ignore[arg-type]
+
+
+def task_of(message: Message) -> GroupTask:
+    return GroupTask.decode(message.content.config_records["group"])
+
+
+def one_line(error: pytest.ExceptionInfo[SocflowerError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+# ------------------------------------------------------------------------------------------------- messages
+def test_only_leaders_get_a_message_in_group_order() -> None:
+    """F8. Nodes ascending are SoCs ascending: 10, 20 on board 0 and 30, 40 on board 1."""
+    strategy = socflow()
+    sent = messages(strategy)
+    assert [message.metadata.dst_node_id for message in sent] == [10, 30]
+    assert [task_of(message).group_id for message in sent] == [0, 1]
+    assert [task_of(message).members for message in sent] == [group.members for group in strategy.plan.groups]
+    assert all(message.metadata.message_type == "train" for message in sent)
+
+
+def test_a_message_has_the_model_the_config_and_the_interval() -> None:
+    strategy = socflow(seed=9, reshuffle=False)
+    arrays, config = model(7.0), ConfigRecord({"mine": 3})
+    sent = strategy.configure_train(2, arrays, config, FakeGrid())  # type: ignore[arg-type]
+    for message in sent:
+        assert values(message.content.array_records["arrays"]) == [7.0] * 3
+        assert dict(message.content.config_records["config"]) == {"mine": 3, "server-round": 2, PRICED: True}
+        task = task_of(message)
+        assert (task.first_step, task.num_steps, task.steps_per_epoch, task.total_steps) == (5, 5, 5, 10)
+        assert (task.num_groups, task.num_partitions, task.batch_size, task.seed) == (2, 4, 10, 9)
+        assert not task.reshuffle
+
+
+def test_the_callers_config_is_not_changed() -> None:
+    config = ConfigRecord({"mine": 3})
+    socflow().configure_train(1, model(), config, FakeGrid())  # type: ignore[arg-type]
+    assert dict(config) == {"mine": 3}
+
+
+def test_the_intervals_of_all_rounds_join_without_gap() -> None:
+    strategy = socflow(interval_epochs=0.5, num_epochs=3)
+    tasks = [task_of(messages(strategy, number)[0]) for number in range(1, strategy.num_rounds + 1)]
+    assert strategy.num_rounds == 6
+    assert [task.first_step for task in tasks[1:]] == [task.first_step + task.num_steps for task in tasks[:-1]]
+    assert tasks[-1].first_step + tasks[-1].num_steps == 15 == tasks[0].total_steps
+
+
+@pytest.mark.parametrize("server_round", [0, 3, 99])
+def test_a_round_beyond_the_plan_is_refused(server_round: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        messages(socflow(), server_round)
+    assert f"round {server_round} of a plan of 2 rounds" in one_line(caught)
+
+
+def test_too_few_nodes_are_refused_with_both_numbers() -> None:
+    with pytest.raises(InfeasiblePlan) as caught:
+        messages(socflow(), grid=FakeGrid((1, 2, 3)))
+    assert "needs 4 nodes and Flower has 3" in one_line(caught)
+
+
+def test_more_nodes_than_socs_leave_the_last_ones_idle() -> None:
+    assert [message.metadata.dst_node_id for message in messages(socflow(), grid=FakeGrid((9, 1, 2, 8, 3)))] == [1, 3]
+
+
+def test_partitions_are_numbered_over_the_socs_that_take_part() -> None:
+    sent = messages(socflow(num_socs=3, num_groups=1))
+    (task,) = map(task_of, sent)
+    assert len(task.members) == 3
+    assert task.partitions == (0, 1, 2)
+    assert task.num_partitions == 3
+
+
+def test_uneven_devices_get_shares_by_capacity() -> None:
+    """F4: a Snapdragon 865 is faster than a Raspberry Pi, so it gets more of a batch."""
+    cluster = parse_cluster({}, [{"socs": 1, "device": "snapdragon-865"}, {"socs": 1, "device": "raspberry-pi-4b"}])
+    rates = [cluster.device_of(soc).processor(cluster.device_of(soc).default_processor).rate("toy") for soc in (0, 1)]
+    strategy = socflow(cluster=cluster, num_groups=1, model_profile=PROFILE)
+    (task,) = map(task_of, messages(strategy, grid=FakeGrid((1, 2))))
+    assert task.capacities[0] / task.capacities[1] == pytest.approx(rates[0] / rates[1])
+    fast, slow = split_batch(64, task.capacities)
+    assert fast > slow and fast + slow == 64
+    assert fast / 64 == pytest.approx(rates[0] / sum(rates), abs=1 / 64)
+
+
+def test_a_group_of_unequal_devices_is_as_fast_as_its_shares_are_fair() -> None:
+    """With shares by capacity, two unequal devices take less virtual time than the slower one alone at half."""
+    cluster = parse_cluster({}, [{"socs": 1, "device": "snapdragon-865"}, {"socs": 1, "device": "raspberry-pi-4b"}])
+    heavy = ModelProfile(name="toy", input_bytes=4.0, layers=(LayerProfile(
+        name="only", kind="Linear", forward_flops=1e10, output_bytes=4.0, weight_bytes=400.0, num_tensors=1),))
+    clock = EventClock(cluster)
+    strategy = socflow(cluster=cluster, num_groups=1, clock=clock, model_profile=heavy)
+    sent = messages(strategy, grid=FakeGrid((1, 2)))
+    strategy.aggregate_train(1, [answer(message, 1.0) for message in sent])
+    slow = cluster.device_of(1)
+    halves_s = strategy.steps_per_epoch * 2 * 5 * heavy.training_flops / slow.processor("cpu").rate("toy")
+    assert 0.0 < strategy.reports[-1].usage.duration_s < halves_s
+
+
+# -------------------------------------------------------------------------------------------------- replies
+def test_models_are_averaged_by_samples_whatever_the_order_of_replies() -> None:
+    for order in (1, -1):
+        strategy = socflow()
+        first, second = messages(strategy)
+        replies = [answer(first, 1.0, 30, loss=4.0), answer(second, 5.0, 10, loss=8.0)][::order]
+        arrays, metrics = strategy.aggregate_train(1, replies)
+        assert values(arrays) == [2.0] * 3
+        assert metrics is not None and dict(metrics) == {"loss": 5.0, "num-examples": 40}
+        assert strategy.reports[-1].events == ()
+        assert strategy.reports[-1].epoch == 1.0
+
+
+def test_metrics_that_only_some_have_or_that_are_lists_are_left_out() -> None:
+    strategy = socflow()
+    first, second = messages(strategy)
+    odd = answer(second, 1.0)
+    odd.content["metrics"] = MetricRecord({"num-examples": 1, "loss": 1.0, "curve": [1.0, 2.0]})
+    other = answer(first, 1.0, loss=3.0, extra=2.0)
+    other.content["metrics"] = MetricRecord({**other.content["metrics"], "curve": [1.0, 2.0]})  # type: ignore[dict-item]
+    _, metrics = strategy.aggregate_train(1, [other, odd])
+    assert metrics is not None and dict(metrics) == {"loss": 2.0, "num-examples": 2}
+
+
+def broken(message: Message, kind: str) -> list[Message]:
+    """Return the replies, if any, of a group that is broken in the named way."""
+    good = answer(message, 5.0)
+    if kind == "none":
+        return []
+    if kind == "died":
+        return [answer_error(message, 8, "gone")]
+    if kind == "no arrays":
+        del good.content["arrays"]
+    elif kind == "no metrics":
+        del good.content["metrics"]
+    elif kind == "no num-examples":
+        good.content["metrics"] = MetricRecord({"loss": 1.0})
+    elif kind == "NaN":
+        good.content["arrays"] = model(np.nan)
+    elif kind == "infinite":
+        good.content["arrays"] = model(np.inf)
+    elif kind == "unreadable":
+        good.content["arrays"] = ArrayRecord({"w": Array("float32", (3,), "numpy.ndarray", b"not a file")})
+    else:
+        good.content["metrics"] = MetricRecord({"num-examples": {  # type: ignore[dict-item]
+            "zero examples": 0, "negative examples": -3, "NaN examples": np.nan, "infinite examples": np.inf,
+            "list of examples": [3]}[kind]})
+    return [good]
+
+
+KINDS = {
+    "none": "no-reply", "died": "no-reply", "no arrays": "malformed", "no metrics": "malformed",
+    "no num-examples": "malformed", "zero examples": "malformed", "negative examples": "malformed",
+    "NaN examples": "malformed", "infinite examples": "malformed", "list of examples": "malformed",
+    "unreadable": "malformed", "NaN": "not-finite", "infinite": "not-finite",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_reply_is_dropped_and_reported_and_the_others_are_averaged(kind: str) -> None:
+    strategy = socflow()
+    first, second = messages(strategy)
+    arrays, metrics = strategy.aggregate_train(1, [answer(first, 2.0, 7), *broken(second, kind)])
+    assert values(arrays) == [2.0] * 3
+    assert metrics is not None and metrics["num-examples"] == 7
+    (event,) = strategy.reports[-1].events
+    assert (event.kind, event.group_id) == (KINDS[kind], 1)
+    assert "group 1" in event.text and "SoC 2" in event.text and "node 30" in event.text and "\n" not in event.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_if_no_reply_is_usable_training_fails_with_the_first_cause(kind: str) -> None:
+    strategy = socflow()
+    replies = [reply for message in messages(strategy) for reply in broken(message, kind)]
+    with pytest.raises(TrainingFailed) as caught:
+        strategy.aggregate_train(1, replies)
+    assert "first cause: group 0, SoC 0 (node 10)" in one_line(caught)
+
+
+RAISED = "<class 'RuntimeError'>:<'Error(s) in loading:\n\tsize mismatch\n\n\tfor w'>"
+
+
+def test_a_client_that_raised_ends_training_in_one_line_however_many_it_wrote() -> None:
+    strategy = socflow()
+    first, second = messages(strategy)
+    with pytest.raises(TrainingFailed) as caught:
+        strategy.aggregate_train(1, [answer(first, 1.0), answer_error(second, 2, RAISED)])
+    assert "group 1, SoC 2 (node 30): the client raised <class 'RuntimeError'>" in one_line(caught)
+    assert "size mismatch for w" in one_line(caught)
+
+
+def test_a_client_that_raised_is_dropped_where_that_is_tolerated() -> None:
+    strategy = socflow(tolerate_client_errors=True)
+    first, second = messages(strategy)
+    arrays, _ = strategy.aggregate_train(1, [answer(first, 1.0), answer_error(second, 2, RAISED)])
+    assert values(arrays) == [1.0] * 3
+    assert [event.kind for event in strategy.reports[-1].events] == ["client-raised"]
+
+
+def test_replies_of_nodes_that_were_not_asked_are_ignored() -> None:
+    strategy = socflow()
+    sent = messages(strategy)
+    stray = answer(Message(RecordDict(), 20, "train"), 99.0)
+    arrays, _ = strategy.aggregate_train(1, [*(answer(message, 1.0) for message in sent), stray])
+    assert values(arrays) == [1.0] * 3
+
+
+def test_models_that_do_not_fit_together_are_named() -> None:
+    strategy = socflow()
+    first, second = messages(strategy)
+    other = answer(second, 1.0)
+    other.content["arrays"] = ArrayRecord({"w": Array(np.zeros(5, np.float32))})
+    with pytest.raises(ConfigError, match="tensor 'w'"):
+        strategy.aggregate_train(1, [answer(first, 1.0), other])
+
+
+# ----------------------------------------------------------------------------------------------------- time
+def test_a_clock_needs_a_profile() -> None:
+    with pytest.raises(ConfigError, match="model_profile"):
+        socflow(clock=EventClock(parse_cluster({"boards": [2, 2]})))
+
+
+def test_each_round_is_priced_on_the_clock() -> None:
+    cluster = parse_cluster({"boards": [2, 2]})
+    clock = EventClock(cluster)
+    strategy = socflow(cluster=cluster, clock=clock, model_profile=PROFILE, reshuffle=False)
+    for number in (1, 2):
+        strategy.aggregate_train(number, [answer(message, 1.0) for message in messages(strategy, number)])
+    first, second = (report.usage for report in strategy.reports)
+    assert first.duration_s > 0.0
+    assert second.duration_s == pytest.approx(first.duration_s)
+    assert clock.now_s == pytest.approx(first.duration_s + second.duration_s)
+    # Two groups: two uploads and two downloads of 400 bytes at the end of each round.
+    assert first.num_bytes["hub"] == 1600.0
+
+
+def test_dealing_the_data_anew_is_priced_too() -> None:
+    """Round 2 begins an epoch: a quarter of 100 samples of 4 bytes goes from each of four SoCs to another board."""
+    cluster = parse_cluster({"boards": [2, 2]})
+    strategy = socflow(cluster=cluster, clock=EventClock(cluster), model_profile=PROFILE)
+    for number in (1, 2):
+        strategy.aggregate_train(number, [answer(message, 1.0) for message in messages(strategy, number)])
+    first, second = (report.usage for report in strategy.reports)
+    assert first.num_bytes.get("inter_board", 0.0) == 0.0
+    assert second.num_bytes["inter_board"] == 400.0
+    assert second.duration_s > first.duration_s
+
+
+def test_without_a_clock_nothing_is_priced() -> None:
+    strategy = socflow()
+    strategy.aggregate_train(1, [answer(message, 1.0) for message in messages(strategy)])
+    assert strategy.reports[-1].usage.duration_s == 0.0
+
+
+def test_the_grids_clock_is_used_where_none_is_given() -> None:
+    cluster = parse_cluster({"boards": [2, 2]})
+    grid = FakeGrid()
+    grid.clock = EventClock(cluster)  # type: ignore[attr-defined]
+    strategy = socflow(cluster=cluster, model_profile=PROFILE)
+    strategy.aggregate_train(1, [answer(message, 1.0) for message in messages(strategy, grid=grid)])
+    assert grid.clock.now_s == strategy.reports[-1].usage.duration_s > 0.0  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------ baselines
+def test_a_ring_is_one_group_of_everything_and_a_round_an_epoch() -> None:
+    ring = RingAllReduce(cluster=parse_cluster({"boards": [2, 2]}), num_samples=100, batch_size=10, num_epochs=3)
+    assert [group.members for group in ring.plan.groups] == [(0, 1, 2, 3)]
+    assert (ring.num_rounds, ring.steps_per_epoch) == (3, 10)
+
+
+def test_a_single_device_is_one_group_of_one() -> None:
+    alone = SingleDevice(cluster=parse_cluster({"boards": [2, 2]}), num_samples=100, batch_size=10, num_epochs=1)
+    assert [group.members for group in alone.plan.groups] == [(0,)]
+    assert len(messages(alone)) == 1
+
+
+def test_the_model_is_evaluated_on_the_server_only() -> None:
+    strategy = socflow()
+    assert strategy.configure_evaluate(1, model(), ConfigRecord({}), FakeGrid()) == []  # type: ignore[arg-type]
+    assert strategy.aggregate_evaluate(1, []) is None
