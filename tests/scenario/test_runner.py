@@ -23,9 +23,9 @@ NUMBER = (int, float)
 TIERS = {"intra_board", "inter_board", "hub", "wan"}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place of its own for temporary folders, so that a test sees what stays in it."""
+    """A place of its own for temporary folders, so that a test sees what stays in it (not with worker processes)."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

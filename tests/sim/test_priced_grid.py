@@ -96,7 +96,7 @@ def exchange(cluster: Cluster, sent: list[Message], reply: Reply, *, nodes: Iter
 def test_bytes_go_down_and_up_through_the_hub(make_cluster: MakeCluster) -> None:
     usage, clock = exchange(make_cluster((1, 1)), [message(5, 100), message(7, 50)], trained(0, 25))
     down, up = num_bytes(100) + num_bytes(50), 2 * num_bytes(25)
-    assert dict(usage.num_bytes) == {"hub": down + up}
+    assert {tier: count for tier, count in usage.num_bytes.items() if count} == {"hub": down + up}
     assert clock.usage.num_bytes["hub"] == down + up
 
 
@@ -126,17 +126,17 @@ def test_two_nodes_share_the_hubs_link(make_cluster: MakeCluster) -> None:
 
 
 def test_nodes_are_socs_in_ascending_order_of_their_ids(make_cluster: MakeCluster) -> None:
-    """Node 5 is SoC 0 on the slow board although the grid names it last."""
+    """Node 5 is SoC 0 although the grid names it last."""
     cluster = make_cluster((1, 1))
-    trace_rows: list[str] = []
+    priced: list[str] = []
 
     class Listening(EventClock):
         def run(self, graph, *, repeat=1, label=""):  # type: ignore[no-untyped-def]
-            trace_rows.extend(task.name for task in graph.tasks)
+            priced.extend(task.name for task in graph.tasks)
             return super().run(graph, repeat=repeat, label=label)
 
     PricedGrid(Nodes((7, 5), trained(1)), Listening(cluster), cluster).send_and_receive([message(5)])
-    assert trace_rows == ["to SoC 0", "from SoC 0"]
+    assert priced == ["to SoC 0", "from SoC 0"]
 
 
 def test_messages_that_their_strategy_prices_are_left_alone(make_cluster: MakeCluster) -> None:
