@@ -9,7 +9,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 
-from socflower.cluster.protocol import ARRAYS, CONFIG, GROUP, PARTITION_ID, SERVER_ROUND, GroupTask
+from socflower.cluster.protocol import ARRAYS, CONFIG, GROUP, PARTITION_ID, SERVER_ROUND, WARM_UP, GroupTask
 
 _HANG_S = 3600.0
 
@@ -32,7 +32,8 @@ def suffer(faults: Sequence[Fault], message: Message, context: Context, call_nex
     server_round = config.get(SERVER_ROUND)
     group = message.content.config_records.get(GROUP)
     socs = GroupTask.decode(group).members if group else (context.node_config[PARTITION_ID],)
-    kinds = {fault.kind for fault in faults if fault.soc in socs and fault.server_round == server_round}
+    kinds = {fault.kind for fault in faults
+             if fault.soc in socs and fault.server_round == server_round and WARM_UP not in config}
     if "raise" in kinds:
         raise RuntimeError(f"fault on purpose in round {server_round!r}")
     if "hang" in kinds:

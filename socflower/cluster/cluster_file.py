@@ -1,12 +1,11 @@
 """Clusters from TOML: `[cluster]` for a rack of one kind, `[[board]]` tables for a mixed one."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from socflower.cluster.catalog import device, link_bytes_per_s, message_s
+from socflower.cluster.toml_file import read_toml, reject_unknown_keys, require_tables
 from socflower.cluster.topology import Board, Cluster
 from socflower.errors import ConfigError
 
@@ -16,25 +15,16 @@ _BOARD_KEYS = ("socs", "count", "device", "soc_bytes_per_s", "board_bytes_per_s"
 _DEFAULT_DEVICE = "snapdragon-865"
 
 
-def reject_unknown_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Raise `ConfigError` naming the first key that is not known and the closest one that is."""
-    for key in table:
-        if key not in known:
-            close = get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown key {key!r} (value {table[key]!r}); {hint}")
-
-
 def load_cluster(path: Path) -> Cluster:
     """Return the cluster a TOML file describes; `ConfigError` if it cannot be read or be."""
-    try:
-        document = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cluster file {path}: cannot be read ({error.strerror}); check the path") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"cluster file {path}: not valid TOML: {error}") from None
+    return parse_cluster(*cluster_tables(path), where=str(path))
+
+
+def cluster_tables(path: Path) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]:
+    """Return the `[cluster]` table and the `[[board]]` tables of a cluster file."""
+    document = read_toml(path, "cluster file")
     reject_unknown_keys(document, ("schema", "cluster", "board"), str(path))
-    return parse_cluster(document.get("cluster", {}), document.get("board", ()), where=str(path))
+    return document.get("cluster", {}), document.get("board", ())
 
 
 def parse_cluster(
@@ -45,6 +35,7 @@ def parse_cluster(
     `boards` in the table is a number of boards of `socs_per_board` slots, or a list of the slots in use.
     Raises `ConfigError` naming key and value for anything that cannot be.
     """
+    boards = require_tables(boards, "board", where)
     where = f"{where} [cluster]"
     reject_unknown_keys(cluster, _CLUSTER_KEYS, where)
     soc_rate = _rate(cluster, "soc_bytes_per_s", link_bytes_per_s(), where)

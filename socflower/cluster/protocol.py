@@ -19,6 +19,9 @@ NUM_PARTITIONS = "num-partitions"
 PRICED = "socflower-priced"
 """Present in a message whose virtual time its strategy accounts for, so that the grid must not."""
 
+WARM_UP = "socflower-warm-up"
+"""Present in messages of the epochs that only help to choose the number of groups."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupTask:

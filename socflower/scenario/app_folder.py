@@ -8,10 +8,10 @@ from typing import Any
 from socflower.cluster import LayerProfile, ModelProfile
 from socflower.cluster.cluster_file import load_cluster
 from socflower.cluster.profile import BACKWARD_TO_FORWARD
+from socflower.cluster.toml_file import parse_value
 from socflower.errors import ConfigError
 from socflower.scenario.run_folder import write_atomically
 from socflower.scenario.runner import new_folder
-from socflower.scenario.scenario_file import apply_override
 from socflower.sim import EventClock, Trace
 from socflower.sim.engine import load_flower_app, run_app
 
@@ -29,10 +29,14 @@ def run_app_folder(
     cluster = load_cluster(cluster_file)
     run_config = dict(app.run_config)
     for override in overrides:
-        key = override.partition("=")[0].strip()
-        if key not in run_config:
-            raise ConfigError(f"--set {override}: the app's run config has no {key!r}; it has {', '.join(run_config)}")
-        apply_override(run_config, override)
+        key, _, value = override.partition("=")
+        if key.strip() not in run_config:
+            raise ConfigError(f"--set {override}: the app's run config has no {key.strip()!r}; it has "
+                              f"{', '.join(run_config)}")
+        parsed = parse_value(value)
+        if not isinstance(parsed, bool | int | float | str):
+            raise ConfigError(f"--set {override}: a run config holds numbers, texts, true and false only")
+        run_config[key.strip()] = parsed
     trace = Trace()
     started_s = perf_counter()
     clock = run_app(app.server_app, app.client_app, cluster=cluster, num_nodes=num_nodes, run_config=run_config,

@@ -35,7 +35,9 @@ def main() -> None:
     try:
         app()
     except SocflowerError as error:
-        _err.print(f"[bold red]error:[/] {terminal.escape(str(error))}", soft_wrap=True, highlight=False)
+        # What the user typed may hold line breaks, and stands in the text.
+        line = " ".join(str(error).split())
+        _err.print(f"[bold red]error:[/] {terminal.escape(line)}", soft_wrap=True, highlight=False)
         sys.exit(2)
     except KeyboardInterrupt:
         _err.print("interrupted; nothing was written")

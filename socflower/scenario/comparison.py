@@ -1,7 +1,7 @@
 """The same work under several strategies: results side by side, each resumed if it is already there."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,12 @@ def common_target(results: Sequence[dict[str, Any]]) -> float:
 def _finished(path: Path, scenario: Scenario, engine: str) -> dict[str, Any] | None:
     try:
         result: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        same = result["scenario"] == to_document(scenario) and result["engine"] == engine
+        same = _training_of(result["scenario"]) == _training_of(to_document(scenario)) and result["engine"] == engine
     except (OSError, ValueError, KeyError, TypeError):  # cut short, or somebody else's
         return None
     return result if same else None
+
+
+def _training_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides how training goes: neither the claims nor what it is compared with do."""
+    return {key: value for key, value in document.items() if key not in ("question", "compare", "expect")}

@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from socflower.cluster.cluster_file import reject_unknown_keys
+from socflower.cluster.toml_file import reject_unknown_keys
 from socflower.errors import ConfigError
 
 STRATEGIES = ("socflow", "ring", "fedavg", "sgd")

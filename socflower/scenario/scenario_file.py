@@ -1,13 +1,13 @@
 """Reading scenario files, overriding single keys, and the resolved document that results carry."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from socflower.cluster import Cluster, parse_cluster
-from socflower.cluster.cluster_file import load_cluster, reject_unknown_keys
+from socflower.cluster.cluster_file import cluster_tables
+from socflower.cluster.toml_file import parse_value, read_toml, reject_unknown_keys, require_tables
 from socflower.errors import ConfigError
 from socflower.scenario.config import (
     CompareConfig,
@@ -26,24 +26,15 @@ _KEYS = ("schema", "seed", "cluster", "board", "model", "data", "train", "strate
 
 def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
     """Return the scenario of a TOML file with `table.key=value` overrides applied; `ConfigError` in one line."""
-    try:
-        text = path.read_text("utf-8")
-        document = tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"scenario {path}: cannot be read ({error.strerror}); check the path") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"scenario {path}: is not UTF-8 text; is it a scenario file?") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"scenario {path}: not valid TOML: {error}") from None
+    document = read_toml(path, "scenario")
     for override in overrides:
         apply_override(document, override)
     cluster = document.get("cluster", {})
     if isinstance(cluster, str):
         # A cluster file named in the scenario is resolved here, so that the resolved document stands alone.
-        file = path.parent / cluster
-        load_cluster(file)
-        tables = tomllib.loads(file.read_text("utf-8"))
-        document["cluster"], document["board"] = tables.get("cluster", {}), tables.get("board", [])
+        document["cluster"], document["board"] = cluster_tables(path.parent / cluster)
+        parse_cluster(document["cluster"], document["board"], where=str(path.parent / cluster))
+    text = path.read_text("utf-8")
     return parse_scenario(document, name=path.stem, question=_leading_comment(text), where=str(path))
 
 
@@ -53,11 +44,8 @@ def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, whe
     for key in ("schema", "seed"):
         if isinstance(document.get(key, 1), bool) or not isinstance(document.get(key, 1), int):
             raise ConfigError(f"{where}: {key} = {document[key]!r} must be a whole number")
-    for key in ("board", "event"):
-        if not isinstance(document.get(key, []), list):
-            raise ConfigError(f"{where}: [{key}] must be written [[{key}]], a list of tables")
-    if any(not isinstance(board, Mapping) for board in document.get("board", [])):
-        raise ConfigError(f"{where}: board = {document['board']!r} must be [[board]] tables")
+    boards = require_tables(document.get("board", []), "board", where)
+    events = require_tables(document.get("event", []), "event", where)
     if not isinstance(document.get("cluster", {}), Mapping):
         raise ConfigError(f"{where}: cluster = {document['cluster']!r} must be a table or the path of a cluster file")
     expect = document.get("expect", {})
@@ -68,11 +56,11 @@ def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, whe
 
     return Scenario(
         schema=document.get("schema", 1), seed=document.get("seed", 1), name=name, question=question,
-        cluster=document.get("cluster", {}), boards=tuple(document.get("board", ())),
+        cluster=document.get("cluster", {}), boards=tuple(boards),
         model=table(ModelConfig, "model"), data=table(DataConfig, "data"), train=table(TrainConfig, "train"),
         strategy=table(StrategyConfig, "strategy"), compare=table(CompareConfig, "compare"), expect=expect,
         events=tuple(parse_table(EventConfig, event, f"{where} [[event]] {index + 1}")
-                     for index, event in enumerate(document.get("event", []))),
+                     for index, event in enumerate(events)),
     )
 
 
@@ -109,10 +97,7 @@ def apply_override(document: dict[str, Any], override: str) -> None:
         target = target.setdefault(table, {})
         if not isinstance(target, dict):
             raise ConfigError(f"--set {override}: {table!r} is not a table of the scenario")
-    try:
-        target[last] = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        target[last] = value
+    target[last] = parse_value(value)
 
 
 def _leading_comment(text: str) -> str:

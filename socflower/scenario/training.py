@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib import metadata
 from time import perf_counter
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 from socflower import __version__
 from socflower.cluster import Cluster, ModelProfile, Usage
 from socflower.cluster.tracing import profile_module
-from socflower.errors import TrainingFailed
+from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import GroupPlan, default_candidates
 from socflower.scenario.config import Scenario
 from socflower.scenario.run_folder import RunFolder
@@ -97,6 +97,7 @@ class _Training:
     def _grouped(self, arrays: ArrayRecord) -> ArrayRecord:
         strategy = self._strategy(self._num_groups(arrays), self._scenario.train.epochs)
         self._plan = strategy.plan
+        self._require_events_to_strike(strategy.num_rounds, strategy.plan.participants)
 
         def round_end(server_round: int) -> tuple[float, list[dict[str, str]]]:
             report = strategy.reports[-1]
@@ -142,6 +143,7 @@ class _Training:
         settings = self._scenario.train
         num_rounds = settings.epochs // settings.local_epochs
         num_socs = len(list(self._grid.get_node_ids()))
+        self._require_events_to_strike(num_rounds, range(num_socs))
         grid = PricedGrid(self._grid, self._clock, self._cluster, model_profile=self._profile,
                           batch_size=settings.batch_size)
         strategy = OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=num_socs, min_available_nodes=num_socs)
@@ -153,6 +155,15 @@ class _Training:
 
         return strategy.start(grid, arrays, num_rounds=num_rounds, timeout=settings.reply_timeout_s,
                               train_config=config, evaluate_fn=self._evaluation(round_end, num_rounds)).arrays
+
+    def _require_events_to_strike(self, num_rounds: int, socs: Collection[int]) -> None:
+        """Raise `ConfigError` for an event that could never happen: the scenario would claim what it does not test."""
+        for event in self._scenario.events:
+            if event.round > num_rounds:
+                raise ConfigError(f"[[event]] round = {event.round}, but the run has {num_rounds} rounds")
+            if event.soc not in socs:
+                raise ConfigError(f"[[event]] soc = {event.soc} takes no part in the run; those that do: "
+                                  f"{', '.join(map(str, socs))}")
 
     def _evaluation(
         self, round_end: Callable[[int], tuple[float, list[dict[str, str]]]], num_rounds: int,

@@ -1,7 +1,6 @@
 """The `local` engine: one call that runs an unmodified ServerApp and ClientApp in virtual time."""
 
 import logging
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from flwr.app import Context, RecordDict, UserConfig
 from flwr.serverapp import ServerApp
 
 from socflower.cluster import Cluster, ModelProfile
+from socflower.cluster.toml_file import read_toml
 from socflower.errors import ConfigError
 from socflower.sim.event_clock import EventClock
 from socflower.sim.local_grid import LocalGrid
@@ -30,16 +30,12 @@ class FlowerApp:
 def load_flower_app(folder: Path) -> FlowerApp:
     """Return the app of a folder with a Flower `pyproject.toml`; `ConfigError` says what it lacks."""
     path = folder / "pyproject.toml"
+    document = read_toml(path, "Flower app")
     try:
-        document = tomllib.loads(path.read_text("utf-8"))
         app = document["tool"]["flwr"]["app"]
         components = app["components"]
         server, client = (AppReference(target=components[key], folder=folder.resolve())
                           for key in ("serverapp", "clientapp"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the folder of a Flower app") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except KeyError as error:
         raise ConfigError(f"{path}: lacks {error} of [tool.flwr.app.components]; see `flwr new`") from None
     except TypeError:
@@ -69,7 +65,7 @@ def run_app(
     return clock
 
 
-def quiet_flower(level: int = logging.WARNING) -> None:
+def quiet_flower(level: int = logging.ERROR) -> None:
     """Keep Flower's own log lines below `level` off the terminal, where a progress bar stands."""
     logging.getLogger("flwr").setLevel(level)
 

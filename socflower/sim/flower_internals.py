@@ -6,6 +6,7 @@ from flwr.supercore.task_identity import TaskIdentity
 SUPERLINK_NODE_ID = 1
 """The node that a ServerApp's messages come from."""
 
+LOAD_CLIENT_APP_EXCEPTION = 1
 CLIENT_APP_RAISED_EXCEPTION = 2
 CLIENT_APP_CRASHED = 8
 """Error codes of replies, as Flower's own runtimes set them."""
@@ -19,4 +20,5 @@ def begin_run(run_id: int) -> Run:
     return Run.create_empty(run_id)
 
 
-__all__ = ["CLIENT_APP_CRASHED", "CLIENT_APP_RAISED_EXCEPTION", "SUPERLINK_NODE_ID", "Run", "begin_run"]
+__all__ = ["CLIENT_APP_CRASHED", "CLIENT_APP_RAISED_EXCEPTION", "LOAD_CLIENT_APP_EXCEPTION", "SUPERLINK_NODE_ID", "Run",
+           "begin_run"]

@@ -20,7 +20,7 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 
 from socflower.errors import ConfigError
-from socflower.sim.flower_internals import CLIENT_APP_CRASHED, CLIENT_APP_RAISED_EXCEPTION
+from socflower.sim.flower_internals import CLIENT_APP_CRASHED, CLIENT_APP_RAISED_EXCEPTION, LOAD_CLIENT_APP_EXCEPTION
 
 _PRELOADED = ("flwr.clientapp", "torch", "torch._dynamo")
 """Imported once in the fork server, whose children then start in milliseconds and share the pages."""
@@ -175,16 +175,21 @@ class _Worker(ProcessPoolExecutor):
         self.shutdown(wait=True, cancel_futures=True)
 
 
-_app_of_this_worker: ClientApp | None = None
+_app_of_this_worker: ClientApp | Exception = RuntimeError("the worker has not started")
 
 
 def _start_worker(source: ClientAppSource) -> None:
     global _app_of_this_worker  # noqa: PLW0603 - one app per worker process, set once at its start
     # Ctrl-C reaches the whole process group; the parent decides what ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _app_of_this_worker = resolve_client_app(source)
+    try:
+        _app_of_this_worker = resolve_client_app(source)
+    except Exception as error:  # told in the reply to every message: an initializer that raises tells nobody
+        _app_of_this_worker = error
 
 
 def _handle_in_worker(message: Message, context: Context) -> tuple[Message, Context]:
-    assert _app_of_this_worker is not None
-    return handle(_app_of_this_worker, message, context), context
+    app = _app_of_this_worker
+    if isinstance(app, Exception):
+        return Message(Error(LOAD_CLIENT_APP_EXCEPTION, f"{type(app)}:<'{app}'>"), reply_to=message), context
+    return handle(app, message, context), context

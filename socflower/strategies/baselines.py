@@ -8,7 +8,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from socflower.cluster import Cluster
-from socflower.strategies.replies import ReplyEvent, failed, no_reply
+from socflower.errors import TrainingFailed
+from socflower.strategies.replies import ReplyEvent, fault_of, no_reply
 from socflower.strategies.socflow import SoCFlow
 
 
@@ -32,8 +33,9 @@ class SingleDevice(SoCFlow):
 class OrderedFedAvg(FedAvg):
     """Flower's FedAvg with the sum in the order of the nodes, so that equal seeds give equal weights.
 
-    Flower draws the nodes of a round at random, and with them the order of its sum. `events` tells what it leaves
-    out of the newest round without a word: clients that raised, died or did not answer.
+    Flower draws the nodes of a round at random, and with them the order of its sum. It also averages NaN in, and
+    leaves out clients that failed without a word to its caller; here neither happens: `events` tells what was left
+    out of the newest round.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -53,16 +55,16 @@ class OrderedFedAvg(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message],
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average as Flower does, in ascending order of the nodes."""
-        ordered = sorted(replies, key=lambda reply: reply.metadata.src_node_id)
-        answers = {reply.metadata.src_node_id: reply for reply in ordered}
-        self.events = tuple(
-            event for soc, node_id in enumerate(self._nodes)
-            if (event := _left_out(answers.get(node_id), soc, node_id)) is not None)
-        return super().aggregate_train(server_round, ordered)
+        """Average as Flower does, in ascending order of the nodes; `TrainingFailed` if no reply is usable."""
+        answers = {reply.metadata.src_node_id: reply for reply in replies}
+        faults = {node_id: _fault(answers.get(node_id), soc, node_id) for soc, node_id in enumerate(self._nodes)}
+        self.events = tuple(event for event in faults.values() if event is not None)
+        usable = [answers[node_id] for node_id in self._nodes if faults[node_id] is None]
+        if not usable:
+            raise TrainingFailed(f"no client sent a usable model; first cause: {self.events[0].text}")
+        return super().aggregate_train(server_round, usable)
 
 
-def _left_out(reply: Message | None, soc: int, node_id: int) -> ReplyEvent | None:
-    if reply is None:
-        return no_reply(soc, f"SoC {soc} (node {node_id})")
-    return failed(reply, soc, f"SoC {soc} (node {node_id})") if reply.has_error() else None
+def _fault(reply: Message | None, soc: int, node_id: int) -> ReplyEvent | None:
+    where = f"SoC {soc} (node {node_id})"
+    return no_reply(soc, where) if reply is None else fault_of(reply, soc, where)

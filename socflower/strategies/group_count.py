@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 from logging import INFO
 
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
+from socflower.cluster.protocol import WARM_UP
 from socflower.hierarchy import GroupCountChoice, choose_group_count
 from socflower.strategies.socflow import SoCFlow
 
@@ -23,7 +24,8 @@ def profile_group_count(
 
     def first_epoch_accuracy(num_groups: int) -> float:
         strategy = make_strategy(num_groups)
-        trained = strategy.start(grid, initial_arrays, num_rounds=strategy.num_rounds, timeout=timeout_s)
+        trained = strategy.start(grid, initial_arrays, num_rounds=strategy.num_rounds, timeout=timeout_s,
+                                 train_config=ConfigRecord({WARM_UP: True}))
         accuracy = accuracy_of(trained.arrays)
         log(INFO, "warm-up: %d groups reach %.4f in their first epoch", num_groups, accuracy)
         return accuracy

@@ -12,7 +12,7 @@ from socflower.errors import TrainingFailed
 from socflower.hierarchy import Group, first_non_finite
 from socflower.strategies.records import array_views
 
-_CLIENT_RAISED = 2  # Flower's error code of a reply whose ClientApp raised an exception
+_CLIENT_FAULTS = (1, 2)  # Flower's error codes of a ClientApp that cannot be loaded, and of one that raised
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ def sort_replies(
         group = group_of_node.get(node_id)
         if group is None:
             continue
-        event = _fault(reply, node_id, group)
+        event = fault_of(reply, group.group_id, f"group {group.group_id}, SoC {group.leader} (node {node_id})")
         if event is None:
             usable[group.group_id] = reply
         elif event.kind == "client-raised" and not tolerate_errors:
@@ -57,39 +57,39 @@ def sort_replies(
     return [usable[group_id] for group_id in sorted(usable)], ordered
 
 
-def failed(reply: Message, group_id: int, where: str) -> ReplyEvent:
-    """Return the event of an error reply."""
-    raised = reply.error.code == _CLIENT_RAISED
-    # Exceptions of torch have many lines, ours have one.
-    reason = " ".join((reply.error.reason or "without a reason").split())
-    return ReplyEvent(kind="client-raised" if raised else "no-reply", group_id=group_id,
-                      text=f"{where}: {'the client raised' if raised else 'failed:'} {reason}")
-
-
 def no_reply(group_id: int, where: str) -> ReplyEvent:
     """Return the event of a reply that never came."""
     return ReplyEvent(kind="no-reply", group_id=group_id, text=f"{where}: no reply; left out of this synchronisation")
 
 
-def _fault(reply: Message, node_id: int, group: Group) -> ReplyEvent | None:
-    where = f"group {group.group_id}, SoC {group.leader} (node {node_id})"
+def fault_of(reply: Message, group_id: int, where: str) -> ReplyEvent | None:
+    """Return why a reply cannot be averaged in, or None if it can; `where` names its sender."""
     if reply.has_error():
-        return failed(reply, group.group_id, where)
+        return _failed(reply, group_id, where)
     content = reply.content
     if ARRAYS not in content.array_records or NUM_EXAMPLES not in content.metric_records.get(METRICS, {}):
-        return ReplyEvent(kind="malformed", group_id=group.group_id,
+        return ReplyEvent(kind="malformed", group_id=group_id,
                           text=f"{where}: its reply lacks {ARRAYS!r} or {METRICS!r} with {NUM_EXAMPLES!r}, dropped")
     try:
         tensor = first_non_finite(array_views(cast(ArrayRecord, content[ARRAYS])))
     except (ValueError, TypeError, EOFError) as error:
-        return ReplyEvent(kind="malformed", group_id=group.group_id,
+        return ReplyEvent(kind="malformed", group_id=group_id,
                           text=f"{where}: its arrays cannot be read ({error}), dropped")
     if tensor is not None:
-        return ReplyEvent(kind="not-finite", group_id=group.group_id,
+        return ReplyEvent(kind="not-finite", group_id=group_id,
                           text=f"{where}: {tensor} has NaN or infinite values, dropped; a lower learning rate may "
                                "help if groups diverge")
     num_examples = cast(MetricRecord, content[METRICS])[NUM_EXAMPLES]
     if not isinstance(num_examples, int | float) or not 0 < num_examples < math.inf:
-        return ReplyEvent(kind="malformed", group_id=group.group_id,
+        return ReplyEvent(kind="malformed", group_id=group_id,
                           text=f"{where}: {NUM_EXAMPLES} = {num_examples} is not a number above 0, dropped")
     return None
+
+
+def _failed(reply: Message, group_id: int, where: str) -> ReplyEvent:
+    """Return the event of an error reply."""
+    raised = reply.error.code in _CLIENT_FAULTS
+    # Exceptions of torch have many lines, ours have one.
+    reason = " ".join((reply.error.reason or "without a reason").split())
+    return ReplyEvent(kind="client-raised" if raised else "no-reply", group_id=group_id,
+                      text=f"{where}: {'the client raised' if raised else 'failed:'} {reason}")

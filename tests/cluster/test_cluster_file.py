@@ -49,6 +49,7 @@ def test_a_mixed_rack(tmp_path: Path) -> None:
     ({"soc_bytes_per_s": 0}, (), r"soc_bytes_per_s = 0 must be a number above 0 \(bytes per second\)"),
     ({"hub_bytes_per_s": "fast"}, (), r"hub_bytes_per_s = 'fast' must be a number above 0"),
     ({"device": "abacus"}, (), r"device 'abacus' is unknown; the catalogue has"),
+    ({}, {"socs": 3}, r"board = \{'socs': 3\} must be written \[\[board\]\], a list of tables"),
 ])
 def test_what_cannot_be_is_one_line_with_key_value_and_remedy(
     table: dict[str, Any], boards: tuple[dict[str, Any], ...], says: str,
@@ -71,3 +72,10 @@ def test_files_that_are_no_clusters(tmp_path: Path, text: str, says: str) -> Non
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_cluster(tmp_path / "nothing.toml")
+
+
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    file = tmp_path / "latin.toml"
+    file.write_bytes(b"# caf\xe9\n")
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        load_cluster(file)

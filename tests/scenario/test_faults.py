@@ -156,4 +156,28 @@ def test_fedavg_reports_what_flower_leaves_out_without_a_word() -> None:
 
 def test_fedavg_of_clients_that_all_raise_fails(tmp_path: Path) -> None:
     scenario = small("fedavg", events=tuple(event("raise", soc) for soc in range(4)))
-    assert "every client failed" in failure(scenario, tmp_path / "out")
+    text = failure(scenario, tmp_path / "out")
+    assert text.startswith("no client sent a usable model; first cause: SoC 0 (node 1000): the client raised ")
+
+
+def test_fedavg_never_averages_nan_in() -> None:
+    result = run_scenario(small("fedavg", events=(event("nan", soc=2),)), num_workers=0)
+    assert [report["kind"] for report in events_by_round(result)[1]] == ["not-finite"]
+    assert result["final_accuracy"] > 0.2  # an average with NaN guesses one class: 0.1
+
+
+def test_events_strike_the_training_and_not_the_warm_up_that_chooses_the_groups() -> None:
+    scenario = small("socflow", events=(event("nan", soc=0),))
+    auto = replace(scenario, strategy=replace(scenario.strategy, groups="auto"),
+                   train=replace(scenario.train, batch_size=16))
+    result = run_scenario(auto, num_workers=0)
+    assert result["warm_up"]["num_groups"] >= 2
+    assert [report["kind"] for report in events_by_round(result)[1]] == ["not-finite"]
+
+
+@pytest.mark.parametrize("strategy", ["socflow", "fedavg"])
+def test_an_event_that_could_never_strike_is_refused(strategy: str) -> None:
+    with pytest.raises(TrainingFailed, match=r"\[\[event\]\] round = 99, but the run has \d rounds"):
+        run_scenario(small(strategy, events=(event("nan", soc=0, server_round=99),)), num_workers=0)
+    with pytest.raises(TrainingFailed, match=r"\[\[event\]\] soc = 3 takes no part in the run; those that do: 0, 1"):
+        run_scenario(small(strategy, socs=2, events=(event("nan", soc=3),)), num_workers=0)

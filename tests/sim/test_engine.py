@@ -96,9 +96,9 @@ def test_an_app_without_a_run_config_has_an_empty_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "says"), [
-    (None, "cannot be read (No such file or directory); give the folder of a Flower app"),
+    (None, "cannot be read (No such file or directory); check the path"),
     (b"[tool", "not valid TOML"),
-    (b"# caf\xe9", "not valid TOML"),
+    (b"# caf\xe9", "is not UTF-8 text"),
     (b"[project]\nname = 'x'", "lacks 'tool' of [tool.flwr.app.components]"),
     (b"[tool.flwr.app]\npublisher = 'x'", "lacks 'components'"),
     (b"[tool.flwr.app.components]\nserverapp = 'a:app'", "lacks 'clientapp'"),
@@ -119,6 +119,6 @@ def test_flowers_log_can_be_quietened() -> None:
     before = logger.level
     try:
         quiet_flower()
-        assert logger.level == logging.WARNING
+        assert logger.level == logging.ERROR
     finally:
         logger.setLevel(before)
