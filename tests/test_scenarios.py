@@ -29,7 +29,8 @@ def test_the_claim_of_each_scenario_holds(scenario: Path, tmp_path: Path) -> Non
     result = json.loads(ran.stdout)
     assert result == json.loads((tmp_path / "result.json").read_text())
     assert result["expectations"]
-    assert all(claim["holds"] for claim in result["expectations"])
+    assert all(claim["holds"] is not False for claim in result["expectations"])
+    assert any(claim["holds"] for claim in result["expectations"])
     assert {path.name for path in tmp_path.iterdir()} == {"result.json", "trace.json", "report.html"}
 
 

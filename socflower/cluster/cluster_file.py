@@ -24,6 +24,8 @@ def cluster_tables(path: Path) -> tuple[Mapping[str, Any], Sequence[Mapping[str,
     """Return the `[cluster]` table and the `[[board]]` tables of a cluster file."""
     document = read_toml(path, "cluster file")
     reject_unknown_keys(document, ("schema", "cluster", "board"), str(path))
+    if document.get("schema", 1) != 1:
+        raise ConfigError(f"{path}: schema = {document['schema']!r} is not known to this version; write schema = 1")
     return document.get("cluster", {}), document.get("board", ())
 
 

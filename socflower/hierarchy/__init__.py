@@ -13,6 +13,7 @@ from socflower.hierarchy.mapping import integrity_greedy, map_groups
 from socflower.hierarchy.placement import Placement
 from socflower.hierarchy.plan import Group, GroupPlan, plan_groups
 from socflower.hierarchy.shares import member_weights, split_batch
+from socflower.hierarchy.training_work import TrainingWork
 
 __all__ = [
     "Exchange",
@@ -21,6 +22,7 @@ __all__ = [
     "GroupPlan",
     "Placement",
     "SyncInterval",
+    "TrainingWork",
     "choose_group_count",
     "communication_groups",
     "conflicts",

@@ -15,7 +15,7 @@ from socflower.errors import ConfigError, SocflowerError
 from socflower.scenario import terminal
 
 app = typer.Typer(
-    name="socflower", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    name="socflower", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Train neural networks with Flower on clusters of small machines, virtual or real.",
 )
 _out = Console()
@@ -170,6 +170,8 @@ def _run_app_folder(
     if cluster is None:
         raise ConfigError(f"{folder} is the folder of a Flower app: name the cluster it runs on with --cluster FILE")
     target = out or Path("out") / folder.resolve().name
+    if target.resolve() == folder.resolve():
+        raise ConfigError(f"--out {target}: is the app's own folder; name another one")
     result = run_app_folder(folder, cluster, target, num_nodes=nodes, training_flops=training_flops,
                             overrides=tuple(overrides), num_workers=workers)
     if as_json:

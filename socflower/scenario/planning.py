@@ -2,18 +2,10 @@
 
 from typing import Any
 
-from socflower.cluster import Activity, ModelProfile, step_cost, sustained_rates
+from socflower.cluster import Activity, ModelProfile, Usage, sustained_rates
 from socflower.cluster.tracing import profile_module
 from socflower.errors import ConfigError
-from socflower.hierarchy import (
-    Exchange,
-    GroupPlan,
-    group_steps_per_epoch,
-    plan_groups,
-    split_batch,
-    step_graph,
-    synchronisation_graph,
-)
+from socflower.hierarchy import TrainingWork, group_steps_per_epoch, plan_groups, sync_schedule
 from socflower.scenario.config import Scenario
 from socflower.scenario.scenario_file import scenario_cluster
 from socflower.sim import EventClock
@@ -23,8 +15,8 @@ from socflower.workloads import build_model, data_shape
 def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     """Return the plan document of `socflower plan`: groups on boards, communication groups, predictions.
 
-    `predicted` has, per training step, what a step takes alone and with taking turns (F7), and what a gradient
-    exchange, a synchronisation and an epoch take, with the epoch's energy. With `groups = "auto"`, which only
+    `predicted` has seconds of a step, in turn and running freely (F7), and of a synchronisation; and of an epoch, the
+    mean over the whole training with all its synchronisations, seconds and joules. With `groups = "auto"`, which only
     training can decide (F2), the plan is that of one group per board, and `notes` says so.
     """
     cluster = scenario_cluster(scenario)
@@ -38,7 +30,15 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
         notes.append(f"groups = 'auto' is decided by training an epoch with each candidate; planned with {num_groups}, "
                      "one group per board")
     plan = plan_groups(cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name))
-    return {"schema": 1, **plan.to_document(), "predicted": _predict(scenario, plan), "notes": notes}
+    num_samples = data_shape(scenario.data.name).num_train
+    work = TrainingWork(
+        cluster=cluster, plan=plan, profile=profile_of(scenario), num_samples=num_samples,
+        batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, sequenced=settings.sequenced,
+        overlap_buckets=settings.overlap_buckets,
+        steps_per_epoch=group_steps_per_epoch(num_samples, len(plan.groups), scenario.train.batch_size))
+    what = (f"{scenario.model.name} on {scenario.data.name}, {scenario.train.epochs} epochs of "
+            f"{work.steps_per_epoch} steps, batches of {scenario.train.batch_size} a group")
+    return {"schema": 1, "work": what, **plan.to_document(), "predicted": _predict(scenario, work), "notes": notes}
 
 
 def profile_of(scenario: Scenario) -> ModelProfile:
@@ -49,27 +49,30 @@ def profile_of(scenario: Scenario) -> ModelProfile:
     return profile_module(model, (shape.channels, shape.size, shape.size), scenario.model.name)
 
 
-def _predict(scenario: Scenario, plan: GroupPlan) -> dict[str, float]:
-    cluster, profile, batch_size = scenario_cluster(scenario), profile_of(scenario), scenario.train.batch_size
-    exchange = Exchange(num_bytes=profile.weight_bytes, num_tensors=profile.num_tensors)
-    rates = sustained_rates(cluster, profile.name)
-    shares = {soc: share for group in plan.groups for soc, share in zip(
-        group.members, split_batch(batch_size, [rates[soc] for soc in group.members]), strict=True)}
-    costs = {soc: step_cost(profile, cluster.device_of(soc), share) for soc, share in shares.items()}
-    num_steps = group_steps_per_epoch(data_shape(scenario.data.name).num_train, len(plan.groups), batch_size)
-    sequenced = step_graph(plan, costs, exchange, sequenced=scenario.strategy.sequenced,
-                           overlap_buckets=scenario.strategy.overlap_buckets)
-    epoch = EventClock(cluster).run(sequenced, repeat=num_steps)
-    free = EventClock(cluster).run(step_graph(plan, costs, exchange, sequenced=False), repeat=num_steps)
-    sync_s, sync_j = 0.0, 0.0
-    if len(plan.groups) > 1:
-        synchronisation = EventClock(cluster).run(synchronisation_graph(plan, exchange))
-        sync_s, sync_j = synchronisation.duration_s, synchronisation.total_energy_j
-    busy = sum(epoch.soc_seconds.values())
-    memory = profile.training_memory_bytes(max(shares.values()))
+def _predict(scenario: Scenario, work: TrainingWork) -> dict[str, float]:
+    epochs = scenario.train.epochs
+    # One group's weights are the same everywhere: its rounds only mark when it is evaluated.
+    interval_epochs = scenario.strategy.sync_interval_epochs if scenario.strategy.name == "socflow" else 1.0
+    intervals = sync_schedule(epochs, work.steps_per_epoch, interval_epochs)
+    training, known = Usage(), dict[tuple[int, bool], Usage]()
+    for interval in intervals:
+        kind = (interval.num_steps, work.begins_with_deal(interval))
+        if kind not in known:
+            known[kind] = work.run(interval, EventClock(work.cluster))
+        training += known[kind]
+    steps = work.steps_per_epoch
+    synchronisation = work.synchronisation()
+    busy = sum(training.soc_seconds.values())
+    in_turn = EventClock(work.cluster).run(work.step(), repeat=steps)
+    free = EventClock(work.cluster).run(work.step(sequenced=False), repeat=steps)
     return {
-        "step_s": epoch.duration_s / num_steps, "step_free_running_s": free.duration_s / num_steps,
-        "steps_per_epoch": float(num_steps), "sync_s": sync_s, "epoch_s": epoch.duration_s + sync_s,
-        "epoch_energy_j": epoch.total_energy_j + sync_j, "memory_bytes": memory,
-        "compute_fraction": epoch.soc_seconds.get(Activity.COMPUTE, 0.0) / busy if busy else 0.0,
+        "step_s": in_turn.duration_s / steps,
+        "step_free_running_s": free.duration_s / steps,
+        "steps_per_epoch": float(steps),
+        "sync_s": 0.0 if synchronisation is None else EventClock(work.cluster).run(synchronisation).duration_s,
+        "syncs_per_epoch": 0.0 if synchronisation is None else len(intervals) / epochs,
+        "epoch_s": training.duration_s / epochs,
+        "epoch_energy_j": training.total_energy_j / epochs,
+        "memory_bytes": work.profile.training_memory_bytes(max(work.shares.values())),
+        "compute_fraction": training.soc_seconds.get(Activity.COMPUTE, 0.0) / busy if busy else 0.0,
     }

@@ -27,15 +27,20 @@ _KEYS = ("schema", "seed", "cluster", "board", "model", "data", "train", "strate
 def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
     """Return the scenario of a TOML file with `table.key=value` overrides applied; `ConfigError` in one line."""
     document = read_toml(path, "scenario")
+    _resolve_cluster(document, path)
     for override in overrides:
         apply_override(document, override)
-    cluster = document.get("cluster", {})
-    if isinstance(cluster, str):
-        # A cluster file named in the scenario is resolved here, so that the resolved document stands alone.
-        document["cluster"], document["board"] = cluster_tables(path.parent / cluster)
-        parse_cluster(document["cluster"], document["board"], where=str(path.parent / cluster))
+    _resolve_cluster(document, path)
     text = path.read_text("utf-8")
     return parse_scenario(document, name=path.stem, question=_leading_comment(text), where=str(path))
+
+
+def _resolve_cluster(document: dict[str, Any], path: Path) -> None:
+    """Put the tables of a cluster file where the scenario names it, so that the resolved document stands alone."""
+    cluster = document.get("cluster")
+    if isinstance(cluster, str):
+        document["cluster"], document["board"] = cluster_tables(path.parent / cluster)
+        parse_cluster(document["cluster"], document["board"], where=str(path.parent / cluster))
 
 
 def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, where: str) -> Scenario:
@@ -70,7 +75,7 @@ def scenario_cluster(scenario: Scenario) -> Cluster:
 
 
 def to_document(scenario: Scenario) -> dict[str, Any]:
-    """Return the resolved scenario with every default filled in; `from_document` takes it back."""
+    """Return the scenario with every default filled in but those of the cluster, which stays as it was written."""
     document = {key: value for key, value in asdict(scenario).items() if key not in ("boards", "events")}
     document["cluster"] = dict(scenario.cluster)
     document["board"] = [dict(board) for board in scenario.boards]

@@ -74,16 +74,19 @@ def print_app_result(console: Console, result: Mapping[str, Any], out: Path) -> 
 def print_comparison(console: Console, scenario: Scenario, document: Mapping[str, Any], out: Path) -> None:
     """Show strategies side by side."""
     _print_question(console, scenario)
-    table = Table("strategy", "accuracy", f"time to {percent(document['target_accuracy'])}", "virtual time", "energy",
-                  "board bytes", "hub bytes", "wall clock", header_style="bold")
+    # Eight columns of at most nine characters: they fit a terminal of 80.
+    table = Table("strategy", "accuracy", f"to {percent(document['target_accuracy'])}", "in all", "energy", "boards",
+                  "hub", "here", header_style="bold", padding=(0, 1), collapse_padding=True, pad_edge=False)
     for row in document["rows"]:
         inside = row["bytes"]["intra_board"] + row["bytes"]["inter_board"]
         reached = row["time_to_accuracy_s"]
         table.add_row(row["strategy"], percent(row["final_accuracy"]),
                       "never" if reached is None else human_seconds(reached), human_seconds(row["virtual_s"]),
-                      human_joules(row["energy_j"]), human_bytes(inside), human_bytes(row["bytes"]["hub"]),
-                      human_seconds(row["wall_s"]))
+                      human_joules(row["energy_j"]).partition(" (")[0], human_bytes(inside),
+                      human_bytes(row["bytes"]["hub"]), human_seconds(row["wall_s"]))
     console.print(table)
+    console.print("virtual time to the target accuracy and in all, energy and bytes of the cluster; wall clock here",
+                  style="dim", soft_wrap=True)
     _print_claims(console, document["expectations"])
     console.print(f"report: {escape(str(out / 'report.html'))}", soft_wrap=True, highlight=False)
 
@@ -103,11 +106,17 @@ def print_plan(console: Console, cluster: Cluster, document: Mapping[str, Any]) 
     console.print(f"{len(document['groups'])} groups, split over boards: {split or 'none'}, contention "
                   f"{document['contention']}, communication groups: {document['communication_groups']}")
     predicted = document["predicted"]
-    console.print(
-        f"a step {human_seconds(predicted['step_s'])} (groups running freely: "
-        f"{human_seconds(predicted['step_free_running_s'])}), an epoch {human_seconds(predicted['epoch_s'])} with "
-        f"{percent(predicted['compute_fraction'])} computing, {human_joules(predicted['epoch_energy_j'])}; a "
-        f"synchronisation {human_seconds(predicted['sync_s'])}; memory a SoC {human_bytes(predicted['memory_bytes'])}")
+    console.print(document["work"], soft_wrap=True, highlight=False)
+    lines = (
+        f"a step {human_seconds(predicted['step_s'])}; if groups ran freely "
+        f"{human_seconds(predicted['step_free_running_s'])}",
+        f"a synchronisation {human_seconds(predicted['sync_s'])}, {predicted['syncs_per_epoch']:.3g} an epoch",
+        f"an epoch {human_seconds(predicted['epoch_s'])} and {human_joules(predicted['epoch_energy_j'])}, "
+        f"{percent(predicted['compute_fraction'])} of the SoCs' time computing",
+        f"memory of a SoC {human_bytes(predicted['memory_bytes'])}",
+    )
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
     for note in document["notes"]:
         console.print(f"note: {note}")
 
@@ -126,10 +135,10 @@ def print_findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> N
     """Show what `doctor` found."""
     colours = {"ok": "green", "missing": "yellow", "broken": "red"}
     for finding in findings:
-        console.print(f"[{colours[finding['status']]}]{finding['status']:8}[/]{finding['name']:22}"
+        console.print(f"[{colours[finding['status']]}]{finding['status']:8}[/]{finding['name']:24}"
                       f"{escape(finding['detail'])}", soft_wrap=True, highlight=False)
         if finding["remedy"]:
-            console.print(f"{'':30}-> {escape(finding['remedy'])}", soft_wrap=True, highlight=False)
+            console.print(f"{'':32}-> {escape(finding['remedy'])}", soft_wrap=True, highlight=False)
 
 
 def _print_question(console: Console, scenario: Scenario) -> None:
@@ -138,7 +147,7 @@ def _print_question(console: Console, scenario: Scenario) -> None:
 
 
 def _print_claims(console: Console, expectations: Sequence[Mapping[str, Any]]) -> None:
-    words = {True: "[green]holds[/]", False: "[bold red]FAILS[/]", None: "[dim]needs `socflower compare`[/]"}
+    words = {True: "[green]holds[/]", False: "[bold red]FAILS[/]", None: "[dim]open: its other strategy did not run[/]"}
     for claim in expectations:
         observed = "" if claim["observed"] is None else f", observed {claim['observed']:.6g}"
         console.print(f"{words[claim['holds']]}  {claim['name']} = {claim['expected']:g}{observed}")

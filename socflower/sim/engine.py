@@ -56,9 +56,13 @@ def run_app(
     app = server_app.load() if isinstance(server_app, AppReference) else server_app
     if not isinstance(app, ServerApp):
         raise ConfigError(f"app {server_app!r} is a {type(app).__name__}, not a flwr.serverapp.ServerApp")
+    num_nodes = cluster.num_socs if num_nodes is None else num_nodes
+    if num_nodes > cluster.num_socs:
+        raise ConfigError(f"local engine: {num_nodes} nodes on a cluster of {cluster.num_socs} SoCs; describe a larger "
+                          "cluster or start fewer nodes")
     clock = clock or EventClock(cluster)
     config = dict(run_config or {})
-    with LocalGrid(client_app, num_nodes or cluster.num_socs, run_config=config, num_workers=num_workers) as grid:
+    with LocalGrid(client_app, num_nodes, run_config=config, num_workers=num_workers) as grid:
         priced = PricedGrid(grid, clock, cluster, model_profile=model_profile, batch_size=batch_size)
         context = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=config)
         app(priced, context)

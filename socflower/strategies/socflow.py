@@ -10,21 +10,17 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
-from socflower.cluster import Cluster, ModelProfile, Usage, VirtualClock, step_cost, sustained_rates
+from socflower.cluster import Cluster, ModelProfile, Usage, VirtualClock, sustained_rates
 from socflower.cluster.protocol import ARRAYS, CONFIG, GROUP, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND, GroupTask
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.hierarchy import (
-    Exchange,
     Group,
     GroupPlan,
     SyncInterval,
-    deal_graph,
+    TrainingWork,
     group_steps_per_epoch,
     plan_groups,
-    split_batch,
-    step_graph,
     sync_schedule,
-    synchronisation_graph,
 )
 from socflower.strategies.records import aggregate_records
 from socflower.strategies.replies import ReplyEvent, sort_replies
@@ -88,15 +84,15 @@ class SoCFlow(Strategy):
         self.steps_per_epoch = group_steps_per_epoch(num_samples, len(self.plan.groups), batch_size)
         self.intervals: Sequence[SyncInterval] = sync_schedule(num_epochs, self.steps_per_epoch, interval_epochs)
         self.reports: list[RoundReport] = []
-        self._cluster = cluster
-        self._num_samples = num_samples
+        self._work = None if model_profile is None else TrainingWork(
+            cluster=cluster, plan=self.plan, profile=model_profile, num_samples=num_samples, batch_size=batch_size,
+            steps_per_epoch=self.steps_per_epoch, reshuffle=reshuffle, sequenced=sequenced,
+            overlap_buckets=overlap_buckets)
         self._batch_size = batch_size
         self._reshuffle = reshuffle
         self._seed = seed
         self._clock = clock
-        self._profile = model_profile
         self._sequenced = sequenced
-        self._overlap_buckets = overlap_buckets
         self._tolerate_client_errors = tolerate_client_errors
         self._group_of_node: dict[int, Group] = {}
 
@@ -190,31 +186,10 @@ class SoCFlow(Strategy):
         """Return each member's sustained rate on the model, so that unequal devices get unequal shares (F4)."""
         return tuple(self._rates[soc] for soc in group.members)
 
-    def _deal(self, interval: SyncInterval) -> Usage:
-        """Price the data's way to other groups, where this interval begins with a new deal."""
-        assert self._clock is not None and self._profile is not None
-        is_new = interval.index > 0 and interval.first_step == interval.deal_epoch * self.steps_per_epoch
-        if not (self._reshuffle and is_new and len(self.plan.groups) > 1):
-            return Usage()
-        share = self._num_samples / len(self.plan.participants)
-        return self._clock.run(deal_graph(self.plan, share * self._profile.input_bytes), label="deal data")
-
     def _price(self, interval: SyncInterval) -> Usage:
-        if self._clock is None or self._profile is None:
+        if self._clock is None or self._work is None:
             return Usage()
-        costs = {
-            soc: step_cost(self._profile, self._cluster.device_of(soc), share)
-            for group in self.plan.groups
-            for soc, share in zip(group.members, split_batch(self._batch_size, self._capacities(group)), strict=True)
-        }
-        exchange = Exchange(num_bytes=self._profile.weight_bytes, num_tensors=self._profile.num_tensors)
-        steps = step_graph(self.plan, costs, exchange, sequenced=self._sequenced,
-                           overlap_buckets=self._overlap_buckets)
-        usage = self._deal(interval)
-        usage += self._clock.run(steps, repeat=interval.num_steps, label=f"to epoch {interval.epoch_end:g}")
-        if len(self.plan.groups) > 1:
-            usage += self._clock.run(synchronisation_graph(self.plan, exchange), label="synchronisation")
-        return usage
+        return self._work.run(interval, self._clock)
 
 
 def _weighted_mean(metrics: Sequence[MetricRecord], samples: Sequence[float]) -> MetricRecord:
