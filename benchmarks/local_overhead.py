@@ -107,7 +107,7 @@ class BareLoop:
 def run(quick: bool = False) -> list[Row]:
     """Return the row of the engine's own cost and, where there are two cores, the row of their gain."""
     torch.set_num_threads(1)
-    interval, rounds = (0.05, 3) if quick else (0.25, 5)
+    interval, rounds = (0.05, 3) if quick else (0.25, 9)
     rows = [_overhead(interval, rounds)]
     if num_cores() > 1:
         rows.append(_two_cores(interval, rounds))
