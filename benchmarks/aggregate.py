@@ -18,7 +18,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Row, main, measure_interleaved
+from benchmarks.harness import Row, main, measure, measure_interleaved
 from socflower.strategies.records import aggregate_records, array_views
 
 NUM_PARAMETERS = 9_228_362
