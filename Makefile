@@ -48,7 +48,7 @@ lint: setup ## ruff, mypy and the import contracts
 	$(BIN)/lint-imports
 
 bench: setup ## every benchmark against its peer
-	@for file in $$(ls benchmarks/*.py | grep -v -e harness.py -e __init__.py); do \
+	@for file in $$(ls benchmarks/*.py | grep -v -e harness.py -e mapping_reference.py -e __init__.py); do \
 	  echo "== $$file"; $(BIN)/python $$file; done
 
 clean: ## remove everything that was built

@@ -6,14 +6,13 @@ boards spanned) is never worse than greedy's, and, on racks small enough to try 
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import combinations_with_replacement
 from pathlib import Path
 from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, main, measure
+from benchmarks.mapping_reference import brute_force, small_clusters
 from socflower.cluster import parse_cluster
 from socflower.hierarchy import Placement, integrity_greedy, map_groups, plan_groups
 
@@ -64,51 +63,19 @@ def _brute_force_row(max_slots: int) -> Row:
     """Compare every rack of up to four boards and `max_slots` slots with all of its assignments."""
     num_cases = num_optimal = num_greedy_optimal = 0
     our_s = brute_s = 0.0
-    for num_boards in range(1, 5):
-        for slots in combinations_with_replacement(range(1, 6), num_boards):
-            if sum(slots) > max_slots:
-                continue
-            for num_socs in range(1, sum(slots) + 1):
-                for num_groups in range(1, num_socs + 1):
-                    start_s = perf_counter()
-                    ours = map_groups(slots, num_groups, num_socs).objective
-                    middle_s = perf_counter()
-                    best = brute_force(slots, num_groups, num_socs)
-                    brute_s += perf_counter() - middle_s
-                    our_s += middle_s - start_s
-                    num_cases += 1
-                    num_optimal += ours == best
-                    num_greedy_optimal += integrity_greedy(slots, num_groups, num_socs).objective == best
+    for slots, num_groups, num_socs in small_clusters(max_slots):
+        start_s = perf_counter()
+        ours = map_groups(slots, num_groups, num_socs).objective
+        middle_s = perf_counter()
+        best = brute_force(slots, num_groups, num_socs)
+        brute_s += perf_counter() - middle_s
+        our_s += middle_s - start_s
+        num_cases += 1
+        num_optimal += ours == best
+        num_greedy_optimal += integrity_greedy(slots, num_groups, num_socs).objective == best
     return Row(case=f"all {num_cases} small racks: {num_optimal} optimal, greedy {num_greedy_optimal}",
                ours=1e3 * our_s / num_cases, peer="brute force", peer_value=1e3 * brute_s / num_cases, unit="ms",
                ratio=brute_s / our_s, ok=num_optimal == num_cases)
-
-
-def brute_force(slots: Sequence[int], num_groups: int, num_socs: int) -> tuple[int, int, int]:
-    """Return the least objective of F5 over all assignments; boards in equal states count once."""
-    small, num_large = divmod(num_socs, num_groups)
-    states = {(tuple(sorted((free, 0) for free in slots)), 0, 0)}  # (free, split groups) per board, splits, spans
-    for size in [small + 1] * num_large + [small] * (num_groups - num_large):
-        after = set()
-        for boards, splits, spans in states:
-            for taken in _ways(size, [free for free, _ in boards]):
-                span = sum(count > 0 for count in taken)
-                split = span > 1
-                left = tuple(sorted((free - count, present + (split and count > 0))
-                                    for (free, present), count in zip(boards, taken, strict=True)))
-                after.add((left, splits + split, spans + span * split))
-        states = after
-    return min((max(present for _, present in boards), splits, spans) for boards, splits, spans in states)
-
-
-def _ways(size: int, free: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    if not free:
-        if not size:
-            yield ()
-        return
-    for count in range(min(size, free[0]) + 1):
-        for rest in _ways(size - count, free[1:]):
-            yield count, *rest
 
 
 if __name__ == "__main__":

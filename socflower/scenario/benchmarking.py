@@ -7,7 +7,7 @@ from typing import Any
 
 from socflower.errors import ConfigError
 
-_NOT_BENCHMARKS = ("harness", "__init__")
+_NOT_BENCHMARKS = ("harness", "mapping_reference", "__init__")
 
 
 def benchmark_names() -> list[str]:

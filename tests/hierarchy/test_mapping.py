@@ -1,45 +1,17 @@
 """Mapping (F5) against brute force over every assignment of board slots to groups."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import combinations_with_replacement
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.mapping_reference import brute_force, small_clusters
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.hierarchy import Placement, integrity_greedy, map_groups
 
 BOARD_LISTS = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any)
-
-
-def ways(size: int, free: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every way to take `size` slots from boards with so many free."""
-    if not free:
-        if not size:
-            yield ()
-        return
-    for count in range(min(size, free[0]) + 1):
-        for rest in ways(size - count, free[1:]):
-            yield count, *rest
-
-
-def brute_force(slots: Sequence[int], num_groups: int, num_socs: int) -> tuple[int, int, int]:
-    """Return the least objective over all assignments; boards in equal states count once."""
-    small, num_large = divmod(num_socs, num_groups)
-    states = {(tuple(sorted((free, 0) for free in slots)), 0, 0)}  # (free, split groups) per board, splits, spans
-    for size in [small + 1] * num_large + [small] * (num_groups - num_large):
-        after = set()
-        for boards, splits, spans in states:
-            for taken in ways(size, [free for free, _ in boards]):
-                span = sum(count > 0 for count in taken)
-                split = span > 1
-                left = tuple(sorted((free - count, present + (split and count > 0))
-                                    for (free, present), count in zip(boards, taken, strict=True)))
-                after.add((left, splits + split, spans + span * split))
-        states = after
-    return min((max(present for _, present in boards), splits, spans) for boards, splits, spans in states)
 
 
 def assert_valid(placement: Placement, slots: Sequence[int], num_groups: int, num_socs: int) -> None:
@@ -52,15 +24,6 @@ def assert_valid(placement: Placement, slots: Sequence[int], num_groups: int, nu
     assert len(sizes) == num_groups and sum(sizes) == num_socs
     assert max(sizes) - min(sizes) <= 1
     assert all(used[board] <= slots[board] for board in used)
-
-
-def small_clusters(max_slots: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    for num_boards in range(1, 5):
-        for slots in combinations_with_replacement(range(1, 6), num_boards):
-            if sum(slots) <= max_slots:
-                for num_socs in range(1, sum(slots) + 1):
-                    for num_groups in range(1, num_socs + 1):
-                        yield slots, num_groups, num_socs
 
 
 def test_mapping_equals_brute_force_on_all_small_clusters_with_idle_slots_and_uneven_boards() -> None:
