@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard native/*) | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 
-demo: setup ## three strategies on the embedded digits: a table, plots and a report in out/demo
+demo: setup ## four strategies on the embedded digits: a table, plots and a report in out/demo
 	$(BIN)/socflower compare scenarios/digits_demo.toml --out out/demo
 
 test: setup lint ## lint, then the tests; the pure layers must be covered to 95 %

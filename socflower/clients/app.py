@@ -19,6 +19,7 @@ from socflower.cluster.protocol import (
     ARRAYS,
     CONFIG,
     GROUP,
+    GROUP_ID,
     METRICS,
     NUM_EXAMPLES,
     NUM_PARTITIONS,
@@ -100,6 +101,10 @@ def _train_as_group(
     task = GroupTask.decode(message.content.config_records[GROUP])
     if task.reshuffle:
         data = data_fn(context, 0, 1)
+        if len(data) != task.num_samples:
+            raise ConfigError(f"data_fn(context, 0, 1) returned {len(data)} samples, but the strategy was told "
+                              f"num_samples = {task.num_samples}; return all training data for partition 0 of 1, or "
+                              "pass reshuffle=False to the strategy")
     else:
         data = concatenate([data_fn(context, partition, task.num_partitions) for partition in task.partitions])
     # A leader that is new to its group has no momentum to go on from, nor has one that last trained by another plan.
@@ -113,7 +118,7 @@ def _train_as_group(
     else:
         # Momentum of a group that diverged is NaN and would spoil the next interval's good weights as well.
         context.state.pop(TRAINER_STATE, None)
-    return MetricRecord({"train-loss": loss, NUM_EXAMPLES: num_samples})
+    return MetricRecord({"train-loss": loss, NUM_EXAMPLES: num_samples, GROUP_ID: task.group_id})
 
 
 def _train_alone(

@@ -19,6 +19,9 @@ NUM_PARTITIONS = "num-partitions"
 PRICED = "socflower-priced"
 """Present in a message whose virtual time its strategy accounts for, so that the grid must not."""
 
+GROUP_ID = "socflower-group"
+"""The metric by which a client says that it did the work of that group, and not only of its own node."""
+
 WARM_UP = "socflower-warm-up"
 """Present in messages of the epochs that only help to choose the number of groups."""
 
@@ -41,6 +44,7 @@ class GroupTask:
     reshuffle: bool  # all data are dealt to the groups now and then, or each stays where it is
     deal_epoch: int  # the epoch at whose start the data were dealt last, if they are dealt
     seed: int
+    num_samples: int  # of the whole data set, as the strategy was told
 
     def __post_init__(self) -> None:
         if not len(self.members) == len(self.capacities) == len(self.partitions) > 0:

@@ -47,6 +47,7 @@ class GroupPlan:
             "contention": self.contention,
             "communication_groups": [list(ids) for ids in self.communication_groups],
             "proven_optimal": self.proven_optimal,
+            "slots_per_board": list(self.slots_per_board),
         }
 
 

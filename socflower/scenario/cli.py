@@ -16,7 +16,7 @@ from socflower.scenario import terminal
 
 app = typer.Typer(
     name="socflower", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-    help="Train neural networks with Flower on clusters of small machines, virtual or real.",
+    help="Train neural networks with Flower on virtual clusters of small machines.",
 )
 _out = Console()
 _err = Console(stderr=True)
@@ -63,6 +63,9 @@ def run(
     if scenario.is_dir():
         _run_app_folder(scenario, cluster, out, nodes, training_flops, set_ or [], workers, as_json)
         return
+    if cluster is not None or nodes is not None or training_flops is not None:
+        raise ConfigError(f"{scenario} is a scenario: --cluster, --nodes and --training-flops are for the folder of a "
+                          "Flower app; a scenario has its own [cluster] and [strategy] socs")
     from socflower.scenario.runner import check_feasible, run_to_folder
     from socflower.scenario.scenario_file import load_scenario
 

@@ -52,8 +52,8 @@ def _kernel() -> dict[str, Any]:
 def _gloo() -> dict[str, Any]:
     available = torch.distributed.is_available() and torch.distributed.is_gloo_available()
     if available:
-        return _finding("torch.distributed gloo", "ok", "rings between real devices can be formed")
-    return _finding("torch.distributed gloo", "missing", "this torch has none; rings between real devices need it",
+        return _finding("torch.distributed gloo", "ok", "present; this version forms no rings of real devices yet")
+    return _finding("torch.distributed gloo", "missing", "this torch has none; this version does not need it yet",
                     "install torch from a wheel with gloo (any CPU wheel for Linux)")
 
 

@@ -244,7 +244,8 @@ def _provenance(runs: Sequence[Run]) -> str:
     shown = table("", ["Strategy", *facts], [
         [text(run.label), *(show(run, key) for key in facts.values())] for run in runs])
     perfetto = (
-        '<p>Every computation and transfer in virtual time is in <code>trace.json</code>, beside this file: open '
+        '<p>Every computation and transfer in virtual time is in <code>trace.json</code>, next to the '
+        '<code>result.json</code> of the strategy: open '
         '<a href="https://ui.perfetto.dev" rel="noreferrer">ui.perfetto.dev</a>, choose “Open trace file” and '
         'pick it. The trace stays on your machine.</p>')
     return section("provenance", "How it ran", shown, perfetto)

@@ -46,6 +46,11 @@ class PricedGrid(Grid):
         """The clock, for strategies that know more of what their clients do than the messages tell."""
         return self._clock
 
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that messages are priced on."""
+        return self._cluster
+
     def set_run(self, run: Run) -> None:
         """Set the run of the inner grid."""
         self._grid.set_run(run)

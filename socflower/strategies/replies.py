@@ -7,7 +7,7 @@ from typing import cast
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from socflower.cluster.protocol import ARRAYS, METRICS, NUM_EXAMPLES
+from socflower.cluster.protocol import ARRAYS, GROUP_ID, METRICS, NUM_EXAMPLES
 from socflower.errors import TrainingFailed
 from socflower.hierarchy import Group, first_non_finite
 from socflower.strategies.records import array_views
@@ -19,7 +19,7 @@ _CLIENT_FAULTS = (1, 2)  # Flower's error codes of a ClientApp that cannot be lo
 class ReplyEvent:
     """A reply that was not averaged in."""
 
-    kind: str  # "client-raised", "no-reply", "not-finite" or "malformed"
+    kind: str  # "client-raised", "no-reply", "not-finite", "malformed" or "not-a-group"
     group_id: int  # of a client that trains alone: its SoC
     text: str
 
@@ -40,7 +40,8 @@ def sort_replies(
         group = group_of_node.get(node_id)
         if group is None:
             continue
-        event = fault_of(reply, group.group_id, f"group {group.group_id}, SoC {group.leader} (node {node_id})")
+        where = f"group {group.group_id}, SoC {group.leader} (node {node_id})"
+        event = fault_of(reply, group.group_id, where) or _not_a_group(reply, group.group_id, where)
         if event is None:
             usable[group.group_id] = reply
         elif event.kind == "client-raised" and not tolerate_errors:
@@ -55,6 +56,15 @@ def sort_replies(
     if not usable:
         raise TrainingFailed(f"no group sent a usable model; first cause: {ordered[0].text}")
     return [usable[group_id] for group_id in sorted(usable)], ordered
+
+
+def _not_a_group(reply: Message, group_id: int, where: str) -> ReplyEvent | None:
+    """Return the fault of a client that trained as if it were alone: averaged in, it would pass for its group."""
+    if cast(MetricRecord, reply.content[METRICS]).get(GROUP_ID) == group_id:
+        return None
+    return ReplyEvent(kind="not-a-group", group_id=group_id,
+                      text=f"{where}: its ClientApp did not train as a group, dropped; make it with "
+                           "socflower.clients.make_client_app")
 
 
 def no_reply(group_id: int, where: str) -> ReplyEvent:

@@ -11,7 +11,17 @@ from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
 from socflower.cluster import Cluster, ModelProfile, Usage, VirtualClock, sustained_rates
-from socflower.cluster.protocol import ARRAYS, CONFIG, GROUP, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND, GroupTask
+from socflower.cluster.protocol import (
+    ARRAYS,
+    CONFIG,
+    GROUP,
+    GROUP_ID,
+    METRICS,
+    NUM_EXAMPLES,
+    PRICED,
+    SERVER_ROUND,
+    GroupTask,
+)
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.hierarchy import (
     Group,
@@ -84,10 +94,12 @@ class SoCFlow(Strategy):
         self.steps_per_epoch = group_steps_per_epoch(num_samples, len(self.plan.groups), batch_size)
         self.intervals: Sequence[SyncInterval] = sync_schedule(num_epochs, self.steps_per_epoch, interval_epochs)
         self.reports: list[RoundReport] = []
+        self._cluster = cluster
         self._work = None if model_profile is None else TrainingWork(
             cluster=cluster, plan=self.plan, profile=model_profile, num_samples=num_samples, batch_size=batch_size,
             steps_per_epoch=self.steps_per_epoch, reshuffle=reshuffle, sequenced=sequenced,
             overlap_buckets=overlap_buckets)
+        self._num_samples = num_samples
         self._batch_size = batch_size
         self._reshuffle = reshuffle
         self._seed = seed
@@ -117,7 +129,7 @@ class SoCFlow(Strategy):
     ) -> list[Message]:
         """Address every group's leader, in group order; `config` is the caller's, so it is copied."""
         if self._clock is None:
-            self._clock = getattr(grid, "clock", None)
+            self._use_clock_of(grid)
         nodes = self._node_of_soc(grid)
         self._group_of_node = {nodes[group.leader]: group for group in self.plan.groups}
         interval = self._interval(server_round)
@@ -157,6 +169,19 @@ class SoCFlow(Strategy):
         """Return nothing; see `configure_evaluate`."""
         return None
 
+    def _use_clock_of(self, grid: Grid) -> None:
+        """Take the grid's clock, if it has one; refuse to price a cluster that is not the grid's."""
+        self._clock = getattr(grid, "clock", None)
+        if self._clock is None:
+            return
+        if self._work is None:
+            log(WARNING, "SoCFlow: without model_profile this engine keeps no virtual time; pass "
+                         "model_profile=profile_module(model, example_shape, name)")
+        cluster = getattr(grid, "cluster", self._cluster)
+        if cluster.boards != self._cluster.boards:
+            raise ConfigError(f"SoCFlow: its cluster ({_described(self._cluster)}) is not the one the engine was given "
+                              f"({_described(cluster)}); describe both by the same cluster file")
+
     def _interval(self, server_round: int) -> SyncInterval:
         if not 1 <= server_round <= self.num_rounds:
             raise ConfigError(f"SoCFlow: round {server_round} of a plan of {self.num_rounds} rounds; call start with "
@@ -179,7 +204,7 @@ class SoCFlow(Strategy):
             capacities=self._capacities(group), first_step=interval.first_step, num_steps=interval.num_steps,
             steps_per_epoch=self.steps_per_epoch, total_steps=self.intervals[-1].first_step
             + self.intervals[-1].num_steps, batch_size=self._batch_size, reshuffle=self._reshuffle,
-            deal_epoch=interval.deal_epoch, seed=self._seed,
+            deal_epoch=interval.deal_epoch, seed=self._seed, num_samples=self._num_samples,
         )
 
     def _capacities(self, group: Group) -> tuple[float, ...]:
@@ -192,9 +217,14 @@ class SoCFlow(Strategy):
         return self._work.run(interval, self._clock)
 
 
+def _described(cluster: Cluster) -> str:
+    devices = sorted({board.device.name for board in cluster.boards})
+    return f"{cluster.num_socs} SoCs on {len(cluster.boards)} boards, {', '.join(devices)}"
+
+
 def _weighted_mean(metrics: Sequence[MetricRecord], samples: Sequence[float]) -> MetricRecord:
     """Return the mean over samples of every scalar metric that all replies have."""
-    common = set.intersection(*(set(metric) for metric in metrics)) - {NUM_EXAMPLES}
+    common = set.intersection(*(set(metric) for metric in metrics)) - {NUM_EXAMPLES, GROUP_ID}
     means: dict[str, int | float] = {
         key: sum(float(cast(float, metric[key])) * weight for metric, weight in zip(metrics, samples, strict=True))
         / sum(samples)

@@ -151,7 +151,7 @@ def group_task(**changes: object) -> GroupTask:
     """The second of two groups of two over four partitions; three steps an epoch."""
     values: dict[str, object] = {
         "members": (2, 3), "partitions": (2, 3), "num_partitions": 4, "capacities": (1.0, 2.0), "num_steps": 2,
-        "steps_per_epoch": 3, "total_steps": 6}
+        "steps_per_epoch": 3, "total_steps": 6, "num_samples": len(DATA)}
     return task(1, 2, **(values | changes))
 
 
@@ -297,3 +297,9 @@ def test_threads_are_as_before_afterwards() -> None:
         app(message(**{"batch-size": 0}), node())
     assert torch.get_num_threads() == before
     assert inside == [before + 1, before + 1]
+
+
+def test_data_that_are_not_what_the_strategy_was_told_are_refused() -> None:
+    """A data function that ignores its arguments, as Flower's habits suggest, returns one part for the whole."""
+    with pytest.raises(ConfigError, match=rf"returned {len(DATA)} samples, but the strategy was told num_samples = 99"):
+        make_app()(message(group=group_task(num_samples=99)), node(2))

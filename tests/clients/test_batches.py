@@ -13,7 +13,7 @@ def task(group_id: int, num_groups: int, **changes: object) -> GroupTask:
     values: dict[str, object] = {
         "group_id": group_id, "num_groups": num_groups, "members": (0,), "partitions": (0,), "num_partitions": 1,
         "capacities": (1.0,), "first_step": 0, "num_steps": 1, "steps_per_epoch": 1, "total_steps": 10,
-        "batch_size": 8, "reshuffle": True, "deal_epoch": 0, "seed": 7,
+        "batch_size": 8, "reshuffle": True, "deal_epoch": 0, "seed": 7, "num_samples": 100,
     }
     return GroupTask(**(values | changes))  # type: ignore[arg-type]
 

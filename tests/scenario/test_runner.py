@@ -264,3 +264,10 @@ def test_what_cannot_run_is_refused_with_both_numbers(
 
 def test_an_event_may_strike_any_slot_of_the_cluster_when_some_are_idle() -> None:
     check_feasible(small(socs=2, groups=1, events=(EventConfig(kind="nan", soc=3, round=1),)), "local")
+
+
+def test_the_report_of_a_run_shows_its_groups_on_their_boards(tmp_path: Path) -> None:
+    run_to_folder(small(), tmp_path / "out", num_workers=0)
+    page = (tmp_path / "out" / "report.html").read_text("utf-8")
+    assert "Groups on boards" in page
+    assert "No strategy of this report forms groups" not in page

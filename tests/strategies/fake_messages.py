@@ -21,7 +21,10 @@ def model(value: float = 0.0) -> ArrayRecord:
 
 
 def answer(message: Message, value: float, num_examples: object = 1, **metrics: float) -> Message:
-    """Reply with a model full of `value`."""
+    """Reply with a model full of `value`, as a client that did its group's work."""
+    group = message.content.config_records.get("group")
+    if group is not None:
+        metrics = {"socflower-group": int(group["group-id"]), **metrics}  # type: ignore[arg-type]
     content = RecordDict({"arrays": model(value),
                           "metrics": MetricRecord({"num-examples": num_examples, **metrics})})  # type: ignore[dict-item]
     return Message(content, reply_to=message)

@@ -145,7 +145,9 @@ def test_metrics_that_only_some_have_or_that_are_lists_are_left_out() -> None:
     strategy = socflow()
     first, second = messages(strategy)
     odd = answer(second, 1.0)
-    odd.content["metrics"] = MetricRecord({"num-examples": 1, "loss": 1.0, "curve": [1.0, 2.0]})
+    group = int(odd.content["metrics"]["socflower-group"])  # type: ignore[arg-type]
+    odd.content["metrics"] = MetricRecord(
+        {"num-examples": 1, "loss": 1.0, "curve": [1.0, 2.0], "socflower-group": group})
     other = answer(first, 1.0, loss=3.0, extra=2.0)
     other.content["metrics"] = MetricRecord({**other.content["metrics"], "curve": [1.0, 2.0]})  # type: ignore[dict-item]
     _, metrics = strategy.aggregate_train(1, [other, odd])
@@ -289,6 +291,25 @@ def test_the_grids_clock_is_used_where_none_is_given() -> None:
     strategy = socflow(cluster=cluster, model_profile=PROFILE)
     strategy.aggregate_train(1, [answer(message, 1.0) for message in messages(strategy, grid=grid)])
     assert grid.clock.now_s == strategy.reports[-1].usage.duration_s > 0.0  # type: ignore[attr-defined]
+
+
+def test_a_strategy_for_another_cluster_than_the_engines_is_refused() -> None:
+    grid = FakeGrid()
+    grid.clock = EventClock(parse_cluster({"boards": [4]}))  # type: ignore[attr-defined]
+    grid.cluster = parse_cluster({"boards": [4], "device": "raspberry-pi-4b"})  # type: ignore[attr-defined]
+    strategy = socflow(cluster=parse_cluster({"boards": [2, 2]}), model_profile=PROFILE)
+    with pytest.raises(ConfigError, match=r"4 SoCs on 2 boards, snapdragon-865\) is not .* 1 boards, raspberry-pi-4b"):
+        messages(strategy, grid=grid)
+
+
+def test_a_client_that_trained_alone_does_not_pass_for_its_group() -> None:
+    strategy = socflow()
+    first, second = messages(strategy)
+    alone = answer(second, 9.0)
+    alone.content["metrics"] = MetricRecord({"num-examples": 1})
+    arrays, _ = strategy.aggregate_train(1, [answer(first, 1.0), alone])
+    assert values(arrays) == [1.0, 1.0, 1.0]
+    assert [event.kind for event in strategy.reports[-1].events] == ["not-a-group"]
 
 
 # ------------------------------------------------------------------------------------------------ baselines
