@@ -57,7 +57,7 @@ def _reply(shapes: list[tuple[int, ...]], seed: int) -> RecordDict:
 
 
 def _compare(case: str, replies: list[RecordDict], quick: bool) -> list[Row]:
-    weights = [float(reply.metric_records["metrics"]["num-examples"]) for reply in replies]  # type: ignore[arg-type]
+    weights = [float(reply.metric_records["metrics"]["num-examples"]) for reply in replies]
 
     def ours() -> ArrayRecord:
         return aggregate_records([reply.array_records["arrays"] for reply in replies], weights)

@@ -71,7 +71,7 @@ def fit(latencies: tuple[Latency, ...]) -> tuple[float, float]:
     best = (low + high) / 2
     for _ in range(30):
         a, rate = np.meshgrid(np.linspace(low[0], high[0], 41), np.linspace(low[1], high[1], 41), indexing="ij")
-        worst = np.max([np.abs(np.log(latency.closed_form_ms(a, rate) / latency.published_ms))  # type: ignore[arg-type]
+        worst = np.max([np.abs(np.log(latency.closed_form_ms(a, rate) / latency.published_ms))
                         for latency in latencies], axis=0)
         at = np.unravel_index(int(np.argmin(worst)), worst.shape)
         best = np.array([a[at], rate[at]])

@@ -19,5 +19,5 @@ def test_simulated_exchange_is_within_15_percent_of_the_paper(
     exchange: Exchange, kind: str, num_socs: int, published_ms: float,
 ) -> None:
     clock = EventClock(parse_cluster({"boards": 7}))
-    usage = clock.run(exchange_graph(range(num_socs), exchange, kind))  # type: ignore[arg-type]
+    usage = clock.run(exchange_graph(range(num_socs), exchange, kind))
     assert 1e3 * usage.duration_s == pytest.approx(published_ms, rel=0.15)

@@ -14,8 +14,9 @@ from socflower.clients import FP32Trainer, Trainer, cosine_annealing, make_clien
 from socflower.clients.faults import Fault, suffer
 from socflower.errors import SocflowerError
 from socflower.scenario.config import Scenario
+from socflower.scenario.model import initial_model
 from socflower.scenario.run_folder import RunFolder
-from socflower.scenario.training import initial_model, train
+from socflower.scenario.training import train
 from socflower.workloads import LabelledData, load_data, partition
 
 RUN_FOLDER_KEY = "run-folder"

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from socflower.cluster import Activity, ModelProfile, Usage, sustained_rates
-from socflower.cluster.tracing import profile_module
+from socflower.cluster import Activity, Usage, sustained_rates
 from socflower.errors import ConfigError
 from socflower.hierarchy import TrainingWork, group_steps_per_epoch, plan_groups, sync_schedule
 from socflower.scenario.config import Scenario
+from socflower.scenario.model import model_profile
 from socflower.scenario.scenario_file import scenario_cluster
 from socflower.sim import EventClock
-from socflower.workloads import build_model, data_shape
+from socflower.workloads import data_shape
 
 
 def plan_scenario(scenario: Scenario) -> dict[str, Any]:
@@ -32,21 +32,13 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     plan = plan_groups(cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name))
     num_samples = data_shape(scenario.data.name).num_train
     work = TrainingWork(
-        cluster=cluster, plan=plan, profile=profile_of(scenario), num_samples=num_samples,
+        cluster=cluster, plan=plan, profile=model_profile(scenario), num_samples=num_samples,
         batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, sequenced=settings.sequenced,
         overlap_buckets=settings.overlap_buckets,
         steps_per_epoch=group_steps_per_epoch(num_samples, len(plan.groups), scenario.train.batch_size))
     what = (f"{scenario.model.name} on {scenario.data.name}, {scenario.train.epochs} epochs of "
             f"{work.steps_per_epoch} steps, batches of {scenario.train.batch_size} a group")
     return {"schema": 1, "work": what, **plan.to_document(), "predicted": _predict(scenario, work), "notes": notes}
-
-
-def profile_of(scenario: Scenario) -> ModelProfile:
-    """Return the layer profile of the scenario's model on its data, without loading any data."""
-    shape = data_shape(scenario.data.name)
-    model = build_model(scenario.model.name, in_channels=shape.channels, image_size=shape.size,
-                        num_classes=shape.num_classes, seed=scenario.seed)
-    return profile_module(model, (shape.channels, shape.size, shape.size), scenario.model.name)
 
 
 def _predict(scenario: Scenario, work: TrainingWork) -> dict[str, float]:

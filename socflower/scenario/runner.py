@@ -27,6 +27,12 @@ from socflower.workloads import load_data, model_names
 
 ENGINES = ("local", "simulation")
 _NEED_WORKERS = ("hang", "die")  # kinds of fault that only a process of its own can suffer
+_NOTES = (
+    "Virtual time and energy come from the cluster model; accuracy comes from real training of this model.",
+    "Exchange constants are fitted to the eight latencies of SoCFlow+ 2.2 (see docs/cost-model.md).",
+)
+"""What a reader of any result should know of where its figures come from."""
+
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 
 
@@ -83,7 +89,7 @@ def run_scenario(
     result["target_accuracy"] = scenario.compare.target_accuracy
     result["time_to_accuracy_s"] = time_to_accuracy_s(result, scenario.compare.target_accuracy)
     result["expectations"] = check_expectations(scenario.expect, result)
-    result["notes"] = notes(scenario)
+    result["notes"] = list(_NOTES)
     return result
 
 
@@ -126,12 +132,6 @@ def time_to_accuracy_s(result: dict[str, Any], target: float | None) -> float | 
     if target is None:
         return None
     return next((entry["virtual_s"] for entry in result["rounds"] if (entry["accuracy"] or 0.0) >= target), None)
-
-
-def notes(scenario: Scenario) -> list[str]:
-    """Return what a reader of the result should know of where its figures come from."""
-    return ["Virtual time and energy come from the cluster model; accuracy comes from real training of this model.",
-            "Exchange constants are fitted to the eight latencies of SoCFlow+ 2.2 (see docs/cost-model.md)."]
 
 
 def _run_locally(scenario: Scenario, folder: RunFolder, num_workers: int | None) -> None:

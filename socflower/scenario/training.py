@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
-from torch import nn
 
 from socflower import __version__
-from socflower.cluster import Cluster, ModelProfile, Usage
-from socflower.cluster.tracing import profile_module
+from socflower.cluster import Cluster, Usage
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import GroupPlan, default_candidates
 from socflower.scenario.config import Scenario
+from socflower.scenario.model import initial_model, model_profile
 from socflower.scenario.run_folder import RunFolder
 from socflower.scenario.scenario_file import scenario_cluster
 from socflower.sim import EventClock, Trace
@@ -25,21 +24,7 @@ from socflower.sim.priced_grid import PricedGrid
 from socflower.strategies import OrderedFedAvg, RingAllReduce, SingleDevice, SoCFlow, profile_group_count
 from socflower.strategies.records import array_views
 from socflower.strategies.replies import ReplyEvent
-from socflower.workloads import DataSet, Evaluation, build_model, evaluate, load_data
-
-
-def initial_model(scenario: Scenario) -> nn.Module:
-    """Return the scenario's model with the weights its seed gives it."""
-    example = load_data(scenario.data.name).train
-    channels, size = example.inputs.shape[1], example.inputs.shape[-1]
-    return build_model(scenario.model.name, in_channels=channels, image_size=size, num_classes=example.num_classes,
-                       seed=scenario.seed)
-
-
-def model_profile(scenario: Scenario) -> ModelProfile:
-    """Return the layer profile of the scenario's model on its data."""
-    example = load_data(scenario.data.name).train
-    return profile_module(initial_model(scenario), tuple(example.inputs.shape[1:]), scenario.model.name)
+from socflower.workloads import DataSet, Evaluation, evaluate, load_data
 
 
 def train(scenario: Scenario, grid: Grid, folder: RunFolder) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from time import monotonic
@@ -32,11 +32,9 @@ class AppReference:
 
     target: str
     folder: Path | None = None  # put on the import path first
-    environment: Mapping[str, str] = field(default_factory=dict)
 
     def load(self) -> object:
         """Import and return the app; `ConfigError` if module or attribute is missing."""
-        os.environ.update(self.environment)
         if self.folder is not None and str(self.folder) not in sys.path:
             sys.path.insert(0, str(self.folder))
         module_name, _, attribute = self.target.partition(":")

@@ -24,7 +24,7 @@ class RingAllReduce(SoCFlow):
 
 
 class SingleDevice(SoCFlow):
-    """SGD on the cluster's first SoC alone."""
+    """SGD on one SoC alone, the fastest where devices differ. `batch_size` is its batch."""
 
     def __init__(self, *, cluster: Cluster, **settings: Any) -> None:
         super().__init__(cluster=cluster, num_groups=1, num_socs=1, interval_epochs=1.0, **settings)

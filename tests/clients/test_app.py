@@ -33,7 +33,7 @@ def part(context: Context, partition_id: int, num_partitions: int) -> LabelledDa
 
 def make_app(**changes: object) -> ClientApp:
     settings: dict[str, object] = {"trainer": TRAINER}
-    return make_client_app(lambda context: fresh(), part, **(settings | changes))  # type: ignore[arg-type]
+    return make_client_app(lambda context: fresh(), part, **(settings | changes))
 
 
 def node(partition_id: int = 0, num_partitions: int = 4) -> Context:
@@ -48,7 +48,7 @@ def weights(model: nn.Module) -> ArrayRecord:
 def message(message_type: str = "train", *, model: nn.Module | None = None, group: GroupTask | None = None,
             **config: object) -> Message:
     begin_run(1)
-    content = RecordDict({"arrays": weights(model or fresh()), "config": ConfigRecord(config)})  # type: ignore[arg-type]
+    content = RecordDict({"arrays": weights(model or fresh()), "config": ConfigRecord(config)})
     if group is not None:
         content["group"] = ConfigRecord(group.encode())
     return Message(content, 5, message_type)
@@ -94,7 +94,7 @@ def test_a_node_alone_trains_its_own_partition_by_the_messages_config() -> None:
     reply = make_app()(message(**config), node(2))
     assert_weights(reply, trained_alone(batch_size=5, num_epochs=3, seed=4))
     assert metrics_of(reply)["num-examples"] == 12 * 3
-    assert math.isfinite(metrics_of(reply)["train-loss"])  # type: ignore[arg-type]
+    assert math.isfinite(metrics_of(reply)["train-loss"])
 
 
 def test_without_a_config_it_is_one_epoch_of_batches_of_32() -> None:
@@ -228,7 +228,7 @@ def test_a_group_that_diverged_starts_its_momentum_anew() -> None:
     with torch.no_grad():
         next(spoilt.parameters()).fill_(math.nan)
     reply = app(message(group=group_task(), model=spoilt), context)
-    assert math.isnan(metrics_of(reply)["train-loss"])  # type: ignore[arg-type]
+    assert math.isnan(metrics_of(reply)["train-loss"])
     following, expected = group_task(first_step=2), fresh()
     trained_as_group(following, DATA, expected)
     assert_weights(app(message(group=following), context), expected)

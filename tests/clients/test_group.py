@@ -33,7 +33,7 @@ def small_data(num_samples: int) -> LabelledData:
 
 
 def session(model: nn.Module, num_members: int, **changes: object) -> FP32Session:
-    trainer = FP32Trainer(**{"optimizer": sgd(0.1, 0.9), "member_passes": "always", **changes})  # type: ignore[arg-type]
+    trainer = FP32Trainer(**{"optimizer": sgd(0.1, 0.9), "member_passes": "always", **changes})
     return trainer.start(model, num_members=num_members, first_step=0, total_steps=10, state=None)
 
 

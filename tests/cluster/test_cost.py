@@ -19,7 +19,7 @@ def machine(**changes: object) -> Device:
         "layer_overhead_s": 0.01,
         "processors": {"cpu": Processor(name="cpu", flops_per_s=9e6, active_w=5.0, flops_per_s_by_model={"n": 18e6})},
     }
-    return Device(**(values | changes))  # type: ignore[arg-type]
+    return Device(**(values | changes))
 
 
 def test_a_step_by_hand() -> None:

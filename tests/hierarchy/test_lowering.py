@@ -31,7 +31,7 @@ def transfers(graph: TaskGraph) -> list[Transfer]:
 def bytes_by_tier(cluster: Cluster, graph: TaskGraph) -> Counter[Tier]:
     found = Counter[Tier]()
     for task in transfers(graph):
-        found[cluster.tier(task.source, task.target)] += task.num_bytes  # type: ignore[assignment]
+        found[cluster.tier(task.source, task.target)] += task.num_bytes
     return found
 
 
@@ -53,7 +53,7 @@ def group_of(plan: GroupPlan) -> dict[int, int]:
 def crossings(plan: GroupPlan, graph: TaskGraph) -> set[tuple[int, int, bool]]:
     """Return (waiting group, group waited for, whether in the previous step) over groups' borders."""
     owner = group_of(plan)
-    place = [owner[task.device if isinstance(task, Compute) else task.source] for task in graph.tasks]  # type: ignore[index]
+    place = [owner[task.device if isinstance(task, Compute) else task.source] for task in graph.tasks]
     return {(place[index], place[other], loop) for index, task in enumerate(graph.tasks)
             for others, loop in ((task.after, False), (task.after_previous, True))
             for other in others if place[other] != place[index]}
@@ -66,8 +66,8 @@ def test_ring_sends_2_n_minus_1_nths_of_the_bytes_per_member(size: int) -> None:
     sent = Counter[int]()
     for task in transfers(graph):
         assert task.num_messages == 7 and task.num_bytes == pytest.approx(1200.0 / size)
-        assert plan.groups[0].members.index(task.target) == (plan.groups[0].members.index(task.source) + 1) % size  # type: ignore[arg-type]
-        sent[task.source] += 1  # type: ignore[index]
+        assert plan.groups[0].members.index(task.target) == (plan.groups[0].members.index(task.source) + 1) % size
+        sent[task.source] += 1
     assert len(transfers(graph)) == 2 * (size - 1) * size
     assert set(sent.values()) <= {2 * (size - 1)}
 
@@ -82,7 +82,7 @@ def test_every_update_needs_every_members_compute_and_follows_into_the_next_step
                    and task.activity is Activity.UPDATE]
         assert len(updates) == 5 and len(works) == 5 * buckets
         assert all(set(works) <= ancestors(graph, update) for update in updates)
-        loops = {(task.device, graph.tasks[other].device)  # type: ignore[union-attr]
+        loops = {(task.device, graph.tasks[other].device)
                  for task in graph.tasks for other in task.after_previous}
         assert loops == {(soc, soc) for soc in plan.participants}
         for soc in plan.participants:
@@ -112,9 +112,9 @@ def test_a_group_waits_for_the_whole_exchange_of_its_predecessor() -> None:
     graph = step_graph(plan, costs_of(plan), EXCHANGE)
     owner = group_of(plan)
     sends = {group: [i for i, task in enumerate(graph.tasks) if isinstance(task, Transfer)
-                     and owner[task.source] == group] for group in (0, 1)}  # type: ignore[index]
+                     and owner[task.source] == group] for group in (0, 1)}
     assert set(sends[0]) <= ancestors(graph, sends[1][0])
-    assert not any(isinstance(graph.tasks[i], Transfer) and owner[graph.tasks[i].source] == 1  # type: ignore[union-attr]
+    assert not any(isinstance(graph.tasks[i], Transfer) and owner[graph.tasks[i].source] == 1
                    for i in ancestors(graph, sends[0][-1]))
 
 
@@ -129,7 +129,7 @@ def test_buckets_carry_all_bytes_and_tensors_one_after_the_other() -> None:
     sends_at = [i for i, task in enumerate(graph.tasks) if isinstance(task, Transfer)]
     assert set(sends_at[:4]) <= ancestors(graph, sends_at[4]) | ancestors(graph, sends_at[5])
     first = ancestors(graph, sends_at[0])
-    assert [graph.tasks[i].seconds for i in first] == [2.0]  # type: ignore[union-attr]  # forward and half the backward
+    assert [graph.tasks[i].seconds for i in first] == [2.0]  # forward and half the backward
 
 
 @settings(deadline=None)
@@ -142,15 +142,15 @@ def test_hub_traffic_is_n_up_and_n_down_never_m(slots: list[int], data: st.DataO
     uploads = [i for i, task in enumerate(graph.tasks) if isinstance(task, Transfer) and task.target == HUB]
     downloads = [i for i, task in enumerate(graph.tasks) if isinstance(task, Transfer) and task.source == HUB]
     leaders = {group.leader for group in plan.groups}
-    assert {graph.tasks[i].source for i in uploads} == leaders and len(uploads) == num_groups  # type: ignore[union-attr]
-    assert {graph.tasks[i].target for i in downloads} == leaders and len(downloads) == num_groups  # type: ignore[union-attr]
+    assert {graph.tasks[i].source for i in uploads} == leaders and len(uploads) == num_groups
+    assert {graph.tasks[i].target for i in downloads} == leaders and len(downloads) == num_groups
     assert all(set(uploads) <= ancestors(graph, i) for i in downloads)
     assert bytes_by_tier(cluster, graph)[Tier.HUB] == 2 * num_groups * 1200.0
     received = Counter(task.target for task in transfers(graph) if task.target != HUB)
     assert received == Counter(plan.participants)  # every member gets the result once
     for group in plan.groups:
-        rounds = max(len([i for i in ancestors(graph, index) if graph.tasks[i].source != HUB  # type: ignore[union-attr]
-                          and graph.tasks[i].target != HUB]) + 1  # type: ignore[union-attr]
+        rounds = max(len([i for i in ancestors(graph, index) if graph.tasks[i].source != HUB
+                          and graph.tasks[i].target != HUB]) + 1
                      for index, task in enumerate(graph.tasks) if isinstance(task, Transfer)
                      and task.target in group.members and task.source != HUB) if len(group.members) > 1 else 0
         assert rounds <= (len(group.members) - 1).bit_length()
@@ -175,7 +175,7 @@ def test_a_ring_over_two_boards_crosses_each_uplink_once_a_sub_step() -> None:
 
 
 def test_exchanges_alone_are_a_ring_or_a_server_of_two_n_minus_1_messages() -> None:
-    ring, server = (exchange_graph((4, 0, 2), EXCHANGE, kind) for kind in ("ring", "server"))  # type: ignore[arg-type]
+    ring, server = (exchange_graph((4, 0, 2), EXCHANGE, kind) for kind in ("ring", "server"))
     assert sum(task.num_bytes for task in transfers(ring)) == pytest.approx(2 * 2 / 3 * 1200.0 * 3)
     assert [(task.source, task.target) for task in transfers(server)] == [(0, 4), (2, 4), (4, 0), (4, 2)]
     assert set(server.tasks[2].after) == {0, 1}
@@ -193,7 +193,7 @@ def test_what_cannot_be_lowered_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_tensors"):
         Exchange(num_bytes=1.0, num_tensors=0)
     with pytest.raises(ConfigError, match="'tree'"):
-        exchange_graph((0, 1), EXCHANGE, "tree")  # type: ignore[arg-type]
+        exchange_graph((0, 1), EXCHANGE, "tree")
     with pytest.raises(ConfigError, match="1 SoCs"):
         exchange_graph((0,), EXCHANGE)
 

@@ -16,14 +16,14 @@ def train(message: Message, context: Context) -> Message:
     """Count calls in the node's state, and do what the config says."""
     config = message.content.config_records["config"]
     if config.get("sleep-s"):
-        time.sleep(float(config["sleep-s"]))  # type: ignore[arg-type]
+        time.sleep(float(config["sleep-s"]))
     if config.get("die"):
         os._exit(3)
     if config.get("raise"):
         raise ValueError("on purpose")
-    calls = int(context.state["calls"]["n"]) + 1 if "calls" in context.state else 1  # type: ignore[index,arg-type]
+    calls = int(context.state["calls"]["n"]) + 1 if "calls" in context.state else 1
     context.state["calls"] = ConfigRecord({"n": calls})
     metrics = MetricRecord({"calls": calls, "partition": int(context.node_config["partition-id"]), "pid": os.getpid(),
-                            "num-examples": int(config.get("examples", 0))})  # type: ignore[arg-type]
+                            "num-examples": int(config.get("examples", 0))})
     arrays = ArrayRecord({"w": Array(np.full(256, calls, np.float32))})
     return Message(RecordDict({"metrics": metrics, "arrays": arrays}), reply_to=message)

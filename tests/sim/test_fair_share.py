@@ -38,7 +38,7 @@ def test_order_of_flows_does_not_matter(network: tuple[list[tuple[int, ...]], di
                                         random: object) -> None:
     paths, capacities = network
     order = list(range(len(paths)))
-    random.shuffle(order)  # type: ignore[attr-defined]
+    random.shuffle(order)
     rates = max_min_rates(paths, capacities)
     assert max_min_rates([paths[flow] for flow in order], capacities) == pytest.approx(
         [rates[flow] for flow in order], rel=1e-9)

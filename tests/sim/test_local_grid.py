@@ -16,7 +16,7 @@ APP = AppReference(target="tests.sim.apps_for_tests:app")
 
 
 def message(node_id: int, **config: object) -> Message:
-    return Message(RecordDict({"config": ConfigRecord(config)}), node_id, "train")  # type: ignore[arg-type]
+    return Message(RecordDict({"config": ConfigRecord(config)}), node_id, "train")
 
 
 def calls(replies: list[Message]) -> list[int]:

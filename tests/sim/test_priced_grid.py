@@ -70,7 +70,7 @@ def num_bytes(num_elements: int) -> int:
 
 
 def message(node: int, num_elements: int = 100, message_type: str = "train", **config: bool) -> Message:
-    return Message(RecordDict({"arrays": arrays(num_elements), "config": ConfigRecord(config)}),  # type: ignore[arg-type]
+    return Message(RecordDict({"arrays": arrays(num_elements), "config": ConfigRecord(config)}),
                    node, message_type)
 
 
@@ -131,7 +131,7 @@ def test_nodes_are_socs_in_ascending_order_of_their_ids(make_cluster: MakeCluste
     priced: list[str] = []
 
     class Listening(EventClock):
-        def run(self, graph, *, repeat=1, label=""):  # type: ignore[no-untyped-def]
+        def run(self, graph, *, repeat=1, label=""):
             priced.extend(task.name for task in graph.tasks)
             return super().run(graph, repeat=repeat, label=label)
 

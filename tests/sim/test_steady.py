@@ -215,7 +215,7 @@ def test_no_time_no_mean_power(make_cluster: MakeCluster) -> None:
 @pytest.mark.parametrize("factors", [[1.0], [1.0, 1.0, 0.0, 1.0, 1.0]])
 def test_impossible_speeds_are_config_errors(make_cluster: MakeCluster, factors: list[float]) -> None:
     dynamics = SlowDown(5, 10.0)
-    dynamics.speed_factors = lambda: factors  # type: ignore[method-assign]
+    dynamics.speed_factors = lambda: factors
     with pytest.raises(ConfigError, match="need 5 speed factors above 0"):
         EventClock(make_cluster(), dynamics).run(synchronous_pair(0, 1))
 

@@ -24,9 +24,9 @@ def answer(message: Message, value: float, num_examples: object = 1, **metrics: 
     """Reply with a model full of `value`, as a client that did its group's work."""
     group = message.content.config_records.get("group")
     if group is not None:
-        metrics = {"socflower-group": int(group["group-id"]), **metrics}  # type: ignore[arg-type]
+        metrics = {"socflower-group": int(group["group-id"]), **metrics}
     content = RecordDict({"arrays": model(value),
-                          "metrics": MetricRecord({"num-examples": num_examples, **metrics})})  # type: ignore[dict-item]
+                          "metrics": MetricRecord({"num-examples": num_examples, **metrics})})
     return Message(content, reply_to=message)
 
 

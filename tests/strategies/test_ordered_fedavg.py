@@ -15,7 +15,7 @@ def fedavg() -> OrderedFedAvg:
 
 
 def messages(strategy: OrderedFedAvg) -> list[Message]:
-    return strategy.configure_train(1, model(), ConfigRecord({}), FakeGrid())  # type: ignore[arg-type]
+    return strategy.configure_train(1, model(), ConfigRecord({}), FakeGrid())
 
 
 def test_nodes_are_addressed_in_ascending_order_however_they_are_drawn() -> None:

@@ -26,7 +26,7 @@ def socflow(**changes: Any) -> SoCFlow:
 
 
 def messages(strategy: SoCFlow, server_round: int = 1, grid: FakeGrid | None = None) -> list[Message]:
-    return strategy.configure_train(server_round, model(), ConfigRecord({}), grid or FakeGrid())  # type: ignore[arg-type]
+    return strategy.configure_train(server_round, model(), ConfigRecord({}), grid or FakeGrid())
 
 
 def task_of(message: Message) -> GroupTask:
@@ -53,7 +53,7 @@ def test_only_leaders_get_a_message_in_group_order() -> None:
 def test_a_message_has_the_model_the_config_and_the_interval() -> None:
     strategy = socflow(seed=9, reshuffle=False)
     arrays, config = model(7.0), ConfigRecord({"mine": 3})
-    sent = strategy.configure_train(2, arrays, config, FakeGrid())  # type: ignore[arg-type]
+    sent = strategy.configure_train(2, arrays, config, FakeGrid())
     for message in sent:
         assert values(message.content.array_records["arrays"]) == [7.0] * 3
         assert dict(message.content.config_records["config"]) == {"mine": 3, "server-round": 2, PRICED: True}
@@ -65,7 +65,7 @@ def test_a_message_has_the_model_the_config_and_the_interval() -> None:
 
 def test_the_callers_config_is_not_changed() -> None:
     config = ConfigRecord({"mine": 3})
-    socflow().configure_train(1, model(), config, FakeGrid())  # type: ignore[arg-type]
+    socflow().configure_train(1, model(), config, FakeGrid())
     assert dict(config) == {"mine": 3}
 
 
@@ -145,11 +145,11 @@ def test_metrics_that_only_some_have_or_that_are_lists_are_left_out() -> None:
     strategy = socflow()
     first, second = messages(strategy)
     odd = answer(second, 1.0)
-    group = int(odd.content["metrics"]["socflower-group"])  # type: ignore[arg-type]
+    group = int(odd.content["metrics"]["socflower-group"])
     odd.content["metrics"] = MetricRecord(
         {"num-examples": 1, "loss": 1.0, "curve": [1.0, 2.0], "socflower-group": group})
     other = answer(first, 1.0, loss=3.0, extra=2.0)
-    other.content["metrics"] = MetricRecord({**other.content["metrics"], "curve": [1.0, 2.0]})  # type: ignore[dict-item]
+    other.content["metrics"] = MetricRecord({**other.content["metrics"], "curve": [1.0, 2.0]})
     _, metrics = strategy.aggregate_train(1, [other, odd])
     assert metrics is not None and dict(metrics) == {"loss": 2.0, "num-examples": 2}
 
@@ -174,7 +174,7 @@ def broken(message: Message, kind: str) -> list[Message]:
     elif kind == "unreadable":
         good.content["arrays"] = ArrayRecord({"w": Array("float32", (3,), "numpy.ndarray", b"not a file")})
     else:
-        good.content["metrics"] = MetricRecord({"num-examples": {  # type: ignore[dict-item]
+        good.content["metrics"] = MetricRecord({"num-examples": {
             "zero examples": 0, "negative examples": -3, "NaN examples": np.nan, "infinite examples": np.inf,
             "list of examples": [3]}[kind]})
     return [good]
@@ -287,16 +287,16 @@ def test_without_a_clock_nothing_is_priced() -> None:
 def test_the_grids_clock_is_used_where_none_is_given() -> None:
     cluster = parse_cluster({"boards": [2, 2]})
     grid = FakeGrid()
-    grid.clock = EventClock(cluster)  # type: ignore[attr-defined]
+    grid.clock = EventClock(cluster)
     strategy = socflow(cluster=cluster, model_profile=PROFILE)
     strategy.aggregate_train(1, [answer(message, 1.0) for message in messages(strategy, grid=grid)])
-    assert grid.clock.now_s == strategy.reports[-1].usage.duration_s > 0.0  # type: ignore[attr-defined]
+    assert grid.clock.now_s == strategy.reports[-1].usage.duration_s > 0.0
 
 
 def test_a_strategy_for_another_cluster_than_the_engines_is_refused() -> None:
     grid = FakeGrid()
-    grid.clock = EventClock(parse_cluster({"boards": [4]}))  # type: ignore[attr-defined]
-    grid.cluster = parse_cluster({"boards": [4], "device": "raspberry-pi-4b"})  # type: ignore[attr-defined]
+    grid.clock = EventClock(parse_cluster({"boards": [4]}))
+    grid.cluster = parse_cluster({"boards": [4], "device": "raspberry-pi-4b"})
     strategy = socflow(cluster=parse_cluster({"boards": [2, 2]}), model_profile=PROFILE)
     with pytest.raises(ConfigError, match=r"4 SoCs on 2 boards, snapdragon-865\) is not .* 1 boards, raspberry-pi-4b"):
         messages(strategy, grid=grid)
@@ -327,5 +327,5 @@ def test_a_single_device_is_one_group_of_one() -> None:
 
 def test_the_model_is_evaluated_on_the_server_only() -> None:
     strategy = socflow()
-    assert strategy.configure_evaluate(1, model(), ConfigRecord({}), FakeGrid()) == []  # type: ignore[arg-type]
+    assert strategy.configure_evaluate(1, model(), ConfigRecord({}), FakeGrid()) == []
     assert strategy.aggregate_evaluate(1, []) is None

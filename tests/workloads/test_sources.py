@@ -290,7 +290,7 @@ def test_the_hub_is_asked_when_no_folder_has_it(
         return FakeRows(pixels)
 
     hub = ModuleType("datasets")
-    hub.load_dataset, hub.Image = load_dataset, SimpleNamespace  # type: ignore[attr-defined]
+    hub.load_dataset, hub.Image = load_dataset, SimpleNamespace
     monkeypatch.setitem(sys.modules, OFFLINE, hub)
     data = load_data("cifar10", tmp_path)
     assert asked == [("uoft-cs/cifar10", "train"), ("uoft-cs/cifar10", "test")]
@@ -303,7 +303,7 @@ def test_an_unreachable_hub_is_named_with_its_reason(empty_cache: Path, monkeypa
         raise ConnectionError("could not resolve\nthe host")
 
     hub = ModuleType("datasets")
-    hub.load_dataset = load_dataset  # type: ignore[attr-defined]
+    hub.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, OFFLINE, hub)
     with pytest.raises(
         DataUnavailable, match=r"ConnectionError: could not resolve\. Set SOCFLOWER_DATA"
