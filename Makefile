@@ -28,7 +28,7 @@ $(BIN)/python:
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 
 # Packages only; sources of socflower itself are used where they lie (an editable install).
-$(STAMP): pyproject.toml constraints.txt $(wildcard native/*) | $(BIN)/python
+$(STAMP): pyproject.toml constraints.txt $(shell find native -type f) | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@

@@ -1,0 +1,68 @@
+// Convolutions of any stride, padding and groups (and so linear layers) on the chosen kernel path, with
+// threads. Results equal reference.h bit for bit.
+//
+// Forward and input gradient are the same computation: for every pixel of the result, a sum over kernel taps
+// of (images x channels) times (channels x channels), in which taps that fall into the padding are left out.
+// The weight gradient is, for every tap, a sum over pixels of (channels x images) times (images x channels);
+// both operands are packed once, with the images of one k-group side by side, and serve all taps. A first
+// layer of few channels is run as a pointwise convolution over patches, which are gathered first. Groups other
+// than depthwise run as one dense convolution with zero blocks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.h"
+#include "meetings.h"
+#include "shape.h"
+#include "thread_pool.h"
+
+namespace socflower::int8 {
+
+// Where accumulators go: as int32 (`acc`, after ReLU and mask), or rounded to int8 (`out`). One of them is set.
+struct Destination {
+  std::int32_t* acc = nullptr;
+  std::int8_t* out = nullptr;
+  Requantise how;
+};
+
+class Convolution {
+ public:
+  // batch_block: how many images are worked on at a time (batch splitting); 0 means all.
+  // Throws std::invalid_argument, with the numbers, on a shape that cannot be or cannot be summed exactly.
+  Convolution(const ConvShape& shape, int batch_block = 0);
+
+  const ConvShape& shape() const { return shape_; }
+  int batch_block() const { return batch_block_; }
+
+  // Bytes of workspace that any of the three functions needs on `path`; contents need not be kept.
+  std::size_t workspace_bytes(const Path& path) const;
+
+  // Each returns the largest magnitude that was stored, before rounding. `activations` says that x lies in
+  // 0..127 (it follows a ReLU), which has quicker kernels. bias: out_cs values at accumulator scale, or null.
+  std::uint32_t forward(const Path& path, ThreadPool& pool, const std::int8_t* x, bool activations,
+                        const std::int8_t* weight, const std::int32_t* bias, const Destination& to,
+                        void* workspace) const;
+  std::uint32_t input_gradient(const Path& path, ThreadPool& pool, const std::int8_t* dy, const std::int8_t* weight,
+                               const Destination& to, void* workspace) const;
+  // acc (taps, in_c/groups, out_cs) is overwritten. Throws std::overflow_error where more than kMaxExactDepth
+  // products meet in one sum and the values do not rule out that it leaves int32.
+  std::uint32_t weight_gradient(const Path& path, ThreadPool& pool, const std::int8_t* x, bool activations,
+                                const std::int8_t* dy, std::int32_t* acc, void* workspace) const;
+
+ private:
+  const ConvShape shape_;
+  const int batch_block_;
+  const bool patches_, dense_groups_;
+  const ConvShape inner_;         // what the products see: pointwise over patches, or without groups
+  Meetings forward_, backward_;   // by output and by input pixel
+  Meetings taps_;                 // of inner_, by tap
+};
+
+// out[m,n] = sum_k lhs[m,k] * rhs[n,k], row-major, exactly. 0 < depth <= kMaxExactDepth.
+// activations: lhs lies in 0..127.
+void gemm(const Path& path, ThreadPool& pool, const std::int8_t* lhs, bool activations, const std::int8_t* rhs,
+          std::int32_t* out, int rows, int cols, int depth, void* workspace);
+std::size_t gemm_workspace_bytes(const Path& path, int rows, int cols, int depth);
+
+}  // namespace socflower::int8

@@ -1,0 +1,170 @@
+#include "kernel_choice.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "convolution.h"
+#include "layers.h"
+#include "paths/registry.h"
+#include "reference.h"
+
+namespace socflower::int8 {
+namespace {
+
+std::vector<std::int8_t> random_tensor(std::mt19937& random, std::size_t rows, int channels, int low, int high) {
+  const int cs = channel_stride(channels);
+  std::vector<std::int8_t> values(rows * cs, 0);
+  for (std::size_t row = 0; row < rows; ++row)
+    for (int c = 0; c < channels; ++c) {
+      values[row * cs + c] = static_cast<std::int8_t>(low + int(random() % unsigned(high - low + 1)));
+    }
+  return values;
+}
+
+std::string check_convolution(const Path& path, std::mt19937& random, const ConvShape& s, int batch_block) {
+  ThreadPool pool(1);
+  const Convolution convolution(s, batch_block);
+  std::vector<std::uint8_t> workspace(convolution.workspace_bytes(path));
+  const std::size_t in_rows = std::size_t(s.in_h) * s.in_w * s.batch;
+  const std::size_t out_rows = std::size_t(s.out_h()) * s.out_w() * s.batch;
+  const auto weight = random_tensor(random, std::size_t(s.taps()) * s.group_in_c(), s.out_c, -127, 127);
+  const auto dy = random_tensor(random, out_rows, s.out_c, -127, 127);
+  for (const bool activations : {false, true}) {
+    const auto x = random_tensor(random, in_rows, s.in_c, activations ? 0 : -127, 127);
+    std::vector<std::int32_t> want(s.output_size()), got(s.output_size());
+    Destination to;
+    to.acc = got.data();
+    reference::convolution(s, x.data(), weight.data(), nullptr, want.data());
+    convolution.forward(path, pool, x.data(), activations, weight.data(), nullptr, to, workspace.data());
+    if (want != got) return "convolution";
+
+    std::vector<std::int32_t> want_dw(s.weight_size()), got_dw(s.weight_size());
+    reference::convolution_weight_gradient(s, x.data(), dy.data(), want_dw.data());
+    convolution.weight_gradient(path, pool, x.data(), activations, dy.data(), got_dw.data(), workspace.data());
+    if (want_dw != got_dw) return "weight gradient";
+  }
+  std::vector<std::int32_t> want(s.input_size());
+  std::vector<std::int8_t> want_dx(s.input_size()), got_dx(s.input_size());
+  reference::convolution_input_gradient(s, dy.data(), weight.data(), want.data());
+  Destination to;
+  to.out = got_dx.data();
+  to.how.shift = 9, to.how.rounding = Rounding::kPseudoStochastic;
+  reference::requantise(want.data(), want_dx.data(), want.size(), to.how);
+  convolution.input_gradient(path, pool, dy.data(), weight.data(), to, workspace.data());
+  return want_dx == got_dx ? "" : "input gradient";
+}
+
+std::string check_elementwise(const Path& path, std::mt19937& random) {
+  constexpr int kRows = 37, kCs = 48;
+  const auto a = random_tensor(random, kRows, kCs, -127, 127), b = random_tensor(random, kRows, kCs, -127, 127);
+  std::vector<std::int32_t> scale(kCs), offset(kCs);
+  for (int c = 0; c < kCs; ++c) {
+    scale[c] = int(random() % 8000000) - 4000000;
+    offset[c] = int(random() % 100000000) - 50000000;
+  }
+  std::vector<std::int8_t> want(a.size()), got(a.size());
+  for (const Rounding rounding : {Rounding::kNearest, Rounding::kPseudoStochastic}) {
+    Requantise how{3, rounding, true, nullptr};
+    reference::add(a.data(), 2, b.data(), 5, want.data(), want.size(), how);
+    path.add(a.data(), 2, b.data(), 5, got.data(), got.size(), how);
+    if (want != got) return "addition";
+    how = {22, rounding, false, b.data()};
+    reference::affine(a.data(), scale.data(), offset.data(), want.data(), kRows, kCs, how);
+    path.affine(a.data(), scale.data(), offset.data(), got.data(), kRows, kCs, how);
+    if (want != got) return "affine";
+    how = {23, rounding, false, nullptr};
+    reference::affine_gradient(a.data(), b.data(), a.data(), scale.data(), scale.data(), offset.data(), want.data(),
+                               kRows, kCs, how);
+    path.affine_gradient(a.data(), b.data(), a.data(), scale.data(), scale.data(), offset.data(), got.data(), kRows,
+                         kCs, how);
+    if (want != got) return "affine gradient";
+  }
+  std::vector<std::int64_t> want_a(kCs), want_ab(kCs), got_a(kCs), got_ab(kCs);
+  reference::channel_sums(a.data(), b.data(), b.data(), want_a.data(), want_ab.data(), kRows, kCs);
+  path.channel_sums(a.data(), b.data(), b.data(), got_a.data(), got_ab.data(), kRows, kCs);
+  return want_a == got_a && want_ab == got_ab ? "" : "channel sums";
+}
+
+std::string check_pooling(const Path& path, std::mt19937& random) {
+  ThreadPool pool(1);
+  const PoolShape s{3, 5, 5, 20, 3, 3, 2, 2, 1, 1};
+  const Pooling pooling(s);
+  const auto x = random_tensor(random, std::size_t(s.in_h) * s.in_w * s.batch, s.channels, -127, 127);
+  std::vector<std::int8_t> want(pooling.output_size()), got(pooling.output_size());
+  std::vector<std::uint8_t> want_arg(want.size()), got_arg(want.size());
+  reference::max_pool(s, x.data(), want.data(), want_arg.data());
+  pooling.max(path, pool, x.data(), got.data(), got_arg.data());
+  if (want != got || want_arg != got_arg) return "max pooling";
+  std::vector<std::int8_t> want_dx(x.size()), got_dx(x.size());
+  const Requantise how{1, Rounding::kNearest, false, nullptr};
+  reference::max_pool_gradient(s, got.data(), got_arg.data(), want_dx.data(), how);
+  pooling.max_gradient(path, pool, got.data(), got_arg.data(), got_dx.data(), how);
+  if (want_dx != got_dx) return "max pooling gradient";
+  const Requantise mean{14, Rounding::kNearest, false, nullptr};
+  reference::average_pool(s, x.data(), 1820, want.data(), mean);
+  pooling.average(path, pool, x.data(), 1820, got.data(), mean);
+  return want == got ? "" : "average pooling";
+}
+
+std::string list_of_paths() {
+  std::string names;
+  const Paths paths = available_paths();
+  for (int i = 0; i < paths.count; ++i) names += std::string(i == 0 ? "" : ", ") + paths.begin[i]->name;
+  return names;
+}
+
+}  // namespace
+
+std::string self_test(const Path& path) {
+  std::mt19937 random(17);
+  const struct {
+    ConvShape shape;
+    int batch_block;
+  } cases[] = {
+      {{7, 6, 5, 19, 37, 3, 3, 1, 1, 1, 1, 1}, 0},   {{9, 7, 7, 3, 18, 5, 5, 2, 2, 2, 2, 1}, 0},
+      {{5, 5, 4, 34, 34, 3, 3, 2, 2, 1, 1, 34}, 0},  {{13, 1, 1, 45, 10, 1, 1, 1, 1, 0, 0, 1}, 6},
+      {{6, 6, 6, 8, 12, 3, 3, 1, 1, 0, 0, 2}, 4},    {{18, 3, 3, 66, 70, 3, 3, 1, 1, 1, 1, 1}, 5},
+  };
+  for (const auto& one : cases) {
+    const std::string differs = check_convolution(path, random, one.shape, one.batch_block);
+    if (!differs.empty()) return differs;
+  }
+  const std::string differs = check_elementwise(path, random);
+  return differs.empty() ? check_pooling(path, random) : differs;
+}
+
+const Path& choose_path(const std::string& name) {
+  static std::mutex mutex;
+  static std::map<const Path*, std::string> tested;
+
+  std::string wanted = name;
+  std::string source = "kernel";
+  if (wanted.empty()) {
+    const char* environment = std::getenv("SOCFLOWER_KERNEL");
+    if (environment != nullptr) wanted = environment, source = "SOCFLOWER_KERNEL";
+  }
+  const Paths paths = available_paths();
+  const Path* chosen = wanted.empty() ? paths.begin[paths.count - 1] : nullptr;
+  for (int i = 0; i < paths.count; ++i) {
+    if (wanted == paths.begin[i]->name) chosen = paths.begin[i];
+  }
+  if (chosen == nullptr) {
+    throw std::invalid_argument(source + ": this machine has no kernel path '" + wanted + "'; it has " +
+                                list_of_paths());
+  }
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto known = tested.find(chosen);
+  const std::string differs = known == tested.end() ? tested[chosen] = self_test(*chosen) : known->second;
+  if (!differs.empty()) {
+    throw std::runtime_error(std::string("kernel path ") + chosen->name + " fails its self-test (" + differs +
+                             " differs from the reference); choose another with SOCFLOWER_KERNEL");
+  }
+  return *chosen;
+}
+
+}  // namespace socflower::int8

@@ -1,0 +1,249 @@
+#include "layers.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace socflower::int8 {
+namespace {
+
+// Small enough to spread over threads, large enough that a task's start does not show.
+constexpr std::size_t kChunk = 32 * 1024;
+
+// Splits [0, size) into chunks of a multiple of `unit` and returns the maximum of body(from, count).
+template <typename Body>
+std::uint32_t over_chunks(ThreadPool& pool, std::size_t size, std::size_t unit, Body body) {
+  const std::size_t chunk = std::max<std::size_t>(1, kChunk / unit) * unit;
+  std::atomic<std::uint32_t> largest{0};
+  pool.run(static_cast<int>((size + chunk - 1) / chunk), [&](int index, int) {
+    const std::size_t from = index * chunk;
+    raise_to(largest, body(from, std::min(chunk, size - from)));
+  });
+  return largest;
+}
+
+Requantise shifted(Requantise how, std::size_t from) {
+  if (how.mask != nullptr) how.mask += from;
+  return how;
+}
+
+template <typename T>
+T* at(T* base, std::size_t from) {
+  return base == nullptr ? nullptr : base + from;
+}
+
+const PoolShape& checked(const PoolShape& s) {
+  const auto refuse = [](const std::string& what) { throw std::invalid_argument("pooling: " + what); };
+  if (s.batch < 1 || s.in_h < 1 || s.in_w < 1 || s.channels < 1 || s.kernel_h < 1 || s.kernel_w < 1 ||
+      s.stride_h < 1 || s.stride_w < 1 || s.pad_h < 0 || s.pad_w < 0) {
+    refuse("sizes and strides must be at least 1 and padding at least 0");
+  }
+  if (std::int64_t(s.kernel_h) * s.kernel_w > 256) {
+    refuse("a window of " + std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_w) +
+           " has more than 256 taps");
+  }
+  if (2 * s.pad_h > s.kernel_h || 2 * s.pad_w > s.kernel_w) refuse("padding must be at most half the window");
+  if (s.in_h + 2 * s.pad_h < s.kernel_h || s.in_w + 2 * s.pad_w < s.kernel_w) {
+    refuse("a window of " + std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_w) +
+           " does not fit into an input of " + std::to_string(s.in_h) + "x" + std::to_string(s.in_w));
+  }
+  if (double(s.in_h) * s.in_w > 1e8 || double(s.in_h) * s.in_w * s.batch * s.channels > 1e12) {
+    refuse("the input would have more elements than any machine here can hold");
+  }
+  return s;
+}
+
+ConvShape as_convolution(const PoolShape& s) {
+  return {s.batch,    s.in_h,     s.in_w,     s.channels, s.channels, s.kernel_h,
+          s.kernel_w, s.stride_h, s.stride_w, s.pad_h,    s.pad_w,    s.channels};
+}
+
+}  // namespace
+
+std::uint32_t requantise(const Path& path, ThreadPool& pool, const std::int32_t* acc, std::int8_t* out,
+                         std::size_t size, const Requantise& how) {
+  return over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count) {
+    return path.requantise_tile(acc + from, 0, at(out, from), 0, 1, static_cast<int>(count), shifted(how, from));
+  });
+}
+
+std::uint32_t add(const Path& path, ThreadPool& pool, const std::int8_t* a, int shift_a, const std::int8_t* b,
+                  int shift_b, std::int8_t* out, std::size_t size, const Requantise& how) {
+  return over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count) {
+    return path.add(a + from, shift_a, b + from, shift_b, at(out, from), count, shifted(how, from));
+  });
+}
+
+std::uint32_t affine(const Path& path, ThreadPool& pool, const std::int8_t* x, const std::int32_t* scale,
+                     const std::int32_t* offset, std::int8_t* out, std::size_t rows, int cs, const Requantise& how) {
+  return over_chunks(pool, rows * cs, cs, [&](std::size_t from, std::size_t count) {
+    return path.affine(x + from, scale, offset, at(out, from), count / cs, cs, shifted(how, from));
+  });
+}
+
+std::uint32_t affine_gradient(const Path& path, ThreadPool& pool, const std::int8_t* dy, const std::int8_t* x,
+                              const std::int8_t* gate, const std::int32_t* scale_dy, const std::int32_t* scale_x,
+                              const std::int32_t* offset, std::int8_t* out, std::size_t rows, int cs,
+                              const Requantise& how) {
+  return over_chunks(pool, rows * cs, cs, [&](std::size_t from, std::size_t count) {
+    return path.affine_gradient(dy + from, x + from, at(gate, from), scale_dy, scale_x, offset, at(out, from),
+                                count / cs, cs, shifted(how, from));
+  });
+}
+
+std::size_t channel_sums_size(const ThreadPool& pool, int cs) { return std::size_t(pool.size()) * 2 * cs; }
+
+void channel_sums(const Path& path, ThreadPool& pool, const std::int8_t* a, const std::int8_t* b,
+                  const std::int8_t* gate, std::int64_t* sum_a, std::int64_t* sum_ab, std::size_t rows, int cs,
+                  std::int64_t* sums) {
+  const int parts = pool.size();
+  pool.run(parts, [&](int part, int) {
+    const std::size_t first = rows * part / parts, last = rows * (part + 1) / parts;
+    std::int64_t* mine = sums + std::size_t(part) * 2 * cs;
+    path.channel_sums(a + first * cs, b + first * cs, at(gate, first * cs), mine, mine + cs, last - first, cs);
+  });
+  for (int c = 0; c < cs; ++c) {
+    sum_a[c] = sum_ab[c] = 0;
+    for (int part = 0; part < parts; ++part) {
+      sum_a[c] += sums[std::size_t(part) * 2 * cs + c];
+      sum_ab[c] += sums[std::size_t(part) * 2 * cs + cs + c];
+    }
+  }
+}
+
+void update_weight(const Path& path, ThreadPool& pool, std::int8_t* weight, const std::int32_t* gradient,
+                   std::size_t size, int shift, Rounding rounding) {
+  over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count) {
+    path.update_weight(weight + from, gradient + from, count, shift, rounding);
+    return 0u;
+  });
+}
+
+void quantise_images(const Path& path, ThreadPool& pool, const float* x, std::int8_t* out, int batch, int channels,
+                     int h, int w, int exponent) {
+  constexpr int kPixels = 512;
+  const int cs = channel_stride(channels), pixels = h * w;
+  const float scale = std::ldexp(1.0f, -exponent);
+  pool.run(batch, [&](int n, int) {
+    alignas(64) float values[kPixels];
+    alignas(64) std::int8_t row[kPixels];
+    for (int from = 0; from < pixels; from += kPixels) {
+      const int count = std::min(kPixels, pixels - from);
+      for (int c = 0; c < cs; ++c) {
+        std::int8_t* to = out + (std::size_t(from) * batch + n) * cs + c;
+        if (c >= channels) {
+          for (int p = 0; p < count; ++p) to[std::size_t(p) * batch * cs] = 0;
+          continue;
+        }
+        std::memcpy(values, x + (std::size_t(n) * channels + c) * pixels + from, count * sizeof(float));
+        std::fill(values + count, values + (count + 15) / 16 * 16, 0.0f);
+        path.quantise(values, row, (count + 15) / 16 * 16, scale);
+        for (int p = 0; p < count; ++p) to[std::size_t(p) * batch * cs] = row[p];
+      }
+    }
+  });
+}
+
+float max_magnitude(const float* x, std::size_t size) {
+  // The bit patterns of magnitudes are ordered as integers, and those of NaN and infinity come last.
+  std::int32_t largest = 0;
+  for (std::size_t i = 0; i < size; ++i) {
+    std::int32_t bits;
+    std::memcpy(&bits, x + i, sizeof(bits));
+    bits &= 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  if (largest >= 0x7f800000) return std::numeric_limits<float>::infinity();
+  float value;
+  std::memcpy(&value, &largest, sizeof(value));
+  return value;
+}
+
+Pooling::Pooling(const PoolShape& shape)
+    : shape_(checked(shape)),
+      by_output_(meetings(as_convolution(shape), By::kOutput)),
+      by_input_(meetings(as_convolution(shape), By::kInput)) {}
+
+std::size_t Pooling::input_size() const {
+  return std::size_t(shape_.in_h) * shape_.in_w * shape_.batch * channel_stride(shape_.channels);
+}
+
+std::size_t Pooling::output_size() const {
+  return std::size_t(shape_.out_h()) * shape_.out_w() * shape_.batch * channel_stride(shape_.channels);
+}
+
+bool Pooling::overlapping() const {
+  return shape_.stride_h < shape_.kernel_h || shape_.stride_w < shape_.kernel_w;
+}
+
+void Pooling::max(const Path& path, ThreadPool& pool, const std::int8_t* x, std::int8_t* y,
+                  std::uint8_t* argmax) const {
+  const std::size_t pixel_size = std::size_t(shape_.batch) * channel_stride(shape_.channels);
+  pool.run(shape_.out_h() * shape_.out_w(), [&](int pixel, int) {
+    const std::int8_t* from[256];
+    std::uint8_t tap[256];
+    int taps = 0;
+    for (int i = by_output_.begin[pixel]; i < by_output_.begin[pixel + 1]; ++i, ++taps) {
+      from[taps] = x + by_output_.pairs[i].from * pixel_size;
+      tap[taps] = static_cast<std::uint8_t>(by_output_.pairs[i].to);
+    }
+    path.max_of(from, tap, taps, y + pixel * pixel_size, argmax + pixel * pixel_size, pixel_size);
+  });
+}
+
+std::uint32_t Pooling::max_gradient(const Path& path, ThreadPool& pool, const std::int8_t* dy,
+                                    const std::uint8_t* argmax, std::int8_t* dx, const Requantise& how) const {
+  const std::size_t pixel_size = std::size_t(shape_.batch) * channel_stride(shape_.channels);
+  std::atomic<std::uint32_t> largest{0};
+  pool.run(shape_.in_h * shape_.in_w, [&](int pixel, int) {
+    const std::int8_t* from[256];
+    const std::uint8_t* chosen[256];
+    std::uint8_t tap[256];
+    int windows = 0;
+    for (int i = by_input_.begin[pixel]; i < by_input_.begin[pixel + 1]; ++i, ++windows) {
+      from[windows] = dy + by_input_.pairs[i].from * pixel_size;
+      chosen[windows] = argmax + by_input_.pairs[i].from * pixel_size;
+      tap[windows] = static_cast<std::uint8_t>(by_input_.pairs[i].to);
+    }
+    raise_to(largest, path.max_gradient_of(from, chosen, tap, windows, at(dx, pixel * pixel_size), pixel_size,
+                                           shifted(how, pixel * pixel_size)));
+  });
+  return largest;
+}
+
+namespace {
+
+std::uint32_t sums(const Path& path, ThreadPool& pool, const Meetings& meetings, const std::int8_t* x,
+                   std::int32_t multiplier, std::int8_t* y, std::size_t pixel_size, const Requantise& how) {
+  std::atomic<std::uint32_t> largest{0};
+  pool.run(static_cast<int>(meetings.begin.size()) - 1, [&](int pixel, int) {
+    const std::int8_t* from[256];
+    int taps = 0;
+    for (int i = meetings.begin[pixel]; i < meetings.begin[pixel + 1]; ++i) {
+      from[taps++] = x + meetings.pairs[i].from * pixel_size;
+    }
+    raise_to(largest, path.sum_of(from, taps, multiplier, at(y, pixel * pixel_size), pixel_size,
+                                  shifted(how, pixel * pixel_size)));
+  });
+  return largest;
+}
+
+}  // namespace
+
+std::uint32_t Pooling::average(const Path& path, ThreadPool& pool, const std::int8_t* x, std::int32_t multiplier,
+                               std::int8_t* y, const Requantise& how) const {
+  return sums(path, pool, by_output_, x, multiplier, y,
+              std::size_t(shape_.batch) * channel_stride(shape_.channels), how);
+}
+
+std::uint32_t Pooling::average_gradient(const Path& path, ThreadPool& pool, const std::int8_t* dy,
+                                        std::int32_t multiplier, std::int8_t* dx, const Requantise& how) const {
+  return sums(path, pool, by_input_, dy, multiplier, dx,
+              std::size_t(shape_.batch) * channel_stride(shape_.channels), how);
+}
+
+}  // namespace socflower::int8

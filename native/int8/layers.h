@@ -1,0 +1,63 @@
+// Everything between the convolutions, on the chosen kernel path, with threads. Each function does what the
+// one of its name in reference.h does; sizes are in elements and multiples of 16.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "convolution.h"
+#include "kernels.h"
+#include "shape.h"
+#include "thread_pool.h"
+
+namespace socflower::int8 {
+
+std::uint32_t requantise(const Path& path, ThreadPool& pool, const std::int32_t* acc, std::int8_t* out,
+                         std::size_t size, const Requantise& how);
+std::uint32_t add(const Path& path, ThreadPool& pool, const std::int8_t* a, int shift_a, const std::int8_t* b,
+                  int shift_b, std::int8_t* out, std::size_t size, const Requantise& how);
+std::uint32_t affine(const Path& path, ThreadPool& pool, const std::int8_t* x, const std::int32_t* scale,
+                     const std::int32_t* offset, std::int8_t* out, std::size_t rows, int cs, const Requantise& how);
+std::uint32_t affine_gradient(const Path& path, ThreadPool& pool, const std::int8_t* dy, const std::int8_t* x,
+                              const std::int8_t* gate, const std::int32_t* scale_dy, const std::int32_t* scale_x,
+                              const std::int32_t* offset, std::int8_t* out, std::size_t rows, int cs,
+                              const Requantise& how);
+// sums: workspace of channel_sums_size(pool, cs) int64.
+void channel_sums(const Path& path, ThreadPool& pool, const std::int8_t* a, const std::int8_t* b,
+                  const std::int8_t* gate, std::int64_t* sum_a, std::int64_t* sum_ab, std::size_t rows, int cs,
+                  std::int64_t* sums);
+std::size_t channel_sums_size(const ThreadPool& pool, int cs);
+void update_weight(const Path& path, ThreadPool& pool, std::int8_t* weight, const std::int32_t* gradient,
+                   std::size_t size, int shift, Rounding rounding);
+
+// out (h,w,batch,cs) from float32 (batch,channels,h,w).
+void quantise_images(const Path& path, ThreadPool& pool, const float* x, std::int8_t* out, int batch, int channels,
+                     int h, int w, int exponent);
+// Largest |x|; infinity if an element is not finite.
+float max_magnitude(const float* x, std::size_t size);
+
+class Pooling {
+ public:
+  // Throws std::invalid_argument on a shape that cannot be, or windows of more than 256 taps.
+  explicit Pooling(const PoolShape& shape);
+
+  const PoolShape& shape() const { return shape_; }
+  std::size_t input_size() const;
+  std::size_t output_size() const;
+  bool overlapping() const;  // else max_gradient with shift 0 is exact
+
+  void max(const Path& path, ThreadPool& pool, const std::int8_t* x, std::int8_t* y, std::uint8_t* argmax) const;
+  std::uint32_t max_gradient(const Path& path, ThreadPool& pool, const std::int8_t* dy, const std::uint8_t* argmax,
+                             std::int8_t* dx, const Requantise& how) const;
+  std::uint32_t average(const Path& path, ThreadPool& pool, const std::int8_t* x, std::int32_t multiplier,
+                        std::int8_t* y, const Requantise& how) const;
+  std::uint32_t average_gradient(const Path& path, ThreadPool& pool, const std::int8_t* dy, std::int32_t multiplier,
+                                 std::int8_t* dx, const Requantise& how) const;
+
+ private:
+  const PoolShape shape_;
+  Meetings by_output_, by_input_;
+};
+
+}  // namespace socflower::int8

@@ -1,0 +1,34 @@
+// Which pixels meet under which kernel tap: the geometry shared by convolutions and pooling. Taps that fall
+// into the padding do not appear.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "shape.h"
+
+namespace socflower::int8 {
+
+enum class By { kOutput, kInput, kTap };
+
+// Grouped by output pixel (pairs are input pixel, tap), by input pixel (output pixel, tap) or by tap (input
+// pixel, output pixel).
+struct Meetings {
+  struct Pair {
+    std::int32_t from, to;
+  };
+  std::vector<std::int32_t> begin;  // group g is pairs[begin[g]] .. pairs[begin[g + 1] - 1]
+  std::vector<Pair> pairs;
+};
+
+Meetings meetings(const ConvShape& shape, By by);
+
+// A maximum over tasks.
+inline void raise_to(std::atomic<std::uint32_t>& largest, std::uint32_t value) {
+  std::uint32_t seen = largest.load(std::memory_order_relaxed);
+  while (value > seen && !largest.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
+  }
+}
+
+}  // namespace socflower::int8

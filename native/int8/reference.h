@@ -1,0 +1,90 @@
+// The specification of the integer engine: plain loops over one element at a time, sums in 64 bits. Every
+// optimised path returns the same bits; the tests and the self-test at first use compare them with these.
+//
+// Layouts are those of shape.h. "cs" is a channel stride. Accumulators are int32; a function throws
+// std::overflow_error where the exact value does not fit. Every function that takes a Requantise returns the
+// largest magnitude that reached its rounding step (after ReLU and mask), and writes nothing if `out` is null.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "shape.h"
+
+namespace socflower::int8::reference {
+
+// F14. |acc| >> shift, plus the carry of the rounding mode, saturated at 127, with the sign of acc.
+// kPseudoStochastic splits the `shift` bits that fall off into a high and a low part of shift/2 bits (the high
+// part has one more when shift is odd, and the low part is doubled then); the carry is high > low.
+std::int8_t round_shift(std::int32_t acc, int shift, Rounding rounding);
+
+// F14. max(0, bit length of max_magnitude - bits): how far to shift so that `bits` bits of magnitude remain.
+int shift_for(std::uint32_t max_magnitude, int bits);
+
+// out[m,n] = sum_k lhs[m,k] * rhs[n,k]; all row-major.
+void gemm(const std::int8_t* lhs, const std::int8_t* rhs, std::int32_t* out, int rows, int cols, int depth);
+
+// acc (out_h,out_w,batch,cs) = bias + correlation of x with weight. bias (cs) at the accumulator's scale, or null.
+void convolution(const ConvShape& shape, const std::int8_t* x, const std::int8_t* weight,
+                 const std::int32_t* bias, std::int32_t* acc);
+
+// acc (in_h,in_w,batch,cs) = gradient of the convolution with respect to x.
+void convolution_input_gradient(const ConvShape& shape, const std::int8_t* dy, const std::int8_t* weight,
+                                std::int32_t* acc);
+
+// acc (kernel_h,kernel_w,in_c/groups,cs of out_c) = gradient with respect to the weight, summed over the batch.
+void convolution_weight_gradient(const ConvShape& shape, const std::int8_t* x, const std::int8_t* dy,
+                                 std::int32_t* acc);
+
+std::uint32_t requantise(const std::int32_t* acc, std::int8_t* out, std::size_t size, const Requantise& how);
+
+// (a << shift_a) + (b << shift_b), requantised: residual addition of tensors of different exponents. Shifts
+// are at most 20.
+std::uint32_t add(const std::int8_t* a, int shift_a, const std::int8_t* b, int shift_b, std::int8_t* out,
+                  std::size_t size, const Requantise& how);
+
+// scale[c] * x + offset[c], requantised: BatchNorm with given integer coefficients. |scale| < 2^22, |offset| < 2^29.
+// x, out: (rows, cs).
+std::uint32_t affine(const std::int8_t* x, const std::int32_t* scale, const std::int32_t* offset, std::int8_t* out,
+                     std::size_t rows, int cs, const Requantise& how);
+
+// scale_dy[c] * dy + scale_x[c] * x + offset[c], requantised: BatchNorm's input gradient. Bounds as in affine.
+// `gate` (rows, cs) or null: where it is not positive, dy counts as 0 (the ReLU behind the BatchNorm).
+std::uint32_t affine_gradient(const std::int8_t* dy, const std::int8_t* x, const std::int8_t* gate,
+                              const std::int32_t* scale_dy, const std::int32_t* scale_x,
+                              const std::int32_t* offset, std::int8_t* out, std::size_t rows, int cs,
+                              const Requantise& how);
+
+// sum_a[c] = sum over rows of a, sum_ab[c] = sum over rows of a*b (a = b gives squares). `gate` as above, for a.
+void channel_sums(const std::int8_t* a, const std::int8_t* b, const std::int8_t* gate, std::int64_t* sum_a,
+                  std::int64_t* sum_ab, std::size_t rows, int cs);
+
+// y = maximum over the window, padding left out; argmax (as y) = index of the first tap that attains it.
+void max_pool(const PoolShape& shape, const std::int8_t* x, std::int8_t* y, std::uint8_t* argmax);
+
+// Sum over the windows that chose an input element of their dy, requantised (one window: shift 0 is exact).
+std::uint32_t max_pool_gradient(const PoolShape& shape, const std::int8_t* dy, const std::uint8_t* argmax,
+                                std::int8_t* dx, const Requantise& how);
+
+// multiplier * sum over the window (padding counts as 0), requantised.
+std::uint32_t average_pool(const PoolShape& shape, const std::int8_t* x, std::int32_t multiplier, std::int8_t* y,
+                           const Requantise& how);
+std::uint32_t average_pool_gradient(const PoolShape& shape, const std::int8_t* dy, std::int32_t multiplier,
+                                    std::int8_t* dx, const Requantise& how);
+
+// weight = saturate(weight - round_shift(gradient, shift)), at +-127: NITI's integer update.
+void update_weight(std::int8_t* weight, const std::int32_t* gradient, std::size_t size, int shift,
+                   Rounding rounding);
+
+// out (h,w,batch,cs) = nearest int8 of x / 2^exponent (half to even), saturated at +-127, from float32
+// images (batch,channels,h,w). Zero in the channels of padding.
+void quantise_images(const float* x, std::int8_t* out, int batch, int channels, int h, int w, int exponent);
+
+// Integer softmax and cross-entropy (NITI §3.3). logits (batch, cs) with exponent; labels in [0, classes).
+// Per row: base-2 exponentials of the logits in fixed point with 20 fractional bits (a shift, and a table for
+// the fraction where NITI drops it), normalised to 2^11, minus 2^11 at the label; dlogits is that value
+// requantised by shift 4 with `rounding`. Its exponent is -7.
+void softmax_gradient(const std::int8_t* logits, int exponent, const std::int32_t* labels, std::int8_t* dlogits,
+                      int batch, int classes, Rounding rounding);
+
+}  // namespace socflower::int8::reference

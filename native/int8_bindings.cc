@@ -1,0 +1,514 @@
+// The module socflower._int8: checks arguments against the headers' contracts, lets go of the interpreter's
+// lock, and does no arithmetic.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "buffer.h"
+#include "convolution.h"
+#include "kernel_choice.h"
+#include "layers.h"
+#include "paths/registry.h"
+#include "reference.h"
+
+namespace nb = nanobind;
+using namespace socflower;
+using namespace socflower::int8;
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
+
+// A kernel path and its threads.
+struct Engine {
+  Engine(int num_threads, const std::vector<int>& cores, const std::string& kernel)
+      : path(choose_path(kernel)), pool(num_threads, cores) {}
+
+  const Path& path;
+  ThreadPool pool;
+  std::vector<std::int64_t> sums;  // of channel_sums; grows to the widest tensor
+};
+
+Requantise how_to(int shift, int rounding, bool relu) {
+  if (shift < 0 || shift > 30) refuse("shift: need 0 to 30, got " + std::to_string(shift));
+  if (rounding != 0 && rounding != 1) {
+    refuse("rounding: need 0 (nearest) or 1 (pseudo-stochastic), got " + std::to_string(rounding));
+  }
+  return {shift, static_cast<Rounding>(rounding), relu, nullptr};
+}
+
+// An argument that may be None.
+template <typename T>
+std::optional<Array<T>> maybe(nb::handle object, const char* name, bool writable,
+                              std::initializer_list<Py_ssize_t> shape) {
+  std::optional<Array<T>> array;
+  if (!object.is_none()) array.emplace(object, name, writable, shape);
+  return array;
+}
+
+template <typename T>
+T* pointer(const std::optional<Array<T>>& array) {
+  return array ? array->data() : nullptr;
+}
+
+// int8 in any shape, in whole blocks of channels.
+std::size_t blocks_of(const Array<std::int8_t>& x) {
+  if (x.size() % kChannelBlock != 0) {
+    refuse(x.name() + ": need a multiple of " + std::to_string(kChannelBlock) + " elements, got " +
+           std::to_string(x.size()));
+  }
+  return x.size();
+}
+
+template <typename A, typename B>
+void require_same_size(const A& a, const B& b) {
+  if (a.size() != b.size()) {
+    refuse(a.name() + " has " + std::to_string(a.size()) + " elements, " + b.name() + " has " +
+           std::to_string(b.size()));
+  }
+}
+
+// The quick kernels for activations are exact for 0..127 only.
+void require_activations(const Array<std::int8_t>& x) {
+  std::int8_t any = 0;
+  const std::int8_t* values = x.data();
+  for (std::size_t i = 0; i < x.size(); ++i) any |= values[i];
+  if (any < 0) refuse(x.name() + ": activations must lie in 0..127, but there is a negative value");
+}
+
+// int8 or int32, as the caller likes: rounded, or the accumulators themselves.
+struct Output {
+  Output(nb::handle object, std::initializer_list<Py_ssize_t> shape, const Requantise& how) {
+    to.how = how;
+    Py_buffer view;
+    if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_ND) != 0) {
+      PyErr_Clear();
+      refuse("out: need a writable int8 or int32 array");
+    }
+    const bool wide = view.itemsize == 4;
+    PyBuffer_Release(&view);
+    if (wide) {
+      acc.emplace(object, "out", true, shape);
+      to.acc = acc->data();
+    } else {
+      out.emplace(object, "out", true, shape);
+      to.out = out->data();
+    }
+  }
+  template <typename T>
+  void require_apart_from(const Array<T>& other) const {
+    if (acc) acc->require_apart_from(other);
+    if (out) out->require_apart_from(other);
+  }
+
+  std::optional<Array<std::int32_t>> acc;
+  std::optional<Array<std::int8_t>> out;
+  Destination to;
+};
+
+class Workspace {
+ public:
+  Workspace(nb::handle object, std::size_t bytes) : array_(object, "workspace", true) {
+    if (array_.size() < bytes) {
+      refuse("workspace: need " + std::to_string(bytes) + " bytes, got " + std::to_string(array_.size()));
+    }
+  }
+  operator const Array<std::uint8_t>&() const { return array_; }
+  void* data() const { return array_.data(); }
+
+ private:
+  Array<std::uint8_t> array_;
+};
+
+struct BoundConvolution : Convolution {
+  using Convolution::Convolution;
+  Py_ssize_t in_cs() const { return channel_stride(shape().in_c); }
+  Py_ssize_t out_cs() const { return channel_stride(shape().out_c); }
+
+  std::uint32_t forward(Engine& engine, nb::handle x_, nb::handle weight_, nb::handle bias_, nb::handle out_,
+                        nb::handle workspace_, bool activations, int shift, int rounding, bool relu) const {
+    const ConvShape& s = shape();
+    const Array<std::int8_t> x(x_, "x", false, {s.in_h, s.in_w, s.batch, in_cs()});
+    const Array<std::int8_t> weight(weight_, "weight", false, {s.kernel_h, s.kernel_w, s.group_in_c(), out_cs()});
+    const auto bias = maybe<std::int32_t>(bias_, "bias", false, {out_cs()});
+    const Output out(out_, {s.out_h(), s.out_w(), s.batch, out_cs()}, how_to(shift, rounding, relu));
+    const Workspace workspace(workspace_, workspace_bytes(engine.path));
+    out.require_apart_from(x), out.require_apart_from(weight);
+    out.require_apart_from<std::uint8_t>(workspace);
+    if (activations) require_activations(x);
+    nb::gil_scoped_release release;
+    return Convolution::forward(engine.path, engine.pool, x.data(), activations, weight.data(), pointer(bias), out.to,
+                                workspace.data());
+  }
+
+  std::uint32_t input_gradient(Engine& engine, nb::handle dy_, nb::handle weight_, nb::handle out_,
+                               nb::handle workspace_, int shift, int rounding, nb::handle mask_) const {
+    const ConvShape& s = shape();
+    const Array<std::int8_t> dy(dy_, "dy", false, {s.out_h(), s.out_w(), s.batch, out_cs()});
+    const Array<std::int8_t> weight(weight_, "weight", false, {s.kernel_h, s.kernel_w, s.group_in_c(), out_cs()});
+    const auto mask = maybe<std::int8_t>(mask_, "mask", false, {s.in_h, s.in_w, s.batch, in_cs()});
+    Output out(out_, {s.in_h, s.in_w, s.batch, in_cs()}, how_to(shift, rounding, false));
+    const Workspace workspace(workspace_, workspace_bytes(engine.path));
+    out.require_apart_from(dy), out.require_apart_from(weight);
+    out.require_apart_from<std::uint8_t>(workspace);
+    if (mask) out.require_apart_from(*mask);
+    out.to.how.mask = pointer(mask);
+    nb::gil_scoped_release release;
+    return Convolution::input_gradient(engine.path, engine.pool, dy.data(), weight.data(), out.to, workspace.data());
+  }
+
+  std::uint32_t weight_gradient(Engine& engine, nb::handle x_, nb::handle dy_, nb::handle out_, nb::handle workspace_,
+                                bool activations) const {
+    const ConvShape& s = shape();
+    const Array<std::int8_t> x(x_, "x", false, {s.in_h, s.in_w, s.batch, in_cs()});
+    const Array<std::int8_t> dy(dy_, "dy", false, {s.out_h(), s.out_w(), s.batch, out_cs()});
+    const Array<std::int32_t> out(out_, "out", true, {s.kernel_h, s.kernel_w, s.group_in_c(), out_cs()});
+    const Workspace workspace(workspace_, workspace_bytes(engine.path));
+    out.require_apart_from(x), out.require_apart_from(dy);
+    out.require_apart_from<std::uint8_t>(workspace);
+    if (activations) require_activations(x);
+    nb::gil_scoped_release release;
+    return Convolution::weight_gradient(engine.path, engine.pool, x.data(), activations, dy.data(), out.data(),
+                                        workspace.data());
+  }
+};
+
+struct BoundPooling : Pooling {
+  using Pooling::Pooling;
+  Py_ssize_t cs() const { return channel_stride(shape().channels); }
+
+  void max(Engine& engine, nb::handle x_, nb::handle out_, nb::handle argmax_) const {
+    const PoolShape& s = shape();
+    const Array<std::int8_t> x(x_, "x", false, {s.in_h, s.in_w, s.batch, cs()});
+    const Array<std::int8_t> out(out_, "out", true, {s.out_h(), s.out_w(), s.batch, cs()});
+    const Array<std::uint8_t> argmax(argmax_, "argmax", true, {s.out_h(), s.out_w(), s.batch, cs()});
+    out.require_apart_from(x), argmax.require_apart_from(x), out.require_apart_from(argmax);
+    nb::gil_scoped_release release;
+    Pooling::max(engine.path, engine.pool, x.data(), out.data(), argmax.data());
+  }
+
+  std::uint32_t max_gradient(Engine& engine, nb::handle dy_, nb::handle argmax_, nb::handle out_, int shift,
+                             int rounding, nb::handle mask_) const {
+    const PoolShape& s = shape();
+    const Array<std::int8_t> dy(dy_, "dy", false, {s.out_h(), s.out_w(), s.batch, cs()});
+    const Array<std::uint8_t> argmax(argmax_, "argmax", false, {s.out_h(), s.out_w(), s.batch, cs()});
+    const auto out = maybe<std::int8_t>(out_, "out", true, {s.in_h, s.in_w, s.batch, cs()});
+    const auto mask = maybe<std::int8_t>(mask_, "mask", false, {s.in_h, s.in_w, s.batch, cs()});
+    Requantise how = how_to(shift, rounding, false);
+    how.mask = pointer(mask);
+    if (out) {
+      out->require_apart_from(dy), out->require_apart_from(argmax);
+      if (mask) out->require_apart_from(*mask);
+    }
+    nb::gil_scoped_release release;
+    return Pooling::max_gradient(engine.path, engine.pool, dy.data(), argmax.data(), pointer(out), how);
+  }
+
+  std::uint32_t average(Engine& engine, nb::handle x_, int multiplier, nb::handle out_, int shift, int rounding) const {
+    const PoolShape& s = shape();
+    const Array<std::int8_t> x(x_, "x", false, {s.in_h, s.in_w, s.batch, cs()});
+    const auto out = maybe<std::int8_t>(out_, "out", true, {s.out_h(), s.out_w(), s.batch, cs()});
+    if (out) out->require_apart_from(x);
+    require_multiplier(multiplier);
+    const Requantise how = how_to(shift, rounding, false);
+    nb::gil_scoped_release release;
+    return Pooling::average(engine.path, engine.pool, x.data(), multiplier, pointer(out), how);
+  }
+
+  std::uint32_t average_gradient(Engine& engine, nb::handle dy_, int multiplier, nb::handle out_, int shift,
+                                 int rounding, nb::handle mask_) const {
+    const PoolShape& s = shape();
+    const Array<std::int8_t> dy(dy_, "dy", false, {s.out_h(), s.out_w(), s.batch, cs()});
+    const auto out = maybe<std::int8_t>(out_, "out", true, {s.in_h, s.in_w, s.batch, cs()});
+    const auto mask = maybe<std::int8_t>(mask_, "mask", false, {s.in_h, s.in_w, s.batch, cs()});
+    if (out) {
+      out->require_apart_from(dy);
+      if (mask) out->require_apart_from(*mask);
+    }
+    require_multiplier(multiplier);
+    Requantise how = how_to(shift, rounding, false);
+    how.mask = pointer(mask);
+    nb::gil_scoped_release release;
+    return Pooling::average_gradient(engine.path, engine.pool, dy.data(), multiplier, pointer(out), how);
+  }
+
+  void require_multiplier(int multiplier) const {
+    const int most = 0x7fffffff / (128 * shape().kernel_h * shape().kernel_w);
+    if (multiplier < 0 || multiplier > most) {
+      refuse("multiplier: need 0 to " + std::to_string(most) + " for this window, got " + std::to_string(multiplier));
+    }
+  }
+};
+
+std::uint32_t bound_requantise(Engine& engine, nb::handle acc_, nb::handle out_, int shift, int rounding, bool relu,
+                               nb::handle mask_) {
+  const Array<std::int32_t> acc(acc_, "acc", false);
+  const auto out = maybe<std::int8_t>(out_, "out", true, {});
+  const auto mask = maybe<std::int8_t>(mask_, "mask", false, {});
+  Requantise how = how_to(shift, rounding, relu);
+  how.mask = pointer(mask);
+  if (acc.size() % kChannelBlock != 0) {
+    refuse("acc: need a multiple of " + std::to_string(kChannelBlock) + " elements, got " + std::to_string(acc.size()));
+  }
+  if (out) require_same_size(*out, acc), out->require_apart_from(acc);
+  if (mask) require_same_size(*mask, acc);
+  if (out && mask) out->require_apart_from(*mask);
+  nb::gil_scoped_release release;
+  return requantise(engine.path, engine.pool, acc.data(), pointer(out), acc.size(), how);
+}
+
+std::uint32_t bound_add(Engine& engine, nb::handle a_, int shift_a, nb::handle b_, int shift_b, nb::handle out_,
+                        int shift, int rounding, bool relu, nb::handle mask_) {
+  const Array<std::int8_t> a(a_, "a", false), b(b_, "b", false);
+  const auto out = maybe<std::int8_t>(out_, "out", true, {});
+  const auto mask = maybe<std::int8_t>(mask_, "mask", false, {});
+  if (shift_a < 0 || shift_a > 20 || shift_b < 0 || shift_b > 20) {
+    refuse("shift_a and shift_b: need 0 to 20, got " + std::to_string(shift_a) + " and " + std::to_string(shift_b));
+  }
+  Requantise how = how_to(shift, rounding, relu);
+  how.mask = pointer(mask);
+  blocks_of(a), require_same_size(b, a);
+  if (out) require_same_size(*out, a), out->require_apart_from(a), out->require_apart_from(b);
+  if (mask) require_same_size(*mask, a);
+  if (out && mask) out->require_apart_from(*mask);
+  nb::gil_scoped_release release;
+  return add(engine.path, engine.pool, a.data(), shift_a, b.data(), shift_b, pointer(out), a.size(), how);
+}
+
+// Per-channel coefficients: their number is the channel stride, and their bounds keep the sums in int32.
+int stride_of(const Array<std::int32_t>& coefficients, std::size_t size, std::initializer_list<const Array<std::int32_t>*>
+                  scales, const Array<std::int32_t>& offset) {
+  const std::size_t cs = coefficients.size();
+  if (cs == 0 || cs % kChannelBlock != 0 || size % cs != 0) {
+    refuse(coefficients.name() + ": need one value per channel, in a multiple of " + std::to_string(kChannelBlock) +
+           " that divides " + std::to_string(size) + ", got " + std::to_string(cs));
+  }
+  for (const auto* scale : scales) {
+    require_same_size(*scale, coefficients);
+    for (std::size_t c = 0; c < cs; ++c) {
+      if (std::abs(std::int64_t(scale->data()[c])) >= (1 << 22)) {
+        refuse(scale->name() + "[" + std::to_string(c) + "] = " + std::to_string(scale->data()[c]) +
+               " is beyond +-2^22");
+      }
+    }
+  }
+  require_same_size(offset, coefficients);
+  for (std::size_t c = 0; c < cs; ++c) {
+    if (std::abs(std::int64_t(offset.data()[c])) >= (1 << 29)) {
+      refuse(offset.name() + "[" + std::to_string(c) + "] = " + std::to_string(offset.data()[c]) + " is beyond +-2^29");
+    }
+  }
+  return static_cast<int>(cs);
+}
+
+std::uint32_t bound_affine(Engine& engine, nb::handle x_, nb::handle scale_, nb::handle offset_, nb::handle out_,
+                           int shift, int rounding, bool relu) {
+  const Array<std::int8_t> x(x_, "x", false);
+  const Array<std::int32_t> scale(scale_, "scale", false), offset(offset_, "offset", false);
+  const auto out = maybe<std::int8_t>(out_, "out", true, {});
+  const int cs = stride_of(scale, x.size(), {&scale}, offset);
+  if (out) require_same_size(*out, x), out->require_apart_from(x);
+  const Requantise how = how_to(shift, rounding, relu);
+  nb::gil_scoped_release release;
+  return affine(engine.path, engine.pool, x.data(), scale.data(), offset.data(), pointer(out), x.size() / cs, cs, how);
+}
+
+std::uint32_t bound_affine_gradient(Engine& engine, nb::handle dy_, nb::handle x_, nb::handle gate_,
+                                    nb::handle scale_dy_, nb::handle scale_x_, nb::handle offset_, nb::handle out_,
+                                    int shift, int rounding) {
+  const Array<std::int8_t> dy(dy_, "dy", false), x(x_, "x", false);
+  const auto gate = maybe<std::int8_t>(gate_, "gate", false, {});
+  const Array<std::int32_t> scale_dy(scale_dy_, "scale_dy", false), scale_x(scale_x_, "scale_x", false),
+      offset(offset_, "offset", false);
+  const auto out = maybe<std::int8_t>(out_, "out", true, {});
+  const int cs = stride_of(scale_dy, dy.size(), {&scale_dy, &scale_x}, offset);
+  require_same_size(x, dy);
+  if (gate) require_same_size(*gate, dy);
+  if (out) {
+    require_same_size(*out, dy), out->require_apart_from(dy), out->require_apart_from(x);
+    if (gate) out->require_apart_from(*gate);
+  }
+  const Requantise how = how_to(shift, rounding, false);
+  nb::gil_scoped_release release;
+  return affine_gradient(engine.path, engine.pool, dy.data(), x.data(), pointer(gate), scale_dy.data(), scale_x.data(),
+                         offset.data(), pointer(out), dy.size() / cs, cs, how);
+}
+
+void bound_channel_sums(Engine& engine, nb::handle a_, nb::handle b_, nb::handle gate_, nb::handle sum_a_,
+                        nb::handle sum_ab_) {
+  const Array<std::int8_t> a(a_, "a", false), b(b_, "b", false);
+  const auto gate = maybe<std::int8_t>(gate_, "gate", false, {});
+  const Array<std::int64_t> sum_a(sum_a_, "sum_a", true), sum_ab(sum_ab_, "sum_ab", true);
+  const std::size_t cs = sum_a.size();
+  if (cs == 0 || cs % kChannelBlock != 0 || a.size() % cs != 0) {
+    refuse("sum_a: need one value per channel, in a multiple of " + std::to_string(kChannelBlock) + " that divides " +
+           std::to_string(a.size()) + ", got " + std::to_string(cs));
+  }
+  require_same_size(b, a), require_same_size(sum_ab, sum_a), sum_a.require_apart_from(sum_ab);
+  if (gate) require_same_size(*gate, a);
+  const std::size_t needed = channel_sums_size(engine.pool, static_cast<int>(cs));
+  if (engine.sums.size() < needed) engine.sums.resize(needed);
+  nb::gil_scoped_release release;
+  channel_sums(engine.path, engine.pool, a.data(), b.data(), pointer(gate), sum_a.data(), sum_ab.data(), a.size() / cs,
+               static_cast<int>(cs), engine.sums.data());
+}
+
+void bound_update_weight(Engine& engine, nb::handle weight_, nb::handle gradient_, int shift, int rounding) {
+  const Array<std::int8_t> weight(weight_, "weight", true);
+  const Array<std::int32_t> gradient(gradient_, "gradient", false);
+  blocks_of(weight), require_same_size(gradient, weight), weight.require_apart_from(gradient);
+  const Requantise how = how_to(shift, rounding, false);
+  nb::gil_scoped_release release;
+  update_weight(engine.path, engine.pool, weight.data(), gradient.data(), weight.size(), how.shift, how.rounding);
+}
+
+void bound_quantise_images(Engine& engine, nb::handle x_, nb::handle out_, int batch, int channels, int height,
+                           int width, int exponent) {
+  if (batch < 1 || channels < 1 || height < 1 || width < 1) {
+    refuse("batch, channels, height and width must be at least 1");
+  }
+  const Array<float> x(x_, "x", false, {batch, channels, height, width});
+  const Array<std::int8_t> out(out_, "out", true, {height, width, batch, channel_stride(channels)});
+  if (exponent < -100 || exponent > 100) refuse("exponent: need -100 to 100, got " + std::to_string(exponent));
+  nb::gil_scoped_release release;
+  quantise_images(engine.path, engine.pool, x.data(), out.data(), batch, channels, height, width, exponent);
+}
+
+float bound_max_magnitude(nb::handle x_) {
+  const Array<float> x(x_, "x", false);
+  nb::gil_scoped_release release;
+  return max_magnitude(x.data(), x.size());
+}
+
+void bound_softmax_gradient(nb::handle logits_, int exponent, nb::handle labels_, nb::handle out_, int classes,
+                            int rounding) {
+  if (classes < 1) refuse("classes: need at least 1, got " + std::to_string(classes));
+  if (exponent < -1000 || exponent > 1000) refuse("exponent: need -1000 to 1000, got " + std::to_string(exponent));
+  const Array<std::int32_t> labels(labels_, "labels", false);
+  const auto batch = static_cast<Py_ssize_t>(labels.size());
+  const Array<std::int8_t> logits(logits_, "logits", false, {1, 1, batch, channel_stride(classes)});
+  const Array<std::int8_t> out(out_, "out", true, {1, 1, batch, channel_stride(classes)});
+  out.require_apart_from(logits);
+  for (Py_ssize_t n = 0; n < batch; ++n) {
+    if (labels.data()[n] < 0 || labels.data()[n] >= classes) {
+      refuse("labels[" + std::to_string(n) + "] = " + std::to_string(labels.data()[n]) + ", need 0 to " +
+             std::to_string(classes - 1));
+    }
+  }
+  const Requantise how = how_to(4, rounding, false);
+  nb::gil_scoped_release release;
+  reference::softmax_gradient(logits.data(), exponent, labels.data(), out.data(), static_cast<int>(batch), classes,
+                              how.rounding);
+}
+
+void bound_gemm(Engine& engine, nb::handle lhs_, nb::handle rhs_, nb::handle out_, int rows, int cols, int depth,
+                bool activations) {
+  if (rows < 1 || cols < 1 || depth < 1) refuse("rows, cols and depth must be at least 1");
+  if (depth > kMaxExactDepth) {
+    refuse("depth " + std::to_string(depth) + ": a sum of so many products of int8 may leave int32; at most " +
+           std::to_string(kMaxExactDepth) + " are exact");
+  }
+  const Array<std::int8_t> lhs(lhs_, "lhs", false, {rows, depth}), rhs(rhs_, "rhs", false, {cols, depth});
+  const Array<std::int32_t> out(out_, "out", true, {rows, cols});
+  out.require_apart_from(lhs), out.require_apart_from(rhs);
+  if (activations) require_activations(lhs);
+  nb::gil_scoped_release release;
+  std::vector<std::uint8_t> workspace(gemm_workspace_bytes(engine.path, rows, cols, depth));
+  gemm(engine.path, engine.pool, lhs.data(), activations, rhs.data(), out.data(), rows, cols, depth, workspace.data());
+}
+
+}  // namespace
+
+NB_MODULE(_int8, m) {
+  m.doc() = "Integer training kernels. Layouts: native/int8/shape.h. Values lie in -127..127.";
+  m.def("channel_stride", &channel_stride, nb::arg("channels"), "Channels rounded up to the block of 16.");
+  m.attr("MAX_EXACT_DEPTH") = kMaxExactDepth;
+  m.def("compiled_kernels", [] {
+    int count = 0;
+    const char* const* names = compiled_path_names(&count);
+    return std::vector<std::string>(names, names + count);
+  }, "Names of the kernel paths in this build, whether or not this machine can run them.");
+  m.def("available_kernels", [] {
+    std::vector<std::string> names;
+    const Paths paths = available_paths();
+    for (int i = 0; i < paths.count; ++i) names.emplace_back(paths.begin[i]->name);
+    return names;
+  }, "Names of the kernel paths that this machine can run, best last.");
+
+  nb::class_<Engine>(m, "Engine", "A kernel path that has passed its self-test, and threads to run it.")
+      .def(nb::init<int, const std::vector<int>&, const std::string&>(), nb::arg("num_threads") = 1,
+           nb::arg("cores") = std::vector<int>{}, nb::arg("kernel") = "")
+      .def_prop_ro("kernel", [](const Engine& engine) { return std::string(engine.path.name); })
+      .def_prop_ro("num_threads", [](const Engine& engine) { return engine.pool.size(); });
+
+  nb::class_<BoundConvolution>(m, "Convolution")
+      .def("__init__",
+           [](BoundConvolution* self, int batch, int in_h, int in_w, int in_c, int out_c, int kernel_h, int kernel_w,
+              int stride_h, int stride_w, int pad_h, int pad_w, int groups, int batch_block) {
+             new (self) BoundConvolution(ConvShape{batch, in_h, in_w, in_c, out_c, kernel_h, kernel_w, stride_h,
+                                                   stride_w, pad_h, pad_w, groups},
+                                         batch_block);
+           },
+           nb::arg("batch"), nb::arg("in_h"), nb::arg("in_w"), nb::arg("in_c"), nb::arg("out_c"), nb::arg("kernel_h"),
+           nb::arg("kernel_w"), nb::arg("stride_h") = 1, nb::arg("stride_w") = 1, nb::arg("pad_h") = 0,
+           nb::arg("pad_w") = 0, nb::arg("groups") = 1, nb::arg("batch_block") = 0)
+      .def("workspace_bytes", [](const BoundConvolution& self, const Engine& e) { return self.workspace_bytes(e.path); },
+           nb::arg("engine"))
+      .def("forward", &BoundConvolution::forward, nb::arg("engine"), nb::arg("x"), nb::arg("weight"),
+           nb::arg("bias").none(), nb::arg("out"), nb::arg("workspace"), nb::arg("activations") = false,
+           nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("relu") = false)
+      .def("input_gradient", &BoundConvolution::input_gradient, nb::arg("engine"), nb::arg("dy"), nb::arg("weight"),
+           nb::arg("out"), nb::arg("workspace"), nb::arg("shift") = 0, nb::arg("rounding") = 0,
+           nb::arg("mask").none() = nb::none())
+      .def("weight_gradient", &BoundConvolution::weight_gradient, nb::arg("engine"), nb::arg("x"), nb::arg("dy"),
+           nb::arg("out"), nb::arg("workspace"), nb::arg("activations") = false);
+
+  nb::class_<BoundPooling>(m, "Pooling")
+      .def("__init__",
+           [](BoundPooling* self, int batch, int in_h, int in_w, int channels, int kernel_h, int kernel_w,
+              int stride_h, int stride_w, int pad_h, int pad_w) {
+             new (self) BoundPooling(PoolShape{batch, in_h, in_w, channels, kernel_h, kernel_w, stride_h, stride_w,
+                                               pad_h, pad_w});
+           },
+           nb::arg("batch"), nb::arg("in_h"), nb::arg("in_w"), nb::arg("channels"), nb::arg("kernel_h"),
+           nb::arg("kernel_w"), nb::arg("stride_h"), nb::arg("stride_w"), nb::arg("pad_h") = 0, nb::arg("pad_w") = 0)
+      .def_prop_ro("overlapping", &BoundPooling::overlapping)
+      .def("max", &BoundPooling::max, nb::arg("engine"), nb::arg("x"), nb::arg("out"), nb::arg("argmax"))
+      .def("max_gradient", &BoundPooling::max_gradient, nb::arg("engine"), nb::arg("dy"), nb::arg("argmax"),
+           nb::arg("out").none(), nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("mask").none() = nb::none())
+      .def("average", &BoundPooling::average, nb::arg("engine"), nb::arg("x"), nb::arg("multiplier"),
+           nb::arg("out").none(), nb::arg("shift") = 0, nb::arg("rounding") = 0)
+      .def("average_gradient", &BoundPooling::average_gradient, nb::arg("engine"), nb::arg("dy"),
+           nb::arg("multiplier"), nb::arg("out").none(), nb::arg("shift") = 0, nb::arg("rounding") = 0,
+           nb::arg("mask").none() = nb::none());
+
+  m.def("requantise", &bound_requantise, nb::arg("engine"), nb::arg("acc"), nb::arg("out").none(),
+        nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("relu") = false, nb::arg("mask").none() = nb::none());
+  m.def("add", &bound_add, nb::arg("engine"), nb::arg("a"), nb::arg("shift_a"), nb::arg("b"), nb::arg("shift_b"),
+        nb::arg("out").none(), nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("relu") = false,
+        nb::arg("mask").none() = nb::none());
+  m.def("affine", &bound_affine, nb::arg("engine"), nb::arg("x"), nb::arg("scale"), nb::arg("offset"),
+        nb::arg("out").none(), nb::arg("shift") = 0, nb::arg("rounding") = 0, nb::arg("relu") = false);
+  m.def("affine_gradient", &bound_affine_gradient, nb::arg("engine"), nb::arg("dy"), nb::arg("x"),
+        nb::arg("gate").none(), nb::arg("scale_dy"), nb::arg("scale_x"), nb::arg("offset"), nb::arg("out").none(),
+        nb::arg("shift") = 0, nb::arg("rounding") = 0);
+  m.def("channel_sums", &bound_channel_sums, nb::arg("engine"), nb::arg("a"), nb::arg("b"), nb::arg("gate").none(),
+        nb::arg("sum_a"), nb::arg("sum_ab"));
+  m.def("update_weight", &bound_update_weight, nb::arg("engine"), nb::arg("weight"), nb::arg("gradient"),
+        nb::arg("shift"), nb::arg("rounding") = 0);
+  m.def("quantise_images", &bound_quantise_images, nb::arg("engine"), nb::arg("x"), nb::arg("out"), nb::arg("batch"),
+        nb::arg("channels"), nb::arg("height"), nb::arg("width"), nb::arg("exponent"));
+  m.def("max_magnitude", &bound_max_magnitude, nb::arg("x"), "Largest |x|; infinity if any is not finite.");
+  m.def("softmax_gradient", &bound_softmax_gradient, nb::arg("logits"), nb::arg("exponent"), nb::arg("labels"),
+        nb::arg("out"), nb::arg("classes"), nb::arg("rounding") = 0);
+  m.def("gemm", &bound_gemm, nb::arg("engine"), nb::arg("lhs"), nb::arg("rhs"), nb::arg("out"), nb::arg("rows"),
+        nb::arg("cols"), nb::arg("depth"), nb::arg("activations") = false);
+}

@@ -1,0 +1,26 @@
+#!/bin/sh
+# Builds the kernels for ARM with a cross compiler and runs kernel_test in an emulator: once on a processor with
+# every extension (all ARM paths are tested), then on models that lack some (the choice at load).
+set -eu
+
+cd "$(dirname "$0")/../.."
+compiler=aarch64-linux-gnu-g++
+emulator=qemu-aarch64
+
+if ! command -v $compiler > /dev/null || ! command -v $emulator > /dev/null; then
+  echo "run_arm.sh needs a cross compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user" >&2
+  exit 2
+fi
+
+cmake -S native -B build/arm -DSOCFLOWER_PYTHON=OFF -DSOCFLOWER_KERNEL_TEST=ON \
+  -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=$compiler
+cmake --build build/arm --target kernel_test --parallel
+
+# Outside Debian the cross compiler may keep its C library elsewhere and say where.
+root=$($compiler -print-sysroot)
+if [ ! -e "$root/lib/ld-linux-aarch64.so.1" ]; then root=/usr/aarch64-linux-gnu; fi
+
+for cpu in max cortex-a76 cortex-a53; do
+  echo "== kernel_test on $cpu"
+  $emulator -cpu $cpu -L "$root" build/arm/kernel_test "$@"
+done

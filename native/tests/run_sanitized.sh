@@ -1,0 +1,10 @@
+#!/bin/sh
+# Builds kernel_test for this machine with the address and undefined behaviour sanitizers and runs it.
+set -eu
+
+cd "$(dirname "$0")/../.."
+
+cmake -S native -B build/sanitized -DSOCFLOWER_PYTHON=OFF -DSOCFLOWER_KERNEL_TEST=ON -DCMAKE_BUILD_TYPE=Debug \
+  -DCMAKE_CXX_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1"
+cmake --build build/sanitized --target kernel_test --parallel
+build/sanitized/kernel_test "$@"
