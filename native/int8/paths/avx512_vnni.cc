@@ -5,6 +5,7 @@
 namespace socflower::int8 {
 
 extern const Path kAvx512VnniPath;
-const Path kAvx512VnniPath = avx512_vnni::make_path("avx512-vnni", avx512_vnni::kGeneral, avx512_vnni::kActivations, avx512_vnni::kWide);
+const Path kAvx512VnniPath =
+    avx512_vnni::make_path("avx512-vnni", avx512_vnni::kGeneral, avx512_vnni::kActivations, avx512_vnni::kWide);
 
 }  // namespace socflower::int8

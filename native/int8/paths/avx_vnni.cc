@@ -5,6 +5,7 @@
 namespace socflower::int8 {
 
 extern const Path kAvxVnniPath;
-const Path kAvxVnniPath = avx_vnni::make_path("avx-vnni", avx_vnni::kGeneral, avx_vnni::kActivations, avx_vnni::kWide);
+const Path kAvxVnniPath =
+    avx_vnni::make_path("avx-vnni", avx_vnni::kGeneral, avx_vnni::kActivations, avx_vnni::kWide);
 
 }  // namespace socflower::int8

@@ -1,7 +1,7 @@
 // Block kernels for AVX2 without VNNI.
 //
-// A whole block is one piece of assembly, so that every accumulator stays in its register from the first k-group
-// of the first segment to the last of the last: compilers spill some of them, which costs a third of the speed.
+// A whole block is one piece of assembly, so that every accumulator stays in its register from the first
+// k-group of the first segment to the last of the last: compilers spill some, which costs a third of the speed.
 // `.if` on the row count, a compile-time constant, makes one text serve every block height.
 #pragma once
 
@@ -36,8 +36,8 @@ alignas(32) const std::int32_t kZeros[16] = {};
   "vpaddd %%ymm14, %%ymm" #hi ", %%ymm" #hi "\n\t" \
   ".endif\n\t"
 
-// A sum of two products of 0..127 by int8 fits int16, so that vpmaddubsw never saturates; vpmaddwd with the ones
-// in ymm11 adds two such sums as int32.
+// A sum of two products of 0..127 by int8 fits int16, so that vpmaddubsw never saturates; vpmaddwd with the
+// ones in ymm11 adds two such sums as int32.
 #define SOCFLOWER_UINT7_ROW(r, lo, hi, address)    \
   ".if %c[rows] > " #r "\n\t"                      \
   "vpbroadcastd " address ", %%ymm14\n\t"          \

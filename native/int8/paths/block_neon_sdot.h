@@ -11,21 +11,60 @@ namespace {
 
 constexpr int kSdotRows = 6;
 
+// These keep the order they are written in, which is the one cores that do not reorder (Cortex-A55) need: every
+// load well before its use. Compilers put all loads of a step first, or each right before its use.
+inline int8x16_t load_columns(const std::int8_t* at) {
+  typedef int8x16_t Unaligned __attribute__((may_alias, aligned(1)));
+  int8x16_t columns;
+  asm volatile("ldr %q0, %1" : "=w"(columns) : "m"(*reinterpret_cast<const Unaligned*>(at)));
+  return columns;
+}
+
+inline int8x8_t load_row(const std::int8_t* at) {
+  typedef std::int32_t Unaligned __attribute__((may_alias, aligned(1)));
+  int8x8_t row;
+  asm volatile("ldr %s0, %1" : "=w"(row) : "m"(*reinterpret_cast<const Unaligned*>(at)));
+  return row;
+}
+
+inline void multiply(int32x4_t& acc, int8x16_t columns, int8x8_t row) {
+  int32x4_t sum = acc;
+  asm volatile("sdot %0.4s, %1.16b, %2.4b[0]" : "+w"(sum) : "w"(columns), "w"(row));
+  acc = sum;
+}
+
 template <int kRows>
 void sdot_rows(const BlockArgs& args) {
   int32x4_t acc[kRows][4];
   start_rows(args, acc);
+  const std::ptrdiff_t k_stride = args.lhs_k_stride;
+  std::ptrdiff_t row_at[kRows];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    row_at[r] = r * args.lhs_row_stride;
+    asm("" : "+r"(row_at[r]));  // a register each, instead of a chain of additions from row to row
+  }
   for (int s = 0; s < args.num_segments; ++s) {
     const std::int8_t* lhs = static_cast<const std::int8_t*>(args.lhs[s]);
     const std::int8_t* rhs = static_cast<const std::int8_t*>(args.rhs[s]);
-    for (int k = 0; k < args.k_groups; ++k) {
-      const int8x16_t w[4] = {vld1q_s8(rhs), vld1q_s8(rhs + 16), vld1q_s8(rhs + 32), vld1q_s8(rhs + 48)};
+    int8x16_t w[4] = {load_columns(rhs), load_columns(rhs + 16), load_columns(rhs + 32), load_columns(rhs + 48)};
+    int8x8_t x = load_row(lhs);
+    for (int k = args.k_groups; k > 0; --k) {
+      // Where the segment ends, the loads for the next step repeat those of this one.
+      const std::int8_t* next_lhs = k > 1 ? lhs + k_stride : lhs;
+      const std::int8_t* next_rhs = k > 1 ? rhs + 64 : rhs;
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        const int8x8_t four = vreinterpret_s8_s32(load_four(lhs + r * args.lhs_row_stride));
-        for (int q = 0; q < 4; ++q) acc[r][q] = vdotq_lane_s32(acc[r][q], w[q], four, 0);
+        const int8x8_t next = load_row(r + 1 < kRows ? lhs + row_at[r + 1] : next_lhs);
+#pragma GCC unroll 4
+        for (int q = 0; q < 4; ++q) {
+          multiply(acc[r][q], w[q], x);
+          if (r + 1 == kRows) w[q] = load_columns(next_rhs + 16 * q);
+        }
+        x = next;
       }
-      lhs += args.lhs_k_stride;
-      rhs += 64;
+      lhs = next_lhs;
+      rhs = next_rhs;
     }
   }
   store_rows(args, acc);

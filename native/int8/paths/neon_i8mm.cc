@@ -6,6 +6,7 @@
 namespace socflower::int8 {
 
 extern const Path kNeonI8mmPath;
-const Path kNeonI8mmPath = neon_i8mm::make_path("neon-i8mm", neon_i8mm::kMmlaInt8, neon_i8mm::kMmlaInt8, neon_i8mm::kWide);
+const Path kNeonI8mmPath = neon_i8mm::make_path("neon-i8mm", neon_i8mm::kMmlaInt8, neon_i8mm::kMmlaInt8,
+                                                neon_i8mm::kWide);
 
 }  // namespace socflower::int8

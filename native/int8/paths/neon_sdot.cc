@@ -6,6 +6,7 @@
 namespace socflower::int8 {
 
 extern const Path kNeonSdotPath;
-const Path kNeonSdotPath = neon_sdot::make_path("neon-sdot", neon_sdot::kSdotInt8, neon_sdot::kSdotInt8, neon_sdot::kWide);
+const Path kNeonSdotPath = neon_sdot::make_path("neon-sdot", neon_sdot::kSdotInt8, neon_sdot::kSdotInt8,
+                                                neon_sdot::kWide);
 
 }  // namespace socflower::int8
