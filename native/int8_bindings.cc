@@ -382,6 +382,15 @@ void bound_quantise_images(Engine& engine, nb::handle x_, nb::handle out_, int b
   quantise_images(engine.path, engine.pool, x.data(), out.data(), batch, channels, height, width, exponent);
 }
 
+void bound_quantise(Engine& engine, nb::handle x_, nb::handle out_, int exponent) {
+  const Array<float> x(x_, "x", false);
+  const Array<std::int8_t> out(out_, "out", true);
+  blocks_of(out), require_same_size(x, out);
+  if (exponent < -100 || exponent > 100) refuse("exponent: need -100 to 100, got " + std::to_string(exponent));
+  nb::gil_scoped_release release;
+  quantise(engine.path, engine.pool, x.data(), out.data(), x.size(), exponent);
+}
+
 float bound_max_magnitude(nb::handle x_) {
   const Array<float> x(x_, "x", false);
   nb::gil_scoped_release release;
@@ -506,6 +515,8 @@ NB_MODULE(_int8, m) {
         nb::arg("shift"), nb::arg("rounding") = 0);
   m.def("quantise_images", &bound_quantise_images, nb::arg("engine"), nb::arg("x"), nb::arg("out"), nb::arg("batch"),
         nb::arg("channels"), nb::arg("height"), nb::arg("width"), nb::arg("exponent"));
+  m.def("quantise", &bound_quantise, nb::arg("engine"), nb::arg("x"), nb::arg("out"), nb::arg("exponent"),
+        "Nearest int8 of x / 2^exponent, half to even, saturated at +-127.");
   m.def("max_magnitude", &bound_max_magnitude, nb::arg("x"), "Largest |x|; infinity if any is not finite.");
   m.def("softmax_gradient", &bound_softmax_gradient, nb::arg("logits"), nb::arg("exponent"), nb::arg("labels"),
         nb::arg("out"), nb::arg("classes"), nb::arg("rounding") = 0);

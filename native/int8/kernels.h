@@ -113,6 +113,21 @@ struct Path {
   // acc[c] += sum over rows of x[r, c] * dy[r, c].
   void (*depthwise_weight_gradient)(const std::int8_t* x, const std::int8_t* dy, int rows, int cs,
                                     std::int32_t* acc);
+  // Winograd (winograd.h), every lane by itself; `size` and rows * cols lanes, multiples of 16. Point p of 36 is
+  // `point_stride` elements (>= size) behind point p - 1. Into points: 6x6 pixels, 3x3 weights, or 4x4 pixels of
+  // an output gradient; an operand may be null (zeros).
+  void (*winograd_input)(const std::int8_t* const* pixels, std::size_t size, std::int16_t* points,
+                         std::ptrdiff_t point_stride);
+  void (*winograd_weight)(const std::int8_t* const* weights, std::size_t size, std::int16_t* points,
+                          std::ptrdiff_t point_stride);
+  void (*winograd_output_gradient)(const std::int8_t* const* pixels, std::size_t size, std::int16_t* points,
+                                   std::ptrdiff_t point_stride);
+  // Back from sums of products of points: to 4x4 pixels, each plus init[column] (or zero), or added to what is
+  // there; to 3x3 weight gradients. Result i is `out_stride` elements behind result i - 1.
+  void (*winograd_output)(const std::int32_t* sums, std::ptrdiff_t point_stride, int rows, int cols,
+                          const std::int32_t* init, bool add, std::int32_t* out, std::ptrdiff_t out_stride);
+  void (*winograd_weight_gradient)(const std::int32_t* sums, std::ptrdiff_t point_stride, int rows, int cols,
+                                   std::int32_t* out, std::ptrdiff_t out_stride);
 };
 
 // The paths this build has and this machine can run, best last. The first is always "portable".

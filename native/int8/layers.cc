@@ -148,6 +148,14 @@ void quantise_images(const Path& path, ThreadPool& pool, const float* x, std::in
   });
 }
 
+void quantise(const Path& path, ThreadPool& pool, const float* x, std::int8_t* out, std::size_t size, int exponent) {
+  const float scale = std::ldexp(1.0f, -exponent);
+  over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count) {
+    path.quantise(x + from, out + from, count, scale);
+    return 0u;
+  });
+}
+
 float max_magnitude(const float* x, std::size_t size) {
   // The bit patterns of magnitudes are ordered as integers, and those of NaN and infinity come last.
   std::int32_t largest = 0;

@@ -34,6 +34,8 @@ void update_weight(const Path& path, ThreadPool& pool, std::int8_t* weight, cons
 // out (h,w,batch,cs) from float32 (batch,channels,h,w).
 void quantise_images(const Path& path, ThreadPool& pool, const float* x, std::int8_t* out, int batch, int channels,
                      int h, int w, int exponent);
+// out = nearest int8 of x / 2^exponent, half to even, saturated at +-127.
+void quantise(const Path& path, ThreadPool& pool, const float* x, std::int8_t* out, std::size_t size, int exponent);
 // Largest |x|; infinity if an element is not finite.
 float max_magnitude(const float* x, std::size_t size);
 

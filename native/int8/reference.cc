@@ -265,7 +265,7 @@ void quantise_images(const float* x, std::int8_t* out, int batch, int channels, 
     for (int c = 0; c < channels; ++c)
       for (int p = 0; p < h * w; ++p) {
         const float value = x[(std::size_t(n) * channels + c) * h * w + p] * scale;
-        const float bounded = std::min(127.0f, std::max(-127.0f, value));
+        const float bounded = std::isnan(value) ? 0.0f : std::min(127.0f, std::max(-127.0f, value));
         out[(std::size_t(p) * batch + n) * cs + c] = static_cast<std::int8_t>(std::nearbyint(bounded));
       }
 }

@@ -77,7 +77,7 @@ void update_weight(std::int8_t* weight, const std::int32_t* gradient, std::size_
                    Rounding rounding);
 
 // out (h,w,batch,cs) = nearest int8 of x / 2^exponent (half to even), saturated at +-127, from float32
-// images (batch,channels,h,w). Zero in the channels of padding.
+// images (batch,channels,h,w). NaN becomes 0; so do the channels of padding.
 void quantise_images(const float* x, std::int8_t* out, int batch, int channels, int h, int w, int exponent);
 
 // Integer softmax and cross-entropy (NITI §3.3). logits (batch, cs) with exponent; labels in [0, classes).

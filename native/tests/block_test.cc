@@ -78,8 +78,8 @@ void test_block(Checker& check, Random& random, const BlockCase& which, int rows
     }
   p.block(args, rows);
   check.equal(which.name, expected.data(), got.data(), out_size,
-              "rows %d, cols %d, segments %d, k_groups %d, packed lhs %d, init %d, fill %d", rows, p.cols, segments,
-              k_groups, packed_lhs, has_init, fill);
+              "rows %d, cols %d, segments %d, k_groups %d, packed lhs %d, init %d, fill %d", rows, p.cols,
+              segments, k_groups, packed_lhs, has_init, fill);
 }
 
 void blocks(const Path& path, Checker& check) {

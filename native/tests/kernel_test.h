@@ -54,7 +54,8 @@ class Buffer {
   std::size_t size_;
 };
 
-inline constexpr int kFills = 6;  // 0 is random; the others are all low, all high, zeros, both ends, mostly zeros
+// Fill 0 is random; the others are all low, all high, zeros, both ends, mostly zeros.
+inline constexpr int kFills = 6;
 
 template <typename T>
 Buffer<T> filled(Random& random, std::size_t size, int fill, int low = -127, int high = 127) {

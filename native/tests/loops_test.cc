@@ -26,17 +26,18 @@ void for_each_requantise(Random& random, std::size_t size, int shift_step, Test 
 
 // The maximum and the int8 that `call(out)` gives, against those of accumulators `acc`.
 template <typename Call>
-void check_requantised(Checker& check, const char* function, const Buffer<std::int32_t>& acc, const Requantise& how,
-                       bool written, Call call) {
-  Buffer<std::int8_t> expected(acc.size(), 99), got(acc.size(), 99);
+void check_requantised(Checker& check, const char* function, const Buffer<std::int32_t>& acc,
+                       const Requantise& how, bool written, Call call) {
+  const std::size_t size = acc.size();
+  Buffer<std::int8_t> expected(size, 99), got(size, 99);
   const std::uint32_t expected_max =
-      reference::requantise(acc.data(), written ? expected.data() : nullptr, acc.size(), how);
+      reference::requantise(acc.data(), written ? expected.data() : nullptr, size, how);
   const std::uint32_t got_max = call(written ? got.data() : nullptr);
   const char* sizes = "size %zu, shift %d, rounding %d, relu %d, mask %d, output %d";
   const int rounding = static_cast<int>(how.rounding), relu = how.relu, masked = how.mask != nullptr;
-  check.equal(function, expected.data(), got.data(), acc.size(), sizes, acc.size(), how.shift, rounding, relu, masked,
+  check.equal(function, expected.data(), got.data(), size, sizes, size, how.shift, rounding, relu, masked,
               written);
-  check.equal((std::string(function) + " maximum").c_str(), &expected_max, &got_max, 1, sizes, acc.size(), how.shift,
+  check.equal((std::string(function) + " maximum").c_str(), &expected_max, &got_max, 1, sizes, size, how.shift,
               rounding, relu, masked, written);
 }
 
@@ -51,17 +52,16 @@ void tile(const Path& path, Checker& check, Random& random, int rows, int cols, 
     for (int r = 0; r < rows; ++r) {
       Requantise row = how;
       if (how.mask != nullptr) row.mask = how.mask + r * out_stride;
-      expected_max = std::max(expected_max, reference::requantise(acc.data() + r * acc_stride,
-                                                                  written ? expected.data() + r * out_stride : nullptr,
-                                                                  cols, row));
+      std::int8_t* out = written ? expected.data() + r * out_stride : nullptr;
+      expected_max = std::max(expected_max, reference::requantise(acc.data() + r * acc_stride, out, cols, row));
     }
     const std::uint32_t got_max = path.requantise_tile(acc.data(), acc_stride, written ? got.data() : nullptr,
                                                        out_stride, rows, cols, how);
     const int rounding = static_cast<int>(how.rounding), relu = how.relu, masked = how.mask != nullptr;
     check.equal("requantise_tile", expected.data(), got.data(), out_size, sizes, rows, cols, gap, how.shift,
                 rounding, relu, masked, written);
-    check.equal("requantise_tile maximum", &expected_max, &got_max, 1, sizes, rows, cols, gap, how.shift, rounding,
-                relu, masked, written);
+    check.equal("requantise_tile maximum", &expected_max, &got_max, 1, sizes, rows, cols, gap, how.shift,
+                rounding, relu, masked, written);
   });
 
   const Buffer<std::int8_t> mask = filled<std::int8_t>(random, out_size, 0);
@@ -76,8 +76,8 @@ void tile(const Path& path, Checker& check, Random& random, int rows, int cols, 
           expected[r * out_stride + c] = x;
           expected_max = std::max(expected_max, static_cast<std::uint32_t>(std::abs(x)));
         }
-      const std::uint32_t got_max = path.store_tile(acc.data(), acc_stride, got.data(), out_stride, rows, cols, relu,
-                                                    masked ? mask.data() : nullptr, out_stride);
+      const std::uint32_t got_max = path.store_tile(acc.data(), acc_stride, got.data(), out_stride, rows, cols,
+                                                    relu, masked ? mask.data() : nullptr, out_stride);
       const char* call = "rows %d, cols %d, gap %d, relu %d, mask %d";
       check.equal("store_tile", expected.data(), got.data(), out_size, call, rows, cols, gap, relu, masked);
       check.equal("store_tile maximum", &expected_max, &got_max, 1, call, rows, cols, gap, relu, masked);
@@ -128,8 +128,9 @@ void bytes(const Path& path, Checker& check) {
           Buffer<std::int8_t> expected = src, got = src;
           reference::update_weight(expected.data(), gradient.data(), size, shift, rounding);
           path.update_weight(got.data(), gradient.data(), size, shift, rounding);
-          check.equal("update_weight", expected.data(), got.data(), size, "size %zu, fill %d, shift %d, rounding %d",
-                      size, fill, shift, static_cast<int>(rounding));
+          check.equal("update_weight", expected.data(), got.data(), size,
+                      "size %zu, fill %d, shift %d, rounding %d", size, fill, shift,
+                      static_cast<int>(rounding));
         }
     }
 }
@@ -139,15 +140,16 @@ void quantise(const Path& path, Checker& check) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   constexpr float kSpecial[] = {0.0f,   -0.0f,  0.5f,   -0.5f,     1.5f,       2.5f,  126.5f, -126.5f, 127.49f,
                                 127.5f, 128.0f, -1e30f, kInfinity, -kInfinity, 1e30f, 1e-40f, std::nanf("")};
+  constexpr int kNumSpecial = sizeof kSpecial / sizeof kSpecial[0];
   for (const std::size_t size : kSizes)
     for (const float scale : {1.0f, 0.25f, 128.0f, 3.7f, 1e20f}) {
       Buffer<float> src(size);
       Buffer<std::int8_t> expected(size), got(size);
       for (std::size_t i = 0; i < size; ++i) {
         const float plain = static_cast<float>(random.between(-1200, 1200)) / 8;
-        src[i] = (random.next() % 4 != 0 ? plain : kSpecial[random.next() % (sizeof kSpecial / sizeof(float))]) / scale;
-        const float x = src[i] * scale;
-        expected[i] = static_cast<std::int8_t>(std::isnan(x) ? 0 : std::nearbyint(std::clamp(x, -127.0f, 127.0f)));
+        src[i] = (random.next() % 4 != 0 ? plain : kSpecial[random.next() % kNumSpecial]) / scale;
+        const float x = std::isnan(src[i]) ? 0.0f : std::clamp(src[i] * scale, -127.0f, 127.0f);
+        expected[i] = static_cast<std::int8_t>(std::nearbyint(x));
       }
       path.quantise(src.data(), got.data(), size, scale);
       check.equal("quantise", expected.data(), got.data(), size, "size %zu, scale %g", size, double(scale));
@@ -181,9 +183,10 @@ void channels(const Path& path, Checker& check) {
         const Buffer<std::int8_t> x = filled<std::int8_t>(random, size, fill, -128, 127);
         const Buffer<std::int8_t> dy = filled<std::int8_t>(random, size, fill, -128, 127);
         const Buffer<std::int8_t> gate = filled<std::int8_t>(random, size, 0);
-        const Buffer<std::int32_t> scale = filled<std::int32_t>(random, cs, fill, -(1 << 22) + 1, (1 << 22) - 1);
-        const Buffer<std::int32_t> scale_x = filled<std::int32_t>(random, cs, fill, -(1 << 22) + 1, (1 << 22) - 1);
-        const Buffer<std::int32_t> offset = filled<std::int32_t>(random, cs, fill, -(1 << 29) + 1, (1 << 29) - 1);
+        constexpr int kScaleEnd = (1 << 22) - 1, kOffsetEnd = (1 << 29) - 1;
+        const Buffer<std::int32_t> scale = filled<std::int32_t>(random, cs, fill, -kScaleEnd, kScaleEnd);
+        const Buffer<std::int32_t> scale_x = filled<std::int32_t>(random, cs, fill, -kScaleEnd, kScaleEnd);
+        const Buffer<std::int32_t> offset = filled<std::int32_t>(random, cs, fill, -kOffsetEnd, kOffsetEnd);
         Buffer<std::int32_t> plain(size), gradient(size), gated(size);
         for (std::size_t i = 0; i < size; ++i) {
           const std::size_t c = i % cs;
@@ -195,14 +198,14 @@ void channels(const Path& path, Checker& check) {
           check_requantised(check, "affine", plain, how, written, [&](std::int8_t* out) {
             return path.affine(x.data(), scale.data(), offset.data(), out, rows, cs, how);
           });
-          for (const bool with_gate : {false, true}) {
-            check_requantised(check, with_gate ? "affine_gradient (gate)" : "affine_gradient",
-                              with_gate ? gated : gradient, how, written, [&](std::int8_t* out) {
-                                return path.affine_gradient(dy.data(), x.data(), with_gate ? gate.data() : nullptr,
-                                                            scale.data(), scale_x.data(), offset.data(), out, rows,
-                                                            cs, how);
-                              });
-          }
+          const auto call = [&](const std::int8_t* g, std::int8_t* out) {
+            return path.affine_gradient(dy.data(), x.data(), g, scale.data(), scale_x.data(), offset.data(),
+                                        out, rows, cs, how);
+          };
+          check_requantised(check, "affine_gradient", gradient, how, written,
+                            [&](std::int8_t* out) { return call(nullptr, out); });
+          check_requantised(check, "affine_gradient (gate)", gated, how, written,
+                            [&](std::int8_t* out) { return call(gate.data(), out); });
         });
         for (const bool with_gate : {false, true}) {
           const std::int8_t* g = with_gate ? gate.data() : nullptr;
@@ -211,13 +214,14 @@ void channels(const Path& path, Checker& check) {
           path.channel_sums(dy.data(), x.data(), g, got_sum.data(), got_product.data(), rows, cs);
           const char* sizes = "rows %d, cs %d, gate %d, fill %d";
           check.equal("channel_sums a", sum.data(), got_sum.data(), cs, sizes, rows, cs, with_gate, fill);
-          check.equal("channel_sums ab", product.data(), got_product.data(), cs, sizes, rows, cs, with_gate, fill);
+          check.equal("channel_sums ab", product.data(), got_product.data(), cs, sizes, rows, cs, with_gate,
+                      fill);
         }
         Buffer<std::int32_t> expected = filled<std::int32_t>(random, cs, 0, -1000, 1000), got = expected;
         for (std::size_t i = 0; i < size; ++i) expected[i % cs] += x[i] * dy[i];
         path.depthwise_weight_gradient(x.data(), dy.data(), rows, cs, got.data());
-        check.equal("depthwise_weight_gradient", expected.data(), got.data(), cs, "rows %d, cs %d, fill %d", rows,
-                    cs, fill);
+        check.equal("depthwise_weight_gradient", expected.data(), got.data(), cs, "rows %d, cs %d, fill %d",
+                    rows, cs, fill);
       }
 }
 
@@ -245,9 +249,10 @@ void depthwise(const Path& path, Checker& check) {
               expected[i] = has_init ? init[i % cs] : 0;
               for (int s = 0; s < taps; ++s) expected[i] += x[s][i] * w[s][i % cs];
             }
-            path.depthwise(x_at.data(), w_at.data(), taps, has_init ? init.data() : nullptr, got.data(), rows, cs);
-            check.equal("depthwise", expected.data(), got.data(), size, "rows %d, cs %d, taps %d, fill %d, init %d",
-                        rows, cs, taps, fill, has_init);
+            path.depthwise(x_at.data(), w_at.data(), taps, has_init ? init.data() : nullptr, got.data(), rows,
+                           cs);
+            check.equal("depthwise", expected.data(), got.data(), size,
+                        "rows %d, cs %d, taps %d, fill %d, init %d", rows, cs, taps, fill, has_init);
           }
 }
 
@@ -297,8 +302,8 @@ void pooling(const Path& path, Checker& check) {
       }
 }
 
-const Register kTiles(tiles), kBytes(bytes), kQuantise(quantise), kElementwise(elementwise), kChannels(channels),
-    kDepthwise(depthwise), kPooling(pooling);
+const Register kTiles(tiles), kBytes(bytes), kQuantise(quantise), kElementwise(elementwise);
+const Register kChannels(channels), kDepthwise(depthwise), kPooling(pooling);
 
 }  // namespace
 }  // namespace socflower::int8::test

@@ -14,7 +14,7 @@ fi
 
 cmake -S native -B build/arm -DSOCFLOWER_PYTHON=OFF -DSOCFLOWER_KERNEL_TEST=ON \
   -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=$compiler
-cmake --build build/arm --target kernel_test --parallel
+cmake --build build/arm --target kernel_test --parallel "$(nproc)"
 
 # Outside Debian the cross compiler may keep its C library elsewhere and say where.
 root=$($compiler -print-sysroot)

@@ -31,6 +31,15 @@ inline int32x2_t load_four(const void* from) {
   return int32x2_t{x, 0};
 }
 
+// Keeps its place among the other volatile statements. Compilers put all the loads of a step first, or each
+// right before its use.
+inline int8x16_t load_columns(const std::int8_t* at) {
+  typedef int8x16_t Unaligned __attribute__((may_alias, aligned(1)));
+  int8x16_t columns;
+  asm volatile("ldr %q0, %1" : "=w"(columns) : "m"(*reinterpret_cast<const Unaligned*>(at)));
+  return columns;
+}
+
 template <int kRows>
 inline void start_rows(const BlockArgs& args, int32x4_t (&acc)[kRows][4]) {
   for (int q = 0; q < 4; ++q) {

@@ -10,15 +10,7 @@ namespace {
 
 constexpr int kMmlaRows = 6;
 
-// These two keep the order they are written in. Compilers otherwise start a step with all its loads and have no
-// registers left for the accumulators.
-inline int8x16_t load_columns(const std::int8_t* at) {
-  typedef int8x16_t Unaligned __attribute__((may_alias, aligned(1)));
-  int8x16_t columns;
-  asm volatile("ldr %q0, %1" : "=w"(columns) : "m"(*reinterpret_cast<const Unaligned*>(at)));
-  return columns;
-}
-
+// Keeps its place among load_columns().
 inline void multiply(int32x4_t& acc, int8x16_t rows, int8x16_t columns) {
   int32x4_t sum = acc;
   asm volatile("smmla %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(rows), "w"(columns));

@@ -11,15 +11,8 @@ namespace {
 
 constexpr int kSdotRows = 6;
 
-// These keep the order they are written in, which is the one cores that do not reorder (Cortex-A55) need: every
-// load well before its use. Compilers put all loads of a step first, or each right before its use.
-inline int8x16_t load_columns(const std::int8_t* at) {
-  typedef int8x16_t Unaligned __attribute__((may_alias, aligned(1)));
-  int8x16_t columns;
-  asm volatile("ldr %q0, %1" : "=w"(columns) : "m"(*reinterpret_cast<const Unaligned*>(at)));
-  return columns;
-}
-
+// These keep their places among load_columns(): cores that do not reorder (Cortex-A55) need every load well
+// before its use.
 inline int8x8_t load_row(const std::int8_t* at) {
   typedef std::int32_t Unaligned __attribute__((may_alias, aligned(1)));
   int8x8_t row;
@@ -47,7 +40,9 @@ void sdot_rows(const BlockArgs& args) {
   for (int s = 0; s < args.num_segments; ++s) {
     const std::int8_t* lhs = static_cast<const std::int8_t*>(args.lhs[s]);
     const std::int8_t* rhs = static_cast<const std::int8_t*>(args.rhs[s]);
-    int8x16_t w[4] = {load_columns(rhs), load_columns(rhs + 16), load_columns(rhs + 32), load_columns(rhs + 48)};
+    int8x16_t w[4];
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) w[q] = load_columns(rhs + 16 * q);
     int8x8_t x = load_row(lhs);
     for (int k = args.k_groups; k > 0; --k) {
       // Where the segment ends, the loads for the next step repeat those of this one.

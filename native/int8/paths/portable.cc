@@ -5,6 +5,7 @@
 namespace socflower::int8 {
 
 extern const Path kPortablePath;
-const Path kPortablePath = portable::make_path("portable", portable::kGeneral, portable::kGeneral, portable::kWide);
+const Path kPortablePath =
+    portable::make_path("portable", portable::kGeneral, portable::kGeneral, portable::kWide);
 
 }  // namespace socflower::int8

@@ -12,7 +12,9 @@
 
 namespace socflower::int8 {
 
-extern const Path kPortablePath, kAvx2Path, kAvxVnniPath, kAvx512VnniPath, kNeonPath, kNeonSdotPath, kNeonI8mmPath;
+extern const Path kPortablePath;
+extern const Path kAvx2Path, kAvxVnniPath, kAvx512VnniPath;
+extern const Path kNeonPath, kNeonSdotPath, kNeonI8mmPath;
 
 namespace {
 
@@ -120,8 +122,9 @@ struct Table {
   Table() {
     const Machine machine = probe();
     for (int i = 0; i < kNumCompiled; ++i) {
-      names[i] = kCompiled[i].path->name;
-      if (kCompiled[i].needs == nullptr || machine.*kCompiled[i].needs) available[num_available++] = kCompiled[i].path;
+      const Entry& entry = kCompiled[i];
+      names[i] = entry.path->name;
+      if (entry.needs == nullptr || machine.*entry.needs) available[num_available++] = entry.path;
     }
   }
 };

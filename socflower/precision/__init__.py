@@ -1,0 +1,16 @@
+"""Training in int8 arithmetic: the engine, its algorithms, rescaling, batch splitting, graph reuse and placement."""
+
+from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT, ALGORITHMS, NITI, TrainingAlgorithm
+from socflower.precision.int8_model import EngineSettings, Int8Model, StepResult
+from socflower.precision.rescaling import RescalingPolicy
+
+__all__ = [
+    "ADAPTIVE_FIXED_POINT",
+    "ALGORITHMS",
+    "NITI",
+    "EngineSettings",
+    "Int8Model",
+    "RescalingPolicy",
+    "StepResult",
+    "TrainingAlgorithm",
+]

@@ -1,0 +1,115 @@
+"""How a network is trained in integers: the four elements of Mandheling §3.2 as one small description.
+
+An algorithm is data. Its elements name rules that the engine knows; a further algorithm of the same family (Octo,
+WAGEUBN, MLS) is a further value here, and a rule that it adds is a function beside the ones in `updates.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+from socflower.errors import ConfigError
+
+
+class Rounding(IntEnum):
+    """How an int32 accumulator loses its low bits; the values are those of the native engine."""
+
+    NEAREST = 0
+    PSEUDO_STOCHASTIC = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorTranslation:
+    """Forward: every FP32 operator becomes its int8 kernel, maximum search and rounding shift (F13, F14)."""
+
+    rounding: Rounding = Rounding.NEAREST
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardRule:
+    """Backward: int8 errors of one exponent, int32 weight gradients. `loss` is the gradient of the logits."""
+
+    rounding: Rounding = Rounding.PSEUDO_STOCHASTIC
+    loss: Literal["integer", "fp32"] = "integer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IntegerUpdate:
+    """w := saturate(w - round(gradient to `bits` bits)), in int8: NITI (F18).
+
+    The bits take the place of the learning rate: `bits[i]` holds from the fraction `starts[i]` of training on.
+    """
+
+    bits: tuple[int, ...] = (5, 4, 3)
+    starts: tuple[float, ...] = (0.0, 0.5, 0.75)
+    rounding: Rounding = Rounding.PSEUDO_STOCHASTIC
+
+    def __post_init__(self) -> None:
+        if len(self.bits) != len(self.starts) or not self.bits or self.starts[0] != 0.0:
+            raise ConfigError(
+                f"integer update: need one start per number of bits, the first 0, got bits {self.bits} "
+                f"and starts {self.starts}"
+            )
+        if any(not 1 <= bits <= 7 for bits in self.bits):
+            raise ConfigError(f"integer update: gradient bits must be 1 to 7, got {self.bits}")
+        if list(self.starts) != sorted(self.starts) or self.starts[-1] >= 1.0:
+            raise ConfigError(f"integer update: starts must rise from 0 to below 1, got {self.starts}")
+
+    def bits_at(self, progress: float) -> int:
+        """Return the gradient bits at a fraction of training in [0, 1]."""
+        return [bits for bits, start in zip(self.bits, self.starts, strict=True) if progress >= start][-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp32Update:
+    """SGD with momentum on FP32 master weights, from which the int8 weights are rounded anew every step."""
+
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.momentum < 1.0:
+            raise ConfigError(f"fp32 update: momentum must be in [0, 1), got {self.momentum}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingAlgorithm:
+    """A mixed-precision training algorithm: operator translation, backward rule, weight type, update rule.
+
+    The scale and offset of BatchNorm and the biases are FP32 under every algorithm and follow plain SGD: they are
+    a thousandth of the parameters, and the integer update's step is too coarse for them.
+    """
+
+    name: str
+    forward: OperatorTranslation
+    backward: BackwardRule
+    weight: Literal["int8", "fp32"]
+    update: IntegerUpdate | Fp32Update
+
+    def __post_init__(self) -> None:
+        if (self.weight == "int8") != isinstance(self.update, IntegerUpdate):
+            raise ConfigError(
+                f"algorithm {self.name}: int8 weights take an IntegerUpdate, fp32 weights an Fp32Update"
+            )
+
+
+NITI = TrainingAlgorithm(
+    name="niti",
+    forward=OperatorTranslation(rounding=Rounding.NEAREST),
+    backward=BackwardRule(rounding=Rounding.PSEUDO_STOCHASTIC, loss="integer"),
+    weight="int8",
+    update=IntegerUpdate(),
+)
+"""Wang et al. 2020: int8 throughout, weights included."""
+
+ADAPTIVE_FIXED_POINT = TrainingAlgorithm(
+    name="adaptive-fixed-point",
+    forward=OperatorTranslation(rounding=Rounding.NEAREST),
+    backward=BackwardRule(rounding=Rounding.PSEUDO_STOCHASTIC, loss="integer"),
+    weight="fp32",
+    update=Fp32Update(),
+)
+"""Zhang et al. 2020: int8 forward and backward, FP32 weights behind them."""
+
+ALGORITHMS: dict[str, TrainingAlgorithm] = {a.name: a for a in (NITI, ADAPTIVE_FIXED_POINT)}

@@ -1,0 +1,63 @@
+"""Real numbers as (int8, exponent): real = q * 2^exponent, q in [-127, 127] (F13)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from socflower.errors import ConfigError
+
+MAGNITUDE_BITS = 7
+
+
+def channel_stride(channels: int) -> int:
+    """Return the channels rounded up to the engine's block of 16."""
+    return -(-channels // 16) * 16
+
+
+def exponent_for(max_magnitude: float) -> int:
+    """Return the smallest exponent at which a magnitude fits 127; 0 for a magnitude of 0."""
+    if max_magnitude == 0.0:
+        return 0
+    mantissa, exponent = math.frexp(max_magnitude)  # mantissa in [0.5, 1)
+    fits = mantissa * 128.0 <= 127.0
+    return exponent - MAGNITUDE_BITS + (0 if fits else 1)
+
+
+def shift_for(max_magnitude: int, bits: int = MAGNITUDE_BITS) -> int:
+    """Return how far an accumulator is shifted so that `bits` bits of magnitude remain (F14)."""
+    return max(0, max_magnitude.bit_length() - bits)
+
+
+def quantise(real: npt.NDArray[np.float32], exponent: int, out: npt.NDArray[np.int8]) -> None:
+    """Write the nearest int8 of real / 2^exponent, half to even, saturated at +-127."""
+    scaled = np.rint(real * np.float32(2.0**-exponent))
+    np.clip(scaled, -127, 127, out=scaled)
+    out[...] = scaled.astype(np.int8)
+
+
+def require_finite(real: npt.NDArray[np.float32], name: str) -> None:
+    """Raise ConfigError, naming the first NaN or infinity."""
+    if not np.isfinite(real).all():
+        at = tuple(int(i) for i in np.argwhere(~np.isfinite(real))[0])
+        raise ConfigError(
+            f"{name}: element {at} is {real[at]}; int8 training needs finite weights, load an earlier checkpoint"
+        )
+
+
+def scaled_integers(
+    largest_bits: int, *coefficients: tuple[npt.NDArray[np.float64], int]
+) -> tuple[int, list[npt.NDArray[np.int32]]]:
+    """Return an exponent e and each array as integers of 2^e.
+
+    `coefficients` are pairs (array, extra bits); an array's integers stay below 2^(largest_bits + extra bits).
+    """
+    exponents = []
+    for array, extra in coefficients:
+        largest = float(np.max(np.abs(array))) if array.size else 0.0
+        if largest > 0.0:
+            exponents.append(math.frexp(largest)[1] - (largest_bits + extra))
+    exponent = max(exponents, default=0)
+    return exponent, [np.rint(np.ldexp(array, -exponent)).astype(np.int32) for array, _ in coefficients]

@@ -1,0 +1,193 @@
+"""The graph of a network as the integer engine sees it: what each operator computes, on which shapes.
+
+A value is named after the node that makes it; its shape is (channels, height, width) without the batch. A linear
+layer is a convolution whose kernel covers its input, so a flattening between the two needs no node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar
+
+from socflower.errors import ConfigError
+
+Shape = tuple[int, int, int]
+Pair = tuple[int, int]
+
+INPUT = "input"
+"""Name of the value that holds the images."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """An operator: the values it reads and the shape it makes."""
+
+    kind: ClassVar[str] = ""
+    name: str  # also the prefix of its parameters in the module's state_dict
+    inputs: tuple[str, ...]
+    shape: Shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Convolution(Node):
+    """Convolution or linear layer, `weight` (out, in/groups, kh, kw), with a fused ReLU if `relu`."""
+
+    kind: ClassVar[str] = "convolution"
+    kernel: Pair
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    groups: int = 1
+    bias: bool = False
+    relu: bool = False
+    linear: bool = False  # the module's weight is (out, in * kh * kw)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchNorm(Node):
+    """Normalisation over batch and pixels with learned scale and offset, with a fused ReLU if `relu`."""
+
+    kind: ClassVar[str] = "batch-norm"
+    eps: float
+    momentum: float
+    relu: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relu(Node):
+    """A ReLU that could not be fused into the operator before it."""
+
+    kind: ClassVar[str] = "relu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaxPool(Node):
+    """Maximum over windows."""
+
+    kind: ClassVar[str] = "max-pool"
+    kernel: Pair
+    stride: Pair
+    padding: Pair = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AveragePool(Node):
+    """Mean over windows; padding counts as zeros."""
+
+    kind: ClassVar[str] = "average-pool"
+    kernel: Pair
+    stride: Pair
+    padding: Pair = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Add(Node):
+    """Residual addition, with a fused ReLU if `relu`."""
+
+    kind: ClassVar[str] = "add"
+    relu: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp32(Node):
+    """An operator that runs in torch FP32, because int8 has none or the placement chose so."""
+
+    kind: ClassVar[str] = "fp32"
+    operator: str  # of the original node, for messages
+
+
+_KINDS: dict[str, type[Node]] = {
+    cls.kind: cls for cls in (Convolution, BatchNorm, Relu, MaxPool, AveragePool, Add, Fp32)
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Graph:
+    """Nodes in an order in which every value is made before it is read."""
+
+    input_shape: Shape
+    nodes: tuple[Node, ...]
+
+    def __post_init__(self) -> None:
+        made = {INPUT}
+        for node in self.nodes:
+            for value in node.inputs:
+                if value not in made:
+                    raise ConfigError(f"graph: {node.name} reads {value!r}, which no earlier node makes")
+            if node.name in made:
+                raise ConfigError(f"graph: two nodes are named {node.name!r}")
+            made.add(node.name)
+        if not self.nodes:
+            raise ConfigError("graph: there is no operator to train")
+
+    @property
+    def output(self) -> str:
+        """Name of the value that holds the logits."""
+        return self.nodes[-1].name
+
+    @property
+    def num_classes(self) -> int:
+        """Number of logits."""
+        return self.nodes[-1].shape[0]
+
+    def shape_of(self, value: str) -> Shape:
+        """Return the shape of a value."""
+        return self.input_shape if value == INPUT else self.node(value).shape
+
+    def node(self, name: str) -> Node:
+        """Return the node of that name."""
+        return next(node for node in self.nodes if node.name == name)
+
+    def consumers(self, value: str) -> tuple[Node, ...]:
+        """Return the nodes that read a value; one that reads it twice appears twice."""
+        return tuple(node for node in self.nodes for read in node.inputs if read == value)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values from which `from_json` makes an equal graph."""
+        return {
+            "input_shape": list(self.input_shape),
+            "nodes": [{"kind": node.kind, **asdict(node)} for node in self.nodes],
+        }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Graph:
+        """Return the graph that `to_json` described. Raises ConfigError on an unknown operator or field."""
+        return cls(
+            input_shape=_shape(document["input_shape"]), nodes=tuple(_nodes_from_json(document["nodes"]))
+        )
+
+
+def _shape(values: list[int]) -> Shape:
+    channels, height, width = values
+    return channels, height, width
+
+
+def _nodes_from_json(documents: list[dict[str, Any]]) -> Iterator[Node]:
+    for document in documents:
+        settings = {key: tuple(value) if isinstance(value, list) else value for key, value in document.items()}
+        kind = settings.pop("kind", None)
+        cls = _KINDS.get(str(kind))
+        known = set() if cls is None else {field.name for field in fields(cls)}
+        if cls is None or set(settings) - known:
+            raise ConfigError(f"graph: unknown operator {kind!r} or fields {sorted(set(settings) - known)}")
+        yield cls(**settings)
+
+
+def fuse_relu(graph: Graph) -> Graph:
+    """Return the graph in which an operator that only a ReLU reads applies it on its way out.
+
+    The maximum search of the rounding (F14) then sees only what the ReLU lets through.
+    """
+    fused: dict[str, str] = {}  # name of a ReLU that is gone -> operator that now makes its value
+    nodes: dict[str, Node] = {}
+    for node in graph.nodes:
+        node = replace(node, inputs=tuple(fused.get(value, value) for value in node.inputs))
+        if isinstance(node, Relu):
+            before = nodes.get(node.inputs[0])
+            fusable = isinstance(before, Convolution | BatchNorm | Add) and not before.relu
+            if before is not None and fusable and len(graph.consumers(before.name)) == 1:
+                nodes[before.name] = replace(before, relu=True)  # type: ignore[call-arg]
+                fused[node.name] = before.name
+                continue
+        nodes[node.name] = node
+    return Graph(input_shape=graph.input_shape, nodes=tuple(nodes.values()))

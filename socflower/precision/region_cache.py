@@ -1,0 +1,89 @@
+"""Memory that outlives a step: compute-graph reuse under a budget (Mandheling §3.6).
+
+Building a step's operators and buffers costs time, and the network does not change between steps, so what one
+step built the next one uses again. Training always walks its operators in the same order, so the region that was
+used most recently is the one whose next use lies furthest ahead: when the budget is short, that one goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from socflower.errors import ConfigError
+
+
+@dataclass(slots=True)
+class _Region:
+    content: Any
+    num_bytes: int
+    in_use: bool
+
+
+class RegionCache:
+    """Regions by key. One that is in use stays; idle ones may be evicted, most recently used first.
+
+    `reuse` False forgets a region as soon as it is released, as engines that build a graph per batch do.
+    """
+
+    def __init__(self, *, budget_bytes: int | None = None, reuse: bool = True) -> None:
+        self._budget_bytes = budget_bytes
+        self._reuse = reuse
+        self._regions: dict[Hashable, _Region] = {}
+        self._idle: dict[Hashable, None] = {}  # in the order of release: the last is the most recently used
+        self.held_bytes = 0
+        self.peak_bytes = 0
+        self.num_built = 0
+        self.num_evicted = 0
+
+    def acquire(self, key: Hashable, num_bytes: int, build: Callable[[], Any]) -> Any:
+        """Return the region of that key, built now if it is not held, and keep it until `release`.
+
+        Raises ConfigError, with the bytes, when what is in use leaves no room for it.
+        """
+        region = self._regions.get(key)
+        if region is not None:
+            region.in_use = True
+            self._idle.pop(key, None)
+            return region.content
+        self._make_room(key, num_bytes)
+        region = _Region(build(), num_bytes, in_use=True)
+        self._regions[key] = region
+        self.held_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self.num_built += 1
+        return region.content
+
+    def release(self, key: Hashable) -> None:
+        """Let go of a region; its content is not needed before the next `acquire`."""
+        region = self._regions.get(key)
+        if region is None or not region.in_use:
+            return
+        region.in_use = False
+        if self._reuse:
+            self._idle[key] = None
+        else:
+            self._forget(key)
+
+    def release_all(self) -> None:
+        """Let go of every region, in the order in which they were made."""
+        for key in list(self._regions):
+            self.release(key)
+
+    def _make_room(self, key: Hashable, num_bytes: int) -> None:
+        if self._budget_bytes is None:
+            return
+        while self._idle and self.held_bytes + num_bytes > self._budget_bytes:
+            self._forget(next(reversed(self._idle)))
+            self.num_evicted += 1
+        if self.held_bytes + num_bytes > self._budget_bytes:
+            raise ConfigError(
+                f"memory budget of {self._budget_bytes} bytes: {self.held_bytes} bytes are in use and {key} needs "
+                f"{num_bytes} more; allow at least {self.held_bytes + num_bytes} bytes or use a smaller batch"
+            )
+
+    def _forget(self, key: Hashable) -> None:
+        region = self._regions.pop(key)
+        self._idle.pop(key, None)
+        self.held_bytes -= region.num_bytes

@@ -1,0 +1,72 @@
+"""When a layer's exponent is computed anew: self-adaptive rescaling (F16, Mandheling §3.4).
+
+Finding an exponent means keeping int32 accumulators until their maximum is known. With an exponent at hand, a
+kernel rounds each block as it leaves the registers. Exponents change rarely once training has settled, so each
+one is looked for only now and then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from socflower.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RescalingPolicy:
+    """`adaptive` False looks for every exponent in every batch; the first `warm_up_batches` always do."""
+
+    adaptive: bool = True
+    warm_up_batches: int = 100
+
+    def __post_init__(self) -> None:
+        if self.warm_up_batches < 1:
+            raise ConfigError(f"rescaling: warm_up_batches must be 1 or more, got {self.warm_up_batches}")
+
+
+class ScaleTracker:
+    """The exponent of one tensor, and the batch in which it is next looked for.
+
+    The period is max(1, half the mean interval between the changes seen so far); before a first change, half the
+    batches since the beginning. Saturation makes the next look immediate.
+    """
+
+    __slots__ = ("_batch", "_due", "_first", "_last_change", "_num_changes", "_policy", "exponent", "num_looks")
+
+    def __init__(self, policy: RescalingPolicy) -> None:
+        self._policy = policy
+        self._batch = 0
+        self._due = 0
+        self._first = 0
+        self._last_change = 0
+        self._num_changes = 0
+        self.exponent: int | None = None
+        self.num_looks = 0
+
+    def known(self) -> int | None:
+        """Return the exponent to use for this batch, or None when it is to be looked for."""
+        return self.exponent if self._batch < self._due else None
+
+    def end_batch(self) -> None:
+        """Count a batch for which the known exponent was used."""
+        self._batch += 1
+
+    def found(self, exponent: int) -> None:
+        """Take over the exponent looked for in this batch, and count the batch."""
+        if self.exponent is not None and exponent != self.exponent:
+            self._num_changes += 1
+            self._last_change = self._batch
+        self.exponent = exponent
+        self.num_looks += 1
+        if self._policy.adaptive and self._batch + 1 >= self._policy.warm_up_batches:
+            self._due = self._batch + self._period()
+        else:
+            self._due = self._batch + 1
+        self._batch += 1
+
+    def _period(self) -> int:
+        if self._num_changes == 0:
+            return max(1, (self._batch + 1) // 2)
+        # The time since the last change is an interval that has not ended: it counts once it is long.
+        mean = max(self._last_change / self._num_changes, (self._batch - self._last_change) / (self._num_changes + 1))
+        return max(1, int(mean / 2))
