@@ -260,7 +260,7 @@ class Int8Model:
             learning_rate=learning_rate,
             progress=progress,
         )
-        program.take_input(images, exponent_for(largest))
+        program.take_input(images, exponent_for(largest), step.workspace)
         return program, step
 
     def _scratch(self, batch: int, role: str, size: int, dtype: type) -> Any:

@@ -6,6 +6,7 @@ a masked gradient: its reader applies the mask while it rounds, where it costs n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -82,7 +83,7 @@ class Step:
 
     def wide(self, shape: Sequence[int]) -> Int32Array:
         """Return accumulators of that shape."""
-        return self.accumulators[: int(np.prod(shape))].reshape(shape)
+        return self.accumulators[: math.prod(shape)].reshape(shape)
 
     @property
     def mean_learning_rate(self) -> float:
@@ -132,24 +133,27 @@ class ConvolutionOperator:
         self.workspace_bytes = workspace_bytes
         self._plan = plan
         self._sums = np.zeros((2, output.array_shape[3]), dtype=np.int64)
+        # Over patches (program.py) the same weight memory is that of a pointwise layer.
+        self._weight_shape = plan.weight_shape
+        self._depth = int(np.prod(self._weight_shape[:3]))
 
     def accumulator_size(self) -> int:
         """Return the largest of output, input gradient and weight gradient."""
-        x, node = self.inputs[0], self.node
-        weight = node.kernel[0] * node.kernel[1] * (x.shape[0] // node.groups) * self.output.array_shape[3]
-        return int(max(np.prod(x.array_shape), np.prod(self.output.array_shape), weight))
+        shapes = (self.inputs[0].array_shape, self.output.array_shape, self._weight_shape)
+        return max(int(np.prod(shape)) for shape in shapes)
 
     def forward(self, step: Step) -> None:
         """Multiply, add the bias at the accumulator's scale, apply the ReLU, round."""
         x, node = self.inputs[0], self.node
         weight = step.parameters.weights[f"{node.name}.weight"]
+        weight_data = weight.data.reshape(self._weight_shape)
         acc_exponent = x.exponent + weight.exponent
         bias = self._integer_bias(step, acc_exponent) if node.bias else None
         rounding = step.algorithm.forward.rounding
 
         def run(destination: Int8Array | Int32Array, shift: int) -> int:
             return self._plan.forward(
-                step.engine, x.data, weight.data, bias, destination, step.workspace, x.activations, shift, rounding,
+                step.engine, x.data, weight_data, bias, destination, step.workspace, x.activations, shift, rounding,
                 node.relu,
             )  # fmt: skip
 
@@ -161,13 +165,11 @@ class ConvolutionOperator:
     def _integer_bias(self, step: Step, acc_exponent: int) -> Int32Array:
         real = step.parameters.vectors[f"{self.node.name}.bias"].data.astype(np.float64)
         scaled = np.rint(np.ldexp(real, -acc_exponent))
-        node, x = self.node, self.inputs[0]
-        depth = node.kernel[0] * node.kernel[1] * x.shape[0] // node.groups
-        room = 2**31 - 1 - depth * 127 * 127
+        room = 2**31 - 1 - self._depth * 127 * 127
         if not np.abs(scaled).max() <= room:
             worst = float(np.abs(real).max())
             raise TrainingFailed(
-                f"{node.name}: a bias of {worst:.4g} at the accumulator's scale 2^{acc_exponent} leaves int32; its "
+                f"{self.node.name}: a bias of {worst:.4g} at the accumulator's scale 2^{acc_exponent} leaves int32; its "
                 f"inputs or weights have become too small beside it, lower the learning rate"
             )
         return scaled.astype(np.int32)
@@ -178,26 +180,27 @@ class ConvolutionOperator:
         dy, dy_exponent = self.output.gradient, self.output.gradient_exponent
         assert dy is not None
         weight = step.parameters.weights[f"{node.name}.weight"]
+        weight_data = weight.data.reshape(self._weight_shape)
         exponents = [0]
         if into[0] is not None:
             rounding = step.algorithm.backward.rounding
 
             def run(destination: Int8Array | Int32Array, shift: int) -> int:
                 return self._plan.input_gradient(
-                    step.engine, dy, weight.data, destination, step.workspace, shift, rounding, x.mask
+                    step.engine, dy, weight_data, destination, step.workspace, shift, rounding, x.mask
                 )
 
             exponents[0] = round_product(
                 node.name, step.engine, step.tracker(node.name, "backward"), dy_exponent + weight.exponent, run,
                 into[0], step.wide(x.array_shape), rounding,
             )  # fmt: skip
-        gradient = step.wide(weight.data.shape)
+        gradient = step.wide(self._weight_shape)
         largest = self._plan.weight_gradient(step.engine, x.data, dy, gradient, step.workspace, x.activations)
         update_weight(
             step.engine,
             step.algorithm,
             weight,
-            gradient,
+            gradient.reshape(weight.data.shape),
             largest=largest,
             gradient_scale=2.0 ** (x.exponent + dy_exponent),
             learning_rate=step.mean_learning_rate,

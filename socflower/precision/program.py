@@ -7,7 +7,7 @@ given back as soon as the backward pass is done with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -32,13 +32,40 @@ from socflower.precision.rounding_out import Int8Array
 
 Fp32Factory = Callable[[ir.Fp32, Tensor, Tensor], Operator]
 
+_MAX_PATCH_CHANNELS = 4
+"""A first convolution of so few channels is run over its patches, which are gathered once per step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """Where an int8 array of the step lives."""
+
+    key: tuple[int, str, str]
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    def build(self) -> Int8Array:
+        return np.empty(self.shape, np.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A node in the order of the step, with everything that is looked up while it runs."""
+
+    node: ir.Node
+    key: tuple[int, str, str]
+    num_bytes: int
+    output: _Array
+    into: tuple[_Array | None, ...]  # gradient of each input; None: not wanted, or handed on as it came
+    sums: tuple[tuple[str, _Array], ...]  # for each further gradient of the output: role and place of the sum
+
 
 @dataclass(slots=True)
-class _Gradients:
-    """Gradients of one value, from each of its readers, until they are added up."""
+class _Gradient:
+    """A gradient on its way from a reader of a value to its maker."""
 
-    wanted: int
-    parts: list[tuple[Int8Array, int]] = field(default_factory=list)
+    data: Int8Array
+    exponent: int
 
 
 class Program:
@@ -58,103 +85,133 @@ class Program:
         self._engine, self._regions = engine, regions
         self._batch_blocks = batch_blocks
         self._fp32_factory = fp32_factory
-        self.tensors = _tensors(graph, batch)
-        self._num_readers = {name: len(graph.consumers(name)) for name in self.tensors}
+        self._patched = _patched_convolution(graph)
+        self.tensors = _tensors(graph, batch, self._patched)
         # Readers of a value with several leave its mask to the sum of their gradients.
-        self._mask_of_sum = {
-            name: tensor.masked and self._num_readers[name] > 1 for name, tensor in self.tensors.items()
-        }
+        self._mask_of_sum: dict[str, bool] = {}
         for name, tensor in self.tensors.items():
+            self._mask_of_sum[name] = tensor.masked and len(graph.consumers(name)) > 1
             tensor.masked = tensor.masked and not self._mask_of_sum[name]
+        self._input = self._array(ir.INPUT, "output")
+        self._logits_gradient = self._array(graph.output, "gradient")
+        self._places = [self._place(node) for node in graph.nodes]
         self.workspace_bytes, self.accumulator_size = 64, 16
-        for node in graph.nodes:
-            operator = self._operator(node)
+        if self._patched is not None:
+            self._images = self._original_plan(self._patched)
+            self.workspace_bytes = _int8.patch_images_bytes(self._images)
+        for place in self._places:
+            operator = self._operator(place)
             self.workspace_bytes = max(self.workspace_bytes, operator.workspace_bytes)
             self.accumulator_size = max(self.accumulator_size, operator.accumulator_size())
-            regions.release((batch, node.name, "operator"))
+            regions.release(place.key)
 
-    def take_input(self, images: npt.NDArray[np.float32], exponent: int) -> None:
-        """Round (batch, channels, h, w) float32 images to the input tensor."""
+    def take_input(self, images: npt.NDArray[np.float32], exponent: int, workspace: npt.NDArray[np.uint8]) -> None:
+        """Round (batch, channels, h, w) float32 images to the input tensor, as patches if the first layer wants them."""
         tensor = self.tensors[ir.INPUT]
-        tensor.data = self._array(ir.INPUT, "output", tensor)
+        tensor.data = self._take(self._input)
         tensor.exponent = exponent
+        if self._patched is not None:
+            _int8.quantise_patches(self._engine, self._images, images, tensor.data, workspace, exponent)
+            return
         channels, height, width = tensor.shape
         _int8.quantise_images(self._engine, images, tensor.data, self.batch, channels, height, width, exponent)
 
     def forward(self, step: Step) -> Tensor:
         """Run every operator and return the logits."""
-        for node in self.graph.nodes:
-            operator = self._operator(node)
-            operator.output.data = self._array(node.name, "output", operator.output)
+        for place in self._places:
+            operator = self._operator(place)
+            operator.output.data = self._take(place.output)
             operator.forward(step)
         return self.tensors[self.graph.output]
 
     def logits_gradient(self) -> Int8Array:
         """Return memory for the gradient of the logits, which `backward` starts from."""
-        name = self.graph.output
-        return self._array(name, "gradient", self.tensors[name])
+        return self._take(self._logits_gradient)
 
     def backward(self, step: Step, logits_gradient: Int8Array, exponent: int) -> None:
         """Run every operator backward, updating its parameters, and give back what is no longer needed."""
-        gradients = {name: _Gradients(wanted=count) for name, count in self._num_readers.items()}
-        gradients[self.graph.output] = _Gradients(wanted=1, parts=[(logits_gradient, exponent)])
-        for node in reversed(self.graph.nodes):
-            operator = self._operator(node)
+        gradients: dict[str, list[_Gradient]] = {name: [] for name in self.tensors}
+        gradients[self.graph.output].append(_Gradient(logits_gradient, exponent))
+        for place in reversed(self._places):
+            operator = self._operator(place)
             output = operator.output
-            output.gradient, output.gradient_exponent = self._sum(step, node.name, gradients[node.name])
-            into: list[Int8Array | None] = []
-            for place, (value, x) in enumerate(zip(node.inputs, operator.inputs, strict=True)):
-                passes = isinstance(operator, AddOperator) and x.mask is None
-                wanted = value != ir.INPUT and not passes
-                into.append(self._array(value, f"gradient from {node.name}.{place}", x) if wanted else None)
+            total = self._sum(step, place, gradients[place.node.name])
+            output.gradient, output.gradient_exponent = total.data, total.exponent
+            into = [None if target is None else self._take(target) for target in place.into]
             exponents = operator.backward(step, into)
-            for value, target, target_exponent in zip(node.inputs, into, exponents, strict=True):
+            handed_on = False
+            for value, target, target_exponent in zip(place.node.inputs, into, exponents, strict=True):
+                if value == ir.INPUT:
+                    continue
+                handed_on = handed_on or target is None
                 # An addition without a mask hands on the very array that it was given.
-                part = (output.gradient if target is None else target, target_exponent)
-                if value != ir.INPUT:
-                    gradients[value].parts.append(part)
-            self._give_back(node, handed_on=any(target is None for target in into))
-        self._regions.release((self.batch, ir.INPUT, "output"))
+                gradients[value].append(_Gradient(total.data if target is None else target, target_exponent))
+            self._give_back(place, handed_on=handed_on)
+        self._regions.release(self._input.key)
 
-    def _sum(self, step: Step, name: str, gradients: _Gradients) -> tuple[Int8Array, int]:
-        total = gradients.parts[0]
-        for index, part in enumerate(gradients.parts[1:], start=1):
-            tensor = self.tensors[name]
-            out = self._array(name, f"gradient sum {index}", tensor)
-            last = index == len(gradients.parts) - 1
-            role = f"gradient sum {index}"
+    def _sum(self, step: Step, place: _Place, gradients: list[_Gradient]) -> _Gradient:
+        total = gradients[0]
+        name = place.node.name
+        for index, (role, array) in enumerate(place.sums, start=1):
+            part = gradients[index]
+            out = self._take(array)
+            last = index == len(place.sums)
             exponent = add_tensors(
                 f"{name} ({role})",
                 step,
                 step.tracker(name, role),
-                total,
-                part,
+                (total.data, total.exponent),
+                (part.data, part.exponent),
                 out,
                 rounding=step.algorithm.backward.rounding,
-                mask=tensor.data if last and self._mask_of_sum[name] else None,
+                mask=self.tensors[name].data if last and self._mask_of_sum[name] else None,
             )
-            total = (out, exponent)
+            total = _Gradient(out, exponent)
         return total
 
-    def _give_back(self, node: ir.Node, *, handed_on: bool) -> None:
-        self._regions.release((self.batch, node.name, "operator"))
-        self._regions.release((self.batch, node.name, "output"))
+    def _give_back(self, place: _Place, *, handed_on: bool) -> None:
+        """Free what no operator before this one reads; a gradient that was handed on waits for the step's end."""
+        release = self._regions.release
+        release(place.key)
+        release(place.output.key)
         if handed_on:
-            return  # its gradient is still read by the operators before an addition; the end of the step frees it
-        self._regions.release((self.batch, node.name, "gradient"))
-        for reader in self.graph.consumers(node.name):
-            for place in range(len(reader.inputs)):
-                self._regions.release((self.batch, node.name, f"gradient from {reader.name}.{place}"))
-        for index in range(1, self._num_readers[node.name]):
-            self._regions.release((self.batch, node.name, f"gradient sum {index}"))
+            return
+        name = place.node.name
+        if name == self.graph.output:
+            release(self._logits_gradient.key)
+        for _, array in place.sums:
+            release(array.key)
+        for reader in self._places:
+            if name in reader.node.inputs:
+                for array in reader.into:
+                    if array is not None and array.key[1] == name:
+                        release(array.key)
 
-    def _array(self, name: str, role: str, tensor: Tensor) -> Int8Array:
-        shape = tensor.array_shape
-        return self._regions.acquire((self.batch, name, role), int(np.prod(shape)), lambda: np.empty(shape, np.int8))
+    def _take(self, array: _Array) -> Int8Array:
+        return self._regions.acquire(array.key, array.num_bytes, array.build)
 
-    def _operator(self, node: ir.Node) -> Operator:
-        key = (self.batch, node.name, "operator")
-        return self._regions.acquire(key, self._operator_bytes(node), lambda: self._build(node))
+    def _operator(self, place: _Place) -> Operator:
+        return self._regions.acquire(place.key, place.num_bytes, lambda: self._build(place.node))
+
+    def _array(self, name: str, role: str) -> _Array:
+        shape = self.tensors[name].array_shape
+        return _Array((self.batch, name, role), shape, int(np.prod(shape)))
+
+    def _place(self, node: ir.Node) -> _Place:
+        into: list[_Array | None] = []
+        for index, value in enumerate(node.inputs):
+            handed_on = isinstance(node, ir.Add) and not self.tensors[value].masked
+            wanted = value != ir.INPUT and not handed_on
+            into.append(self._array(value, f"gradient from {node.name}.{index}") if wanted else None)
+        roles = [f"gradient sum {index}" for index in range(1, len(self.graph.consumers(node.name)))]
+        return _Place(
+            node=node,
+            key=(self.batch, node.name, "operator"),
+            num_bytes=self._operator_bytes(node),
+            output=self._array(node.name, "output"),
+            into=tuple(into),
+            sums=tuple((role, self._array(node.name, role)) for role in roles),
+        )
 
     def _operator_bytes(self, node: ir.Node) -> int:
         """Return the bytes of an operator's index tables and argmax."""
@@ -164,16 +221,28 @@ class Program:
             return 24 * pairs + (output if isinstance(node, ir.MaxPool) else 0)
         return 0
 
+    def _original_plan(self, node: ir.Convolution) -> _int8.Convolution:
+        channels, height, width = self.graph.shape_of(node.inputs[0])
+        return _int8.Convolution(
+            self.batch, height, width, channels, node.shape[0], *node.kernel, *node.stride, *node.padding, node.groups,
+            min(self._batch_blocks.get(node.name, 0), self.batch),
+        )  # fmt: skip
+
+    def _plan(self, node: ir.Convolution) -> _int8.Convolution:
+        if node is not self._patched:
+            return self._original_plan(node)
+        channels, height, width = self.tensors[ir.INPUT].shape
+        batch_block = min(self._batch_blocks.get(node.name, 0), self.batch)
+        return _int8.Convolution(
+            self.batch, height, width, channels, node.shape[0], 1, 1, 1, 1, 0, 0, 1, batch_block
+        )  # fmt: skip
+
     def _build(self, node: ir.Node) -> Operator:
         inputs = [self.tensors[value] for value in node.inputs]
         output, x = self.tensors[node.name], inputs[0]
         match node:
             case ir.Convolution():
-                channels, height, width = x.shape
-                plan = _int8.Convolution(
-                    self.batch, height, width, channels, node.shape[0], *node.kernel, *node.stride, *node.padding,
-                    node.groups, min(self._batch_blocks.get(node.name, 0), self.batch),
-                )  # fmt: skip
+                plan = self._plan(node)
                 return ConvolutionOperator(node, x, output, plan, plan.workspace_bytes(self._engine))
             case ir.BatchNorm():
                 return BatchNormOperator(node, x, output)
@@ -197,13 +266,27 @@ class Program:
         )
 
 
-def _tensors(graph: ir.Graph, batch: int) -> dict[str, Tensor]:
+def _patched_convolution(graph: ir.Graph) -> ir.Convolution | None:
+    """Return the first convolution if it is the only reader of images with few channels."""
+    readers = graph.consumers(ir.INPUT)
+    if len(readers) != 1 or not isinstance(readers[0], ir.Convolution):
+        return None
+    node = readers[0]
+    few = graph.input_shape[0] <= _MAX_PATCH_CHANNELS and node.groups == 1 and node.kernel != (1, 1)
+    return node if few else None
+
+
+def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dict[str, Tensor]:
     """Return the tensors of all values, with what is known of their signs and masks.
 
     A max-pool over a rectified value takes over its mask: a window's maximum is positive exactly where the chosen
     element is, and there are fewer maxima.
     """
-    tensors = {ir.INPUT: Tensor(shape=graph.input_shape, batch=batch)}
+    input_shape = graph.input_shape
+    if patched is not None:
+        taps = patched.kernel[0] * patched.kernel[1]
+        input_shape = (taps * input_shape[0], *patched.shape[1:])
+    tensors = {ir.INPUT: Tensor(shape=input_shape, batch=batch)}
     for node in graph.nodes:
         tensor = tensors[node.name] = Tensor(shape=node.shape, batch=batch)
         x = tensors[node.inputs[0]]
