@@ -10,12 +10,14 @@ from socflower.errors import ConfigError
 from socflower.workloads.models.initial_weights import draw_weights_
 from socflower.workloads.models.lenet import lenet5
 from socflower.workloads.models.mobilenet import mobilenet_v1
-from socflower.workloads.models.resnet import resnet18
-from socflower.workloads.models.vgg import vgg11
+from socflower.workloads.models.resnet import resnet8, resnet18
+from socflower.workloads.models.vgg import vgg11, vgg_small
 
 _BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
     "lenet5": lenet5,
+    "vgg-small": vgg_small,
     "vgg11": vgg11,
+    "resnet8": resnet8,
     "resnet18": resnet18,
     "mobilenet-v1": mobilenet_v1,
 }

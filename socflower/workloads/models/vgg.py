@@ -1,11 +1,14 @@
-"""VGG-11 (Simonyan and Zisserman 2015, configuration A) for 32x32 images, without BatchNorm."""
+"""VGG-11 (Simonyan and Zisserman 2015, configuration A) and a small relative for 32x32 images, without BatchNorm."""
 
 from torch import nn
 
 from socflower.workloads.models.padding import padding_to_32
 
 STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
-"""Output channels of the convolutions of each stage; a max-pool ends the stage."""
+"""Output channels of the convolutions of each stage of VGG-11; a max-pool ends the stage."""
+
+SMALL_STAGES = ((32, 32), (64, 64), (128, 128))
+"""The same of VGG-small, whose last stage leaves 4x4 pixels."""
 
 
 def vgg11(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
@@ -14,11 +17,25 @@ def vgg11(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequenti
     Five max-pools leave one pixel of 512 channels, so one Linear takes the place of ImageNet's three.
     Raises ConfigError unless the image size is 28 or 32.
     """
-    padding = 1 + padding_to_32("vgg11", image_size)
+    return _vgg("vgg11", STAGES, 1, in_channels, image_size, num_classes)
+
+
+def vgg_small(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return VGG-small for (n, in_channels, image_size, image_size) inputs: 14 tensors, 0.31 M parameters.
+
+    Raises ConfigError unless the image size is 28 or 32.
+    """
+    return _vgg("vgg-small", SMALL_STAGES, 4, in_channels, image_size, num_classes)
+
+
+def _vgg(
+    name: str, stages: tuple[tuple[int, ...], ...], last_size: int, in_channels: int, image_size: int, num_classes: int
+) -> nn.Sequential:
+    padding = 1 + padding_to_32(name, image_size)
     layers: list[nn.Module] = []
-    for stage in STAGES:
+    for stage in stages:
         for channels in stage:
             layers += [nn.Conv2d(in_channels, channels, kernel_size=3, padding=padding), nn.ReLU()]
             in_channels, padding = channels, 1
         layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(in_channels, num_classes))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(in_channels * last_size**2, num_classes))
