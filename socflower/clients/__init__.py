@@ -3,6 +3,16 @@
 from socflower.clients.app import make_client_app
 from socflower.clients.fp32_trainer import FP32Trainer, cosine_annealing, sgd
 from socflower.clients.group import train_group
+from socflower.clients.int8_trainer import Int8Trainer
 from socflower.clients.trainer import Trainer, TrainingSession
 
-__all__ = ["FP32Trainer", "Trainer", "TrainingSession", "cosine_annealing", "make_client_app", "sgd", "train_group"]
+__all__ = [
+    "FP32Trainer",
+    "Int8Trainer",
+    "Trainer",
+    "TrainingSession",
+    "cosine_annealing",
+    "make_client_app",
+    "sgd",
+    "train_group",
+]

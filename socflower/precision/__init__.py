@@ -1,6 +1,6 @@
 """Training in int8 arithmetic: the engine, its algorithms, rescaling, batch splitting, graph reuse and placement."""
 
-from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT, ALGORITHMS, NITI, TrainingAlgorithm
+from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT, ALGORITHMS, NITI, TrainingAlgorithm, int8_algorithm
 from socflower.precision.int8_model import EngineSettings, Int8Model, StepResult
 from socflower.precision.rescaling import RescalingPolicy
 
@@ -13,4 +13,5 @@ __all__ = [
     "RescalingPolicy",
     "StepResult",
     "TrainingAlgorithm",
+    "int8_algorithm",
 ]

@@ -6,7 +6,7 @@ WAGEUBN, MLS) is a further value here, and a rule that it adds is a function bes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal
 
@@ -113,3 +113,13 @@ ADAPTIVE_FIXED_POINT = TrainingAlgorithm(
 """Zhang et al. 2020: int8 forward and backward, FP32 weights behind them."""
 
 ALGORITHMS: dict[str, TrainingAlgorithm] = {a.name: a for a in (NITI, ADAPTIVE_FIXED_POINT)}
+
+
+def int8_algorithm(name: str, momentum: float) -> TrainingAlgorithm:
+    """Return a known algorithm, with that momentum where it updates FP32 weights. Raises ConfigError on other names."""
+    algorithm = ALGORITHMS.get(name)
+    if algorithm is None:
+        raise ConfigError(f"int8 algorithm {name!r} is unknown, known are {', '.join(ALGORITHMS)}")
+    if isinstance(algorithm.update, Fp32Update):
+        return replace(algorithm, update=Fp32Update(momentum=momentum))
+    return algorithm

@@ -49,22 +49,22 @@ class Fp32Operator:
         x = self.inputs[0]
         self._take_parameters(step)
         self._module.train(step.training)
-        self._read = torch.from_numpy(_to_real(x.data, x.exponent, x.shape)).requires_grad_(step.training)
+        self._read = torch.from_numpy(to_real(x.data, x.exponent, x.shape)).requires_grad_(step.training)
         with torch.set_grad_enabled(step.training):
             self._made = self._module(self._read)
-        self.output.exponent = _to_int8(self.node.name, self._made.detach(), self.output.shape, self.output.data)
+        self.output.exponent = to_int8(self.node.name, self._made.detach(), self.output.shape, self.output.data)
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Run autograd from the real gradient, round the input's, and follow plain SGD with the parameters'."""
         dy = self.output.gradient
         assert dy is not None
-        real = _to_real(dy, self.output.gradient_exponent, self.output.shape)
+        real = to_real(dy, self.output.gradient_exponent, self.output.shape)
         self._made.backward(torch.from_numpy(real).reshape(self._made.shape))
         exponent = 0
         x, target = self.inputs[0], into[0]
         if target is not None:
             assert self._read.grad is not None
-            exponent = _to_int8(self.node.name, self._read.grad, x.shape, target)
+            exponent = to_int8(self.node.name, self._read.grad, x.shape, target)
             if x.mask is not None:
                 np.multiply(target, x.mask > 0, out=target)
         with torch.no_grad():
@@ -86,13 +86,14 @@ class Fp32Operator:
             step.parameters.fp32[f"{self.node.name}.{name}"] = value.detach().numpy().copy()
 
 
-def _to_real(data: Int8Array, exponent: int, shape: ir.Shape) -> npt.NDArray[np.float32]:
+def to_real(data: Int8Array, exponent: int, shape: ir.Shape) -> npt.NDArray[np.float32]:
     """Return (batch, c, h, w) float32 of an (h, w, batch, channel stride) int8 tensor."""
     real = np.ldexp(data[..., : shape[0]].astype(np.float32), exponent)
     return np.ascontiguousarray(real.transpose(2, 3, 0, 1))
 
 
-def _to_int8(name: str, real: torch.Tensor, shape: ir.Shape, out: Int8Array) -> int:
+def to_int8(name: str, real: torch.Tensor, shape: ir.Shape, out: Int8Array) -> int:
+    """Round (batch, c, h, w) values to `out` and return the exponent. Raises TrainingFailed on NaN and infinity."""
     values = np.ascontiguousarray(real.numpy(), dtype=np.float32).reshape(-1, *shape)
     largest = _int8.max_magnitude(values)
     if not np.isfinite(largest):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -99,17 +99,19 @@ class Int8Model:
         input_shape: Shape,
         algorithm: TrainingAlgorithm = NITI,
         settings: EngineSettings | None = None,
-        fp32_operators: Sequence[str] | None = None,
+        fp32_operators: Sequence[str] = (),
+        unsupported: Literal["refuse", "fp32"] = "refuse",
     ) -> Int8Model:
         """Return the int8 model of a torch module for (n, *input_shape) images; the module is only read.
 
-        An operator without an int8 kernel is named in a ConfigError, unless `fp32_operators` names it (or any other
-        operator): those run in torch FP32 between the int8 ones. `placement.choose` makes that list from a profile.
+        The modules that `fp32_operators` names run in torch FP32 between the int8 ones; `profiling.profile_operators`
+        finds which ones should. A module without an int8 kernel is named in a ConfigError, or joins them if
+        `unsupported` is "fp32".
         """
         from socflower.precision.fp32_operator import fp32_factory
         from socflower.precision.tracing import trace
 
-        traced = trace(module, input_shape, fp32_operators=tuple(fp32_operators or ()))
+        traced = trace(module, input_shape, fp32_operators=fp32_operators, unsupported=unsupported)
         return cls(
             traced.graph,
             import_parameters(traced.graph, traced.state, keep_master=isinstance(algorithm.update, Fp32Update)),
@@ -135,12 +137,13 @@ class Int8Model:
         *,
         learning_rate: float = 0.01,
         progress: float = 0.0,
+        timings: dict[str, float] | None = None,
     ) -> StepResult:
         """Train on one batch: (n, *input_shape) float32 images and n integer labels.
 
         `learning_rate` is that of the FP32 parameters (all weights under an FP32 update, biases and BatchNorm under
         an integer one); `progress` in [0, 1] is the fraction of training done, from which an integer update takes
-        its gradient bits (F18). Raises ConfigError on input of another shape or with NaN, TrainingFailed where
+        its gradient bits (F18); `timings`, if given, collects seconds per operator. Raises ConfigError on input of another shape or with NaN, TrainingFailed where
         training has diverged.
         """
         if not 0.0 <= progress <= 1.0:
@@ -150,6 +153,7 @@ class Int8Model:
         images, labels = self._checked(images, labels)
         try:
             program, step = self._begin(images, training=True, learning_rate=learning_rate, progress=progress)
+            step.timings = timings
             logits = program.forward(step)
             result = self._result(logits.data, logits.exponent, labels)
             gradient = program.logits_gradient()
@@ -219,6 +223,26 @@ class Int8Model:
         """Return the model that `save` wrote; torch is not needed. Raises ConfigError on any other file."""
         graph, algorithm, parameters = saving.load(path)
         return cls(graph, parameters, algorithm=algorithm, settings=settings)
+
+    def velocities(self) -> dict[str, npt.NDArray[np.float32]]:
+        """Return the momentum of FP32 updates by parameter; empty under integer updates."""
+        holders = {**self.parameters.weights, **self.parameters.vectors}
+        return {name: holder.velocity for name, holder in holders.items() if holder.velocity is not None}
+
+    def restore_velocities(self, velocities: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Take over what `velocities` returned."""
+        holders = {**self.parameters.weights, **self.parameters.vectors}
+        for name, velocity in velocities.items():
+            holders[name].velocity = np.array(velocity)
+
+    def trackers_to_json(self) -> list[Any]:
+        """Return what the steps have learned of exponents, as plain values."""
+        return [[name, role, tracker.to_json()] for (name, role), tracker in self._trackers.items()]
+
+    def restore_trackers(self, document: list[Any]) -> None:
+        """Take over what `trackers_to_json` returned."""
+        policy = self.settings.rescaling
+        self._trackers = {(name, role): ScaleTracker.from_json(policy, values) for name, role, values in document}
 
     def memory_bytes(self) -> int:
         """Return the bytes of parameters and of all regions held between steps."""

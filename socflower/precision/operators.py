@@ -70,6 +70,7 @@ class Step:
     training: bool = True
     learning_rate: float = 0.0
     progress: float = 0.0
+    timings: dict[str, float] | None = None  # seconds per operator, forward and backward, where they are asked for
 
     def tracker(self, name: str, role: str) -> ScaleTracker | None:
         """Return the tracker of a tensor's exponent; None while evaluating, which always looks."""

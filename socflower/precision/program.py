@@ -6,6 +6,7 @@ given back as soon as the backward pass is done with it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -121,7 +122,9 @@ class Program:
         for place in self._places:
             operator = self._operator(place)
             operator.output.data = self._take(place.output)
+            started_s = time.perf_counter()
             operator.forward(step)
+            _note(step, place, started_s)
         return self.tensors[self.graph.output]
 
     def logits_gradient(self) -> Int8Array:
@@ -138,7 +141,9 @@ class Program:
             total = self._sum(step, place, gradients[place.node.name])
             output.gradient, output.gradient_exponent = total.data, total.exponent
             into = [None if target is None else self._take(target) for target in place.into]
+            started_s = time.perf_counter()
             exponents = operator.backward(step, into)
+            _note(step, place, started_s)
             handed_on = False
             for value, target, target_exponent in zip(place.node.inputs, into, exponents, strict=True):
                 if value == ir.INPUT:
@@ -264,6 +269,12 @@ class Program:
         return _int8.Pooling(
             self.batch, height, width, channels, *node.kernel, *node.stride, *node.padding
         )
+
+
+def _note(step: Step, place: _Place, started_s: float) -> None:
+    if step.timings is not None:
+        name = place.node.name
+        step.timings[name] = step.timings.get(name, 0.0) + time.perf_counter() - started_s
 
 
 def _patched_convolution(graph: ir.Graph) -> ir.Convolution | None:

@@ -31,17 +31,28 @@ class ScaleTracker:
     batches since the beginning. Saturation makes the next look immediate.
     """
 
-    __slots__ = ("_batch", "_due", "_first", "_last_change", "_num_changes", "_policy", "exponent", "num_looks")
+    __slots__ = ("_batch", "_due", "_last_change", "_num_changes", "_policy", "exponent", "num_looks")
 
     def __init__(self, policy: RescalingPolicy) -> None:
         self._policy = policy
         self._batch = 0
         self._due = 0
-        self._first = 0
         self._last_change = 0
         self._num_changes = 0
         self.exponent: int | None = None
         self.num_looks = 0
+
+    def to_json(self) -> list[int | None]:
+        """Return the state as plain values."""
+        return [self.exponent, self.num_looks, self._batch, self._due, self._last_change, self._num_changes]
+
+    @classmethod
+    def from_json(cls, policy: RescalingPolicy, values: list[int]) -> ScaleTracker:
+        """Return the tracker that `to_json` described."""
+        tracker = cls(policy)
+        tracker.exponent, tracker.num_looks = values[0], values[1]
+        tracker._batch, tracker._due, tracker._last_change, tracker._num_changes = values[2:]
+        return tracker
 
     def known(self) -> int | None:
         """Return the exponent to use for this batch, or None when it is to be looked for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,11 +30,17 @@ class Traced:
     modules: dict[str, nn.Module]
 
 
-def trace(module: nn.Module, input_shape: ir.Shape, *, fp32_operators: Sequence[str] = ()) -> Traced:
+def trace(
+    module: nn.Module,
+    input_shape: ir.Shape,
+    *,
+    fp32_operators: Sequence[str] = (),
+    unsupported: Literal["refuse", "fp32"] = "refuse",
+) -> Traced:
     """Return the graph of `module` for (n, *input_shape) inputs, ReLUs fused into the operators before them.
 
-    Raises ConfigError, naming module and operator, for what int8 cannot do and `fp32_operators` does not list, and
-    for a module that torch.fx cannot follow.
+    Raises ConfigError for a module that torch.fx cannot follow and, naming module and operator, for what int8 cannot
+    do and `fp32_operators` does not list; with `unsupported` "fp32" only for what is no module of its own.
     """
     try:
         traced = fx.symbolic_trace(module)
@@ -49,7 +55,7 @@ def trace(module: nn.Module, input_shape: ir.Shape, *, fp32_operators: Sequence[
         raise ConfigError(f"{type(module).__name__} does not take images of shape {input_shape}: {error}") from None
     finally:
         module.train(training)
-    builder = _Builder(traced, input_shape, set(fp32_operators))
+    builder = _Builder(traced, input_shape, set(fp32_operators), unsupported)
     for node in traced.graph.nodes:
         builder.add(node)
     unknown = set(fp32_operators) - set(builder.modules)
@@ -60,14 +66,21 @@ def trace(module: nn.Module, input_shape: ir.Shape, *, fp32_operators: Sequence[
     return Traced(graph=graph, state=state, modules=builder.modules)
 
 
+class _NoInt8Operator(ConfigError):
+    """A module that only the FP32 side can run."""
+
+
 class _Builder:
     """Turns fx nodes into graph nodes, one by one."""
 
-    def __init__(self, traced: fx.GraphModule, input_shape: ir.Shape, fp32_operators: set[str]) -> None:
+    def __init__(
+        self, traced: fx.GraphModule, input_shape: ir.Shape, fp32_operators: set[str], unsupported: str
+    ) -> None:
         self._modules = dict(traced.named_modules())
         self._values: dict[fx.Node, str] = {}
         self._shapes: dict[str, ir.Shape] = {ir.INPUT: input_shape}
         self._fp32_operators = fp32_operators
+        self._unsupported = unsupported
         self.nodes: list[ir.Node] = []
         self.modules: dict[str, nn.Module] = {}
 
@@ -78,7 +91,17 @@ class _Builder:
                 raise ConfigError(f"the network reads a second input, {node.name}; int8 training takes images only")
             self._values[node] = ir.INPUT
         elif node.op == "call_module":
-            self._add_module(node, self._modules[str(node.target)], str(node.target))
+            name = str(node.target)
+            module = self._modules[name]
+            try:
+                if name in self._fp32_operators:
+                    self._add_fp32(node, module, name)
+                else:
+                    self._add_module(node, module, name)
+            except _NoInt8Operator:
+                if self._unsupported == "refuse":
+                    raise
+                self._add_fp32(node, module, name)
         elif node.op in ("call_function", "call_method"):
             self._add_function(node)
         elif node.op == "output":
@@ -92,15 +115,14 @@ class _Builder:
             raise ConfigError(f"{node.name}: int8 training cannot read the tensor {node.target} of the module")
 
     def _add_module(self, node: fx.Node, module: nn.Module, name: str) -> None:
-        if name in self._fp32_operators:
-            self._add_fp32(node, module, name)
-            return
         x = self._values[_tensor_argument(node)]
         match module:
             case nn.Conv2d():
                 self._add_convolution(node, module, name, x)
             case nn.Linear():
                 channels, height, width = self._shapes[x]
+                if module.in_features != channels * height * width:
+                    self._refuse(name, module, "over the last dimension of an image")
                 self._put(
                     node,
                     ir.Convolution(
@@ -108,8 +130,6 @@ class _Builder:
                         bias=module.bias is not None, linear=True,
                     ),
                 )  # fmt: skip
-                if module.in_features != channels * height * width:
-                    self._refuse(name, module, "over the last dimension of an image")
             case nn.BatchNorm2d():
                 if module.running_mean is None or not module.affine or module.momentum is None:
                     self._refuse(name, module, "without running statistics, affine parameters or momentum")
@@ -208,7 +228,7 @@ class _Builder:
 
     def _refuse(self, name: str, module: nn.Module, how: str = "") -> None:
         what = type(module).__name__ + (f" {how}" if how else "")
-        raise ConfigError(
+        raise _NoInt8Operator(
             f"{name}: int8 training has no {what}; list {name!r} in fp32_operators to run it in FP32"
         )
 

@@ -10,9 +10,10 @@ from flwr.clientapp.typing import ClientAppCallable
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from socflower.clients import FP32Trainer, Trainer, cosine_annealing, make_client_app, sgd
+from socflower.clients import FP32Trainer, Int8Trainer, Trainer, cosine_annealing, make_client_app, sgd
 from socflower.clients.faults import Fault, suffer
 from socflower.errors import SocflowerError
+from socflower.precision import EngineSettings, RescalingPolicy, int8_algorithm
 from socflower.scenario.config import Scenario
 from socflower.scenario.model import initial_model
 from socflower.scenario.run_folder import RunFolder
@@ -58,7 +59,14 @@ def _part(name: str, scheme: str, alpha: float, seed: int, partition_id: int, nu
 
 
 def _trainer(context: Context) -> Trainer:
-    settings = _scenario(context).train
+    settings, precision = _scenario(context).train, _scenario(context).precision
+    if precision.arithmetic == "int8":
+        return Int8Trainer(
+            algorithm=int8_algorithm(precision.algorithm, settings.momentum),
+            learning_rate=settings.learning_rate,
+            schedule=settings.schedule,
+            settings=EngineSettings(rescaling=RescalingPolicy(adaptive=precision.adaptive_rescaling)),
+        )
     return FP32Trainer(
         optimizer=sgd(settings.learning_rate, settings.momentum, settings.weight_decay),
         scheduler=cosine_annealing if settings.schedule == "cosine" else None,

@@ -7,7 +7,7 @@ from typing import Any
 
 from socflower.errors import ConfigError
 
-_NOT_BENCHMARKS = ("harness", "mapping_reference", "__init__")
+_NOT_BENCHMARKS = ("harness", "int8_settings", "int8_step_isolated", "mapping_reference", "__init__")
 
 
 def benchmark_names() -> list[str]:
@@ -16,7 +16,7 @@ def benchmark_names() -> list[str]:
 
 
 def run_benchmark(name: str, *, quick: bool) -> dict[str, Any]:
-    """Run a benchmark and return its document: machine, and a row per case."""
+    """Run a benchmark and return its document: machine, peers where it describes them, and a row per case."""
     if name not in benchmark_names():
         raise ConfigError(f"bench {name!r} is unknown; there are {', '.join(benchmark_names())}")
     folder = _folder()
@@ -24,7 +24,8 @@ def run_benchmark(name: str, *, quick: bool) -> dict[str, Any]:
         sys.path.insert(0, str(folder.parent))
     module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
     harness = importlib.import_module("benchmarks.harness")
-    document: dict[str, Any] = harness.document(module.run(quick=quick))
+    rows = module.run(quick=quick)
+    document: dict[str, Any] = harness.document(rows, module.peers() if hasattr(module, "peers") else None)
     return document
 
 

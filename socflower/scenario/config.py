@@ -8,8 +8,10 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from socflower.cluster.toml_file import reject_unknown_keys
 from socflower.errors import ConfigError
+from socflower.precision import ALGORITHMS
 
 STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
+ARITHMETICS = ("fp32", "int8")
 FAULT_KINDS = ("raise", "nan", "hang", "die")
 
 _Table = TypeVar("_Table")
@@ -60,6 +62,19 @@ class TrainConfig:
         if self.epochs % self.local_epochs:
             raise ConfigError(f"[train] epochs = {self.epochs} must be a multiple of local_epochs = "
                               f"{self.local_epochs}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionConfig:
+    """`[precision]`: the arithmetic of the clients' training."""
+
+    arithmetic: str = "fp32"
+    algorithm: str = "niti"  # of int8 training
+    adaptive_rescaling: bool = True
+
+    def __post_init__(self) -> None:
+        _one_of("[precision] arithmetic", self.arithmetic, ARITHMETICS)
+        _one_of("[precision] algorithm", self.algorithm, tuple(ALGORITHMS))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +147,7 @@ class Scenario:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     events: tuple[EventConfig, ...] = ()

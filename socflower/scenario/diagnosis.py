@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from socflower import _int8
 from socflower.hierarchy import weighted_average
 from socflower.sim.local_grid import num_cores
 from socflower.workloads import load_data
@@ -19,7 +20,7 @@ _TESTED_FLWR = "1.41"
 
 def diagnose() -> list[dict[str, Any]]:
     """Return findings: name, status ("ok", "missing" or "broken"), detail, and a remedy where one is needed."""
-    return [_machine(), _flower(), _kernel(), _gloo(), _ray(), _sensors(), *(_data(name) for name in
+    return [_machine(), _flower(), _kernel(), *_int8_kernels(), _gloo(), _ray(), _sensors(), *(_data(name) for name in
                                                                              ("digits", "mnist", "cifar10"))]
 
 
@@ -47,6 +48,28 @@ def _kernel() -> dict[str, Any]:
         return _finding("native kernels", "ok", "aggregation: loaded, self-test passed")
     return _finding("native kernels", "broken", f"aggregation: self-test expected 3.75, got {mean[0]}",
                     "reinstall: pip install --force-reinstall --no-deps socflower")
+
+
+def _int8_kernels() -> list[dict[str, Any]]:
+    """Return one finding per kernel path of this build: passed its self-test here, or never executed here."""
+    available = _int8.available_kernels()
+    findings = []
+    for name in _int8.compiled_kernels():
+        title = f"int8 kernels {name}"
+        if name not in available:
+            findings.append(_finding(title, "ok", "compiled, not executed: this processor lacks its instructions"))
+            continue
+        try:
+            _int8.Engine(kernel=name)
+        except RuntimeError as error:
+            findings.append(_finding(title, "broken", str(error), "set SOCFLOWER_KERNEL to another path"))
+            continue
+        findings.append(_finding(title, "ok", "self-test passed"))
+    try:
+        chosen = _int8.Engine().kernel
+    except (ValueError, RuntimeError) as error:
+        return [*findings, _finding("int8 training", "broken", str(error), "unset SOCFLOWER_KERNEL")]
+    return [*findings, _finding("int8 training", "ok", f"uses {chosen}; SOCFLOWER_KERNEL names another path")]
 
 
 def _gloo() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from socflower.scenario.config import (
     DataConfig,
     EventConfig,
     ModelConfig,
+    PrecisionConfig,
     Scenario,
     StrategyConfig,
     TrainConfig,
@@ -21,7 +22,9 @@ from socflower.scenario.config import (
 )
 from socflower.scenario.expectations import check_known
 
-_KEYS = ("schema", "seed", "cluster", "board", "model", "data", "train", "strategy", "compare", "event", "expect")
+_KEYS = (
+    "schema", "seed", "cluster", "board", "model", "data", "train", "precision", "strategy", "compare", "event", "expect",
+)  # fmt: skip
 
 
 def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
@@ -63,7 +66,8 @@ def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, whe
         schema=document.get("schema", 1), seed=document.get("seed", 1), name=name, question=question,
         cluster=document.get("cluster", {}), boards=tuple(boards),
         model=table(ModelConfig, "model"), data=table(DataConfig, "data"), train=table(TrainConfig, "train"),
-        strategy=table(StrategyConfig, "strategy"), compare=table(CompareConfig, "compare"), expect=expect,
+        precision=table(PrecisionConfig, "precision"), strategy=table(StrategyConfig, "strategy"),
+        compare=table(CompareConfig, "compare"), expect=expect,
         events=tuple(parse_table(EventConfig, event, f"{where} [[event]] {index + 1}")
                      for index, event in enumerate(events)),
     )

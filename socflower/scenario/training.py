@@ -11,7 +11,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
-from socflower import __version__
+from socflower import __version__, _int8
 from socflower.cluster import Cluster, Usage
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import GroupPlan, default_candidates
@@ -49,6 +49,12 @@ class _Training:
         self._warm_up: dict[str, Any] | None = None
         self._plan: GroupPlan | None = None
 
+    def _kernels(self) -> dict[str, str]:
+        kernels = {"fp32": f"torch {torch.__version__}", "aggregation": "native weighted sum, float32"}
+        if self._scenario.precision.arithmetic == "int8":
+            kernels["int8"] = f"CPU int8, {_int8.Engine().kernel}"
+        return kernels
+
     def run(self) -> dict[str, Any]:
         """Train with the scenario's strategy."""
         started_s = perf_counter()
@@ -61,7 +67,7 @@ class _Training:
         return {
             "strategy": self._scenario.strategy.name,
             "seed": self._scenario.seed,
-            "kernels": {"fp32": f"torch {torch.__version__}", "aggregation": "native weighted sum, float32"},
+            "kernels": self._kernels(),
             "transports": {"inside groups": "in process", "hub": "Flower messages"},
             "data_source": self._data.source,
             "rounds": self._rounds,

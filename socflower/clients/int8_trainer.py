@@ -1,0 +1,105 @@
+"""Training in int8 on the CPU's integer kernels, for one device or a whole group."""
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from socflower.clients.trainer import Part
+from socflower.errors import ConfigError
+from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
+
+SCHEDULES = ("cosine", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Trainer:
+    """Trains in int8 (Mandheling); the model it hands back is FP32 with the int8 values in it.
+
+    `learning_rate` is that of the FP32 parameters: biases and BatchNorm under an integer update, everything under an
+    FP32 one. The members of a group share one exponent per tensor and one set of BatchNorm statistics, as they
+    would by all-reducing the maxima and sums: an integer sum over members is exact, so a group's step equals that
+    of one device with the whole batch, bit for bit.
+    """
+
+    algorithm: TrainingAlgorithm = NITI
+    learning_rate: float = 0.01
+    schedule: str = "cosine"
+    settings: EngineSettings = field(default_factory=EngineSettings)
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"Int8Trainer: schedule = {self.schedule!r}; use one of {', '.join(SCHEDULES)}")
+        if not 0.0 < self.learning_rate < math.inf:
+            raise ConfigError(f"Int8Trainer: learning_rate = {self.learning_rate} must be above 0 and finite")
+
+    def start(
+        self, model: nn.Module, *, num_members: int, first_step: int, total_steps: int, state: bytes | None,
+    ) -> "Int8Session":
+        """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
+        session = Int8Session(self, model, first_step, total_steps)
+        if state is not None:
+            session.restore(state)
+        return session
+
+
+class Int8Session:
+    """One model under int8 training; see `TrainingSession`."""
+
+    def __init__(self, trainer: Int8Trainer, model: nn.Module, first_step: int, total_steps: int) -> None:
+        self._trainer, self._module = trainer, model
+        self._step, self._total_steps = first_step, max(1, total_steps)
+        self._int8: Int8Model | None = None  # made by the first batch, which knows the shape of an image
+        self._state: bytes | None = None
+
+    def step(self, parts: Sequence[Part]) -> Tensor:
+        """Do one step on the members' shares together; see `TrainingSession.step`."""
+        images = torch.cat([inputs for inputs, _ in parts]).numpy()
+        labels = torch.cat([labels for _, labels in parts]).numpy().astype(np.int32)
+        if self._int8 is None:
+            self._int8 = self._start(images.shape[1:])
+        progress = min(1.0, self._step / self._total_steps)
+        annealed = 0.5 * (1.0 + math.cos(math.pi * progress)) if self._trainer.schedule == "cosine" else 1.0
+        self._step += 1
+        result = self._int8.train_step(
+            np.ascontiguousarray(images, dtype=np.float32),
+            labels,
+            learning_rate=self._trainer.learning_rate * annealed,
+            progress=progress,
+        )
+        return torch.tensor(result.loss)
+
+    def finish(self) -> bytes:
+        """Write the trained values into the module and return what else a next session needs."""
+        if self._int8 is None:
+            return self._state or b""
+        self._module.load_state_dict(self._int8.state_dict())
+        stream = io.BytesIO()
+        header = {"trackers": self._int8.trackers_to_json(), "image_shape": list(self._int8.graph.input_shape)}
+        np.savez(stream, header=np.array(json.dumps(header)), **self._int8.velocities())
+        return stream.getvalue()
+
+    def restore(self, state: bytes) -> None:
+        """Take up exponents and momentum where `finish` left them."""
+        self._state = state
+
+    def _start(self, image_shape: Sequence[int]) -> Int8Model:
+        channels, height, width = image_shape
+        model = Int8Model.from_module(
+            self._module,
+            input_shape=(channels, height, width),
+            algorithm=self._trainer.algorithm,
+            settings=self._trainer.settings,
+        )
+        if self._state:
+            with np.load(io.BytesIO(self._state), allow_pickle=False) as saved:
+                arrays = {name: saved[name] for name in saved.files}
+            header = json.loads(str(arrays.pop("header")))
+            model.restore_trackers(header["trackers"])
+            model.restore_velocities(arrays)
+        return model

@@ -1,0 +1,102 @@
+"""Which operators run on the NPU and which on the CPU: the dynamic program of Mandheling §3.3 (F17).
+
+Here the NPU side is the int8 engine and the CPU side torch FP32; the program only sees latencies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from socflower.errors import ConfigError, InfeasiblePlan
+
+Side = Literal["cpu", "npu"]
+SIDES: tuple[Side, Side] = ("npu", "cpu")
+"""In order of preference: the NPU needs a third of the CPU's energy, so it wins ties."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorLatency:
+    """Seconds of one operator, forward and backward, on each side; infinity where it has no implementation."""
+
+    name: str
+    cpu_s: float
+    npu_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.cpu_s >= 0.0 and self.npu_s >= 0.0):
+            raise ConfigError(f"{self.name}: latencies must be 0 or more, got {self.cpu_s} and {self.npu_s}")
+
+    def on(self, side: Side) -> float:
+        """Return the latency on a side."""
+        return self.cpu_s if side == "cpu" else self.npu_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """A side for every operator, in order, and the latency of the whole."""
+
+    operators: tuple[str, ...]
+    sides: tuple[Side, ...]
+    latency_s: float
+    num_switches: int
+
+    @property
+    def on_cpu(self) -> tuple[str, ...]:
+        """Names of the operators on the CPU side."""
+        return tuple(name for name, side in zip(self.operators, self.sides, strict=True) if side == "cpu")
+
+    def path(self) -> str:
+        """Return the placement for people: runs of operators per side, in order."""
+        runs: list[tuple[Side, list[str]]] = []
+        for name, side in zip(self.operators, self.sides, strict=True):
+            if not runs or runs[-1][0] != side:
+                runs.append((side, []))
+            runs[-1][1].append(name)
+        spans = [names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}" for _, names in runs]
+        return " -> ".join(f"{side}[{span}]" for (side, _), span in zip(runs, spans, strict=True))
+
+
+def place(latencies: Sequence[OperatorLatency], switch_s: float) -> Placement:
+    """Return the placement of least latency of operators that run one after another.
+
+    T[i+1, p] = min over q of T[i, q] + L[i+1, p] + (p != q) * switch_s; the answer is min over p of T[n, p] (F17).
+    Data begin and end on either side at no cost. Ties go to the NPU. Raises InfeasiblePlan, naming it, for an
+    operator that neither side has.
+    """
+    if not latencies:
+        raise ConfigError("placement: there are no operators")
+    if not (switch_s >= 0.0 and math.isfinite(switch_s)):
+        raise ConfigError(f"placement: switch_s must be 0 or more, got {switch_s}")
+    for latency in latencies:
+        if math.isinf(latency.cpu_s) and math.isinf(latency.npu_s):
+            raise InfeasiblePlan(f"{latency.name}: neither the CPU nor the NPU has this operator")
+    best: dict[Side, float] = {side: latencies[0].on(side) for side in SIDES}
+    came_from: list[dict[Side, Side]] = []
+    for latency in latencies[1:]:
+        reached: dict[Side, float] = {}
+        origin: dict[Side, Side] = {}
+        for side in SIDES:
+            # The own side first, then in order of preference: min keeps the first of equals.
+            origins = sorted(SIDES, key=lambda other: (other != side, SIDES.index(other)))
+            origin[side] = min(origins, key=lambda other: best[other] + (switch_s if other != side else 0.0))
+            reached[side] = (
+                best[origin[side]] + latency.on(side) + (switch_s if origin[side] != side else 0.0)
+            )
+        came_from.append(origin)
+        best = reached
+    side = min(SIDES, key=lambda candidate: best[candidate])
+    latency_s = best[side]
+    sides = [side]
+    for origin in reversed(came_from):
+        side = origin[side]
+        sides.append(side)
+    sides.reverse()
+    return Placement(
+        operators=tuple(latency.name for latency in latencies),
+        sides=tuple(sides),
+        latency_s=latency_s,
+        num_switches=sum(a != b for a, b in zip(sides, sides[1:], strict=False)),
+    )

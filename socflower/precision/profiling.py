@@ -1,0 +1,120 @@
+"""What every operator of a network costs on this machine, in int8 and in FP32, and where it should run (F17)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from socflower.precision import graph as ir
+from socflower.precision.algorithm import NITI, TrainingAlgorithm
+from socflower.precision.int8_model import EngineSettings, Int8Model
+from socflower.precision.placement import OperatorLatency, Placement, place
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorProfile:
+    """Latencies of a network's operators for one batch size, of one switch of sides, and the best placement."""
+
+    batch: int
+    kernel: str
+    latencies: tuple[OperatorLatency, ...]
+    switch_s: float
+    placement: Placement
+
+
+def profile_operators(
+    module: nn.Module,
+    input_shape: ir.Shape,
+    batch: int,
+    *,
+    algorithm: TrainingAlgorithm = NITI,
+    settings: EngineSettings | None = None,
+    repeats: int = 5,
+) -> OperatorProfile:
+    """Time forward and backward of every operator on both sides, and place the operators.
+
+    An operator that int8 lacks has infinite NPU latency. A ReLU fused into the operator before it counts there. The
+    switch is the mean time of turning a tensor of this network to FP32 and its gradient back.
+    """
+    model = Int8Model.from_module(
+        module, input_shape=input_shape, algorithm=algorithm, settings=settings, unsupported="fp32"
+    )
+    random = np.random.default_rng(0)
+    images = random.standard_normal((batch, *input_shape), dtype=np.float32)
+    labels = random.integers(0, model.graph.num_classes, batch, dtype=np.int32)
+    runs: list[dict[str, float]] = []
+    for _ in range(repeats + 1):
+        timings: dict[str, float] = {}
+        model.train_step(images, labels, learning_rate=0.0, timings=timings)
+        runs.append(timings)
+    modules = dict(module.named_modules())
+    latencies = []
+    for node in model.graph.nodes:
+        fp32_s = _fp32_seconds(node, model.graph, modules, batch, repeats)
+        int8_s = statistics.median(run[node.name] for run in runs[1:])
+        latencies.append(
+            OperatorLatency(name=node.name, cpu_s=fp32_s, npu_s=math.inf if isinstance(node, ir.Fp32) else int8_s)
+        )
+    switch_s = statistics.mean(_switch_seconds(node.shape, batch, repeats) for node in model.graph.nodes)
+    return OperatorProfile(
+        batch=batch,
+        kernel=model.kernel,
+        latencies=tuple(latencies),
+        switch_s=switch_s,
+        placement=place(latencies, switch_s),
+    )
+
+
+def _fp32_seconds(node: ir.Node, graph: ir.Graph, modules: dict[str, nn.Module], batch: int, repeats: int) -> float:
+    inputs = [
+        torch.randn(batch, *graph.shape_of(value)).to(memory_format=torch.channels_last).requires_grad_()
+        for value in node.inputs
+    ]
+
+    def step() -> None:
+        output = _run_fp32(node, modules, inputs)
+        output.backward(torch.ones_like(output))
+
+    return _median_seconds(step, repeats)
+
+
+def _run_fp32(node: ir.Node, modules: dict[str, nn.Module], inputs: list[torch.Tensor]) -> torch.Tensor:
+    if isinstance(node, ir.Add):
+        output = inputs[0] + inputs[1]
+    elif isinstance(node, ir.Relu):
+        output = torch.relu(inputs[0])
+    else:
+        linear = isinstance(node, ir.Convolution) and node.linear
+        output = modules[node.name](inputs[0].flatten(1) if linear else inputs[0])
+    return torch.relu(output) if getattr(node, "relu", False) else output
+
+
+def _switch_seconds(shape: ir.Shape, batch: int, repeats: int) -> float:
+    from socflower.precision.fp32_operator import to_int8, to_real
+    from socflower.precision.operators import Tensor
+
+    tensor = Tensor(shape=shape, batch=batch)
+    data = np.ones(tensor.array_shape, dtype=np.int8)
+
+    def step() -> None:
+        real = to_real(data, -7, shape)
+        to_int8("switch", torch.from_numpy(real), shape, data)
+
+    return _median_seconds(step, repeats)
+
+
+def _median_seconds(function: object, repeats: int) -> float:
+    assert callable(function)
+    function()
+    seconds = []
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start_s)
+    return statistics.median(seconds)
