@@ -51,7 +51,7 @@ class Fp32Operator:
         self._module.train(step.training)
         self._read = torch.from_numpy(to_real(x.data, x.exponent, x.shape)).requires_grad_(step.training)
         with torch.set_grad_enabled(step.training):
-            self._made = self._module(self._read)
+            self._made = self._module(self._read.flatten(1) if self.node.flat else self._read)
         self.output.exponent = to_int8(self.node.name, self._made.detach(), self.output.shape, self.output.data)
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:

@@ -94,6 +94,7 @@ class Fp32(Node):
 
     kind: ClassVar[str] = "fp32"
     operator: str  # of the original node, for messages
+    flat: bool = False  # the module takes (n, features)
 
 
 _KINDS: dict[str, type[Node]] = {

@@ -213,7 +213,8 @@ class _Builder:
     def _add_fp32(self, node: fx.Node, module: nn.Module, name: str) -> None:
         x = self._values[_tensor_argument(node)]
         shape = _output_shape(node)
-        self._put(node, ir.Fp32(name=name, inputs=(x,), shape=shape, operator=type(module).__name__))
+        flat = len(_tensor_argument(node).meta["tensor_meta"].shape) == 2
+        self._put(node, ir.Fp32(name=name, inputs=(x,), shape=shape, operator=type(module).__name__, flat=flat))
         self.modules[name] = module
 
     def _require_flat(self, node: fx.Node, name: str, x: str) -> None:

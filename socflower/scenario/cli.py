@@ -151,6 +151,31 @@ def bench(
 
 
 @app.command()
+def profile(
+    model: Annotated[str, typer.Option(help="Model whose operators are timed.")] = "vgg11",
+    data: Annotated[str, typer.Option(help="Data set whose image shape is used; it need not be there.")] = "cifar10",
+    batch_size: Annotated[int, typer.Option(help="Images per step.")] = 64,
+    threads: Annotated[int, typer.Option(help="Threads of both sides.")] = 1,
+    kernel: Annotated[str, typer.Option(help="Int8 kernel path; default the best, or SOCFLOWER_KERNEL.")] = "",
+    repeats: Annotated[int, typer.Option(help="Runs per operator, of which the median counts.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON document.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time every operator of a model here, in int8 and FP32, and say where each should run."""
+    from socflower.scenario.device_profile import profile_device, write_profile
+
+    document = profile_device(
+        model, data, batch_size=batch_size, num_threads=threads, kernel=kernel, repeats=repeats
+    )
+    if out is not None:
+        write_profile(json.dumps(document, indent=2) + "\n", out)
+    if as_json:
+        _print_json(document)
+    else:
+        terminal.print_profile(_out, document)
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what this machine has, and what to do about what is missing."""
     from socflower.scenario.diagnosis import diagnose

@@ -55,7 +55,7 @@ def _int8_kernels() -> list[dict[str, Any]]:
     available = _int8.available_kernels()
     findings = []
     for name in _int8.compiled_kernels():
-        title = f"int8 kernels {name}"
+        title = f"int8 {name}"
         if name not in available:
             findings.append(_finding(title, "ok", "compiled, not executed: this processor lacks its instructions"))
             continue

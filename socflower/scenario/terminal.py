@@ -18,7 +18,7 @@ OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 StartBar: TypeAlias = Callable[[str], OnRound]
 
 __all__ = ["StartBar", "escape", "print_app_result", "print_benchmark", "print_comparison", "print_findings",
-           "print_plan", "print_result", "progress"]
+           "print_plan", "print_profile", "print_result", "progress"]
 
 
 @contextmanager
@@ -129,6 +129,20 @@ def print_benchmark(console: Console, document: Mapping[str, Any]) -> None:
         console.print(f"{escape(row['case'])}: [bold]{row['ours']:.4g} {row['unit']}[/] against "
                       f"{row['peer_value']:.4g} ({escape(row['peer'])}), ratio {row['ratio']:.3g}{limit}"
                       f"{'' if row['ok'] else '  [bold red]WRONG ANSWER[/]'}", soft_wrap=True, highlight=False)
+
+
+def print_profile(console: Console, document: Mapping[str, Any]) -> None:
+    """Show where a model's operators run best on this machine."""
+    title = f"{document['model']}, batch {document['batch_size']}, int8 kernels {document['kernel']}"
+    table = Table("operator", "kind", "int8 ms", "FP32 ms", "runs in", "images at a time", title=title)
+    for entry in document["operators"]:
+        int8 = "none" if entry["int8_s"] is None else f"{1e3 * entry['int8_s']:.3f}"
+        table.add_row(escape(entry["name"]), entry["kind"], int8, f"{1e3 * entry['fp32_s']:.3f}", entry["side"],
+                      str(entry["batch_block"] or "all"))
+    console.print(table)
+    console.print(f"placement: {escape(document['placement'])}", highlight=False)
+    console.print(f"step: {1e3 * document['step_s']:.2f} ms, all in FP32 {1e3 * document['fp32_step_s']:.2f} ms; one "
+                  f"switch of sides {1e3 * document['switch_s']:.3f} ms", highlight=False)
 
 
 def print_findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> None:

@@ -1,0 +1,148 @@
+"""What each technique of int8 training saves, one switched off at a time (Mandheling, Figure 10).
+
+    socflower bench int8-ablation [--quick] [--json]
+
+`ours` is the median training step with the technique, the peer the same step without it; answers are equal where
+the technique must not change them (all but rescaling, which may keep an exponent for a while).
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.harness import Row, main, measure_interleaved
+from socflower.precision import EngineSettings, Int8Model, RescalingPolicy
+from socflower.precision.batch_splitting import best_blocks, profile_batch_blocks
+from socflower.precision.profiling import profile_operators
+from socflower.workloads.models import build_model
+
+SHAPE = (3, 32, 32)
+SETTLED = RescalingPolicy(warm_up_batches=3)  # the state after the first part of training, reached at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    model: str
+    batch: int
+    steps: int
+
+
+FULL = (
+    Workload(model="vgg11", batch=64, steps=9),
+    Workload(model="resnet18", batch=64, steps=5),
+    Workload(model="vgg-small", batch=512, steps=5),
+)
+QUICK = (Workload(model="resnet8", batch=32, steps=3),)
+
+
+def run(quick: bool) -> list[Row]:
+    """Time every workload with and without each technique."""
+    torch.set_num_threads(1)
+    rows = []
+    for workload in QUICK if quick else FULL:
+        rows += [rescaling(workload), batch_splitting(workload), graph_reuse(workload)]
+    rows.append(placement(batch=16 if quick else 64, steps=3 if quick else 9))
+    return rows
+
+
+def rescaling(workload: Workload) -> Row:
+    """Exponents looked for now and then, against in every batch."""
+    always = RescalingPolicy(adaptive=False)
+    return compare(workload, "rescaling", EngineSettings(rescaling=SETTLED), EngineSettings(rescaling=always))
+
+
+def batch_splitting(workload: Workload) -> Row:
+    """Micro-batches from the profile, against whole batches."""
+    model = int8(workload, EngineSettings())
+    blocks = best_blocks(profile_batch_blocks(model.graph, workload.batch, model.engine))
+    with_blocks = EngineSettings(rescaling=SETTLED, batch_blocks=blocks)
+    name = f"batch splitting ({len(blocks)} layers split)"
+    return compare(workload, name, with_blocks, EngineSettings(rescaling=SETTLED))
+
+
+def graph_reuse(workload: Workload) -> Row:
+    """Operators and buffers kept from step to step, against built in every step."""
+    settings = EngineSettings(rescaling=SETTLED)
+    return compare(workload, "graph reuse", settings, replace(settings, reuse_graph=False))
+
+
+def compare(workload: Workload, technique: str, on: EngineSettings, off: EngineSettings) -> Row:
+    models = [int8(workload, settings) for settings in (on, off)]
+    images, labels = batch_of(workload.batch)
+    steps = [stepper(model, images, labels) for model in models]
+    for _ in range(4):  # past the rescaling's warm-up
+        for step in steps:
+            step()
+    timings = measure_interleaved(steps, repeats=workload.steps)
+    with_s, without_s = (timing.median_s for timing in timings)
+    same = technique == "rescaling" or equal(*models)
+    return Row(
+        case=f"{technique}, {workload.model}, batch {workload.batch}, {models[0].kernel}",
+        ours=1e3 * with_s,
+        peer="without it",
+        peer_value=1e3 * without_s,
+        unit="ms per training step",
+        ratio=without_s / with_s,
+        ok=same,
+    )
+
+
+def placement(batch: int, steps: int) -> Row:
+    """Sides chosen with the cost of switching in mind (F17), against each operator where it is quickest alone."""
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4096, 64), nn.ReLU(),
+        nn.Linear(64, 10),
+    )  # fmt: skip
+    profile = profile_operators(module, SHAPE, batch)
+    greedy = tuple(entry.name for entry in profile.latencies if entry.cpu_s < entry.npu_s)
+    images, labels = batch_of(batch)
+    settings = EngineSettings(rescaling=SETTLED)
+    models = [
+        Int8Model.from_module(module, input_shape=SHAPE, settings=settings, fp32_operators=names)
+        for names in (profile.placement.on_cpu, greedy)
+    ]
+    functions = [stepper(model, images, labels) for model in models]
+    before = models[0].evaluate(images, labels).loss
+    timings = measure_interleaved(functions, repeats=steps, warmup=5)
+    with_s, without_s = (timing.median_s for timing in timings)
+    return Row(
+        case=f"placement {profile.placement.path()}, GELU network, batch {batch}, {models[0].kernel}",
+        ours=1e3 * with_s,
+        peer=f"FP32 where it is quicker alone: {', '.join(greedy)}",
+        peer_value=1e3 * without_s,
+        unit="ms per training step",
+        ratio=without_s / with_s,
+        ok=models[0].evaluate(images, labels).loss < before,
+    )
+
+
+def int8(workload: Workload, settings: EngineSettings) -> Int8Model:
+    module = build_model(workload.model, in_channels=3, image_size=32, num_classes=10, seed=0)
+    return Int8Model.from_module(module, input_shape=SHAPE, settings=settings)
+
+
+def batch_of(batch: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 10, batch, dtype=np.int32)
+    images = random.standard_normal((batch, *SHAPE), dtype=np.float32)
+    images[:, 0] += labels[:, None, None] / 5.0  # so that there is something to learn
+    return images, labels
+
+
+def stepper(model: Int8Model, images: np.ndarray, labels: np.ndarray) -> Callable[[], object]:
+    return lambda: model.train_step(images, labels, learning_rate=0.001, progress=0.9)
+
+
+def equal(a: Int8Model, b: Int8Model) -> bool:
+    mine, theirs = a.arrays(), b.arrays()
+    return all(np.array_equal(mine[name], theirs[name]) for name in mine)
+
+
+if __name__ == "__main__":
+    sys.exit(main(run))

@@ -1,0 +1,256 @@
+"""Integer training kernels of socflower: bindings of `native/int8/`, whose headers are the contract.
+
+Tensors are int8 in -127..127, (height, width, batch, channel stride); weights (kernel height, kernel width, input
+channels per group, channel stride of output channels); `native/int8/shape.h` describes both. Arrays are C-contiguous
+and aligned; outputs are written in place and share memory with no input. Anything else raises `ValueError` with the
+offending argument and numbers. `shift` is 0 to 30, `rounding` 0 (nearest) or 1 (pseudo-stochastic). Functions that
+round return the largest magnitude before rounding, and only look for it where `out` may be and is None. The
+interpreter's lock is released while computing.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+_Array: TypeAlias = NDArray[Any] | Buffer
+
+MAX_EXACT_DEPTH: int
+
+class Engine:
+    """A kernel path that has passed its self-test, and threads to run it."""
+
+    def __init__(self, num_threads: int = 1, cores: Sequence[int] = ..., kernel: str = "") -> None:
+        """Start the threads, pinned if `cores` names one per thread; `kernel` "" is the best path."""
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel path."""
+
+    @property
+    def num_threads(self) -> int:
+        """Number of threads."""
+
+class Convolution:
+    """A convolution or linear layer of one shape: forward, input gradient and weight gradient."""
+
+    def __init__(
+        self,
+        batch: int,
+        in_h: int,
+        in_w: int,
+        in_c: int,
+        out_c: int,
+        kernel_h: int,
+        kernel_w: int,
+        stride_h: int = 1,
+        stride_w: int = 1,
+        pad_h: int = 0,
+        pad_w: int = 0,
+        groups: int = 1,
+        batch_block: int = 0,
+        algorithm: str = "auto",
+    ) -> None:
+        """Lay out the index tables; `batch_block` images are worked on at a time (0: all)."""
+
+    def algorithm(self, engine: Engine, function: str) -> Literal["direct", "winograd"]:
+        """Return how "forward", "input_gradient" or "weight_gradient" is computed on the engine's path."""
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the weight and its gradient."""
+
+    def workspace_bytes(self, engine: Engine) -> int:
+        """Return the bytes of workspace that any of the three functions needs."""
+
+    def forward(
+        self,
+        engine: Engine,
+        x: _Array,
+        weight: _Array,
+        bias: _Array | None,
+        out: _Array,
+        workspace: _Array,
+        activations: bool = False,
+        shift: int = 0,
+        rounding: int = 0,
+        relu: bool = False,
+    ) -> int:
+        """Write bias + correlation of x and weight, rounded if `out` is int8; `activations` says x is 0..127."""
+
+    def input_gradient(
+        self,
+        engine: Engine,
+        dy: _Array,
+        weight: _Array,
+        out: _Array,
+        workspace: _Array,
+        shift: int = 0,
+        rounding: int = 0,
+        mask: _Array | None = None,
+    ) -> int:
+        """Write the gradient with respect to x, zero where `mask` is not positive, rounded if `out` is int8."""
+
+    def weight_gradient(
+        self, engine: Engine, x: _Array, dy: _Array, out: _Array, workspace: _Array, activations: bool = False
+    ) -> int:
+        """Write the int32 gradient with respect to the weight; OverflowError where it may not fit."""
+
+class Pooling:
+    """Maximum and average over the windows of one shape, and their gradients."""
+
+    def __init__(
+        self,
+        batch: int,
+        in_h: int,
+        in_w: int,
+        channels: int,
+        kernel_h: int,
+        kernel_w: int,
+        stride_h: int,
+        stride_w: int,
+        pad_h: int = 0,
+        pad_w: int = 0,
+    ) -> None:
+        """Lay out the index tables."""
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether windows share pixels; if not, `max_gradient` with shift 0 is exact."""
+
+    def max(self, engine: Engine, x: _Array, out: _Array, argmax: _Array) -> None:
+        """Write the maximum of each window and, as uint8, the first tap that attains it."""
+
+    def max_gradient(
+        self,
+        engine: Engine,
+        dy: _Array,
+        argmax: _Array,
+        out: _Array | None,
+        shift: int = 0,
+        rounding: int = 0,
+        mask: _Array | None = None,
+    ) -> int:
+        """Write, for each pixel, the sum of the dy of the windows that chose it."""
+
+    def average(
+        self, engine: Engine, x: _Array, multiplier: int, out: _Array | None, shift: int = 0, rounding: int = 0
+    ) -> int:
+        """Write multiplier * sum over each window."""
+
+    def average_gradient(
+        self,
+        engine: Engine,
+        dy: _Array,
+        multiplier: int,
+        out: _Array | None,
+        shift: int = 0,
+        rounding: int = 0,
+        mask: _Array | None = None,
+    ) -> int:
+        """Write, for each pixel, multiplier * sum of the dy of its windows."""
+
+def channel_stride(channels: int) -> int:
+    """Return the channels rounded up to the block of 16."""
+
+def compiled_kernels() -> list[str]:
+    """Return the names of the kernel paths in this build."""
+
+def available_kernels() -> list[str]:
+    """Return the names of the kernel paths that this machine can run, best last."""
+
+def requantise(
+    engine: Engine,
+    acc: _Array,
+    out: _Array | None,
+    shift: int = 0,
+    rounding: int = 0,
+    relu: bool = False,
+    mask: _Array | None = None,
+) -> int:
+    """Round int32 accumulators to int8 (F14)."""
+
+def add(
+    engine: Engine,
+    a: _Array,
+    shift_a: int,
+    b: _Array,
+    shift_b: int,
+    out: _Array | None,
+    shift: int = 0,
+    rounding: int = 0,
+    relu: bool = False,
+    mask: _Array | None = None,
+) -> int:
+    """Round (a << shift_a) + (b << shift_b), shifts of 0 to 20."""
+
+def affine(
+    engine: Engine,
+    x: _Array,
+    scale: _Array,
+    offset: _Array,
+    out: _Array | None,
+    shift: int = 0,
+    rounding: int = 0,
+    relu: bool = False,
+) -> int:
+    """Round scale[c] * x + offset[c]; |scale| < 2^22, |offset| < 2^29, one int32 per channel of the stride."""
+
+def affine_gradient(
+    engine: Engine,
+    dy: _Array,
+    x: _Array,
+    gate: _Array | None,
+    scale_dy: _Array,
+    scale_x: _Array,
+    offset: _Array,
+    out: _Array | None,
+    shift: int = 0,
+    rounding: int = 0,
+) -> int:
+    """Round scale_dy[c] * dy + scale_x[c] * x + offset[c]; dy counts as 0 where `gate` is not positive."""
+
+def channel_sums(
+    engine: Engine, a: _Array, b: _Array, gate: _Array | None, sum_a: _Array, sum_ab: _Array
+) -> None:
+    """Write per channel, as int64, the sums of a and of a * b; a counts as 0 where `gate` is not positive."""
+
+def update_weight(engine: Engine, weight: _Array, gradient: _Array, shift: int, rounding: int = 0) -> None:
+    """Subtract the rounded int32 gradient from the int8 weight in place, saturated at +-127."""
+
+def quantise_images(
+    engine: Engine, x: _Array, out: _Array, batch: int, channels: int, height: int, width: int, exponent: int
+) -> None:
+    """Write the nearest int8 of float32 images (batch, channels, height, width) / 2^exponent as a tensor."""
+
+def quantise_patches(
+    engine: Engine, convolution: Convolution, x: _Array, out: _Array, workspace: _Array, exponent: int
+) -> None:
+    """Write the patches of a first convolution, for a pointwise one over taps * in_c channels."""
+
+def patch_images_bytes(convolution: Convolution) -> int:
+    """Return the bytes of workspace that `quantise_patches` needs."""
+
+def quantise(engine: Engine, x: _Array, out: _Array, exponent: int) -> None:
+    """Write the nearest int8 of x / 2^exponent, half to even, saturated at +-127."""
+
+def max_magnitude(x: _Array) -> float:
+    """Return the largest magnitude of float32 values; infinity if any is not finite."""
+
+def softmax_gradient(
+    logits: _Array, exponent: int, labels: _Array, out: _Array, classes: int, rounding: int = 0
+) -> None:
+    """Write softmax - one-hot of (1, 1, batch, stride) logits in units of 2^-7, from integers alone."""
+
+def gemm(
+    engine: Engine,
+    lhs: _Array,
+    rhs: _Array,
+    out: _Array,
+    rows: int,
+    cols: int,
+    depth: int,
+    activations: bool = False,
+) -> None:
+    """Write out[m, n] = sum over k of lhs[m, k] * rhs[n, k] as int32; depth of at most MAX_EXACT_DEPTH."""
