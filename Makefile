@@ -13,7 +13,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-slow lint bench clean
+.PHONY: help setup demo test test-slow test-arm test-sanitized lint bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,13 +42,20 @@ test: setup lint ## lint, then the tests; the pure layers must be covered to 95 
 test-slow: setup ## the tests that take more than about ten seconds
 	$(BIN)/python -m pytest -m slow
 
+test-arm: setup ## the int8 kernels on emulated ARM; needs g++-aarch64-linux-gnu and qemu-user
+	PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run_arm.sh
+
+test-sanitized: setup ## the int8 kernels under the address and undefined behaviour sanitizers
+	PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run_sanitized.sh
+
 lint: setup ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 bench: setup ## every benchmark against its peer
-	@for file in $$(ls benchmarks/*.py | grep -v -e harness.py -e mapping_reference.py -e __init__.py); do \
+	@for file in $$(ls benchmarks/*.py | grep -v -e harness.py -e int8_settings.py -e int8_step_isolated.py \
+	    -e mapping_reference.py -e __init__.py); do \
 	  echo "== $$file"; $(BIN)/python $$file; done
 
 clean: ## remove everything that was built

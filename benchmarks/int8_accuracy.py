@@ -100,8 +100,9 @@ def train(case: Case, method: str, seed: int) -> Run:
         loss = 0.0
         for images, labels in train_images.batches(case.batch_size, permuted):
             progress = step / total
+            learning_rate = case.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
             start_s = time.perf_counter()
-            loss += learner.step(images, labels, case.learning_rate * 0.5 * (1 + math.cos(math.pi * progress)), progress)
+            loss += learner.step(images, labels, learning_rate, progress)
             train_s += time.perf_counter() - start_s
             step += 1
         correct = sum(learner.correct(*batch) for batch in test_images.batches(500, np.arange(test_images.count)))

@@ -58,6 +58,14 @@ class Convolution:
         """Return how "forward", "input_gradient" or "weight_gradient" is computed on the engine's path."""
 
     @property
+    def input_shape(self) -> tuple[int, int, int, int]:
+        """Shape of `x`: height, width, batch, channel stride."""
+
+    @property
+    def output_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the output: height, width, batch, channel stride."""
+
+    @property
     def weight_shape(self) -> tuple[int, int, int, int]:
         """Shape of the weight and its gradient."""
 

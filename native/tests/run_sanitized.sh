@@ -5,6 +5,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 
 cmake -S native -B build/sanitized -DSOCFLOWER_PYTHON=OFF -DSOCFLOWER_KERNEL_TEST=ON -DCMAKE_BUILD_TYPE=Debug \
-  -DCMAKE_CXX_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer " -DSOCFLOWER_OPTIMISATION=-O1
+  -DCMAKE_CXX_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer" \
+  -DSOCFLOWER_OPTIMISATION=-O1
 cmake --build build/sanitized --target kernel_test --parallel "$(nproc)"
 build/sanitized/kernel_test "$@"

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,7 +82,8 @@ class Int8Session:
         self._module.load_state_dict(self._int8.state_dict())
         stream = io.BytesIO()
         header = {"trackers": self._int8.trackers_to_json(), "image_shape": list(self._int8.graph.input_shape)}
-        np.savez(stream, header=np.array(json.dumps(header)), **self._int8.velocities())
+        arrays: dict[str, Any] = {"header": np.array(json.dumps(header)), **self._int8.velocities()}
+        np.savez(stream, **arrays)
         return stream.getvalue()
 
     def restore(self, state: bytes) -> None:

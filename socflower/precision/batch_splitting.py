@@ -45,7 +45,8 @@ def profile_batch_blocks(graph: Graph, batch: int, engine: _int8.Engine, *, repe
         if not isinstance(node, Convolution):
             continue
         channels, height, width = graph.shape_of(node.inputs[0])
-        geometry = (batch, height, width, channels, node.shape[0], *node.kernel, *node.stride, *node.padding, node.groups)
+        sizes = (batch, height, width, channels, node.shape[0])
+        geometry = (*sizes, *node.kernel, *node.stride, *node.padding, node.groups)
         if geometry not in profiles:
             profiles[geometry] = {
                 block: _step_seconds(_int8.Convolution(*geometry, block), engine, repeats)
@@ -63,9 +64,9 @@ def best_blocks(profiles: list[BlockProfile]) -> dict[str, int]:
 
 def _step_seconds(plan: _int8.Convolution, engine: _int8.Engine, repeats: int) -> float:
     random = np.random.default_rng(0)
-    x = random.integers(0, 128, plan.input_shape, dtype=np.int8)
-    dy = random.integers(-127, 128, plan.output_shape, dtype=np.int8)
-    weight = random.integers(-127, 128, plan.weight_shape, dtype=np.int8)
+    x = random.integers(0, 128, plan.input_shape).astype(np.int8)
+    dy = random.integers(-127, 128, plan.output_shape).astype(np.int8)
+    weight = random.integers(-127, 128, plan.weight_shape).astype(np.int8)
     y, dx = np.empty_like(dy), np.empty_like(x)
     gradient = np.empty(plan.weight_shape, dtype=np.int32)
     workspace = np.empty(plan.workspace_bytes(engine), dtype=np.uint8)

@@ -70,7 +70,7 @@ class Fp32Operator:
         with torch.no_grad():
             for parameter in self._module.parameters():
                 if parameter.grad is not None:
-                    parameter -= step.mean_learning_rate * parameter.grad
+                    parameter.sub_(parameter.grad, alpha=step.mean_learning_rate)
                     parameter.grad = None
         self._keep_parameters(step)
         return [exponent]

@@ -165,7 +165,9 @@ def _shape(values: list[int]) -> Shape:
 
 def _nodes_from_json(documents: list[dict[str, Any]]) -> Iterator[Node]:
     for document in documents:
-        settings = {key: tuple(value) if isinstance(value, list) else value for key, value in document.items()}
+        settings: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in document.items()
+        }
         kind = settings.pop("kind", None)
         cls = _KINDS.get(str(kind))
         known = set() if cls is None else {field.name for field in fields(cls)}

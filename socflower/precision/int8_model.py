@@ -24,7 +24,13 @@ from socflower.precision.fixed_point import exponent_for
 from socflower.precision.graph import Convolution, Graph, Shape
 from socflower.precision.loss import mean_cross_entropy, real_logits, write_logits_gradient
 from socflower.precision.operators import Step
-from socflower.precision.parameters import Parameters, export_parameters, import_parameters
+from socflower.precision.parameters import (
+    Parameters,
+    Vector,
+    Weight,
+    export_parameters,
+    import_parameters,
+)
 from socflower.precision.program import Fp32Factory, Program
 from socflower.precision.region_cache import RegionCache
 from socflower.precision.rescaling import RescalingPolicy, ScaleTracker
@@ -143,8 +149,8 @@ class Int8Model:
 
         `learning_rate` is that of the FP32 parameters (all weights under an FP32 update, biases and BatchNorm under
         an integer one); `progress` in [0, 1] is the fraction of training done, from which an integer update takes
-        its gradient bits (F18); `timings`, if given, collects seconds per operator. Raises ConfigError on input of another shape or with NaN, TrainingFailed where
-        training has diverged.
+        its gradient bits (F18); `timings`, if given, collects seconds per operator. Raises ConfigError on input of
+        another shape or with NaN, TrainingFailed where training has diverged.
         """
         if not 0.0 <= progress <= 1.0:
             raise ConfigError(f"progress must be in [0, 1], got {progress}")
@@ -226,12 +232,12 @@ class Int8Model:
 
     def velocities(self) -> dict[str, npt.NDArray[np.float32]]:
         """Return the momentum of FP32 updates by parameter; empty under integer updates."""
-        holders = {**self.parameters.weights, **self.parameters.vectors}
+        holders = self._holders()
         return {name: holder.velocity for name, holder in holders.items() if holder.velocity is not None}
 
     def restore_velocities(self, velocities: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """Take over what `velocities` returned."""
-        holders = {**self.parameters.weights, **self.parameters.vectors}
+        holders = self._holders()
         for name, velocity in velocities.items():
             holders[name].velocity = np.array(velocity)
 
@@ -247,10 +253,13 @@ class Int8Model:
     def memory_bytes(self) -> int:
         """Return the bytes of parameters and of all regions held between steps."""
         held = sum(w.data.nbytes for w in self.parameters.weights.values())
-        for holder in (*self.parameters.weights.values(), *self.parameters.vectors.values()):
+        for holder in self._holders().values():
             for array in (getattr(holder, "master", None), holder.velocity):
                 held += 0 if array is None else array.nbytes
         return held + self.regions.held_bytes
+
+    def _holders(self) -> dict[str, Weight | Vector]:
+        return {**self.parameters.weights, **self.parameters.vectors}
 
     def _begin(
         self, images: npt.NDArray[np.float32], *, training: bool, learning_rate: float, progress: float

@@ -95,8 +95,15 @@ class Step:
 class Operator(Protocol):
     """An operator of one batch size."""
 
-    inputs: tuple[Tensor, ...]
-    output: Tensor
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors it reads."""
+        ...
+
+    @property
+    def output(self) -> Tensor:
+        """The tensor it makes."""
+        ...
 
     @property
     def workspace_bytes(self) -> int:
@@ -170,8 +177,8 @@ class ConvolutionOperator:
         if not np.abs(scaled).max() <= room:
             worst = float(np.abs(real).max())
             raise TrainingFailed(
-                f"{self.node.name}: a bias of {worst:.4g} at the accumulator's scale 2^{acc_exponent} leaves int32; its "
-                f"inputs or weights have become too small beside it, lower the learning rate"
+                f"{self.node.name}: a bias of {worst:.4g} at the accumulator's scale 2^{acc_exponent} leaves int32; "
+                "its inputs or weights have become too small beside it, lower the learning rate"
             )
         return scaled.astype(np.int32)
 
@@ -287,11 +294,14 @@ class BatchNormOperator(_Plain):
             scale_x = -gain * self._slope * sum_dy_normalised / rows
             offset = -gain * sum_dy / rows - scale_x * self._mean
             acc_exponent, integers = scaled_integers(21, (scale_dy, 0), (scale_x, 0), (offset, 7))
+            int_dy, int_x, int_offset = integers
             rounding = step.algorithm.backward.rounding
 
             def run(store: bool, shift: int) -> int:
                 out = into[0] if store else None
-                return _int8.affine_gradient(step.engine, dy, x.data, gate, *integers, out, shift, rounding)
+                return _int8.affine_gradient(
+                    step.engine, dy, x.data, gate, int_dy, int_x, int_offset, out, shift, rounding
+                )
 
             tracker = step.tracker(node.name, "backward")
             exponents[0] = round_elementwise(node.name, tracker, acc_exponent, run)
@@ -338,6 +348,7 @@ class MaxPoolOperator(_Plain):
         target = into[0]
         if target is None:
             return [0]
+        assert dy is not None
         rounding = step.algorithm.backward.rounding
 
         def run(store: bool, shift: int) -> int:
@@ -372,14 +383,15 @@ class AveragePoolOperator(_Plain):
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Share every gradient among its window."""
-        x, target, rounding = self.inputs[0], into[0], step.algorithm.backward.rounding
+        x, dy, target, rounding = self.inputs[0], self.output.gradient, into[0], step.algorithm.backward.rounding
         if target is None:
             return [0]
+        assert dy is not None
 
         def run(store: bool, shift: int) -> int:
             out = target if store else None
             return self._plan.average_gradient(
-                step.engine, self.output.gradient, self._multiplier, out, shift, rounding, x.mask
+                step.engine, dy, self._multiplier, out, shift, rounding, x.mask
             )
 
         tracker = step.tracker(self.node.name, "backward")

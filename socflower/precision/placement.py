@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from socflower.errors import ConfigError, InfeasiblePlan
@@ -98,5 +99,5 @@ def place(latencies: Sequence[OperatorLatency], switch_s: float) -> Placement:
         operators=tuple(latency.name for latency in latencies),
         sides=tuple(sides),
         latency_s=latency_s,
-        num_switches=sum(a != b for a, b in zip(sides, sides[1:], strict=False)),
+        num_switches=sum(a != b for a, b in pairwise(sides)),
     )

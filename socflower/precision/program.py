@@ -96,6 +96,11 @@ class Program:
         self._input = self._array(ir.INPUT, "output")
         self._logits_gradient = self._array(graph.output, "gradient")
         self._places = [self._place(node) for node in graph.nodes]
+        self._gradient_keys: dict[str, list[tuple[int, str, str]]] = {name: [] for name in self.tensors}
+        for place in self._places:
+            for target in place.into:
+                if target is not None:
+                    self._gradient_keys[target.key[1]].append(target.key)
         self.workspace_bytes, self.accumulator_size = 64, 16
         if self._patched is not None:
             self._images = self._original_plan(self._patched)
@@ -107,7 +112,7 @@ class Program:
             regions.release(place.key)
 
     def take_input(self, images: npt.NDArray[np.float32], exponent: int, workspace: npt.NDArray[np.uint8]) -> None:
-        """Round (batch, channels, h, w) float32 images to the input tensor, as patches if the first layer wants them."""
+        """Round (batch, channels, h, w) float32 images to the input tensor, or to the patches of the first layer."""
         tensor = self.tensors[ir.INPUT]
         tensor.data = self._take(self._input)
         tensor.exponent = exponent
@@ -186,17 +191,16 @@ class Program:
             release(self._logits_gradient.key)
         for _, array in place.sums:
             release(array.key)
-        for reader in self._places:
-            if name in reader.node.inputs:
-                for array in reader.into:
-                    if array is not None and array.key[1] == name:
-                        release(array.key)
+        for key in self._gradient_keys[name]:
+            release(key)
 
     def _take(self, array: _Array) -> Int8Array:
-        return self._regions.acquire(array.key, array.num_bytes, array.build)
+        taken: Int8Array = self._regions.acquire(array.key, array.num_bytes, array.build)
+        return taken
 
     def _operator(self, place: _Place) -> Operator:
-        return self._regions.acquire(place.key, place.num_bytes, lambda: self._build(place.node))
+        operator: Operator = self._regions.acquire(place.key, place.num_bytes, lambda: self._build(place.node))
+        return operator
 
     def _array(self, name: str, role: str) -> _Array:
         shape = self.tensors[name].array_shape

@@ -122,7 +122,7 @@ class _Builder:
             case nn.Linear():
                 channels, height, width = self._shapes[x]
                 if module.in_features != channels * height * width:
-                    self._refuse(name, module, "over the last dimension of an image")
+                    raise _refusal(name, module, "over the last dimension of an image")
                 self._put(
                     node,
                     ir.Convolution(
@@ -131,22 +131,21 @@ class _Builder:
                     ),
                 )  # fmt: skip
             case nn.BatchNorm2d():
-                if module.running_mean is None or not module.affine or module.momentum is None:
-                    self._refuse(name, module, "without running statistics, affine parameters or momentum")
+                momentum = module.momentum
+                if module.running_mean is None or not module.affine or momentum is None:
+                    raise _refusal(name, module, "without running statistics, affine parameters or momentum")
                 shape = self._shapes[x]
-                self._put(
-                    node, ir.BatchNorm(name=name, inputs=(x,), shape=shape, eps=module.eps, momentum=module.momentum)
-                )
+                self._put(node, ir.BatchNorm(name=name, inputs=(x,), shape=shape, eps=module.eps, momentum=momentum))
             case nn.ReLU():
                 self._put(node, ir.Relu(name=name, inputs=(x,), shape=self._shapes[x]))
             case nn.MaxPool2d():
                 if _pair(module.dilation) != (1, 1) or module.ceil_mode or module.return_indices:
-                    self._refuse(name, module, "with dilation, ceil_mode or return_indices")
+                    raise _refusal(name, module, "with dilation, ceil_mode or return_indices")
                 self._add_pool(ir.MaxPool, node, module, name, x)
             case nn.AvgPool2d():
                 odd = module.divisor_override is not None or not module.count_include_pad
                 if module.ceil_mode or (odd and _pair(module.padding) != (0, 0)) or module.divisor_override is not None:
-                    self._refuse(name, module, "with ceil_mode, a divisor or padding that does not count")
+                    raise _refusal(name, module, "with ceil_mode, a divisor or padding that does not count")
                 self._add_pool(ir.AveragePool, node, module, name, x)
             case nn.AdaptiveAvgPool2d():
                 self._add_adaptive_average(node, module, name, x)
@@ -157,7 +156,7 @@ class _Builder:
             case nn.Dropout() if module.p == 0.0:
                 self._values[node] = x
             case _:
-                self._refuse(name, module)
+                raise _refusal(name, module)
 
     def _add_function(self, node: fx.Node) -> None:
         tensors = [argument for argument in node.args if isinstance(argument, fx.Node)]
@@ -181,7 +180,7 @@ class _Builder:
 
     def _add_convolution(self, node: fx.Node, module: nn.Conv2d, name: str, x: str) -> None:
         if _pair(module.dilation) != (1, 1) or module.padding_mode != "zeros" or isinstance(module.padding, str):
-            self._refuse(name, module, "with dilation, padding by name or other padding than zeros")
+            raise _refusal(name, module, "with dilation, padding by name or other padding than zeros")
         self._put(
             node,
             ir.Convolution(
@@ -203,10 +202,10 @@ class _Builder:
         )  # fmt: skip
 
     def _add_adaptive_average(self, node: fx.Node, module: nn.AdaptiveAvgPool2d, name: str, x: str) -> None:
-        channels, height, width = self._shapes[x]
+        _, height, width = self._shapes[x]
         _, out_h, out_w = shape = _output_shape(node)
         if height % out_h or width % out_w:
-            self._refuse(name, module, f"from {height}x{width} to {out_h}x{out_w}, whose windows differ in size,")
+            raise _refusal(name, module, f"from {height}x{width} to {out_h}x{out_w}, whose windows differ in size,")
         window = (height // out_h, width // out_w)
         self._put(node, ir.AveragePool(name=name, inputs=(x,), shape=shape, kernel=window, stride=window))
 
@@ -227,11 +226,10 @@ class _Builder:
         self._values[node] = made.name
         self._shapes[made.name] = made.shape
 
-    def _refuse(self, name: str, module: nn.Module, how: str = "") -> None:
-        what = type(module).__name__ + (f" {how}" if how else "")
-        raise _NoInt8Operator(
-            f"{name}: int8 training has no {what}; list {name!r} in fp32_operators to run it in FP32"
-        )
+
+def _refusal(name: str, module: nn.Module, how: str = "") -> _NoInt8Operator:
+    what = type(module).__name__ + (f" {how}" if how else "")
+    return _NoInt8Operator(f"{name}: int8 training has no {what}; list {name!r} in fp32_operators to run it in FP32")
 
 
 def _tensor_argument(node: fx.Node) -> fx.Node:

@@ -23,7 +23,8 @@ from socflower.scenario.config import (
 from socflower.scenario.expectations import check_known
 
 _KEYS = (
-    "schema", "seed", "cluster", "board", "model", "data", "train", "precision", "strategy", "compare", "event", "expect",
+    "schema", "seed", "cluster", "board", "model", "data", "train", "precision", "strategy", "compare", "event",
+    "expect",
 )  # fmt: skip
 
 
