@@ -128,10 +128,27 @@ class Workspace {
   Array<std::uint8_t> array_;
 };
 
+Algorithm algorithm_named(const std::string& name) {
+  if (name == "auto") return Algorithm::kAutomatic;
+  if (name == "direct") return Algorithm::kDirect;
+  if (name == "winograd") return Algorithm::kWinograd;
+  refuse("algorithm: need 'auto', 'direct' or 'winograd', got '" + name + "'");
+}
+
 struct BoundConvolution : Convolution {
   using Convolution::Convolution;
   Py_ssize_t in_cs() const { return channel_stride(shape().in_c); }
   Py_ssize_t out_cs() const { return channel_stride(shape().out_c); }
+
+  const char* algorithm(const Engine& engine, const std::string& function) const {
+    const char* const names[] = {"forward", "input_gradient", "weight_gradient"};
+    for (int f = 0; f < 3; ++f) {
+      if (function == names[f]) {
+        return uses_winograd(engine.path, static_cast<winograd::Function>(f)) ? "winograd" : "direct";
+      }
+    }
+    refuse("function: need 'forward', 'input_gradient' or 'weight_gradient', got '" + function + "'");
+  }
 
   std::uint32_t forward(Engine& engine, nb::handle x_, nb::handle weight_, nb::handle bias_, nb::handle out_,
                         nb::handle workspace_, bool activations, int shift, int rounding, bool relu) const {
@@ -140,7 +157,7 @@ struct BoundConvolution : Convolution {
     const Array<std::int8_t> weight(weight_, "weight", false, {s.kernel_h, s.kernel_w, s.group_in_c(), out_cs()});
     const auto bias = maybe<std::int32_t>(bias_, "bias", false, {out_cs()});
     const Output out(out_, {s.out_h(), s.out_w(), s.batch, out_cs()}, how_to(shift, rounding, relu));
-    const Workspace workspace(workspace_, workspace_bytes(engine.path));
+    const Workspace workspace(workspace_, workspace_bytes(engine.path, engine.pool.size()));
     out.require_apart_from(x), out.require_apart_from(weight);
     out.require_apart_from<std::uint8_t>(workspace);
     if (activations) require_activations(x);
@@ -156,7 +173,7 @@ struct BoundConvolution : Convolution {
     const Array<std::int8_t> weight(weight_, "weight", false, {s.kernel_h, s.kernel_w, s.group_in_c(), out_cs()});
     const auto mask = maybe<std::int8_t>(mask_, "mask", false, {s.in_h, s.in_w, s.batch, in_cs()});
     Output out(out_, {s.in_h, s.in_w, s.batch, in_cs()}, how_to(shift, rounding, false));
-    const Workspace workspace(workspace_, workspace_bytes(engine.path));
+    const Workspace workspace(workspace_, workspace_bytes(engine.path, engine.pool.size()));
     out.require_apart_from(dy), out.require_apart_from(weight);
     out.require_apart_from<std::uint8_t>(workspace);
     if (mask) out.require_apart_from(*mask);
@@ -171,7 +188,7 @@ struct BoundConvolution : Convolution {
     const Array<std::int8_t> x(x_, "x", false, {s.in_h, s.in_w, s.batch, in_cs()});
     const Array<std::int8_t> dy(dy_, "dy", false, {s.out_h(), s.out_w(), s.batch, out_cs()});
     const Array<std::int32_t> out(out_, "out", true, {s.kernel_h, s.kernel_w, s.group_in_c(), out_cs()});
-    const Workspace workspace(workspace_, workspace_bytes(engine.path));
+    const Workspace workspace(workspace_, workspace_bytes(engine.path, engine.pool.size()));
     out.require_apart_from(x), out.require_apart_from(dy);
     out.require_apart_from<std::uint8_t>(workspace);
     if (activations) require_activations(x);
@@ -382,6 +399,21 @@ void bound_quantise_images(Engine& engine, nb::handle x_, nb::handle out_, int b
   quantise_images(engine.path, engine.pool, x.data(), out.data(), batch, channels, height, width, exponent);
 }
 
+void bound_quantise_patches(Engine& engine, const BoundConvolution& convolution, nb::handle x_, nb::handle out_,
+                            nb::handle workspace_, int exponent) {
+  const ConvShape& s = convolution.shape();
+  if (s.groups != 1) refuse("patches are for convolutions of one group, got " + std::to_string(s.groups));
+  const Array<float> x(x_, "x", false, {s.batch, s.in_c, s.in_h, s.in_w});
+  const Array<std::int8_t> out(out_, "out", true,
+                               {s.out_h(), s.out_w(), s.batch, channel_stride(s.taps() * s.in_c)});
+  const Workspace workspace(workspace_, patch_images_bytes(s));
+  out.require_apart_from(x), out.require_apart_from<std::uint8_t>(workspace);
+  if (exponent < -100 || exponent > 100) refuse("exponent: need -100 to 100, got " + std::to_string(exponent));
+  nb::gil_scoped_release release;
+  quantise_patches(engine.path, engine.pool, s, x.data(), out.data(), exponent,
+                   static_cast<std::int8_t*>(workspace.data()));
+}
+
 void bound_quantise(Engine& engine, nb::handle x_, nb::handle out_, int exponent) {
   const Array<float> x(x_, "x", false);
   const Array<std::int8_t> out(out_, "out", true);
@@ -461,15 +493,31 @@ NB_MODULE(_int8, m) {
   nb::class_<BoundConvolution>(m, "Convolution")
       .def("__init__",
            [](BoundConvolution* self, int batch, int in_h, int in_w, int in_c, int out_c, int kernel_h, int kernel_w,
-              int stride_h, int stride_w, int pad_h, int pad_w, int groups, int batch_block) {
+              int stride_h, int stride_w, int pad_h, int pad_w, int groups, int batch_block,
+              const std::string& algorithm) {
              new (self) BoundConvolution(ConvShape{batch, in_h, in_w, in_c, out_c, kernel_h, kernel_w, stride_h,
                                                    stride_w, pad_h, pad_w, groups},
-                                         batch_block);
+                                         batch_block, algorithm_named(algorithm));
            },
            nb::arg("batch"), nb::arg("in_h"), nb::arg("in_w"), nb::arg("in_c"), nb::arg("out_c"), nb::arg("kernel_h"),
            nb::arg("kernel_w"), nb::arg("stride_h") = 1, nb::arg("stride_w") = 1, nb::arg("pad_h") = 0,
-           nb::arg("pad_w") = 0, nb::arg("groups") = 1, nb::arg("batch_block") = 0)
-      .def("workspace_bytes", [](const BoundConvolution& self, const Engine& e) { return self.workspace_bytes(e.path); },
+           nb::arg("pad_w") = 0, nb::arg("groups") = 1, nb::arg("batch_block") = 0,
+           nb::arg("algorithm") = "auto")
+      .def("algorithm", &BoundConvolution::algorithm, nb::arg("engine"), nb::arg("function"),
+           "'direct' or 'winograd': how \"forward\", \"input_gradient\" or \"weight_gradient\" is computed.")
+      .def_prop_ro("input_shape", [](const BoundConvolution& self) {
+        const ConvShape& s = self.shape();
+        return nb::make_tuple(s.in_h, s.in_w, s.batch, self.in_cs());
+      })
+      .def_prop_ro("output_shape", [](const BoundConvolution& self) {
+        const ConvShape& s = self.shape();
+        return nb::make_tuple(s.out_h(), s.out_w(), s.batch, self.out_cs());
+      })
+      .def_prop_ro("weight_shape", [](const BoundConvolution& self) {
+        const ConvShape& s = self.shape();
+        return nb::make_tuple(s.kernel_h, s.kernel_w, s.group_in_c(), channel_stride(s.out_c));
+      })
+      .def("workspace_bytes", [](const BoundConvolution& self, const Engine& e) { return self.workspace_bytes(e.path, e.pool.size()); },
            nb::arg("engine"))
       .def("forward", &BoundConvolution::forward, nb::arg("engine"), nb::arg("x"), nb::arg("weight"),
            nb::arg("bias").none(), nb::arg("out"), nb::arg("workspace"), nb::arg("activations") = false,
@@ -515,6 +563,11 @@ NB_MODULE(_int8, m) {
         nb::arg("shift"), nb::arg("rounding") = 0);
   m.def("quantise_images", &bound_quantise_images, nb::arg("engine"), nb::arg("x"), nb::arg("out"), nb::arg("batch"),
         nb::arg("channels"), nb::arg("height"), nb::arg("width"), nb::arg("exponent"));
+  m.def("quantise_patches", &bound_quantise_patches, nb::arg("engine"), nb::arg("convolution"), nb::arg("x"),
+        nb::arg("out"), nb::arg("workspace"), nb::arg("exponent"),
+        "The patches of a first convolution, for a pointwise one over taps * in_c channels.");
+  m.def("patch_images_bytes", [](const BoundConvolution& c) { return patch_images_bytes(c.shape()); },
+        nb::arg("convolution"));
   m.def("quantise", &bound_quantise, nb::arg("engine"), nb::arg("x"), nb::arg("out"), nb::arg("exponent"),
         "Nearest int8 of x / 2^exponent, half to even, saturated at +-127.");
   m.def("max_magnitude", &bound_max_magnitude, nb::arg("x"), "Largest |x|; infinity if any is not finite.");

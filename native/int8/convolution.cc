@@ -141,17 +141,6 @@ struct LeftOperand {
   std::size_t row_bytes, pixel_bytes;
 };
 
-// Hands a finished tile to the destination; `at` is the flat index of its first element.
-std::uint32_t deliver(const Path& path, const std::int32_t* tile, int tile_stride, const Destination& to,
-                      std::size_t at, int stride, int rows, int cols) {
-  Requantise how = to.how;
-  if (how.mask != nullptr) how.mask += at;
-  if (to.acc != nullptr) {
-    return path.store_tile(tile, tile_stride, to.acc + at, stride, rows, cols, how.relu, how.mask, stride);
-  }
-  return path.requantise_tile(tile, tile_stride, to.out + at, stride, rows, cols, how);
-}
-
 // Forward and input gradient: for every result pixel and image, bias + sum over its meetings.
 std::uint32_t multiply(const Path& path, ThreadPool& pool, const Product& product, const Meetings& meetings,
                        const LeftOperand& left, const Packed& right, const std::int32_t* bias, int batch,
@@ -452,9 +441,10 @@ ForwardBuffers carve_backward(Arena& arena, const Product& product, const ConvSh
 
 }  // namespace
 
-Convolution::Convolution(const ConvShape& shape, int batch_block)
+Convolution::Convolution(const ConvShape& shape, int batch_block, Algorithm algorithm)
     : shape_(checked(shape)),
       batch_block_(batch_block == 0 ? shape.batch : batch_block),
+      algorithm_(algorithm),
       patches_(wants_patches(shape)),
       dense_groups_(shape.groups > 1 && !shape.depthwise()),
       inner_(inner_shape(shape)),
@@ -464,19 +454,42 @@ Convolution::Convolution(const ConvShape& shape, int batch_block)
   if (batch_block < 0 || batch_block > shape.batch) {
     refuse("batch_block must be 0 to " + std::to_string(shape.batch) + ", got " + std::to_string(batch_block));
   }
+  if (algorithm == Algorithm::kWinograd && !winograd::possible(shape)) {
+    const auto text = [](int value) { return std::to_string(value); };
+    refuse("Winograd needs a 3x3 kernel, stride 1, groups 1 and at most " + text(winograd::kMaxChannels) +
+           " channels, got a " + text(shape.kernel_h) + "x" + text(shape.kernel_w) + " kernel, stride " +
+           text(shape.stride_h) + "x" + text(shape.stride_w) + ", groups " + text(shape.groups) + ", " +
+           text(shape.in_c) + " and " + text(shape.out_c) + " channels");
+  }
 }
 
-std::size_t Convolution::workspace_bytes(const Path& path) const {
+bool Convolution::uses_winograd(const Path& path, winograd::Function function) const {
+  if (algorithm_ != Algorithm::kAutomatic) return algorithm_ == Algorithm::kWinograd;
+  return winograd::pays(path, shape_, function);
+}
+
+std::size_t Convolution::workspace_bytes(const Path& path, int threads) const {
   if (shape_.depthwise()) return 64;
   std::size_t most = 0;
+  using winograd::Function;
+  for (const Function function : {Function::kForward, Function::kInputGradient, Function::kWeightGradient}) {
+    if (uses_winograd(path, function)) {
+      most = std::max(most, winograd::workspace_bytes(path, shape_, function, threads));
+    }
+  }
   for (const Product* product : {&path.general, &path.activations}) {
     Arena forward, gradient;
-    carve_forward(forward, *product, inner_, patches_, dense_groups_);
-    if (patches_) gradient.take<std::int8_t>(inner_.input_size());
-    if (dense_groups_) gradient.take<std::int32_t>(inner_.weight_size());
-    carve_gradient(gradient, *product, inner_, batch_block_);
+    if (!uses_winograd(path, Function::kForward)) {
+      carve_forward(forward, *product, inner_, patches_, dense_groups_);
+    }
+    if (!uses_winograd(path, Function::kWeightGradient)) {
+      if (patches_) gradient.take<std::int8_t>(inner_.input_size());
+      if (dense_groups_) gradient.take<std::int32_t>(inner_.weight_size());
+      carve_gradient(gradient, *product, inner_, batch_block_);
+    }
     most = std::max({most, forward.bytes(), gradient.bytes()});
   }
+  if (uses_winograd(path, Function::kInputGradient)) return most;
   ConvShape dense = shape_;
   dense.groups = 1;
   Arena backward;
@@ -487,6 +500,9 @@ std::size_t Convolution::workspace_bytes(const Path& path) const {
 std::uint32_t Convolution::forward(const Path& path, ThreadPool& pool, const std::int8_t* x, bool activations,
                                    const std::int8_t* weight, const std::int32_t* bias, const Destination& to,
                                    void* workspace) const {
+  if (uses_winograd(path, winograd::Function::kForward)) {
+    return winograd::forward(path, pool, shape_, x, weight, bias, to, workspace);
+  }
   const int out_cs = channel_stride(shape_.out_c);
   if (shape_.depthwise()) {
     return depthwise_multiply(path, pool, forward_, x, weight, bias, shape_.batch, out_cs, to);
@@ -520,6 +536,9 @@ std::uint32_t Convolution::forward(const Path& path, ThreadPool& pool, const std
 
 std::uint32_t Convolution::input_gradient(const Path& path, ThreadPool& pool, const std::int8_t* dy,
                                           const std::int8_t* weight, const Destination& to, void* workspace) const {
+  if (uses_winograd(path, winograd::Function::kInputGradient)) {
+    return winograd::input_gradient(path, pool, shape_, dy, weight, to, workspace);
+  }
   const int in_cs = channel_stride(shape_.in_c), out_cs = channel_stride(shape_.out_c);
   if (shape_.depthwise()) {
     return depthwise_multiply(path, pool, backward_, dy, weight, nullptr, shape_.batch, in_cs, to);
@@ -542,6 +561,9 @@ std::uint32_t Convolution::input_gradient(const Path& path, ThreadPool& pool, co
 std::uint32_t Convolution::weight_gradient(const Path& path, ThreadPool& pool, const std::int8_t* x, bool activations,
                                            const std::int8_t* dy, std::int32_t* acc, void* workspace) const {
   require_exact_sum(shape_, dy);
+  if (uses_winograd(path, winograd::Function::kWeightGradient)) {
+    return winograd::weight_gradient(path, pool, shape_, x, dy, acc, workspace);
+  }
   if (shape_.depthwise()) {
     const int cs = channel_stride(shape_.in_c);
     std::memset(acc, 0, shape_.weight_size() * sizeof(std::int32_t));

@@ -26,10 +26,11 @@ std::vector<std::int8_t> random_tensor(std::mt19937& random, std::size_t rows, i
   return values;
 }
 
-std::string check_convolution(const Path& path, std::mt19937& random, const ConvShape& s, int batch_block) {
+std::string check_convolution(const Path& path, std::mt19937& random, const ConvShape& s, int batch_block,
+                              Algorithm algorithm) {
   ThreadPool pool(1);
-  const Convolution convolution(s, batch_block);
-  std::vector<std::uint8_t> workspace(convolution.workspace_bytes(path));
+  const Convolution convolution(s, batch_block, algorithm);
+  std::vector<std::uint8_t> workspace(convolution.workspace_bytes(path, pool.size()));
   const std::size_t in_rows = std::size_t(s.in_h) * s.in_w * s.batch;
   const std::size_t out_rows = std::size_t(s.out_h()) * s.out_w() * s.batch;
   const auto weight = random_tensor(random, std::size_t(s.taps()) * s.group_in_c(), s.out_c, -127, 127);
@@ -125,13 +126,16 @@ std::string self_test(const Path& path) {
   const struct {
     ConvShape shape;
     int batch_block;
+    Algorithm algorithm = Algorithm::kDirect;
   } cases[] = {
       {{7, 6, 5, 19, 37, 3, 3, 1, 1, 1, 1, 1}, 0},   {{9, 7, 7, 3, 18, 5, 5, 2, 2, 2, 2, 1}, 0},
       {{5, 5, 4, 34, 34, 3, 3, 2, 2, 1, 1, 34}, 0},  {{13, 1, 1, 45, 10, 1, 1, 1, 1, 0, 0, 1}, 6},
       {{6, 6, 6, 8, 12, 3, 3, 1, 1, 0, 0, 2}, 4},    {{18, 3, 3, 66, 70, 3, 3, 1, 1, 1, 1, 1}, 5},
+      {{7, 5, 9, 19, 37, 3, 3, 1, 1, 1, 1, 1}, 0, Algorithm::kWinograd},
+      {{21, 4, 4, 34, 66, 3, 3, 1, 1, 0, 2, 1}, 0, Algorithm::kWinograd},
   };
   for (const auto& one : cases) {
-    const std::string differs = check_convolution(path, random, one.shape, one.batch_block);
+    const std::string differs = check_convolution(path, random, one.shape, one.batch_block, one.algorithm);
     if (!differs.empty()) return differs;
   }
   const std::string differs = check_elementwise(path, random);

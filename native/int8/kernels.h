@@ -122,12 +122,12 @@ struct Path {
                           std::ptrdiff_t point_stride);
   void (*winograd_output_gradient)(const std::int8_t* const* pixels, std::size_t size, std::int16_t* points,
                                    std::ptrdiff_t point_stride);
-  // Back from sums of products of points: to 4x4 pixels, each plus init[column] (or zero), or added to what is
-  // there; to 3x3 weight gradients. Result i is `out_stride` elements behind result i - 1.
+  // Back from sums of products of points: to 4x4 pixels, or to 3x3 weight gradients; init[column] (unless it is
+  // null) is added. Result i is `out_stride` elements behind result i - 1.
   void (*winograd_output)(const std::int32_t* sums, std::ptrdiff_t point_stride, int rows, int cols,
-                          const std::int32_t* init, bool add, std::int32_t* out, std::ptrdiff_t out_stride);
+                          const std::int32_t* init, std::int32_t* out, std::ptrdiff_t out_stride);
   void (*winograd_weight_gradient)(const std::int32_t* sums, std::ptrdiff_t point_stride, int rows, int cols,
-                                   std::int32_t* out, std::ptrdiff_t out_stride);
+                                   const std::int32_t* init, std::int32_t* out, std::ptrdiff_t out_stride);
 };
 
 // The paths this build has and this machine can run, best last. The first is always "portable".

@@ -148,6 +148,84 @@ void quantise_images(const Path& path, ThreadPool& pool, const float* x, std::in
   });
 }
 
+namespace {
+
+// Copies `length` bytes in units of kUnit, writing up to kUnit - 1 bytes more.
+template <std::size_t kUnit>
+void copy_units(std::int8_t* to, const std::int8_t* from, int length) {
+  for (int at = 0; at < length; at += static_cast<int>(kUnit)) std::memcpy(to + at, from + at, kUnit);
+}
+
+// One output pixel: the patches of all images. Every image but the last may write past its end, into the place of
+// the next one, which is written afterwards; so copies have a fixed length and compile to single moves.
+template <std::size_t kUnit>
+void gather_pixel(const ConvShape& s, const std::int8_t* corner, std::size_t image_bytes, int row_bytes,
+                  std::int8_t* out) {
+  const int length = s.kernel_w * s.in_c, total = s.kernel_h * length, stride = channel_stride(total);
+  for (int n = 0; n < s.batch; ++n, corner += image_bytes, out += stride) {
+    const bool last = n == s.batch - 1;
+    for (int kh = 0; kh < s.kernel_h; ++kh) {
+      if (last) {
+        std::memcpy(out + kh * length, corner + kh * row_bytes, length);
+      } else {
+        copy_units<kUnit>(out + kh * length, corner + kh * row_bytes, length);
+      }
+    }
+    if (last) {
+      std::memset(out + total, 0, stride - total);
+    } else {
+      std::memset(out + total, 0, kChannelBlock);
+    }
+  }
+}
+
+}  // namespace
+
+std::size_t patch_images_bytes(const ConvShape& s) {
+  return std::size_t(s.batch) * (s.in_h + 2 * s.pad_h) * (s.in_w + 2 * s.pad_w) * s.in_c + 16;
+}
+
+void quantise_patches(const Path& path, ThreadPool& pool, const ConvShape& s, const float* x, std::int8_t* out,
+                      int exponent, std::int8_t* images) {
+  const int row_bytes = (s.in_w + 2 * s.pad_w) * s.in_c;
+  const std::size_t image_bytes = std::size_t(s.in_h + 2 * s.pad_h) * row_bytes;
+  const float scale = std::ldexp(1.0f, -exponent);
+  pool.run(s.batch, [&](int n, int) {
+    constexpr int kAtOnce = 512;
+    alignas(64) float values[kAtOnce];
+    alignas(64) std::int8_t row[kAtOnce];
+    std::int8_t* image = images + n * image_bytes;
+    if (s.pad_h > 0 || s.pad_w > 0) std::memset(image, 0, image_bytes);
+    const int pixels = s.in_h * s.in_w;
+    for (int c = 0; c < s.in_c; ++c) {
+      const float* from = x + (std::size_t(n) * s.in_c + c) * pixels;
+      for (int first = 0; first < pixels; first += kAtOnce) {
+        const int count = std::min(kAtOnce, pixels - first), padded = (count + 15) / 16 * 16;
+        std::memcpy(values, from + first, count * sizeof(float));
+        std::fill(values + count, values + padded, 0.0f);
+        path.quantise(values, row, padded, scale);
+        int h = first / s.in_w, w = first % s.in_w;
+        for (int p = 0; p < count; ++p) {
+          image[(h + s.pad_h) * row_bytes + (w + s.pad_w) * s.in_c + c] = row[p];
+          if (++w == s.in_w) w = 0, ++h;
+        }
+      }
+    }
+  });
+  const int stride = channel_stride(s.taps() * s.in_c);
+  pool.run(s.out_h(), [&](int oh, int) {
+    for (int ow = 0; ow < s.out_w(); ++ow) {
+      const std::int8_t* corner = images + oh * s.stride_h * row_bytes + ow * s.stride_w * s.in_c;
+      std::int8_t* to = out + (std::size_t(oh) * s.out_w() + ow) * s.batch * stride;
+      if (s.kernel_w * s.in_c <= 8) {
+        gather_pixel<8>(s, corner, image_bytes, row_bytes, to);
+      } else {
+        gather_pixel<16>(s, corner, image_bytes, row_bytes, to);
+      }
+    }
+  });
+}
+
 void quantise(const Path& path, ThreadPool& pool, const float* x, std::int8_t* out, std::size_t size, int exponent) {
   const float scale = std::ldexp(1.0f, -exponent);
   over_chunks(pool, size, kChannelBlock, [&](std::size_t from, std::size_t count) {

@@ -34,6 +34,13 @@ void update_weight(const Path& path, ThreadPool& pool, std::int8_t* weight, cons
 // out (h,w,batch,cs) from float32 (batch,channels,h,w).
 void quantise_images(const Path& path, ThreadPool& pool, const float* x, std::int8_t* out, int batch, int channels,
                      int h, int w, int exponent);
+// The patches that a first convolution multiplies, straight from float32 images: out (out_h, out_w, batch, stride of
+// taps * in_c) holds, for every output pixel and image, the rounded input channels under every tap, zeros in the
+// padding. With them the layer is a pointwise convolution of taps * in_c channels over the same weight memory.
+// images: workspace of patch_images_bytes(shape).
+void quantise_patches(const Path& path, ThreadPool& pool, const ConvShape& shape, const float* x, std::int8_t* out,
+                      int exponent, std::int8_t* images);
+std::size_t patch_images_bytes(const ConvShape& shape);
 // out = nearest int8 of x / 2^exponent, half to even, saturated at +-127.
 void quantise(const Path& path, ThreadPool& pool, const float* x, std::int8_t* out, std::size_t size, int exponent);
 // Largest |x|; infinity if an element is not finite.
