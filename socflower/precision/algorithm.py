@@ -115,11 +115,16 @@ ADAPTIVE_FIXED_POINT = TrainingAlgorithm(
 ALGORITHMS: dict[str, TrainingAlgorithm] = {a.name: a for a in (NITI, ADAPTIVE_FIXED_POINT)}
 
 
-def int8_algorithm(name: str, momentum: float) -> TrainingAlgorithm:
-    """Return a known algorithm, with that momentum where it updates FP32 weights. Raises ConfigError on other names."""
+def int8_algorithm(
+    name: str, momentum: float = 0.0, gradient_bits: tuple[int, ...] = IntegerUpdate().bits
+) -> TrainingAlgorithm:
+    """Return a known algorithm, with that momentum where it updates FP32 weights, and those bits where int8 ones.
+
+    Raises ConfigError on other names and impossible values.
+    """
     algorithm = ALGORITHMS.get(name)
     if algorithm is None:
         raise ConfigError(f"int8 algorithm {name!r} is unknown, known are {', '.join(ALGORITHMS)}")
     if isinstance(algorithm.update, Fp32Update):
-        return replace(algorithm, update=Fp32Update(momentum=momentum))
-    return algorithm
+        return replace(algorithm, update=replace(algorithm.update, momentum=momentum))
+    return replace(algorithm, update=replace(algorithm.update, bits=gradient_bits))

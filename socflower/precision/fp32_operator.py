@@ -59,7 +59,7 @@ class Fp32Operator:
         dy = self.output.gradient
         assert dy is not None
         real = to_real(dy, self.output.gradient_exponent, self.output.shape)
-        self._made.backward(torch.from_numpy(real).reshape(self._made.shape))
+        torch.autograd.backward(self._made, torch.from_numpy(real).reshape(self._made.shape))
         exponent = 0
         x, target = self.inputs[0], into[0]
         if target is not None:

@@ -79,7 +79,7 @@ def _fp32_seconds(node: ir.Node, graph: ir.Graph, modules: dict[str, nn.Module],
 
     def step() -> None:
         output = _run_fp32(node, modules, inputs)
-        output.backward(torch.ones_like(output))
+        torch.autograd.backward(output, torch.ones_like(output))
 
     return _median_seconds(step, repeats)
 

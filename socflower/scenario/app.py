@@ -62,7 +62,7 @@ def _trainer(context: Context) -> Trainer:
     settings, precision = _scenario(context).train, _scenario(context).precision
     if precision.arithmetic == "int8":
         return Int8Trainer(
-            algorithm=int8_algorithm(precision.algorithm, settings.momentum),
+            algorithm=int8_algorithm(precision.algorithm, settings.momentum, precision.gradient_bits),
             learning_rate=settings.learning_rate,
             schedule=settings.schedule,
             settings=EngineSettings(rescaling=RescalingPolicy(adaptive=precision.adaptive_rescaling)),

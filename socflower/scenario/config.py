@@ -14,6 +14,7 @@ STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
 ARITHMETICS = ("fp32", "int8")
 FAULT_KINDS = ("raise", "nan", "hang", "die")
 
+_LISTS: dict[Any, tuple[type, str]] = {tuple[str, ...]: (str, "names"), tuple[int, ...]: (int, "whole numbers")}
 _Table = TypeVar("_Table")
 
 
@@ -70,11 +71,14 @@ class PrecisionConfig:
 
     arithmetic: str = "fp32"
     algorithm: str = "niti"  # of int8 training
+    gradient_bits: tuple[int, ...] = (5, 4, 3)  # of niti, from the beginning, half and three quarters of training
     adaptive_rescaling: bool = True
 
     def __post_init__(self) -> None:
         _one_of("[precision] arithmetic", self.arithmetic, ARITHMETICS)
         _one_of("[precision] algorithm", self.algorithm, tuple(ALGORITHMS))
+        if len(self.gradient_bits) != 3 or not all(1 <= bits <= 7 for bits in self.gradient_bits):
+            raise ConfigError(f"[precision] gradient_bits = {list(self.gradient_bits)}: need three numbers of 1 to 7")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,9 +181,10 @@ def _converted(value: object, expected: Any, where: str) -> object:
     """Return a TOML value as the field's type: whole numbers are numbers, lists are tuples; nothing else bends."""
     allowed = get_args(expected) if isinstance(expected, UnionType) else (expected,)
     plain = tuple(kind for kind in allowed if isinstance(kind, type) and kind is not type(None))
-    if isinstance(value, list) and expected == tuple[str, ...]:
-        if not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{where} = {value!r} must be a list of names")
+    if isinstance(value, list) and expected in _LISTS:
+        kind, items = _LISTS[expected]
+        if not all(isinstance(item, kind) and not isinstance(item, bool) for item in value):
+            raise ConfigError(f"{where} = {value!r} must be a list of {items}")
         return tuple(value)
     if isinstance(value, bool) and bool not in plain:
         pass

@@ -87,6 +87,7 @@ def to_document(scenario: Scenario) -> dict[str, Any]:
     document["event"] = [asdict(event) for event in scenario.events]
     document["expect"] = dict(scenario.expect)
     document["compare"]["strategies"] = list(scenario.compare.strategies)
+    document["precision"]["gradient_bits"] = list(scenario.precision.gradient_bits)
     return {key: _without_none(value) for key, value in document.items()}
 
 
