@@ -6,7 +6,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -67,16 +67,17 @@ def machine() -> dict[str, object]:
     }
 
 
-def document(rows: Sequence[Row]) -> dict[str, object]:
-    """Return the document that `socflower bench NAME --json` prints."""
-    return {"schema": 1, "machine": machine(), "rows": [asdict(row) for row in rows]}
+def document(rows: Sequence[Row], peers: Mapping[str, object] | None = None) -> dict[str, object]:
+    """Return the document that `socflower bench NAME --json` prints; `peers` says how they were built and held."""
+    described = {} if peers is None else {"peers": peers}
+    return {"schema": 1, "machine": machine(), **described, "rows": [asdict(row) for row in rows]}
 
 
-def main(run: Callable[[bool], list[Row]]) -> int:
+def main(run: Callable[[bool], list[Row]], peers: Callable[[], Mapping[str, object]] | None = None) -> int:
     """Run a benchmark as a script: `--quick` for fewer repeats, `--json` for programs. 0 if all answers are right."""
     rows = run("--quick" in sys.argv[1:])
     if "--json" in sys.argv[1:]:
-        print(json.dumps(document(rows), indent=2))
+        print(json.dumps(document(rows, None if peers is None else peers()), indent=2))
     else:
         print(", ".join(f"{key} {value}" for key, value in machine().items()))
         for row in rows:

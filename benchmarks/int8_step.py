@@ -1,0 +1,196 @@
+"""A whole training step in int8 against torch's in FP32, eager and compiled, at batch 64 on one thread.
+
+A step is ours from float32 images to new parameters (NITI, SGD for the biases), and torch's from zeroed gradients to
+the end of SGD; both take the same batches in turn. Ours is timed in its steady state, after the 100 batches in which
+self-adaptive rescaling looks for every exponent, and again with every exponent looked for in every batch.
+
+`ok`: the loss fell over those 100 batches, and a few steps of a smaller batch give the same bits as the portable
+kernels. Further rows: peak memory, two threads, and a step where torch cannot be imported.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import Row, machine, main, measure_interleaved
+from benchmarks.int8_settings import Setting, describe_peers, in_setting, one_thread, rows_of, settings
+from benchmarks.int8_step_isolated import (
+    INPUT_SHAPES,
+    LEARNING_RATE,
+    NUM_CLASSES,
+    Batch,
+    batches,
+    torch_batch,
+    torch_step,
+    training,
+)
+from socflower.precision import EngineSettings, Int8Model, RescalingPolicy
+
+TITLES = {"lenet5": "LeNet-5", "vgg11": "VGG-11", "resnet18": "ResNet-18", "mobilenet-v1": "MobileNetV1"}
+_WARM_UP = RescalingPolicy().warm_up_batches
+_IMAGES_OF_PORTABLE_STEPS = 16
+_EAGER, _COMPILED = "torch FP32, eager", "torch FP32, torch.compile"
+
+peers = describe_peers
+
+
+def run(quick: bool = False) -> list[Row]:
+    """Return the rows of all models in each setting; with `quick` of LeNet-5 alone, not compiled."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        in_setting(settings()[0], "benchmarks.int8_step:save_models", folder=folder)
+        for setting in settings():
+            for name in ("lenet5",) if quick else TITLES:
+                found += rows_of(setting, "benchmarks.int8_step:step_rows", name=name, quick=quick)
+            found += _isolated_rows(setting, folder, quick=quick)
+    return found
+
+
+def step_rows(kernel: str, name: str, quick: bool) -> list[Row]:
+    """Return this process's rows of one model."""
+    import torch
+
+    one_thread(torch)
+    module = _module(name)
+    data = batches(INPUT_SHAPES[name], 8)
+    usual, searching = (
+        _int8_model(module, name, EngineSettings(kernel=kernel, rescaling=rescaling))
+        for rescaling in (RescalingPolicy(), RescalingPolicy(adaptive=False))
+    )
+    same = _same_bits_as_portable(module, name, kernel, data[0])
+    step = training(usual, data)
+    losses = [step() for _ in range(_WARM_UP)]
+    ok = same and float(np.mean(losses[-len(data) :])) < float(np.mean(losses[: len(data)]))
+
+    steps: dict[str, Callable[[], object]] = {"ours": step, "searching": training(searching, data)}
+    steps[_EAGER] = _torch_training(torch, _module(name), data)
+    if not quick:
+        steps[_COMPILED] = _torch_training(torch, _module(name), data, compiled=True)
+    times = measure_interleaved(list(steps.values()), repeats=7 if quick else 21, warmup=2)
+    ms = {key: time.median_s * 1e3 for key, time in zip(steps, times, strict=True)}
+    case = f"{kernel}: {TITLES[name]} step"
+    return [
+        Row(
+            case=case + suffix,
+            ours=ms[key],
+            peer=peer,
+            peer_value=ms[peer],
+            unit="ms",
+            ratio=ms[peer] / ms[key],
+            ok=ok,
+        )
+        for key, suffix in (("ours", ""), ("searching", ", every exponent looked for in every batch"))
+        for peer in (_EAGER, _COMPILED)
+        if peer in ms
+    ]
+
+
+def save_models(folder: str) -> None:
+    """Save the models that the isolated processes load."""
+    for name in ("lenet5", "vgg11"):
+        _int8_model(_module(name), name, EngineSettings()).save(Path(folder) / f"{name}.npz")
+
+
+def _isolated_rows(setting: Setting, folder: str, *, quick: bool) -> list[Row]:
+    name = "lenet5" if quick else "vgg11"
+    model, small = f"{folder}/{name}.npz", f"{folder}/lenet5.npz"
+    found = [_without_torch(setting, name, model, quick=quick)]
+    if Path("/proc/self/clear_refs").exists():
+        found.append(_memory(setting, name, model, small))
+    if not quick and int(str(machine()["cores"])) > 1:
+        found.append(_two_threads(setting, name, model))
+    return found
+
+
+def _without_torch(setting: Setting, name: str, model: str, *, quick: bool) -> Row:
+    blocked, usual = (
+        in_setting(
+            setting, "benchmarks.int8_step_isolated:saved_model_step",
+            kernel=setting.kernel, model=model, blocked=blocked, repeats=3 if quick else 15,
+        )
+        for blocked in (True, False)
+    )  # fmt: skip
+    wrong = blocked["wrong"] + usual["wrong"]
+    return Row(
+        case=f"{setting.kernel}: {TITLES[name]} step of a saved model, torch's import blocked"
+        + "".join(f"; {what}" for what in wrong),
+        ours=blocked["step_s"] * 1e3,
+        peer="the same, torch imported",
+        peer_value=usual["step_s"] * 1e3,
+        unit="ms",
+        ratio=usual["step_s"] / blocked["step_s"],
+        ok=not wrong,
+    )
+
+
+def _memory(setting: Setting, name: str, model: str, small: str) -> Row:
+    isolated = "benchmarks.int8_step_isolated"
+    ours = in_setting(setting, f"{isolated}:our_peak_bytes", kernel=setting.kernel, model=model, small=small)
+    theirs = in_setting(setting, f"{isolated}:torch_peak_bytes", model=name, small="lenet5")
+    return Row(
+        case=f"{setting.kernel}: {TITLES[name]}, peak memory of model, batch and step",
+        ours=ours / 1e6,
+        peer=_EAGER,
+        peer_value=theirs / 1e6,
+        unit="MB",
+        ratio=theirs / ours,
+        ok=ours > 0 and theirs > 0,
+    )
+
+
+def _two_threads(setting: Setting, name: str, model: str) -> Row:
+    times = in_setting(
+        setting, "benchmarks.int8_step_isolated:thread_times",
+        kernel=setting.kernel, model=model, steps=_WARM_UP, repeats=41,
+    )  # fmt: skip
+    return Row(
+        case=f"{setting.kernel}: {TITLES[name]} step on two threads",
+        ours=times["two_s"] * 1e3,
+        peer="one thread",
+        peer_value=times["one_s"] * 1e3,
+        unit="ms",
+        ratio=times["one_s"] / times["two_s"],
+        limit=times["one_s"] * 1e3 / 2,
+        ok=times["same"],
+    )
+
+
+def _module(name: str) -> Any:
+    from socflower.workloads.models import build_model
+
+    channels, size, _ = INPUT_SHAPES[name]
+    return build_model(name, in_channels=channels, image_size=size, num_classes=NUM_CLASSES, seed=0)
+
+
+def _int8_model(module: Any, name: str, settings: EngineSettings) -> Int8Model:
+    return Int8Model.from_module(module, input_shape=INPUT_SHAPES[name], settings=settings)
+
+
+def _torch_training(torch: Any, module: Any, data: list[Batch], *, compiled: bool = False) -> Callable[[], None]:
+    step = torch_step(torch, module, compiled=compiled)
+    following = cycle([torch_batch(torch, batch) for batch in data])
+    return lambda: step(*next(following))
+
+
+def _same_bits_as_portable(module: Any, name: str, kernel: str, batch: Batch) -> bool:
+    images, labels = (array[:_IMAGES_OF_PORTABLE_STEPS] for array in batch)
+    chosen = EngineSettings(kernel=kernel)
+    arrays = []
+    for settings_of_path in (chosen, replace(chosen, kernel="portable")):
+        network = _int8_model(module, name, settings_of_path)
+        for _ in range(2):
+            network.train_step(images, labels, learning_rate=LEARNING_RATE)
+        arrays.append(network.arrays())
+    return all(np.array_equal(arrays[0][key], arrays[1][key]) for key in arrays[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, peers))
