@@ -9,10 +9,13 @@ the technique must not change them (all but rescaling, which may keep an exponen
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, main, measure_interleaved
 from socflower.precision import EngineSettings, Int8Model, RescalingPolicy

@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.harness import Row, main
 from socflower.precision import ADAPTIVE_FIXED_POINT, NITI, Int8Model, TrainingAlgorithm
 from socflower.precision.algorithm import IntegerUpdate

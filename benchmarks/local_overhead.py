@@ -20,6 +20,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from torch import nn
 from torch.nn import functional
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.harness import Row, main
 from socflower.clients import FP32Trainer, make_client_app, sgd
 from socflower.clients.batches import group_batches
