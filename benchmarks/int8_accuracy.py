@@ -42,20 +42,27 @@ class Case:
     num_images: int
     epochs: int
     learning_rate: float
+    methods: tuple[str, ...]
     batch_size: int = 64
 
 
-CASES = (
-    Case(model="lenet5", data="mnist", num_images=60_000, epochs=10, learning_rate=0.05),
-    Case(model="vgg-small", data="cifar10", num_images=20_000, epochs=12, learning_rate=0.05),
-    Case(model="resnet8", data="cifar10", num_images=20_000, epochs=12, learning_rate=0.1),
-)
-QUICK = Case(model="lenet5", data="mnist", num_images=6_000, epochs=1, learning_rate=0.05)
 FP32 = "fp32"
-# NITI's gradient bits are 5, 4, 3; fewer are a smaller step, which suits batches of 64 better.
-NITI_SMALL_STEPS = replace(NITI, name="niti-3-2-1-bits", update=IntegerUpdate(bits=(3, 2, 1)))
-ALGORITHMS: dict[str, TrainingAlgorithm] = {a.name: a for a in (NITI, NITI_SMALL_STEPS, ADAPTIVE_FIXED_POINT)}
-METHODS = (*ALGORITHMS, FP32)
+# NITI's gradient bits are 5, 4, 3; fewer are a smaller step, which suits short trainings better. With 0 bits and
+# fewer, only the pseudo-stochastic carry moves a weight.
+NITI_321 = replace(NITI, name="niti, bits 3-2-1", update=IntegerUpdate(bits=(3, 2, 1)))
+NITI_210 = replace(NITI, name="niti, bits 2-1-0", update=IntegerUpdate(bits=(2, 1, 0)))
+ALGORITHMS: dict[str, TrainingAlgorithm] = {a.name: a for a in (NITI, NITI_321, NITI_210, ADAPTIVE_FIXED_POINT)}
+
+SMALL_STEPS = ("niti, bits 2-1-0", "adaptive-fixed-point")
+CASES = (
+    Case(
+        model="lenet5", data="mnist", num_images=60_000, epochs=10, learning_rate=0.05,
+        methods=("niti", "niti, bits 3-2-1", "adaptive-fixed-point"),
+    ),
+    Case(model="vgg-small", data="cifar10", num_images=20_000, epochs=12, learning_rate=0.05, methods=SMALL_STEPS),
+    Case(model="resnet8", data="cifar10", num_images=20_000, epochs=12, learning_rate=0.1, methods=SMALL_STEPS),
+)  # fmt: skip
+QUICK = Case(model="lenet5", data="mnist", num_images=6_000, epochs=1, learning_rate=0.05, methods=("niti",))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,9 +168,10 @@ def run(quick: bool) -> list[Row]:
     rows = []
     for case in (QUICK,) if quick else CASES:
         for seed in SEEDS[:1] if quick else SEEDS:
-            runs = {method: train(case, method, seed) if quick else kept(case, method, seed) for method in METHODS}
+            methods = (*case.methods, FP32)
+            runs = {method: train(case, method, seed) if quick else kept(case, method, seed) for method in methods}
             fp32 = runs[FP32].test_accuracy[-1]
-            for name in ALGORITHMS:
+            for name in case.methods:
                 ours = runs[name].test_accuracy[-1]
                 rows.append(
                     Row(
@@ -182,15 +190,16 @@ def run(quick: bool) -> list[Row]:
 
 def kept(case: Case, method: str, seed: int) -> Run:
     """Return the run from its file, or train and write the file."""
-    path = FOLDER / f"{case.model}-{method}-seed{seed}.json"
+    path = FOLDER / f"{case.model}-{method.replace(', ', '-').replace(' ', '-')}-seed{seed}.json"
+    settings = {key: value for key, value in asdict(case).items() if key != "methods"}
     if path.exists():
         document = json.loads(path.read_text())
-        if document["case"] == asdict(case):
+        if document["case"] == settings:
             return Run(**{**document, "case": case})
     result = train(case, method, seed)
     FOLDER.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(asdict(result), indent=1))
+    partial.write_text(json.dumps({**asdict(result), "case": settings}, indent=1))
     partial.replace(path)
     return result
 

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ class Int8Trainer:
     learning_rate: float = 0.01
     schedule: str = "cosine"
     settings: EngineSettings = field(default_factory=EngineSettings)
+    unsupported: Literal["refuse", "fp32"] = "refuse"  # what becomes of modules without int8 kernels
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -81,7 +82,7 @@ class Int8Session:
             return self._state or b""
         self._module.load_state_dict(self._int8.state_dict())
         stream = io.BytesIO()
-        header = {"trackers": self._int8.trackers_to_json(), "image_shape": list(self._int8.graph.input_shape)}
+        header = {"trackers": self._int8.trackers_to_json(), "exponents": self._int8.weight_exponents()}
         arrays: dict[str, Any] = {"header": np.array(json.dumps(header)), **self._int8.velocities()}
         np.savez(stream, **arrays)
         return stream.getvalue()
@@ -92,16 +93,21 @@ class Int8Session:
 
     def _start(self, image_shape: Sequence[int]) -> Int8Model:
         channels, height, width = image_shape
+        arrays: dict[str, Any] = {}
+        header: dict[str, Any] = {}
+        if self._state:
+            with np.load(io.BytesIO(self._state), allow_pickle=False) as saved:
+                arrays = {name: saved[name] for name in saved.files}
+            header = json.loads(str(arrays.pop("header")))
         model = Int8Model.from_module(
             self._module,
             input_shape=(channels, height, width),
             algorithm=self._trainer.algorithm,
             settings=self._trainer.settings,
+            unsupported=self._trainer.unsupported,
+            exponents=header.get("exponents"),
         )
-        if self._state:
-            with np.load(io.BytesIO(self._state), allow_pickle=False) as saved:
-                arrays = {name: saved[name] for name in saved.files}
-            header = json.loads(str(arrays.pop("header")))
+        if header:
             model.restore_trackers(header["trackers"])
             model.restore_velocities(arrays)
         return model

@@ -39,7 +39,8 @@ class BackwardRule:
 class IntegerUpdate:
     """w := saturate(w - round(gradient to `bits` bits)), in int8: NITI (F18).
 
-    The bits take the place of the learning rate: `bits[i]` holds from the fraction `starts[i]` of training on.
+    The bits take the place of the learning rate: `bits[i]` holds from the fraction `starts[i]` of training on. With
+    0 bits and fewer, only the carry of the pseudo-stochastic rounding moves a weight.
     """
 
     bits: tuple[int, ...] = (5, 4, 3)
@@ -52,8 +53,8 @@ class IntegerUpdate:
                 f"integer update: need one start per number of bits, the first 0, got bits {self.bits} "
                 f"and starts {self.starts}"
             )
-        if any(not 1 <= bits <= 7 for bits in self.bits):
-            raise ConfigError(f"integer update: gradient bits must be 1 to 7, got {self.bits}")
+        if any(not -8 <= bits <= 7 for bits in self.bits):
+            raise ConfigError(f"integer update: gradient bits must be -8 to 7, got {self.bits}")
         if list(self.starts) != sorted(self.starts) or self.starts[-1] >= 1.0:
             raise ConfigError(f"integer update: starts must rise from 0 to below 1, got {self.starts}")
 
@@ -78,7 +79,7 @@ class TrainingAlgorithm:
     """A mixed-precision training algorithm: operator translation, backward rule, weight type, update rule.
 
     The scale and offset of BatchNorm and the biases are FP32 under every algorithm and follow plain SGD: they are
-    a thousandth of the parameters, and the integer update's step is too coarse for them.
+    less than a hundredth of the parameters, and the integer update's step is too coarse for them.
     """
 
     name: str

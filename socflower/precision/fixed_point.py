@@ -33,7 +33,7 @@ def shift_for(max_magnitude: int, bits: int = MAGNITUDE_BITS) -> int:
 
 def quantise(real: npt.NDArray[np.float32], exponent: int, out: npt.NDArray[np.int8]) -> None:
     """Write the nearest int8 of real / 2^exponent, half to even, saturated at +-127."""
-    scaled = np.rint(real * np.float32(2.0**-exponent))
+    scaled = np.rint(np.ldexp(real.astype(np.float64), -exponent))
     np.clip(scaled, -127, 127, out=scaled)
     out[...] = scaled.astype(np.int8)
 

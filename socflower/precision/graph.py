@@ -116,10 +116,14 @@ class Graph:
                 if value not in made:
                     raise ConfigError(f"graph: {node.name} reads {value!r}, which no earlier node makes")
             if node.name in made:
-                raise ConfigError(f"graph: two nodes are named {node.name!r}")
+                raise ConfigError(f"{node.name}: runs twice; int8 training has no operators that share their weights")
             made.add(node.name)
         if not self.nodes:
             raise ConfigError("graph: there is no operator to train")
+        read = {value for node in self.nodes for value in node.inputs}
+        unread = [node.name for node in self.nodes[:-1] if node.name not in read]
+        if unread:
+            raise ConfigError(f"graph: nothing reads what {', '.join(unread)} computes")
 
     @property
     def output(self) -> str:

@@ -34,6 +34,7 @@ from socflower.precision.parameters import (
 from socflower.precision.program import Fp32Factory, Program
 from socflower.precision.region_cache import RegionCache
 from socflower.precision.rescaling import RescalingPolicy, ScaleTracker
+from socflower.precision.rounding_out import MAX_EXPONENT
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +93,7 @@ class Int8Model:
             self._engine = _int8.Engine(settings.num_threads, list(settings.cores), settings.kernel)
         except (ValueError, RuntimeError) as error:
             raise ConfigError(str(error)) from None
+        _require_known_blocks(graph, settings.batch_blocks)
         self._fp32_factory = fp32_factory
         self._trackers: dict[tuple[str, str], ScaleTracker] = {}
         self.regions = RegionCache(budget_bytes=settings.memory_budget_bytes, reuse=settings.reuse_graph)
@@ -107,12 +109,13 @@ class Int8Model:
         settings: EngineSettings | None = None,
         fp32_operators: Sequence[str] = (),
         unsupported: Literal["refuse", "fp32"] = "refuse",
+        exponents: Mapping[str, int] | None = None,
     ) -> Int8Model:
         """Return the int8 model of a torch module for (n, *input_shape) images; the module is only read.
 
         The modules that `fp32_operators` names run in torch FP32 between the int8 ones; `profiling.profile_operators`
-        finds which ones should. A module without an int8 kernel is named in a ConfigError, or joins them if
-        `unsupported` is "fp32".
+        finds which ones should. `exponents` are those that weights keep (`weight_exponents`). A module without an
+        int8 kernel is named in a ConfigError, or joins the former if `unsupported` is "fp32".
         """
         from socflower.precision.fp32_operator import fp32_factory
         from socflower.precision.tracing import trace
@@ -120,7 +123,12 @@ class Int8Model:
         traced = trace(module, input_shape, fp32_operators=fp32_operators, unsupported=unsupported)
         return cls(
             traced.graph,
-            import_parameters(traced.graph, traced.state, keep_master=isinstance(algorithm.update, Fp32Update)),
+            import_parameters(
+                traced.graph,
+                traced.state,
+                keep_master=isinstance(algorithm.update, Fp32Update),
+                exponents=exponents,
+            ),
             algorithm=algorithm,
             settings=settings,
             fp32_factory=fp32_factory(traced.modules) if traced.modules else None,
@@ -175,6 +183,8 @@ class Int8Model:
 
     def predict(self, images: npt.NDArray[np.float32], *, batch_size: int = 256) -> npt.NDArray[np.float64]:
         """Return (n, classes) real logits, with BatchNorm's running statistics."""
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be 1 or more, got {batch_size}")
         images, _ = self._checked(images, np.zeros(len(images), dtype=np.int32))
         parts = []
         for start in range(0, len(images), batch_size):
@@ -217,7 +227,11 @@ class Int8Model:
         """
         arrays = {name: np.asarray(value, dtype=np.float32) for name, value in state.items()}
         keep_master = isinstance(self.algorithm.update, Fp32Update)
-        self.parameters = import_parameters(self.graph, arrays, keep_master=keep_master)
+        parameters = import_parameters(self.graph, arrays, keep_master=keep_master)
+        for name, array in self.parameters.fp32.items():
+            if name not in parameters.fp32 or parameters.fp32[name].shape != array.shape:
+                raise ConfigError(f"state: {name} of shape {array.shape} is missing or of another shape")
+        self.parameters = parameters
         self._trackers.clear()
 
     def save(self, path: Path) -> None:
@@ -229,6 +243,10 @@ class Int8Model:
         """Return the model that `save` wrote; torch is not needed. Raises ConfigError on any other file."""
         graph, algorithm, parameters = saving.load(path)
         return cls(graph, parameters, algorithm=algorithm, settings=settings)
+
+    def weight_exponents(self) -> dict[str, int]:
+        """Return the exponents of the int8 weights."""
+        return {name: weight.exponent for name, weight in self.parameters.weights.items()}
 
     def velocities(self) -> dict[str, npt.NDArray[np.float32]]:
         """Return the momentum of FP32 updates by parameter; empty under integer updates."""
@@ -267,6 +285,8 @@ class Int8Model:
         largest = _int8.max_magnitude(images)
         if not np.isfinite(largest):
             raise ConfigError("images: there is a NaN or an infinity among the pixels")
+        if largest and not 2.0**-MAX_EXPONENT < largest < 2.0**MAX_EXPONENT:
+            raise ConfigError(f"images: the largest magnitude is {largest:.3g}; normalise them, to about 1")
         batch = len(images)
         program = self._programs.get(batch)
         if program is None:
@@ -316,7 +336,7 @@ class Int8Model:
     def _checked(
         self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32]
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-        images = np.asarray(images)
+        images = np.asarray(images.detach() if hasattr(images, "detach") else images)
         if images.dtype != np.float32:
             raise ConfigError(f"images: need float32, got {images.dtype}")
         if images.ndim != 4 or images.shape[1:] != self.graph.input_shape or len(images) == 0:
@@ -330,6 +350,15 @@ class Int8Model:
                 f"labels: need 0 to {self.graph.num_classes - 1}, got {int(labels.min())} to {int(labels.max())}"
             )
         return np.ascontiguousarray(images), np.ascontiguousarray(labels, dtype=np.int32)
+
+
+def _require_known_blocks(graph: Graph, blocks: Mapping[str, int]) -> None:
+    known = {node.name for node in graph.nodes if isinstance(node, Convolution)}
+    for name, block in blocks.items():
+        if name not in known:
+            raise ConfigError(f"batch_blocks: the network has no convolution {name!r}")
+        if block < 0:
+            raise ConfigError(f"batch_blocks: {name} must be 0 or more images at a time, got {block}")
 
 
 def num_macs(graph: Graph) -> int:

@@ -205,6 +205,7 @@ class ConvolutionOperator:
         gradient = step.wide(self._weight_shape)
         largest = self._plan.weight_gradient(step.engine, x.data, dy, gradient, step.workspace, x.activations)
         update_weight(
+            node.name,
             step.engine,
             step.algorithm,
             weight,
@@ -272,6 +273,8 @@ class BatchNormOperator(_Plain):
         for part, new in (("running_mean", mean), ("running_var", unbiased)):
             running = step.parameters.vectors[f"{self.node.name}.{part}"]
             running.data = (keep * running.data + self.node.momentum * new).astype(np.float32)
+            if not np.isfinite(running.data).all():
+                raise TrainingFailed(f"{self.node.name}: {part} has left float32; lower the learning rate")
         step.parameters.num_batches_tracked[self.node.name] += 1
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
@@ -415,6 +418,11 @@ def add_tensors(
 
     Exponents more than 20 apart leave nothing of the smaller operand in 8 bits; it is shifted by 20 at most.
     """
+    if abs(a[1] - b[1]) > MAX_ADD_SHIFT:  # rare; zeros have no scale that could matter
+        if not a[0].any():
+            a = (a[0], b[1])
+        elif not b[0].any():
+            b = (b[0], a[1])
     low = max(min(a[1], b[1]), max(a[1], b[1]) - MAX_ADD_SHIFT)
     shift_a, shift_b = max(a[1] - low, 0), max(b[1] - low, 0)
 

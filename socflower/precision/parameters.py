@@ -14,6 +14,9 @@ from socflower.precision.graph import BatchNorm, Convolution, Graph
 
 FloatArray = npt.NDArray[np.float32]
 
+MAX_WEIGHT_EXPONENT = 200
+"""Beyond it no float32 weight has its exponent."""
+
 
 @dataclass(slots=True)
 class Weight:
@@ -26,12 +29,6 @@ class Weight:
     exponent: int
     master: FloatArray | None = None
     velocity: FloatArray | None = None
-
-    def requantise_master(self) -> None:
-        """Round the master weights to int8 anew, at the exponent that their largest magnitude asks for."""
-        assert self.master is not None
-        self.exponent = exponent_for(float(np.max(np.abs(self.master))))
-        quantise(self.master, self.exponent, self.data)
 
 
 @dataclass(slots=True)
@@ -52,10 +49,14 @@ class Parameters:
     fp32: dict[str, FloatArray] = field(default_factory=dict)  # of operators on the FP32 side
 
 
-def import_parameters(graph: Graph, state: Mapping[str, FloatArray], *, keep_master: bool) -> Parameters:
+def import_parameters(
+    graph: Graph, state: Mapping[str, FloatArray], *, keep_master: bool, exponents: Mapping[str, int] | None = None
+) -> Parameters:
     """Return the parameters of a graph from the arrays of a torch state_dict.
 
-    Raises ConfigError on a missing, misshapen or unknown array and on values that are not finite.
+    A weight gets the smallest exponent that fits it, or that of `exponents` where it is no smaller: the steps of an
+    integer update are in units of it. Raises ConfigError on a missing, misshapen or unknown array and on values that
+    are not finite.
     """
     parameters = Parameters()
     left = dict(state)
@@ -65,7 +66,8 @@ def import_parameters(graph: Graph, state: Mapping[str, FloatArray], *, keep_mas
             shape = (node.shape[0], in_channels, *node.kernel)
             module_shape = (node.shape[0], in_channels * node.kernel[0] * node.kernel[1]) if node.linear else shape
             real = _take(left, f"{node.name}.weight", module_shape).reshape(shape)
-            parameters.weights[f"{node.name}.weight"] = _import_weight(real, keep_master)
+            name = f"{node.name}.weight"
+            parameters.weights[name] = _import_weight(real, keep_master, (exponents or {}).get(name))
             if node.bias:
                 _import_vector(parameters, left, f"{node.name}.bias", node.shape[0])
         elif isinstance(node, BatchNorm):
@@ -76,8 +78,9 @@ def import_parameters(graph: Graph, state: Mapping[str, FloatArray], *, keep_mas
         elif node.kind == "fp32":
             for name in [name for name in left if name.startswith(f"{node.name}.")]:
                 parameters.fp32[name] = left.pop(name)
+                require_finite(parameters.fp32[name], name)
     if left:
-        raise ConfigError(f"state: the network has no {', '.join(sorted(left))}")
+        raise ConfigError(f"state: the network does not use {', '.join(sorted(left))}")
     return parameters
 
 
@@ -120,11 +123,13 @@ def _take(state: dict[str, FloatArray], name: str, shape: tuple[int, ...]) -> Fl
     return array
 
 
-def _import_weight(real: FloatArray, keep_master: bool) -> Weight:
+def _import_weight(real: FloatArray, keep_master: bool, kept_exponent: int | None) -> Weight:
     out_channels, in_channels, kernel_h, kernel_w = real.shape
     padded = np.zeros((kernel_h, kernel_w, in_channels, channel_stride(out_channels)), dtype=np.float32)
     padded[..., :out_channels] = real.transpose(2, 3, 1, 0)
     exponent = exponent_for(float(np.max(np.abs(padded))))
+    if kept_exponent is not None:
+        exponent = max(exponent, kept_exponent)
     data = np.empty(padded.shape, dtype=np.int8)
     quantise(padded, exponent, data)
     return Weight(data=data, exponent=exponent, master=padded if keep_master else None)
@@ -134,3 +139,38 @@ def _import_vector(parameters: Parameters, state: dict[str, FloatArray], name: s
     padded = np.zeros(channel_stride(channels), dtype=np.float32)
     padded[:channels] = _take(state, name, (channels,))
     parameters.vectors[name] = Vector(data=padded)
+
+
+def require_match(graph: Graph, parameters: Parameters) -> None:
+    """Raise ConfigError, naming the first, where parameters are not those of the graph."""
+
+    def require(name: str, array: npt.NDArray[np.generic] | None, kind: type, shape: tuple[int, ...]) -> None:
+        if array is None or array.dtype != kind or array.shape != shape:
+            got = "nothing" if array is None else f"{array.dtype} of shape {array.shape}"
+            raise ConfigError(f"{name}: need {np.dtype(kind)} of shape {shape}, got {got}")
+
+    for node in graph.nodes:
+        stride = channel_stride(node.shape[0])
+        vectors: tuple[str, ...] = ()
+        if isinstance(node, Convolution):
+            name = f"{node.name}.weight"
+            weight = parameters.weights.get(name)
+            shape = (*node.kernel, graph.shape_of(node.inputs[0])[0] // node.groups, stride)
+            require(name, None if weight is None else weight.data, np.int8, shape)
+            assert weight is not None
+            if abs(weight.exponent) > MAX_WEIGHT_EXPONENT:
+                raise ConfigError(f"{name}: an exponent of {weight.exponent} is beyond +-{MAX_WEIGHT_EXPONENT}")
+            for extra in (weight.master, weight.velocity):
+                if extra is not None:
+                    require(name, extra, np.float32, shape)
+                    require_finite(extra, name)
+            vectors = ("bias",) if node.bias else ()
+        elif isinstance(node, BatchNorm):
+            vectors = ("weight", "bias", "running_mean", "running_var")
+            if node.name not in parameters.num_batches_tracked:
+                raise ConfigError(f"{node.name}.num_batches_tracked is missing")
+        for part in vectors:
+            vector = parameters.vectors.get(f"{node.name}.{part}")
+            require(f"{node.name}.{part}", None if vector is None else vector.data, np.float32, (stride,))
+            assert vector is not None
+            require_finite(vector.data, f"{node.name}.{part}")

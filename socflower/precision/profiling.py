@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from socflower.precision import graph as ir
 from socflower.precision.algorithm import NITI, TrainingAlgorithm
 from socflower.precision.int8_model import EngineSettings, Int8Model
 from socflower.precision.placement import OperatorLatency, Placement, place
+from socflower.precision.rescaling import RescalingPolicy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,24 @@ def profile_operators(
     An operator that int8 lacks has infinite NPU latency. A ReLU fused into the operator before it counts there. The
     switch is the mean time of turning a tensor of this network to FP32 and its gradient back.
     """
+    # Settled rescaling from the second batch on, and as many threads on both sides.
+    settings = replace(settings or EngineSettings(), rescaling=RescalingPolicy(warm_up_batches=1))
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(settings.num_threads)
+    try:
+        return _profile(module, input_shape, batch, algorithm, settings, repeats)
+    finally:
+        torch.set_num_threads(threads_before)
+
+
+def _profile(
+    module: nn.Module,
+    input_shape: ir.Shape,
+    batch: int,
+    algorithm: TrainingAlgorithm,
+    settings: EngineSettings,
+    repeats: int,
+) -> OperatorProfile:
     model = Int8Model.from_module(
         module, input_shape=input_shape, algorithm=algorithm, settings=settings, unsupported="fp32"
     )
@@ -49,7 +68,7 @@ def profile_operators(
     images = random.standard_normal((batch, *input_shape), dtype=np.float32)
     labels = random.integers(0, model.graph.num_classes, batch, dtype=np.int32)
     runs: list[dict[str, float]] = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats + 3):
         timings: dict[str, float] = {}
         model.train_step(images, labels, learning_rate=0.0, timings=timings)
         runs.append(timings)
@@ -57,7 +76,7 @@ def profile_operators(
     latencies = []
     for node in model.graph.nodes:
         fp32_s = _fp32_seconds(node, model.graph, modules, batch, repeats)
-        int8_s = statistics.median(run[node.name] for run in runs[1:])
+        int8_s = statistics.median(run[node.name] for run in runs[3:])
         latencies.append(
             OperatorLatency(name=node.name, cpu_s=fp32_s, npu_s=math.inf if isinstance(node, ir.Fp32) else int8_s)
         )
@@ -89,6 +108,10 @@ def _run_fp32(node: ir.Node, modules: dict[str, nn.Module], inputs: list[torch.T
         output = inputs[0] + inputs[1]
     elif isinstance(node, ir.Relu):
         output = torch.relu(inputs[0])
+    elif isinstance(node, ir.MaxPool):
+        output = nn.functional.max_pool2d(inputs[0], node.kernel, node.stride, node.padding)
+    elif isinstance(node, ir.AveragePool):
+        output = nn.functional.avg_pool2d(inputs[0], node.kernel, node.stride, node.padding)
     else:
         linear = isinstance(node, ir.Convolution) and node.linear
         output = modules[node.name](inputs[0].flatten(1) if linear else inputs[0])

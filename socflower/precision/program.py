@@ -138,6 +138,9 @@ class Program:
 
     def backward(self, step: Step, logits_gradient: Int8Array, exponent: int) -> None:
         """Run every operator backward, updating its parameters, and give back what is no longer needed."""
+        logits = self.tensors[self.graph.output]
+        if logits.masked:  # nothing reads them that could apply the mask
+            np.multiply(logits_gradient, logits.data > 0, out=logits_gradient)
         gradients: dict[str, list[_Gradient]] = {name: [] for name in self.tensors}
         gradients[self.graph.output].append(_Gradient(logits_gradient, exponent))
         for place in reversed(self._places):

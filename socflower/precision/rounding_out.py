@@ -17,6 +17,9 @@ MAX_SHIFT = 30
 MAX_EXPONENT = 90
 """Beyond 2^90 float32 arithmetic on the scales would overflow; no healthy network comes near."""
 
+ZERO_EXPONENT = -7
+"""Of tensors that are all zeros; their accumulator's would sink from layer to layer."""
+
 Int8Array = npt.NDArray[np.int8]
 Int32Array = npt.NDArray[np.int32]
 
@@ -82,9 +85,9 @@ def _keep(tracker: ScaleTracker | None, exponent: int) -> int:
 def _found(name: str, tracker: ScaleTracker | None, exponent: int, largest: int) -> int:
     if largest == 0:  # zeros have no scale of their own: any exponent is right, and none is worth keeping
         if tracker is None:
-            return exponent
+            return ZERO_EXPONENT
         tracker.end_batch()
-        return exponent if tracker.exponent is None else tracker.exponent
+        return ZERO_EXPONENT if tracker.exponent is None else tracker.exponent
     if abs(exponent) > MAX_EXPONENT:
         raise TrainingFailed(
             f"{name}: values reach {largest} * 2^{exponent}, beyond what int8 training can scale; lower the learning "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from socflower.precision.algorithm import (
     TrainingAlgorithm,
 )
 from socflower.precision.graph import Graph
-from socflower.precision.parameters import Parameters, Vector, Weight
+from socflower.precision.parameters import Parameters, Vector, Weight, require_match
 
 SCHEMA = 1
 
@@ -50,30 +48,37 @@ def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Par
         if vector.velocity is not None:
             arrays[f"velocity/{name}"] = vector.velocity
     path = Path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with partial.open("wb") as file:
             np.savez(file, **arrays)
-        os.replace(temporary, path)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
 
 
 def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
     """Return what `save` wrote. Raises ConfigError on a missing, foreign or damaged file."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         header = json.loads(str(arrays.pop("header")))
         if header["schema"] != SCHEMA:
-            raise ConfigError(f"{path}: schema {header['schema']}, this version reads {SCHEMA}")
+            raise ConfigError(f"schema {header['schema']}, this version reads {SCHEMA}")
         graph = Graph.from_json(header["graph"])
-        return graph, _algorithm(header["algorithm"]), _parameters(header, arrays)
+        parameters = _parameters(header, arrays)
+        require_match(graph, parameters)
+        return graph, _algorithm(header["algorithm"]), parameters
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file") from None
-    except (KeyError, ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{path}: not an int8 model that this version can read ({error})") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except Exception as error:  # a damaged archive raises what its parsers happen to raise
+        raise ConfigError(f"{path}: not an int8 model that this version can read ({type(error).__name__})") from None
 
 
 def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:

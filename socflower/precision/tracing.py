@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,9 +18,18 @@ from torch.fx.passes.shape_prop import ShapeProp
 from socflower.errors import ConfigError
 from socflower.precision import graph as ir
 
+MAX_EXACT_DEPTH = 131_071
+"""Products of int8 that a sum in int32 surely holds; _int8.MAX_EXACT_DEPTH."""
+
+MAX_WINDOW = 256
+"""Pixels of a pooling window: the engine keeps the place of a maximum in a byte."""
+
+_WITHOUT_PARAMETERS = ("relu", "max-pool", "average-pool", "add")
 _RELUS = (torch.relu, nn.functional.relu, "relu")
 _ADDS = (operator.add, torch.add, "add")
-_FLATTENS = (torch.flatten, "flatten")
+_FLATTENS = (torch.flatten, "flatten", "view", "reshape", torch.reshape)
+_SIZES = ("size", getattr, operator.getitem)
+"""What a `view` is told the batch with: no tensor, so no operator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +57,19 @@ def trace(
         traced = fx.symbolic_trace(module)
     except Exception as error:  # fx raises many types, TraceError and TypeError among them
         raise ConfigError(f"torch.fx cannot follow {type(module).__name__}: {error}") from None
+    placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != 1:
+        raise ConfigError(f"the network reads {', '.join(placeholders)}; int8 training takes one tensor of images")
+    traced.graph.eliminate_dead_code()
     training = module.training
     traced.eval()  # so that the shapes of one zero image leave running statistics alone
     try:
-        with torch.no_grad():
+        # fx prints the trace of an error that it also raises, and hangs its own report on the message.
+        with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
             ShapeProp(traced).propagate(torch.zeros(1, *input_shape))
-    except RuntimeError as error:
-        raise ConfigError(f"{type(module).__name__} does not take images of shape {input_shape}: {error}") from None
+    except Exception as error:
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise ConfigError(f"{type(module).__name__} does not take images of shape {input_shape}: {reason}") from None
     finally:
         module.train(training)
     builder = _Builder(traced, input_shape, set(fp32_operators), unsupported)
@@ -66,7 +83,7 @@ def trace(
     return Traced(graph=graph, state=state, modules=builder.modules)
 
 
-class _NoInt8Operator(ConfigError):
+class UnsupportedOperator(ConfigError):
     """A module that only the FP32 side can run."""
 
 
@@ -87,8 +104,6 @@ class _Builder:
     def add(self, node: fx.Node) -> None:
         """Add what an fx node computes."""
         if node.op == "placeholder":
-            if self._values:
-                raise ConfigError(f"the network reads a second input, {node.name}; int8 training takes images only")
             self._values[node] = ir.INPUT
         elif node.op == "call_module":
             name = str(node.target)
@@ -98,7 +113,7 @@ class _Builder:
                     self._add_fp32(node, module, name)
                 else:
                     self._add_module(node, module, name)
-            except _NoInt8Operator:
+            except UnsupportedOperator:
                 if self._unsupported == "refuse":
                     raise
                 self._add_fp32(node, module, name)
@@ -123,6 +138,7 @@ class _Builder:
                 channels, height, width = self._shapes[x]
                 if module.in_features != channels * height * width:
                     raise _refusal(name, module, "over the last dimension of an image")
+                self._require_exact(name, module, (module.out_features, 1, 1), x, (height, width), 1)
                 self._put(
                     node,
                     ir.Convolution(
@@ -169,8 +185,10 @@ class _Builder:
                 raise ConfigError(f"{node.name}: int8 training adds equal shapes, got {self._shapes[a]} and "
                                   f"{self._shapes[b]}")  # fmt: skip
             self._put(node, ir.Add(name=node.name, inputs=(a, b), shape=self._shapes[a]))
-        elif node.target in _FLATTENS and len(tensors) == 1:
+        elif node.target in _FLATTENS and tensors:
             self._require_flat(node, node.name, self._values[tensors[0]])
+        elif node.target in _SIZES and "tensor_meta" not in node.meta:
+            return
         else:
             target = getattr(node.target, "__name__", str(node.target))
             raise ConfigError(
@@ -181,6 +199,7 @@ class _Builder:
     def _add_convolution(self, node: fx.Node, module: nn.Conv2d, name: str, x: str) -> None:
         if _pair(module.dilation) != (1, 1) or module.padding_mode != "zeros" or isinstance(module.padding, str):
             raise _refusal(name, module, "with dilation, padding by name or other padding than zeros")
+        self._require_exact(name, module, _output_shape(node), x, _pair(module.kernel_size), module.groups)
         self._put(
             node,
             ir.Convolution(
@@ -190,9 +209,18 @@ class _Builder:
             ),
         )  # fmt: skip
 
+    def _require_exact(
+        self, name: str, module: nn.Module, shape: ir.Shape, x: str, kernel: ir.Pair, groups: int
+    ) -> None:
+        depth = kernel[0] * kernel[1] * max(self._shapes[x][0], shape[0]) // groups
+        if depth > MAX_EXACT_DEPTH:
+            how = f"whose sums have {depth} products, of which int32 surely holds {MAX_EXACT_DEPTH},"
+            raise _refusal(name, module, how)
+
     def _add_pool(
         self, kind: type[ir.MaxPool] | type[ir.AveragePool], node: fx.Node, module: Any, name: str, x: str
     ) -> None:
+        _require_small_window(name, module, _pair(module.kernel_size))
         self._put(
             node,
             kind(
@@ -207,6 +235,7 @@ class _Builder:
         if height % out_h or width % out_w:
             raise _refusal(name, module, f"from {height}x{width} to {out_h}x{out_w}, whose windows differ in size,")
         window = (height // out_h, width // out_w)
+        _require_small_window(name, module, window)
         self._put(node, ir.AveragePool(name=name, inputs=(x,), shape=shape, kernel=window, stride=window))
 
     def _add_fp32(self, node: fx.Node, module: nn.Module, name: str) -> None:
@@ -222,14 +251,22 @@ class _Builder:
         self._values[node] = x  # the linear layer that follows covers the image
 
     def _put(self, node: fx.Node, made: ir.Node) -> None:
+        if made.name in self._shapes and made.kind in _WITHOUT_PARAMETERS:
+            made = replace(made, name=node.name)  # a ReLU or pool that runs in several places
         self.nodes.append(made)
         self._values[node] = made.name
         self._shapes[made.name] = made.shape
 
 
-def _refusal(name: str, module: nn.Module, how: str = "") -> _NoInt8Operator:
+def _require_small_window(name: str, module: nn.Module, window: ir.Pair) -> None:
+    if window[0] * window[1] > MAX_WINDOW:
+        raise _refusal(name, module, f"with windows of more than {MAX_WINDOW} pixels, such as {window[0]}x{window[1]},")
+
+
+def _refusal(name: str, module: nn.Module, how: str = "") -> UnsupportedOperator:
     what = type(module).__name__ + (f" {how}" if how else "")
-    return _NoInt8Operator(f"{name}: int8 training has no {what}; list {name!r} in fp32_operators to run it in FP32")
+    remedy = f"list {name!r} in fp32_operators to run it in FP32"
+    return UnsupportedOperator(f"{name}: int8 training has no {what}; {remedy}")
 
 
 def _tensor_argument(node: fx.Node) -> fx.Node:

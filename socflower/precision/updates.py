@@ -6,12 +6,15 @@ import numpy as np
 import numpy.typing as npt
 
 from socflower import _int8
+from socflower.errors import TrainingFailed
 from socflower.precision.algorithm import Fp32Update, IntegerUpdate, TrainingAlgorithm
 from socflower.precision.fixed_point import exponent_for, shift_for
 from socflower.precision.parameters import Vector, Weight
+from socflower.precision.rounding_out import MAX_EXPONENT, MAX_SHIFT
 
 
 def update_weight(
+    name: str,
     engine: _int8.Engine,
     algorithm: TrainingAlgorithm,
     weight: Weight,
@@ -25,18 +28,22 @@ def update_weight(
 ) -> None:
     """Change `weight` by an int32 gradient whose real value is gradient * gradient_scale.
 
-    `largest` is the gradient's largest magnitude; `scratch` holds as many float32 as the weight.
+    `largest` is the gradient's largest magnitude; `scratch` holds as many float32 as the weight. Raises
+    TrainingFailed, with `name`, when FP32 weights have diverged.
     """
     rule = algorithm.update
     if isinstance(rule, IntegerUpdate):
-        shift = shift_for(largest, rule.bits_at(progress))
+        shift = min(MAX_SHIFT, shift_for(largest, rule.bits_at(progress)))
         _int8.update_weight(engine, weight.data, gradient, shift, rule.rounding)
         return
     assert weight.master is not None
     step = scratch[: gradient.size].reshape(gradient.shape)
     np.multiply(gradient, np.float32(gradient_scale), out=step, casting="unsafe")
     _descend(weight.master, weight, step, learning_rate, rule.momentum)
-    weight.exponent = exponent_for(_int8.max_magnitude(weight.master))
+    largest_weight = _int8.max_magnitude(weight.master)
+    if not largest_weight <= 2.0**MAX_EXPONENT:
+        raise TrainingFailed(f"{name}: a weight has reached {largest_weight:.3g}; lower the learning rate")
+    weight.exponent = max(exponent_for(largest_weight), -MAX_EXPONENT)
     _int8.quantise(engine, weight.master, weight.data, weight.exponent)
 
 

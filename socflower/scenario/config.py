@@ -160,6 +160,9 @@ class Scenario:
     def __post_init__(self) -> None:
         if self.schema != 1:
             raise ConfigError(f"schema = {self.schema} is not known to this version; write schema = 1")
+        if self.precision.arithmetic == "int8" and (self.train.weight_decay or self.train.member_passes != "auto"):
+            raise ConfigError("[precision] arithmetic = 'int8' knows no [train] weight_decay and no member_passes; "
+                              "leave them out")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed = {self.seed} must lie between 0 and {2**32 - 1}")
 

@@ -6,8 +6,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from socflower import _int8
 from socflower.errors import ConfigError
 from socflower.precision import EngineSettings, Int8Model
@@ -33,14 +31,9 @@ def profile_device(
         model, in_channels=shape.channels, image_size=shape.size, num_classes=shape.num_classes, seed=1
     )
     settings = EngineSettings(num_threads=num_threads, kernel=kernel)
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        operators = profile_operators(module, image, batch_size, settings=settings, repeats=repeats)
-        int8 = Int8Model.from_module(module, input_shape=image, settings=settings)
-        blocks = best_blocks(profile_batch_blocks(int8.graph, batch_size, int8.engine, repeats=repeats))
-    finally:
-        torch.set_num_threads(threads_before)
+    operators = profile_operators(module, image, batch_size, settings=settings, repeats=repeats)
+    int8 = Int8Model.from_module(module, input_shape=image, settings=settings)
+    blocks = best_blocks(profile_batch_blocks(int8.graph, batch_size, int8.engine, repeats=repeats))
     sides = dict(zip(operators.placement.operators, operators.placement.sides, strict=True))
     return {
         "schema": 1,

@@ -13,17 +13,19 @@ from typing import Any, TypeAlias
 from flwr.app import Context, RecordDict, UserConfig
 
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
+from socflower.precision import Int8Model
 from socflower.scenario.app import RUN_FOLDER_KEY, server_app
 from socflower.scenario.config import Scenario
 from socflower.scenario.expectations import check_expectations
 from socflower.scenario.flower_simulation import run_in_flower_simulation
+from socflower.scenario.model import initial_model
 from socflower.scenario.report import write_report
 from socflower.scenario.run_folder import RunFolder, write_atomically
 from socflower.scenario.scenario_file import scenario_cluster, to_document
 from socflower.sim.engine import quiet_flower
 from socflower.sim.local_grid import LocalGrid, num_cores
 from socflower.sim.workers import AppReference
-from socflower.workloads import load_data, model_names
+from socflower.workloads import data_shape, load_data, model_names
 
 ENGINES = ("local", "simulation")
 _NEED_WORKERS = ("hang", "die")  # kinds of fault that only a process of its own can suffer
@@ -32,6 +34,11 @@ _NOTES = (
     "Exchange constants are fitted to the eight latencies of SoCFlow+ 2.2 (see docs/cost-model.md).",
 )
 """What a reader of any result should know of where its figures come from."""
+
+_INT8_NOTE = (
+    "Training was int8 on this CPU; its virtual time and energy are those of FP32 on the default processor, since this "
+    "version does not price int8."
+)
 
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 
@@ -56,6 +63,14 @@ def check_feasible(scenario: Scenario, engine: str) -> None:
         if event.soc >= cluster.num_socs:
             raise ConfigError(f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to {cluster.num_socs - 1}")
     load_data(scenario.data.name)
+    if scenario.precision.arithmetic == "int8":
+        _check_int8(scenario)
+
+
+def _check_int8(scenario: Scenario) -> None:
+    """Raise if the model has operators without int8 kernels, or this machine lacks the kernel path asked for."""
+    shape = data_shape(scenario.data.name)
+    Int8Model.from_module(initial_model(scenario), input_shape=(shape.channels, shape.size, shape.size))
 
 
 def run_scenario(
@@ -89,7 +104,7 @@ def run_scenario(
     result["target_accuracy"] = scenario.compare.target_accuracy
     result["time_to_accuracy_s"] = time_to_accuracy_s(result, scenario.compare.target_accuracy)
     result["expectations"] = check_expectations(scenario.expect, result)
-    result["notes"] = list(_NOTES)
+    result["notes"] = [*_NOTES, *([_INT8_NOTE] if scenario.precision.arithmetic == "int8" else [])]
     return result
 
 
