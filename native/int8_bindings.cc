@@ -34,7 +34,6 @@ struct Engine {
 
   const Path& path;
   ThreadPool pool;
-  std::vector<std::int64_t> sums;  // of channel_sums; grows to the widest tensor
 };
 
 Requantise how_to(int shift, int rounding, bool relu) {
@@ -84,6 +83,17 @@ void require_activations(const Array<std::int8_t>& x) {
   if (any < 0) refuse(x.name() + ": activations must lie in 0..127, but there is a negative value");
 }
 
+// A bias is added to sums of `depth` products of -127..127, in int32.
+void require_room_for(const Array<std::int32_t>& bias, std::int64_t depth) {
+  const std::int64_t room = 0x7fffffff - depth * 127 * 127;
+  for (std::size_t c = 0; c < bias.size(); ++c) {
+    if (std::abs(std::int64_t(bias.data()[c])) > room) {
+      refuse("bias[" + std::to_string(c) + "] = " + std::to_string(bias.data()[c]) + " may take sums of " +
+             std::to_string(depth) + " products beyond int32; need at most +-" + std::to_string(room));
+    }
+  }
+}
+
 // int8 or int32, as the caller likes: rounded, or the accumulators themselves.
 struct Output {
   Output(nb::handle object, std::initializer_list<Py_ssize_t> shape, const Requantise& how) {
@@ -122,6 +132,10 @@ class Workspace {
     }
   }
   operator const Array<std::uint8_t>&() const { return array_; }
+  template <typename T>
+  void require_apart_from(const Array<T>& other) const {
+    array_.require_apart_from(other);
+  }
   void* data() const { return array_.data(); }
 
  private:
@@ -159,7 +173,12 @@ struct BoundConvolution : Convolution {
     const Output out(out_, {s.out_h(), s.out_w(), s.batch, out_cs()}, how_to(shift, rounding, relu));
     const Workspace workspace(workspace_, workspace_bytes(engine.path, engine.pool.size()));
     out.require_apart_from(x), out.require_apart_from(weight);
+    workspace.require_apart_from(x), workspace.require_apart_from(weight);
     out.require_apart_from<std::uint8_t>(workspace);
+    if (bias) {
+      out.require_apart_from(*bias), workspace.require_apart_from(*bias);
+      require_room_for(*bias, std::int64_t(s.taps()) * s.group_in_c());
+    }
     if (activations) require_activations(x);
     nb::gil_scoped_release release;
     return Convolution::forward(engine.path, engine.pool, x.data(), activations, weight.data(), pointer(bias), out.to,
@@ -175,8 +194,9 @@ struct BoundConvolution : Convolution {
     Output out(out_, {s.in_h, s.in_w, s.batch, in_cs()}, how_to(shift, rounding, false));
     const Workspace workspace(workspace_, workspace_bytes(engine.path, engine.pool.size()));
     out.require_apart_from(dy), out.require_apart_from(weight);
+    workspace.require_apart_from(dy), workspace.require_apart_from(weight);
     out.require_apart_from<std::uint8_t>(workspace);
-    if (mask) out.require_apart_from(*mask);
+    if (mask) out.require_apart_from(*mask), workspace.require_apart_from(*mask);
     out.to.how.mask = pointer(mask);
     nb::gil_scoped_release release;
     return Convolution::input_gradient(engine.path, engine.pool, dy.data(), weight.data(), out.to, workspace.data());
@@ -190,6 +210,7 @@ struct BoundConvolution : Convolution {
     const Array<std::int32_t> out(out_, "out", true, {s.kernel_h, s.kernel_w, s.group_in_c(), out_cs()});
     const Workspace workspace(workspace_, workspace_bytes(engine.path, engine.pool.size()));
     out.require_apart_from(x), out.require_apart_from(dy);
+    workspace.require_apart_from(x), workspace.require_apart_from(dy);
     out.require_apart_from<std::uint8_t>(workspace);
     if (activations) require_activations(x);
     nb::gil_scoped_release release;
@@ -332,7 +353,10 @@ std::uint32_t bound_affine(Engine& engine, nb::handle x_, nb::handle scale_, nb:
   const Array<std::int32_t> scale(scale_, "scale", false), offset(offset_, "offset", false);
   const auto out = maybe<std::int8_t>(out_, "out", true, {});
   const int cs = stride_of(scale, x.size(), {&scale}, offset);
-  if (out) require_same_size(*out, x), out->require_apart_from(x);
+  if (out) {
+    require_same_size(*out, x), out->require_apart_from(x);
+    out->require_apart_from(scale), out->require_apart_from(offset);
+  }
   const Requantise how = how_to(shift, rounding, relu);
   nb::gil_scoped_release release;
   return affine(engine.path, engine.pool, x.data(), scale.data(), offset.data(), pointer(out), x.size() / cs, cs, how);
@@ -351,6 +375,7 @@ std::uint32_t bound_affine_gradient(Engine& engine, nb::handle dy_, nb::handle x
   if (gate) require_same_size(*gate, dy);
   if (out) {
     require_same_size(*out, dy), out->require_apart_from(dy), out->require_apart_from(x);
+    out->require_apart_from(scale_dy), out->require_apart_from(scale_x), out->require_apart_from(offset);
     if (gate) out->require_apart_from(*gate);
   }
   const Requantise how = how_to(shift, rounding, false);
@@ -371,11 +396,15 @@ void bound_channel_sums(Engine& engine, nb::handle a_, nb::handle b_, nb::handle
   }
   require_same_size(b, a), require_same_size(sum_ab, sum_a), sum_a.require_apart_from(sum_ab);
   if (gate) require_same_size(*gate, a);
+  sum_a.require_apart_from(a), sum_a.require_apart_from(b), sum_ab.require_apart_from(a), sum_ab.require_apart_from(b);
+  if (gate) sum_a.require_apart_from(*gate), sum_ab.require_apart_from(*gate);
+  // Per thread of Python, since several may share an engine; it grows to the widest tensor and stays.
+  thread_local std::vector<std::int64_t> sums;
   const std::size_t needed = channel_sums_size(engine.pool, static_cast<int>(cs));
-  if (engine.sums.size() < needed) engine.sums.resize(needed);
+  if (sums.size() < needed) sums.resize(needed);
   nb::gil_scoped_release release;
   channel_sums(engine.path, engine.pool, a.data(), b.data(), pointer(gate), sum_a.data(), sum_ab.data(), a.size() / cs,
-               static_cast<int>(cs), engine.sums.data());
+               static_cast<int>(cs), sums.data());
 }
 
 void bound_update_weight(Engine& engine, nb::handle weight_, nb::handle gradient_, int shift, int rounding) {
@@ -394,6 +423,7 @@ void bound_quantise_images(Engine& engine, nb::handle x_, nb::handle out_, int b
   }
   const Array<float> x(x_, "x", false, {batch, channels, height, width});
   const Array<std::int8_t> out(out_, "out", true, {height, width, batch, channel_stride(channels)});
+  out.require_apart_from(x);
   if (exponent < -100 || exponent > 100) refuse("exponent: need -100 to 100, got " + std::to_string(exponent));
   nb::gil_scoped_release release;
   quantise_images(engine.path, engine.pool, x.data(), out.data(), batch, channels, height, width, exponent);
@@ -407,7 +437,7 @@ void bound_quantise_patches(Engine& engine, const BoundConvolution& convolution,
   const Array<std::int8_t> out(out_, "out", true,
                                {s.out_h(), s.out_w(), s.batch, channel_stride(s.taps() * s.in_c)});
   const Workspace workspace(workspace_, patch_images_bytes(s));
-  out.require_apart_from(x), out.require_apart_from<std::uint8_t>(workspace);
+  out.require_apart_from(x), out.require_apart_from<std::uint8_t>(workspace), workspace.require_apart_from(x);
   if (exponent < -100 || exponent > 100) refuse("exponent: need -100 to 100, got " + std::to_string(exponent));
   nb::gil_scoped_release release;
   quantise_patches(engine.path, engine.pool, s, x.data(), out.data(), exponent,
@@ -417,7 +447,7 @@ void bound_quantise_patches(Engine& engine, const BoundConvolution& convolution,
 void bound_quantise(Engine& engine, nb::handle x_, nb::handle out_, int exponent) {
   const Array<float> x(x_, "x", false);
   const Array<std::int8_t> out(out_, "out", true);
-  blocks_of(out), require_same_size(x, out);
+  blocks_of(out), require_same_size(x, out), out.require_apart_from(x);
   if (exponent < -100 || exponent > 100) refuse("exponent: need -100 to 100, got " + std::to_string(exponent));
   nb::gil_scoped_release release;
   quantise(engine.path, engine.pool, x.data(), out.data(), x.size(), exponent);
@@ -437,7 +467,7 @@ void bound_softmax_gradient(nb::handle logits_, int exponent, nb::handle labels_
   const auto batch = static_cast<Py_ssize_t>(labels.size());
   const Array<std::int8_t> logits(logits_, "logits", false, {1, 1, batch, channel_stride(classes)});
   const Array<std::int8_t> out(out_, "out", true, {1, 1, batch, channel_stride(classes)});
-  out.require_apart_from(logits);
+  out.require_apart_from(logits), out.require_apart_from(labels);
   for (Py_ssize_t n = 0; n < batch; ++n) {
     if (labels.data()[n] < 0 || labels.data()[n] >= classes) {
       refuse("labels[" + std::to_string(n) + "] = " + std::to_string(labels.data()[n]) + ", need 0 to " +
@@ -462,8 +492,10 @@ void bound_gemm(Engine& engine, nb::handle lhs_, nb::handle rhs_, nb::handle out
   out.require_apart_from(lhs), out.require_apart_from(rhs);
   if (activations) require_activations(lhs);
   nb::gil_scoped_release release;
-  std::vector<std::uint8_t> workspace(gemm_workspace_bytes(engine.path, rows, cols, depth));
-  gemm(engine.path, engine.pool, lhs.data(), activations, rhs.data(), out.data(), rows, cols, depth, workspace.data());
+  // Not a vector, which would write zeros to all of it first.
+  const std::unique_ptr<std::uint8_t[]> workspace(
+      new std::uint8_t[gemm_workspace_bytes(engine.path, rows, cols, depth)]);
+  gemm(engine.path, engine.pool, lhs.data(), activations, rhs.data(), out.data(), rows, cols, depth, workspace.get());
 }
 
 }  // namespace

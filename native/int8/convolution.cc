@@ -5,6 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "arena.h"
 
@@ -15,8 +16,14 @@ namespace {
 // the weight gradient's in the first-level cache, beside the left operand that streams past.
 constexpr std::size_t kPanelGroupBytes = 256 * 1024;
 constexpr std::size_t kGradientPanelBytes = 16 * 1024;
+// Where every pixel is met once, no more of the weight gradient's operands is packed than stays in the second-level
+// cache until it is multiplied.
+constexpr std::size_t kGradientBytes = 256 * 1024;
 constexpr int kMaxPatchChannels = 4;
 constexpr int kMaxRows = 16, kMaxCols = 64;  // of any block
+// Results of several blocks go out at once; they stay in the first-level cache.
+constexpr int kTileSize = 2048;
+static_assert(kTileSize >= kMaxRows * kMaxCols);
 
 int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 int divide_up(int value, int divisor) { return (value + divisor - 1) / divisor; }
@@ -28,6 +35,10 @@ const ConvShape& checked(const ConvShape& s) {
   if (s.batch < 1 || s.in_h < 1 || s.in_w < 1 || s.in_c < 1 || s.out_c < 1 || s.kernel_h < 1 || s.kernel_w < 1 ||
       s.stride_h < 1 || s.stride_w < 1 || s.pad_h < 0 || s.pad_w < 0 || s.groups < 1) {
     refuse("sizes, strides and groups must be at least 1 and padding at least 0");
+  }
+  if (std::max({s.batch, s.in_h, s.in_w, s.in_c, s.out_c, s.kernel_h, s.kernel_w, s.stride_h, s.stride_w, s.pad_h,
+                s.pad_w}) > kMostPerDimension) {
+    refuse("sizes, strides and padding must be at most " + text(kMostPerDimension));
   }
   if (s.in_c % s.groups != 0 || s.out_c % s.groups != 0) {
     refuse(text(s.in_c) + " input and " + text(s.out_c) + " output channels cannot be split into " +
@@ -65,7 +76,7 @@ ConvShape inner_shape(const ConvShape& s) {
 
 // A right operand: for every tap, panels of `product.cols` columns, k-groups side by side.
 struct Packed {
-  int k_groups = 0, panels = 0;
+  int k_groups = 0, panels = 0, cols = 0;
   std::size_t panel_bytes = 0, tap_bytes = 0;
   std::uint8_t* bytes = nullptr;
   std::int32_t* column_sums = nullptr;  // (taps, panels * cols), times 128; only beside offset left operands
@@ -77,6 +88,7 @@ Packed carve_packed(Arena& arena, const Product& product, int taps, int depth, i
   Packed packed;
   packed.k_groups = divide_up(depth, product.group);
   packed.panels = divide_up(cols, product.cols);
+  packed.cols = cols;
   packed.panel_bytes = std::size_t(packed.k_groups) * product.cols * product.group * product.rhs_bytes();
   packed.tap_bytes = packed.panel_bytes * packed.panels;
   packed.bytes = arena.take<std::uint8_t>(packed.tap_bytes * taps);
@@ -86,24 +98,46 @@ Packed carve_packed(Arena& arena, const Product& product, int taps, int depth, i
   return packed;
 }
 
-// The left operand as the product wants it: the tensor itself, or a converted copy.
-std::uint8_t* carve_left(Arena& arena, const Product& product, std::size_t size) {
-  return product.lhs == Element::kInt8 ? nullptr : arena.take<std::uint8_t>(size * product.lhs_bytes());
+// Images by channels, pixel after pixel: as the product wants them (`ready`), or (where a kernel of one tap meets
+// every pixel once) as int8, to be converted a block of images at a time into `converted`, which each thread has.
+struct LeftOperand {
+  const std::uint8_t* ready;
+  const std::int8_t* source;
+  std::uint8_t* converted;
+  int channels;  // with padding
+};
+
+void convert(const Path& path, const Product& product, const std::int8_t* from, std::uint8_t* to, std::size_t size) {
+  if (product.lhs == Element::kInt16) {
+    path.widen(from, reinterpret_cast<std::int16_t*>(to), size);
+  } else {
+    path.offset(from, to, size);
+  }
 }
 
-const std::uint8_t* prepare_left(const Path& path, ThreadPool& pool, const Product& product, const std::int8_t* x,
-                                 std::size_t size, std::uint8_t* copy) {
-  if (product.lhs == Element::kInt8) return reinterpret_cast<const std::uint8_t*>(x);
-  constexpr std::size_t kChunk = 64 * 1024;
-  pool.run(static_cast<int>((size + kChunk - 1) / kChunk), [&](int index, int) {
-    const std::size_t from = index * kChunk, count = std::min(kChunk, size - from);
-    if (product.lhs == Element::kInt16) {
-      path.widen(x + from, reinterpret_cast<std::int16_t*>(copy) + from, count);
-    } else {
-      path.offset(x + from, copy + from, count);
-    }
-  });
-  return copy;
+LeftOperand carve_left(Arena& arena, const Product& product, int pixels, int batch, int channels, int taps,
+                       int batch_block, int threads) {
+  LeftOperand left{nullptr, nullptr, nullptr, channel_stride(channels)};
+  if (product.lhs == Element::kInt8) return left;
+  const std::size_t images = taps == 1 ? std::size_t(threads) * batch_block : std::size_t(pixels) * batch;
+  left.converted = arena.take<std::uint8_t>(images * left.channels * product.lhs_bytes());
+  return left;
+}
+
+LeftOperand prepare_left(const Path& path, ThreadPool& pool, const Product& product, const std::int8_t* x,
+                         std::size_t size, int taps, LeftOperand left) {
+  left.source = x;
+  if (product.lhs == Element::kInt8) {
+    left.ready = reinterpret_cast<const std::uint8_t*>(x);
+  } else if (taps > 1) {
+    constexpr std::size_t kChunk = 64 * 1024;
+    pool.run(static_cast<int>((size + kChunk - 1) / kChunk), [&](int index, int) {
+      const std::size_t from = index * kChunk;
+      convert(path, product, x + from, left.converted + from * product.lhs_bytes(), std::min(kChunk, size - from));
+    });
+    left.ready = left.converted;
+  }
+  return left;
 }
 
 // weight: (taps, in_c, out_cs). Forward: depth in_c, columns out_c. Backward: depth out_c, columns in_c.
@@ -136,11 +170,6 @@ void pack_weight(const Path& path, ThreadPool& pool, const Product& product, con
   });
 }
 
-struct LeftOperand {
-  const std::uint8_t* bytes;
-  std::size_t row_bytes, pixel_bytes;
-};
-
 // Forward and input gradient: for every result pixel and image, bias + sum over its meetings.
 std::uint32_t multiply(const Path& path, ThreadPool& pool, const Product& product, const Meetings& meetings,
                        const LeftOperand& left, const Packed& right, const std::int32_t* bias, int batch,
@@ -155,11 +184,17 @@ std::uint32_t multiply(const Path& path, ThreadPool& pool, const Product& produc
   const int groups = divide_up(right.panels, group_panels);
   const int chunks = pool.size() == 1 ? 1 : std::min(pixels, 4 * pool.size());
   const int blocks = divide_up(batch, batch_block);
+  const std::size_t row_bytes = std::size_t(left.channels) * product.lhs_bytes(), pixel_bytes = batch * row_bytes;
+  const bool narrow = product.narrow != nullptr && right.cols <= 8 &&
+                      (bias == nullptr || std::all_of(bias + 8, bias + out_cs, [](std::int32_t b) { return b == 0; }));
+  const auto multiply_block = narrow ? product.narrow : product.block;
+  const int block_rows = narrow ? product.narrow_rows : product.rows;
+  const int tile_rows = std::max(1, kTileSize / product.cols / block_rows) * block_rows;
   std::atomic<std::uint32_t> largest{0};
 
-  pool.run(blocks * groups * chunks, [&](int index, int) {
+  pool.run(blocks * groups * chunks, [&](int index, int thread) {
     thread_local std::vector<const void*> lhs, rhs;
-    alignas(64) std::int32_t tile[kMaxRows * kMaxCols];
+    alignas(64) std::int32_t tile[kTileSize];
     alignas(64) std::int32_t init[kMaxCols];
     const int chunk = index % chunks, group = index / chunks % groups, block = index / chunks / groups;
     const int first_pixel = int(std::int64_t(pixels) * chunk / chunks);
@@ -169,14 +204,21 @@ std::uint32_t multiply(const Path& path, ThreadPool& pool, const Product& produc
     std::uint32_t seen = 0;
     BlockArgs args{};
     args.k_groups = right.k_groups;
-    args.lhs_row_stride = static_cast<std::ptrdiff_t>(left.row_bytes);
+    args.lhs_row_stride = static_cast<std::ptrdiff_t>(row_bytes);
     args.lhs_k_stride = product.group * product.lhs_bytes();
-    args.out = tile, args.out_stride = product.cols;
+    args.out_stride = product.cols;
     for (int pixel = first_pixel; pixel < last_pixel; ++pixel) {
       const Meetings::Pair* pairs = meetings.pairs.data() + meetings.begin[pixel];
       const int segments = meetings.begin[pixel + 1] - meetings.begin[pixel];
       lhs.resize(segments + 1), rhs.resize(segments + 1);
       args.num_segments = segments, args.lhs = lhs.data(), args.rhs = rhs.data();
+      std::uint8_t* converted = nullptr;
+      if (left.ready == nullptr && segments > 0) {
+        const std::size_t images = last_row - first_row;
+        converted = left.converted + thread * batch_block * row_bytes;
+        convert(path, product, left.source + (std::size_t(pairs[0].from) * batch + first_row) * left.channels,
+                converted, images * left.channels);
+      }
       for (int panel = first_panel; panel < last_panel; ++panel) {
         const int column = panel * product.cols;
         const int cols = std::min(product.cols, out_cs - column);
@@ -191,18 +233,93 @@ std::uint32_t multiply(const Path& path, ThreadPool& pool, const Product& produc
           args.init = init;
         }
         for (int s = 0; s < segments; ++s) rhs[s] = right.at(pairs[s].to, panel);
-        for (int row = first_row; row < last_row; row += product.rows) {
-          const int rows = std::min(product.rows, last_row - row);
+        for (int row = first_row; row < last_row; row += tile_rows) {
+          const int rows = std::min(tile_rows, last_row - row);
           for (int s = 0; s < segments; ++s) {
-            lhs[s] = left.bytes + std::size_t(pairs[s].from) * left.pixel_bytes + row * left.row_bytes;
+            lhs[s] = converted != nullptr ? converted + (row - first_row) * row_bytes
+                                          : left.ready + pairs[s].from * pixel_bytes + row * row_bytes;
           }
-          product.block(args, rows);
+          for (int r = 0; r < rows; r += block_rows) {
+            args.out = tile + r * product.cols;
+            multiply_block(args, std::min(block_rows, rows - r));
+            for (int s = 0; s < segments; ++s) lhs[s] = static_cast<const char*>(lhs[s]) + block_rows * row_bytes;
+          }
           const std::size_t at = (std::size_t(pixel) * batch + row) * out_cs + column;
           seen = std::max(seen, deliver(path, tile, product.cols, to, at, out_cs, rows, cols));
         }
       }
     }
     raise_to(largest, seen);
+  });
+  return largest;
+}
+
+// An input gradient of few channels would leave most columns of a block empty. So its channels become the rows and
+// its images the columns: the weight, (taps, in_c, out_cs), is the left operand as it is, dy is packed, and the
+// results are transposed on their way out.
+bool few_channels(const Product& product, const ConvShape& s) {
+  return product.lhs != Element::kOffsetUint8 && s.in_c <= product.rows && 2 * product.rows <= product.cols &&
+         s.batch >= product.cols;
+}
+
+struct FewBuffers {
+  std::uint8_t* weight;
+  Packed dy;  // a "tap" is a pixel here
+};
+
+FewBuffers carve_few(Arena& arena, const Product& product, const ConvShape& s) {
+  FewBuffers buffers{};
+  buffers.weight = arena.take<std::uint8_t>(s.weight_size() * product.lhs_bytes());
+  buffers.dy = carve_packed(arena, product, s.out_h() * s.out_w(), s.out_c, s.batch);
+  return buffers;
+}
+
+std::uint32_t multiply_few(const Path& path, ThreadPool& pool, const Product& product, const Meetings& meetings,
+                           const ConvShape& s, const std::int8_t* dy, const std::int8_t* weight,
+                           const FewBuffers& buffers, const Destination& to) {
+  const Packed& right = buffers.dy;
+  const int out_cs = channel_stride(s.out_c), in_cs = channel_stride(s.in_c);
+  const std::size_t tap_bytes = std::size_t(s.in_c) * out_cs * product.lhs_bytes();
+  const auto* left = reinterpret_cast<const std::uint8_t*>(weight);
+  if (product.lhs == Element::kInt16) {
+    path.widen(weight, reinterpret_cast<std::int16_t*>(buffers.weight), s.weight_size());
+    left = buffers.weight;
+  }
+  pool.run(s.out_h() * s.out_w(), [&](int pixel, int) {
+    path.pack_rows(dy + std::size_t(pixel) * s.batch * out_cs, out_cs, s.out_c, s.batch, product.cols, product.group,
+                   product.rhs, right.bytes + pixel * right.tap_bytes);
+  });
+  const int panels_at_once = kTileSize / (in_cs * product.cols);
+  std::atomic<std::uint32_t> largest{0};
+  pool.run(s.in_h * s.in_w, [&](int pixel, int) {
+    thread_local std::vector<const void*> lhs, rhs;
+    alignas(64) std::int32_t tile[kMaxRows * kMaxCols];
+    alignas(64) std::int32_t turned[kTileSize] = {};
+    const Meetings::Pair* pairs = meetings.pairs.data() + meetings.begin[pixel];
+    const int segments = meetings.begin[pixel + 1] - meetings.begin[pixel];
+    lhs.resize(segments + 1), rhs.resize(segments + 1);
+    for (int i = 0; i < segments; ++i) lhs[i] = left + pairs[i].to * tap_bytes;
+    const BlockArgs args{segments,
+                         lhs.data(),
+                         rhs.data(),
+                         right.k_groups,
+                         static_cast<std::ptrdiff_t>(out_cs) * product.lhs_bytes(),
+                         product.group * product.lhs_bytes(),
+                         nullptr,
+                         tile,
+                         product.cols};
+    for (int first = 0; first < right.panels; first += panels_at_once) {
+      const int image = first * product.cols, images = std::min(panels_at_once * product.cols, s.batch - image);
+      for (int panel = first; panel * product.cols < image + images; ++panel) {
+        for (int i = 0; i < segments; ++i) rhs[i] = right.at(pairs[i].from, panel);
+        product.block(args, s.in_c);
+        std::int32_t* out = turned + (panel - first) * product.cols * in_cs;
+        for (int n = 0; n < product.cols; ++n, out += in_cs)
+          for (int c = 0; c < s.in_c; ++c) out[c] = tile[c * product.cols + n];
+      }
+      const std::size_t at = (std::size_t(pixel) * s.batch + image) * in_cs;
+      raise_to(largest, deliver(path, turned, in_cs, to, at, in_cs, images, in_cs));
+    }
   });
   return largest;
 }
@@ -286,83 +403,127 @@ std::uint32_t magnitude_of(const std::int32_t* values, std::size_t size) {
   return largest;
 }
 
-// Left operand of the weight gradient: for every pixel, panels of `product.rows` channels by k-groups of images.
-struct GradientBuffers {
-  int k_groups, x_panels, dy_panels;
-  std::size_t x_panel_bytes, x_pixel_bytes, dy_panel_bytes, dy_pixel_bytes;
-  std::uint8_t *x, *dy;
-  std::int32_t* dy_sums;  // (output pixels, dy_panels * cols): sums over the images, only beside offset operands
+// The weight gradient of one tap is a product of the images: left (channels x images) by right (images x channels).
+// Left is x and right dy or, where blocks fit better, the other way around, and the result is transposed.
+struct GradientPlan {
+  Product product;
+  bool swapped;
+  int left_c, right_c;
+  int left_pixels, right_pixels;  // that are packed at a time
+  int chunk_pixels;               // output pixels of one right panel that stay in the first-level cache
 };
 
-GradientBuffers carve_gradient(Arena& arena, const Product& product, const ConvShape& s, int batch_block) {
+GradientPlan plan_gradient(const Path& path, const ConvShape& s, bool activations, int images) {
+  const Product& product = activations ? path.activations : path.general;
+  const auto padded = [](const Product& p, int left_c, int right_c) {
+    return std::int64_t(round_up(left_c, p.rows)) * round_up(right_c, p.cols);
+  };
+  const std::int64_t plain = padded(product, s.in_c, s.out_c), swapped = padded(path.general, s.out_c, s.in_c);
+  const int in_pixels = s.in_h * s.in_w, out_pixels = s.out_h() * s.out_w();
+  GradientPlan plan{product, false, s.in_c, s.out_c, in_pixels, out_pixels, 0};
+  if (3 * swapped < 2 * plain) plan = {path.general, true, s.out_c, s.in_c, out_pixels, in_pixels, 0};
+  const Product& p = plan.product;
+  const std::size_t depth = round_up(images, p.group), column_bytes = depth * p.rhs_bytes();
+  plan.chunk_pixels =
+      static_cast<int>(std::max<std::size_t>(1, kGradientPanelBytes / (column_bytes * p.cols)));
+  if (s.taps() == 1) {
+    const std::size_t pixel_bytes = depth * p.lhs_bytes() * round_up(plan.left_c, p.rows) +
+                                    column_bytes * round_up(plan.right_c, p.cols);
+    const int at_once = round_up(static_cast<int>(kGradientBytes / pixel_bytes + 1), plan.chunk_pixels);
+    plan.left_pixels = plan.right_pixels = std::min(at_once, out_pixels);
+  }
+  return plan;
+}
+
+// Both operands: for every pixel, panels of `product.rows` or `product.cols` channels by k-groups of images.
+struct GradientBuffers {
+  int k_groups, left_panels, right_panels;
+  std::size_t left_panel_bytes, left_pixel_bytes, right_panel_bytes, right_pixel_bytes;
+  std::uint8_t *left, *right;
+  std::int32_t* right_sums;  // (pixels, right_panels * cols): sums over the images, only beside offset operands
+  std::int32_t* transposed;  // (taps, left channels, stride of right channels), only where the roles are swapped
+};
+
+GradientBuffers carve_gradient(Arena& arena, const GradientPlan& plan, int taps, int images) {
+  const Product& product = plan.product;
   GradientBuffers b{};
-  b.k_groups = divide_up(std::min(batch_block, s.batch), product.group);
-  b.x_panels = divide_up(s.in_c, product.rows);
-  b.dy_panels = divide_up(s.out_c, product.cols);
-  b.x_panel_bytes = std::size_t(b.k_groups) * product.rows * product.group * product.lhs_bytes();
-  b.dy_panel_bytes = std::size_t(b.k_groups) * product.cols * product.group * product.rhs_bytes();
-  b.x_pixel_bytes = b.x_panels * b.x_panel_bytes;
-  b.dy_pixel_bytes = b.dy_panels * b.dy_panel_bytes;
-  const std::size_t in_pixels = std::size_t(s.in_h) * s.in_w, out_pixels = std::size_t(s.out_h()) * s.out_w();
-  b.x = arena.take<std::uint8_t>(in_pixels * b.x_pixel_bytes);
-  b.dy = arena.take<std::uint8_t>(out_pixels * b.dy_pixel_bytes);
+  // First, so that it stays where it is when a last block of fewer images divides the rest anew.
+  if (plan.swapped) {
+    b.transposed = arena.take<std::int32_t>(std::size_t(taps) * plan.left_c * channel_stride(plan.right_c));
+  }
+  b.left_panels = divide_up(plan.left_c, product.rows);
+  b.right_panels = divide_up(plan.right_c, product.cols);
+  b.k_groups = divide_up(images, product.group);
+  b.left_panel_bytes = std::size_t(b.k_groups) * product.rows * product.group * product.lhs_bytes();
+  b.right_panel_bytes = std::size_t(b.k_groups) * product.cols * product.group * product.rhs_bytes();
+  b.left_pixel_bytes = b.left_panels * b.left_panel_bytes;
+  b.right_pixel_bytes = b.right_panels * b.right_panel_bytes;
+  b.left = arena.take<std::uint8_t>(plan.left_pixels * b.left_pixel_bytes);
+  b.right = arena.take<std::uint8_t>(plan.right_pixels * b.right_pixel_bytes);
   if (product.lhs == Element::kOffsetUint8) {
-    b.dy_sums = arena.take<std::int32_t>(out_pixels * b.dy_panels * product.cols);
+    b.right_sums = arena.take<std::int32_t>(std::size_t(plan.right_pixels) * b.right_panels * product.cols);
   }
   return b;
 }
 
-void pack_gradient(const Path& path, ThreadPool& pool, const Product& product, const ConvShape& s,
-                   const std::int8_t* x, const std::int8_t* dy, int first_row, int rows, const GradientBuffers& b) {
-  const int in_cs = channel_stride(s.in_c), out_cs = channel_stride(s.out_c);
-  const int in_pixels = s.in_h * s.in_w, out_pixels = s.out_h() * s.out_w();
-  pool.run(in_pixels + out_pixels, [&](int index, int) {
-    if (index < in_pixels) {
-      path.pack_columns(x + (std::size_t(index) * s.batch + first_row) * in_cs, in_cs, rows, s.in_c, product.rows,
-                        product.group, product.lhs, b.x + index * b.x_pixel_bytes);
+// pairs: of input and output pixel, one for each pixel of the plan; or null, and all pixels are packed in order.
+void pack_gradient(const Path& path, ThreadPool& pool, const GradientPlan& plan, const Meetings::Pair* pairs,
+                   const std::int8_t* x, const std::int8_t* dy, int batch, int first_row, int rows,
+                   const GradientBuffers& b) {
+  const Product& product = plan.product;
+  const std::int8_t* left = plan.swapped ? dy : x;
+  const std::int8_t* right = plan.swapped ? x : dy;
+  const auto pixel_of = [&](int index, bool of_dy) {
+    return std::size_t(pairs == nullptr ? index : of_dy ? pairs[index].to : pairs[index].from);
+  };
+  const int left_cs = channel_stride(plan.left_c), right_cs = channel_stride(plan.right_c);
+  pool.run(plan.left_pixels + plan.right_pixels, [&](int index, int) {
+    if (index < plan.left_pixels) {
+      path.pack_columns(left + (pixel_of(index, plan.swapped) * batch + first_row) * left_cs, left_cs, rows,
+                        plan.left_c, product.rows, product.group, product.lhs, b.left + index * b.left_pixel_bytes);
       return;
     }
-    const int pixel = index - in_pixels;
-    const std::int8_t* from = dy + (std::size_t(pixel) * s.batch + first_row) * out_cs;
-    path.pack_columns(from, out_cs, rows, s.out_c, product.cols, product.group, product.rhs,
-                      b.dy + pixel * b.dy_pixel_bytes);
-    if (b.dy_sums != nullptr) {
-      std::int32_t* sums = b.dy_sums + std::size_t(pixel) * b.dy_panels * product.cols;
-      std::fill(sums, sums + b.dy_panels * product.cols, 0);
+    const int pixel = index - plan.left_pixels;
+    const std::int8_t* from = right + (pixel_of(pixel, !plan.swapped) * batch + first_row) * right_cs;
+    path.pack_columns(from, right_cs, rows, plan.right_c, product.cols, product.group, product.rhs,
+                      b.right + pixel * b.right_pixel_bytes);
+    if (b.right_sums != nullptr) {
+      std::int32_t* sums = b.right_sums + std::size_t(pixel) * b.right_panels * product.cols;
+      std::fill(sums, sums + b.right_panels * product.cols, 0);
       for (int n = 0; n < rows; ++n)
-        for (int c = 0; c < s.out_c; ++c) sums[c] += from[std::size_t(n) * out_cs + c];
+        for (int c = 0; c < plan.right_c; ++c) sums[c] += from[std::size_t(n) * right_cs + c];
     }
   });
 }
 
-// acc (taps, in_c, out_cs) = or += sum over the packed images of x^T dy, tap by tap. The pixels are taken in
-// chunks: a chunk of one dy panel stays in the first-level cache while all channels of x and all taps meet it.
-std::uint32_t multiply_gradient(const Path& path, ThreadPool& pool, const Product& product, const ConvShape& s,
-                                const Meetings& taps, const GradientBuffers& b, int k_groups, bool add,
-                                std::int32_t* acc) {
-  const int out_cs = channel_stride(s.out_c), pixels = s.out_h() * s.out_w();
-  const int chunk_pixels = static_cast<int>(std::max<std::size_t>(1, kGradientPanelBytes / b.dy_panel_bytes));
-  const int chunks = divide_up(pixels, chunk_pixels);
-  // A single thread takes all panels of x in one task; more threads share them where dy has few panels.
-  const int splits = pool.size() == 1 ? 1 : std::min(b.x_panels, divide_up(4 * pool.size(), b.dy_panels));
+// acc (taps, left channels, stride of right channels) = or += sum over the packed images, tap by tap. The pixels
+// are taken in chunks: a chunk of one right panel stays in the first-level cache while all left panels and all
+// taps meet it.
+std::uint32_t multiply_gradient(const Path& path, ThreadPool& pool, const GradientPlan& plan, int pixels,
+                                const Meetings& taps, const GradientBuffers& b, bool add, std::int32_t* acc) {
+  const Product& product = plan.product;
+  const int stride = channel_stride(plan.right_c), num_taps = static_cast<int>(taps.begin.size()) - 1;
+  const int chunk_pixels = plan.chunk_pixels, chunks = divide_up(pixels, chunk_pixels);
+  // A single thread takes all left panels in one task; more threads share them where there are few right panels.
+  const int splits = pool.size() == 1 ? 1 : std::min(b.left_panels, divide_up(4 * pool.size(), b.right_panels));
   std::atomic<std::uint32_t> largest{0};
-  pool.run(b.dy_panels * splits, [&](int index, int) {
+  pool.run(b.right_panels * splits, [&](int index, int) {
     thread_local std::vector<const void*> lhs, rhs;
     alignas(64) std::int32_t tile[kMaxRows * kMaxCols];
     alignas(64) std::int32_t init[kMaxCols];
-    const int dy_panel = index / splits, split = index % splits;
-    const int first_panel = b.x_panels * split / splits, last_panel = b.x_panels * (split + 1) / splits;
-    const int column = dy_panel * product.cols;
-    const int cols = std::min(product.cols, out_cs - column);
+    const int right_panel = index / splits, split = index % splits;
+    const int first_panel = b.left_panels * split / splits, last_panel = b.left_panels * (split + 1) / splits;
+    const int column = right_panel * product.cols;
+    const int cols = std::min(product.cols, stride - column);
     std::uint32_t seen = 0;
     BlockArgs args{};
-    args.k_groups = k_groups;
+    args.k_groups = b.k_groups;
     args.lhs_row_stride = product.group * product.lhs_bytes();
     args.lhs_k_stride = args.lhs_row_stride * product.rows;
     args.out = tile, args.out_stride = product.cols;
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const bool first = chunk == 0 && !add, last = chunk == chunks - 1;
-      for (int tap = 0; tap < s.taps(); ++tap) {
+      for (int tap = 0; tap < num_taps; ++tap) {
         const auto by_output = [](const Meetings::Pair& pair, int pixel) { return pair.to < pixel; };
         const Meetings::Pair* tap_begin = taps.pairs.data() + taps.begin[tap];
         const Meetings::Pair* tap_end = taps.pairs.data() + taps.begin[tap + 1];
@@ -372,24 +533,30 @@ std::uint32_t multiply_gradient(const Path& path, ThreadPool& pool, const Produc
         if (segments == 0 && !first && !last) continue;
         lhs.resize(segments + 1), rhs.resize(segments + 1);
         args.num_segments = segments, args.lhs = lhs.data(), args.rhs = rhs.data();
+        const auto left_pixel = [&](int i) { return std::size_t(plan.swapped ? from[i].to : from[i].from); };
+        const auto right_pixel = [&](int i) { return std::size_t(plan.swapped ? from[i].from : from[i].to); };
         args.init = nullptr;
-        if (b.dy_sums != nullptr) {
+        if (b.right_sums != nullptr) {
           std::fill(init, init + product.cols, 0);
           for (int i = 0; i < segments; ++i) {
-            const std::int32_t* sums = b.dy_sums + std::size_t(from[i].to) * b.dy_panels * product.cols + column;
+            const std::int32_t* sums = b.right_sums + right_pixel(i) * b.right_panels * product.cols + column;
             for (int c = 0; c < product.cols; ++c) init[c] -= 128 * sums[c];
           }
           args.init = init;
         }
-        for (int i = 0; i < segments; ++i) rhs[i] = b.dy + from[i].to * b.dy_pixel_bytes + dy_panel * b.dy_panel_bytes;
+        for (int i = 0; i < segments; ++i) {
+          rhs[i] = b.right + right_pixel(i) * b.right_pixel_bytes + right_panel * b.right_panel_bytes;
+        }
         for (int panel = first_panel; panel < last_panel; ++panel) {
-          for (int i = 0; i < segments; ++i) lhs[i] = b.x + from[i].from * b.x_pixel_bytes + panel * b.x_panel_bytes;
-          const int row = panel * product.rows, rows = std::min(product.rows, s.in_c - row);
+          for (int i = 0; i < segments; ++i) {
+            lhs[i] = b.left + left_pixel(i) * b.left_pixel_bytes + panel * b.left_panel_bytes;
+          }
+          const int row = panel * product.rows, rows = std::min(product.rows, plan.left_c - row);
           product.block(args, rows);
-          std::int32_t* out = acc + (std::size_t(tap) * s.in_c + row) * out_cs + column;
+          std::int32_t* out = acc + (std::size_t(tap) * plan.left_c + row) * stride + column;
           const std::uint32_t magnitude =
-              first ? path.store_tile(tile, product.cols, out, out_cs, rows, cols, false, nullptr, 0)
-                    : path.add_tile(tile, product.cols, out, out_cs, rows, cols);
+              first ? path.store_tile(tile, product.cols, out, stride, rows, cols, false, nullptr, 0)
+                    : path.add_tile(tile, product.cols, out, stride, rows, cols);
           if (last) seen = std::max(seen, magnitude);
         }
       }
@@ -397,6 +564,35 @@ std::uint32_t multiply_gradient(const Path& path, ThreadPool& pool, const Produc
     raise_to(largest, seen);
   });
   return largest;
+}
+
+// The same for a kernel of one tap, with the packing, a few pixels at a time.
+std::uint32_t multiply_pointwise_gradient(const Path& path, ThreadPool& pool, const GradientPlan& plan,
+                                          const std::vector<Meetings::Pair>& pairs, const std::int8_t* x,
+                                          const std::int8_t* dy, int batch, int first_row, int rows,
+                                          const GradientBuffers& b, std::int32_t* acc) {
+  thread_local Meetings packed;  // which packed pixels meet: each its own
+  const int pixels = static_cast<int>(pairs.size());
+  std::uint32_t largest = 0;
+  for (int first = 0; first == 0 || first < pixels; first += plan.left_pixels) {
+    GradientPlan part = plan;
+    const int count = part.left_pixels = part.right_pixels = std::min(plan.left_pixels, pixels - first);
+    packed.begin.assign({0, count});
+    packed.pairs.resize(count);
+    for (int i = 0; i < count; ++i) packed.pairs[i] = {i, i};
+    pack_gradient(path, pool, part, pairs.data() + first, x, dy, batch, first_row, rows, b);
+    largest = multiply_gradient(path, pool, part, std::max(1, count), packed, b, first_row > 0 || first > 0, acc);
+  }
+  return largest;
+}
+
+// (taps, left channels, stride of right channels) to (taps, right channels, stride of left channels).
+void transpose_taps(const std::int32_t* from, int taps, int left_c, int right_c, std::int32_t* to) {
+  const int from_stride = channel_stride(right_c), to_stride = channel_stride(left_c);
+  std::memset(to, 0, std::size_t(taps) * right_c * to_stride * sizeof(std::int32_t));
+  for (int tap = 0; tap < taps; ++tap, from += std::size_t(left_c) * from_stride)
+    for (int r = 0; r < right_c; ++r, to += to_stride)
+      for (int l = 0; l < left_c; ++l) to[l] = from[std::size_t(l) * from_stride + r];
 }
 
 // Where more products meet than fit the worst case, the values decide: |sum| <= 127 * sum |dy| of a channel.
@@ -417,24 +613,25 @@ void require_exact_sum(const ConvShape& s, const std::int8_t* dy) {
 
 struct ForwardBuffers {
   std::int8_t *patches = nullptr, *dense = nullptr;
-  std::uint8_t* left = nullptr;
+  LeftOperand left;
   Packed right;
 };
 
-ForwardBuffers carve_forward(Arena& arena, const Product& product, const ConvShape& s, bool patches, bool dense) {
-  ForwardBuffers buffers;
-  const std::size_t size = std::size_t(s.in_h) * s.in_w * s.batch * channel_stride(s.in_c);
-  if (patches) buffers.patches = arena.take<std::int8_t>(size);
-  if (dense) buffers.dense = arena.take<std::int8_t>(std::size_t(s.taps()) * s.in_c * channel_stride(s.out_c));
-  buffers.left = carve_left(arena, product, size);
+ForwardBuffers carve_forward(Arena& arena, const Product& product, const ConvShape& s, int batch_block, int threads,
+                             bool patches, bool dense) {
+  ForwardBuffers buffers{};
+  if (patches) buffers.patches = arena.take<std::int8_t>(s.input_size());
+  if (dense) buffers.dense = arena.take<std::int8_t>(s.weight_size());
+  buffers.left = carve_left(arena, product, s.in_h * s.in_w, s.batch, s.in_c, s.taps(), batch_block, threads);
   buffers.right = carve_packed(arena, product, s.taps(), s.in_c, s.out_c);
   return buffers;
 }
 
-ForwardBuffers carve_backward(Arena& arena, const Product& product, const ConvShape& s, bool dense) {
-  ForwardBuffers buffers;
-  if (dense) buffers.dense = arena.take<std::int8_t>(std::size_t(s.taps()) * s.in_c * channel_stride(s.out_c));
-  buffers.left = carve_left(arena, product, std::size_t(s.out_h()) * s.out_w() * s.batch * channel_stride(s.out_c));
+ForwardBuffers carve_backward(Arena& arena, const Product& product, const ConvShape& s, int batch_block, int threads,
+                              bool dense) {
+  ForwardBuffers buffers{};
+  if (dense) buffers.dense = arena.take<std::int8_t>(s.weight_size());
+  buffers.left = carve_left(arena, product, s.out_h() * s.out_w(), s.batch, s.out_c, s.taps(), batch_block, threads);
   buffers.right = carve_packed(arena, product, s.taps(), s.out_c, s.in_c);
   return buffers;
 }
@@ -480,12 +677,13 @@ std::size_t Convolution::workspace_bytes(const Path& path, int threads) const {
   for (const Product* product : {&path.general, &path.activations}) {
     Arena forward, gradient;
     if (!uses_winograd(path, Function::kForward)) {
-      carve_forward(forward, *product, inner_, patches_, dense_groups_);
+      carve_forward(forward, *product, inner_, batch_block_, threads, patches_, dense_groups_);
     }
     if (!uses_winograd(path, Function::kWeightGradient)) {
       if (patches_) gradient.take<std::int8_t>(inner_.input_size());
       if (dense_groups_) gradient.take<std::int32_t>(inner_.weight_size());
-      carve_gradient(gradient, *product, inner_, batch_block_);
+      carve_gradient(gradient, plan_gradient(path, inner_, product == &path.activations, batch_block_),
+                     inner_.taps(), batch_block_);
     }
     most = std::max({most, forward.bytes(), gradient.bytes()});
   }
@@ -493,7 +691,11 @@ std::size_t Convolution::workspace_bytes(const Path& path, int threads) const {
   ConvShape dense = shape_;
   dense.groups = 1;
   Arena backward;
-  carve_backward(backward, path.general, dense, dense_groups_);
+  if (shape_.groups == 1 && few_channels(path.general, shape_)) {
+    carve_few(backward, path.general, shape_);
+    return std::max(most, backward.bytes());
+  }
+  carve_backward(backward, path.general, dense, batch_block_, threads, dense_groups_);
   return std::max(most, backward.bytes());
 }
 
@@ -509,7 +711,8 @@ std::uint32_t Convolution::forward(const Path& path, ThreadPool& pool, const std
   }
   const Product& product = activations ? path.activations : path.general;
   Arena arena(workspace);
-  const ForwardBuffers buffers = carve_forward(arena, product, inner_, patches_, dense_groups_);
+  const ForwardBuffers buffers = carve_forward(arena, product, inner_, batch_block_, pool.size(), patches_,
+                                              dense_groups_);
   if (patches_) {
     gather_patches(pool, shape_, forward_, x, buffers.patches);
     x = buffers.patches;
@@ -518,20 +721,18 @@ std::uint32_t Convolution::forward(const Path& path, ThreadPool& pool, const std
     spread_groups(shape_, weight, buffers.dense);
     weight = buffers.dense;
   }
-  const std::uint8_t* left = prepare_left(path, pool, product, x, inner_.input_size(), buffers.left);
+  const LeftOperand left = prepare_left(path, pool, product, x, inner_.input_size(), inner_.taps(), buffers.left);
   pack_weight(path, pool, product, weight, inner_.taps(), inner_.in_c, inner_.out_c, false, buffers.right);
-  const std::size_t row_bytes = std::size_t(channel_stride(inner_.in_c)) * product.lhs_bytes();
   if (!patches_) {
-    return multiply(path, pool, product, forward_, {left, row_bytes, row_bytes * shape_.batch}, buffers.right, bias,
-                    shape_.batch, batch_block_, out_cs, to);
+    return multiply(path, pool, product, forward_, left, buffers.right, bias, shape_.batch, batch_block_, out_cs,
+                    to);
   }
   thread_local Meetings pointwise;
   const int pixels = inner_.in_h * inner_.in_w;
   pointwise.begin.resize(pixels + 1), pointwise.pairs.resize(pixels);
   for (int p = 0; p < pixels; ++p) pointwise.begin[p + 1] = p + 1, pointwise.pairs[p] = {p, 0};
   pointwise.begin[0] = 0;
-  return multiply(path, pool, product, pointwise, {left, row_bytes, row_bytes * shape_.batch}, buffers.right, bias,
-                  shape_.batch, batch_block_, out_cs, to);
+  return multiply(path, pool, product, pointwise, left, buffers.right, bias, shape_.batch, batch_block_, out_cs, to);
 }
 
 std::uint32_t Convolution::input_gradient(const Path& path, ThreadPool& pool, const std::int8_t* dy,
@@ -539,23 +740,27 @@ std::uint32_t Convolution::input_gradient(const Path& path, ThreadPool& pool, co
   if (uses_winograd(path, winograd::Function::kInputGradient)) {
     return winograd::input_gradient(path, pool, shape_, dy, weight, to, workspace);
   }
-  const int in_cs = channel_stride(shape_.in_c), out_cs = channel_stride(shape_.out_c);
+  const int in_cs = channel_stride(shape_.in_c);
   if (shape_.depthwise()) {
     return depthwise_multiply(path, pool, backward_, dy, weight, nullptr, shape_.batch, in_cs, to);
   }
   ConvShape dense = shape_;
   dense.groups = 1;
   Arena arena(workspace);
-  const ForwardBuffers buffers = carve_backward(arena, path.general, dense, dense_groups_);
+  if (shape_.groups == 1 && few_channels(path.general, shape_)) {
+    return multiply_few(path, pool, path.general, backward_, shape_, dy, weight,
+                        carve_few(arena, path.general, shape_), to);
+  }
+  const ForwardBuffers buffers = carve_backward(arena, path.general, dense, batch_block_, pool.size(), dense_groups_);
   if (dense_groups_) {
     spread_groups(shape_, weight, buffers.dense);
     weight = buffers.dense;
   }
-  const std::uint8_t* left = prepare_left(path, pool, path.general, dy, shape_.output_size(), buffers.left);
+  const LeftOperand left =
+      prepare_left(path, pool, path.general, dy, shape_.output_size(), dense.taps(), buffers.left);
   pack_weight(path, pool, path.general, weight, dense.taps(), dense.in_c, dense.out_c, true, buffers.right);
-  const std::size_t row_bytes = std::size_t(out_cs) * path.general.lhs_bytes();
-  return multiply(path, pool, path.general, backward_, {left, row_bytes, row_bytes * shape_.batch}, buffers.right,
-                  nullptr, shape_.batch, batch_block_, in_cs, to);
+  return multiply(path, pool, path.general, backward_, left, buffers.right, nullptr, shape_.batch, batch_block_, in_cs,
+                  to);
 }
 
 std::uint32_t Convolution::weight_gradient(const Path& path, ThreadPool& pool, const std::int8_t* x, bool activations,
@@ -576,7 +781,7 @@ std::uint32_t Convolution::weight_gradient(const Path& path, ThreadPool& pool, c
     });
     return magnitude_of(acc, shape_.weight_size());
   }
-  const Product& product = activations ? path.activations : path.general;
+  const GradientPlan plan = plan_gradient(path, inner_, activations, batch_block_);
   Arena arena(workspace);
   if (patches_) {
     auto* patches = arena.take<std::int8_t>(inner_.input_size());
@@ -584,19 +789,22 @@ std::uint32_t Convolution::weight_gradient(const Path& path, ThreadPool& pool, c
     x = patches;
   }
   std::int32_t* into = dense_groups_ ? arena.take<std::int32_t>(inner_.weight_size()) : acc;
-  const GradientBuffers buffers = carve_gradient(arena, product, inner_, batch_block_);
   std::uint32_t largest = 0;
   for (int row = 0; row < shape_.batch; row += batch_block_) {
-    const int rows = std::min(batch_block_, shape_.batch - row);
-    // A last, smaller micro-batch keeps the layout of the others: the k-groups beyond it are packed as zeros.
-    GradientBuffers these = buffers;
-    these.k_groups = divide_up(rows, product.group);
-    these.x_panel_bytes = std::size_t(these.k_groups) * product.rows * product.group * product.lhs_bytes();
-    these.dy_panel_bytes = std::size_t(these.k_groups) * product.cols * product.group * product.rhs_bytes();
-    these.x_pixel_bytes = these.x_panels * these.x_panel_bytes;
-    these.dy_pixel_bytes = these.dy_panels * these.dy_panel_bytes;
-    pack_gradient(path, pool, product, inner_, x, dy, row, rows, these);
-    largest = multiply_gradient(path, pool, product, inner_, taps_, these, these.k_groups, row > 0, into);
+    const int images = std::min(batch_block_, shape_.batch - row);
+    Arena block = arena;
+    const GradientBuffers buffers = carve_gradient(block, plan, inner_.taps(), images);
+    std::int32_t* sums = plan.swapped ? buffers.transposed : into;
+    if (inner_.taps() > 1) {
+      pack_gradient(path, pool, plan, nullptr, x, dy, shape_.batch, row, images, buffers);
+      largest = multiply_gradient(path, pool, plan, inner_.out_h() * inner_.out_w(), taps_, buffers, row > 0, sums);
+    } else {
+      largest = multiply_pointwise_gradient(path, pool, plan, taps_.pairs, x, dy, shape_.batch, row, images, buffers,
+                                            sums);
+    }
+    if (plan.swapped && row + images == shape_.batch) {
+      transpose_taps(sums, inner_.taps(), plan.left_c, plan.right_c, into);
+    }
   }
   return dense_groups_ ? collect_groups(shape_, into, acc) : largest;
 }
@@ -632,17 +840,22 @@ void gemm(const Path& path, ThreadPool& pool, const std::int8_t* lhs, bool activ
   Arena arena(workspace);
   const GemmBuffers buffers = carve_gemm(arena, product, rows, cols, depth);
   const Packed& right = buffers.right;
-  // Rows of any length are not multiples of a k-group, so the left operand is always copied to a padded stride.
+  // Rows of any length are not multiples of a k-group, so the left operand is copied to a padded stride.
+  const int whole = depth / kChannelBlock * kChannelBlock;
   pool.run(divide_up(rows, product.rows), [&](int index, int) {
     for (int row = index * product.rows; row < std::min(rows, (index + 1) * product.rows); ++row) {
+      alignas(16) std::int8_t tail[kChannelBlock] = {};
       const std::int8_t* from = lhs + std::size_t(row) * depth;
       std::uint8_t* to = buffers.left + std::size_t(row) * buffers.stride * product.lhs_bytes();
-      for (int k = 0; k < buffers.stride; ++k) {
-        const int value = k < depth ? from[k] : 0;
+      std::memcpy(tail, from + whole, depth - whole);
+      for (const auto& [part, at, size] : {std::tuple<const std::int8_t*, int, int>{from, 0, whole},
+                                           {tail, whole, buffers.stride - whole}}) {
         if (product.lhs == Element::kInt16) {
-          reinterpret_cast<std::int16_t*>(to)[k] = static_cast<std::int16_t>(value);
+          path.widen(part, reinterpret_cast<std::int16_t*>(to) + at, size);
+        } else if (product.lhs == Element::kOffsetUint8) {
+          path.offset(part, to + at, size);
         } else {
-          to[k] = static_cast<std::uint8_t>(product.lhs == Element::kOffsetUint8 ? value + 128 : value);
+          std::memcpy(to + at, part, size);
         }
       }
     }
@@ -660,12 +873,14 @@ void gemm(const Path& path, ThreadPool& pool, const std::int8_t* lhs, bool activ
     }
   });
   const int row_blocks = divide_up(rows, product.rows);
-  // Rows in the inner loop keep a panel near; tasks are runs of rows so that threads share few panels.
-  const int runs = std::min(row_blocks, pool.size() == 1 ? 1 : 4 * pool.size());
+  // A run of rows stays in the second-level cache while all panels meet it.
+  const std::size_t left_bytes = std::size_t(rows) * buffers.stride * product.lhs_bytes();
+  const int cached = static_cast<int>((left_bytes + kPanelGroupBytes - 1) / kPanelGroupBytes);
+  const int runs = std::min(row_blocks, std::max(cached, pool.size() == 1 ? 1 : 4 * pool.size()));
   pool.run(right.panels * runs, [&](int index, int) {
     alignas(64) std::int32_t tile[kMaxRows * kMaxCols];
     alignas(64) std::int32_t init[kMaxCols];
-    const int panel = index / runs, run = index % runs, first = panel * product.cols;
+    const int panel = index % right.panels, run = index / right.panels, first = panel * product.cols;
     const void* left = nullptr;
     const void* packed = right.at(0, panel);
     BlockArgs args{1, &left, &packed, right.k_groups,

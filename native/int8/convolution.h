@@ -5,8 +5,9 @@
 // input gradient are the same computation: for every pixel of the result, a sum over kernel taps of
 // (images x channels) times (channels x channels), in which taps that fall into the padding are left out.
 // The weight gradient is, for every tap, a sum over pixels of (channels x images) times (images x channels);
-// both operands are packed once, with the images of one k-group side by side, and serve all taps. A first
-// layer of few channels is run as a pointwise convolution over patches, which are gathered first. Groups other
+// both operands are packed once, with the images of one k-group side by side, and serve all taps (with a single
+// tap, only as many pixels at a time as stay in the cache). x or dy is on the left, whichever fills blocks better.
+// A first layer of few channels is run as a pointwise convolution over patches, which are gathered first. Groups other
 // than depthwise run as one dense convolution with zero blocks.
 #pragma once
 

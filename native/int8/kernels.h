@@ -40,6 +40,9 @@ struct Product {
   int group;        // depth elements that lie side by side: 2, 4 or 8
   int rows, cols;   // largest block; cols is a multiple of 16
   void (*block)(const BlockArgs& args, int rows);  // 1 <= rows <= Product::rows
+  // The same, quicker, for right operands and `init` whose columns from 8 on are zeros; or null.
+  int narrow_rows = 0;
+  void (*narrow)(const BlockArgs& args, int rows) = nullptr;  // 1 <= rows <= narrow_rows
 
   int lhs_bytes() const { return lhs == Element::kInt16 ? 2 : 1; }
   int rhs_bytes() const { return rhs == Element::kInt16 ? 2 : 1; }

@@ -42,6 +42,10 @@ const PoolShape& checked(const PoolShape& s) {
       s.stride_h < 1 || s.stride_w < 1 || s.pad_h < 0 || s.pad_w < 0) {
     refuse("sizes and strides must be at least 1 and padding at least 0");
   }
+  if (std::max({s.batch, s.in_h, s.in_w, s.channels, s.kernel_h, s.kernel_w, s.stride_h, s.stride_w, s.pad_h,
+                s.pad_w}) > kMostPerDimension) {
+    refuse("sizes, strides and padding must be at most " + std::to_string(kMostPerDimension));
+  }
   if (std::int64_t(s.kernel_h) * s.kernel_w > 256) {
     refuse("a window of " + std::to_string(s.kernel_h) + "x" + std::to_string(s.kernel_w) +
            " has more than 256 taps");
@@ -150,33 +154,24 @@ void quantise_images(const Path& path, ThreadPool& pool, const float* x, std::in
 
 namespace {
 
-// Copies `length` bytes in units of kUnit, writing up to kUnit - 1 bytes more.
-template <std::size_t kUnit>
-void copy_units(std::int8_t* to, const std::int8_t* from, int length) {
-  for (int at = 0; at < length; at += static_cast<int>(kUnit)) std::memcpy(to + at, from + at, kUnit);
-}
-
 // One output pixel: the patches of all images. Every image but the last may write past its end, into the place of
-// the next one, which is written afterwards; so copies have a fixed length and compile to single moves.
-template <std::size_t kUnit>
+// the next one, which is written afterwards; so copies are moves of kUnit bytes (kMoves of them, or as many as it
+// takes if that is 0).
+template <int kUnit, int kMoves>
 void gather_pixel(const ConvShape& s, const std::int8_t* corner, std::size_t image_bytes, int row_bytes,
                   std::int8_t* out) {
   const int length = s.kernel_w * s.in_c, total = s.kernel_h * length, stride = channel_stride(total);
-  for (int n = 0; n < s.batch; ++n, corner += image_bytes, out += stride) {
-    const bool last = n == s.batch - 1;
-    for (int kh = 0; kh < s.kernel_h; ++kh) {
-      if (last) {
-        std::memcpy(out + kh * length, corner + kh * row_bytes, length);
-      } else {
-        copy_units<kUnit>(out + kh * length, corner + kh * row_bytes, length);
-      }
+  const int moves = kMoves > 0 ? kMoves : (length + kUnit - 1) / kUnit;
+  for (int n = 0; n < s.batch - 1; ++n, corner += image_bytes, out += stride) {
+    const std::int8_t* from = corner;
+    std::int8_t* to = out;
+    for (int kh = 0; kh < s.kernel_h; ++kh, from += row_bytes, to += length) {
+      for (int i = 0; i < moves; ++i) std::memcpy(to + i * kUnit, from + i * kUnit, kUnit);
     }
-    if (last) {
-      std::memset(out + total, 0, stride - total);
-    } else {
-      std::memset(out + total, 0, kChannelBlock);
-    }
+    std::memset(out + total, 0, kChannelBlock);
   }
+  for (int kh = 0; kh < s.kernel_h; ++kh) std::memcpy(out + kh * length, corner + kh * row_bytes, length);
+  std::memset(out + total, 0, stride - total);
 }
 
 }  // namespace
@@ -204,10 +199,12 @@ void quantise_patches(const Path& path, ThreadPool& pool, const ConvShape& s, co
         std::memcpy(values, from + first, count * sizeof(float));
         std::fill(values + count, values + padded, 0.0f);
         path.quantise(values, row, padded, scale);
-        int h = first / s.in_w, w = first % s.in_w;
-        for (int p = 0; p < count; ++p) {
-          image[(h + s.pad_h) * row_bytes + (w + s.pad_w) * s.in_c + c] = row[p];
-          if (++w == s.in_w) w = 0, ++h;
+        for (int p = 0; p < count;) {
+          const int h = (first + p) / s.in_w, w = (first + p) % s.in_w, run = std::min(s.in_w - w, count - p);
+          std::int8_t* to = image + (h + s.pad_h) * row_bytes + (w + s.pad_w) * s.in_c + c;
+          if (s.in_c == 1) std::memcpy(to, row + p, run);
+          else for (int i = 0; i < run; ++i) to[i * s.in_c] = row[p + i];
+          p += run;
         }
       }
     }
@@ -217,10 +214,13 @@ void quantise_patches(const Path& path, ThreadPool& pool, const ConvShape& s, co
     for (int ow = 0; ow < s.out_w(); ++ow) {
       const std::int8_t* corner = images + oh * s.stride_h * row_bytes + ow * s.stride_w * s.in_c;
       std::int8_t* to = out + (std::size_t(oh) * s.out_w() + ow) * s.batch * stride;
-      if (s.kernel_w * s.in_c <= 8) {
-        gather_pixel<8>(s, corner, image_bytes, row_bytes, to);
+      const int length = s.kernel_w * s.in_c;
+      if (length <= 8) {
+        gather_pixel<8, 1>(s, corner, image_bytes, row_bytes, to);
+      } else if (length <= 16) {
+        gather_pixel<16, 1>(s, corner, image_bytes, row_bytes, to);
       } else {
-        gather_pixel<16>(s, corner, image_bytes, row_bytes, to);
+        gather_pixel<16, 0>(s, corner, image_bytes, row_bytes, to);
       }
     }
   });

@@ -20,6 +20,9 @@ constexpr int kChannelBlock = 16;
 // Deepest sum of int8 products that cannot leave int32: 131071 * 127 * 127 < 2^31.
 constexpr std::int64_t kMaxExactDepth = 131071;
 
+// Of any size, stride or padding, so that sums of a few of them stay in int.
+constexpr int kMostPerDimension = 1 << 24;
+
 constexpr int channel_stride(int channels) {
   return (channels + kChannelBlock - 1) / kChannelBlock * kChannelBlock;
 }

@@ -50,8 +50,8 @@ struct ConvolutionCase {
     check.equal(function, expected, got, size,
                 "batch %d, in %dx%dx%d, out channels %d, kernel %dx%d, stride %dx%d, padding %dx%d, groups %d, "
                 "batch block %d, algorithm %d, threads %d, variant %d",
-                s.batch, s.in_h, s.in_w, s.in_c, s.out_c, s.kernel_h, s.kernel_w, s.stride_h, s.stride_w, s.pad_h,
-                s.pad_w, s.groups, batch_block, static_cast<int>(algorithm), pool.size(), variant);
+                s.batch, s.in_h, s.in_w, s.in_c, s.out_c, s.kernel_h, s.kernel_w, s.stride_h, s.stride_w,
+                s.pad_h, s.pad_w, s.groups, batch_block, static_cast<int>(algorithm), pool.size(), variant);
   }
 
   // `run(to)` as int32 and rounded, plain and masked, against the accumulators of the reference.
@@ -102,7 +102,8 @@ struct ConvolutionCase {
       reference::convolution_weight_gradient(s, x.data(), dy.data(), expected.data());
       const std::uint32_t largest = largest_of(expected);
       const std::uint32_t got_largest =
-          convolution.weight_gradient(path, pool, x.data(), activations, dy.data(), got.data(), workspace.data());
+          convolution.weight_gradient(path, pool, x.data(), activations, dy.data(), got.data(),
+                                      workspace.data());
       equal("weight gradient", expected.data(), got.data(), got.size(), activations);
       equal("weight gradient's maximum", &largest, &got_largest, 1, activations);
     }
@@ -171,9 +172,10 @@ void convolutions(const Path& path, Checker& check) {
     for (int fill = 1; fill < kFills; ++fill) test_convolution(path, check, random, pools, s, fill);
   for (int index = 0; index < 60; ++index) {
     const int groups = index % 4 == 0 ? 1 << random.between(0, 2) : 1;
-    ConvShape s{random.between(1, 20), random.between(1, 8), random.between(1, 8), groups * random.between(1, 40),
-                groups * random.between(1, 40), random.between(1, 4), random.between(1, 4), random.between(1, 3),
-                random.between(1, 3), random.between(0, 3), random.between(0, 3), groups};
+    ConvShape s{random.between(1, 20), random.between(1, 8), random.between(1, 8),
+                groups * random.between(1, 40), groups * random.between(1, 40), random.between(1, 4),
+                random.between(1, 4), random.between(1, 3), random.between(1, 3), random.between(0, 3),
+                random.between(0, 3), groups};
     if (index % 3 == 0) s.kernel_h = s.kernel_w = 3, s.stride_h = s.stride_w = 1;
     if (index % 7 == 0) s.groups = s.out_c = s.in_c;
     s.kernel_h = std::min(s.kernel_h, s.in_h + 2 * s.pad_h);
@@ -224,17 +226,18 @@ void gemms(const Path& path, Checker& check) {
           Buffer<std::int32_t> expected(std::size_t(rows) * cols), got(expected.size(), 99);
           Buffer<std::uint8_t> workspace(gemm_workspace_bytes(path, rows, cols, depth));
           reference::gemm(lhs.data(), rhs.data(), expected.data(), rows, cols, depth);
-          gemm(path, *pool, lhs.data(), activations, rhs.data(), got.data(), rows, cols, depth, workspace.data());
+          gemm(path, *pool, lhs.data(), activations, rhs.data(), got.data(), rows, cols, depth,
+               workspace.data());
           check.equal("gemm", expected.data(), got.data(), got.size(),
-                      "rows %d, cols %d, depth %d, fill %d, activations %d, threads %d", rows, cols, depth, fill,
-                      activations, pool->size());
+                      "rows %d, cols %d, depth %d, fill %d, activations %d, threads %d", rows, cols, depth,
+                      fill, activations, pool->size());
         }
 }
 
 // `run(out)` against what the reference wrote and returned, and the same again without an output.
 template <typename Run>
-void check_layer(Checker& check, const char* function, std::uint32_t largest, const Buffer<std::int8_t>& expected,
-                 Run run) {
+void check_layer(Checker& check, const char* function, std::uint32_t largest,
+                 const Buffer<std::int8_t>& expected, Run run) {
   Buffer<std::int8_t> got(expected.size(), 99);
   const std::uint32_t written = run(got.data()), searched = run(nullptr);
   check.equal(function, expected.data(), got.data(), got.size(), "size %zu", got.size());
@@ -298,15 +301,18 @@ void layers(const Path& path, Checker& check) {
   struct Size {
     int rows, cs;
   };
-  const Size sizes[] = {{1, 16}, {3, 48}, {683, 48}, {2048, 16}, {2049, 16}, {1, 32768}, {1, 32784}, {131, 1008}};
+  const Size sizes[] = {{1, 16},    {3, 48},    {683, 48},  {2048, 16},
+                        {2049, 16}, {1, 32768}, {1, 32784}, {131, 1008}};
   for (ThreadPool* pool : {&one, &three})
     for (const auto& [rows, cs] : sizes)
       for (int fill = 0; fill < kFills; ++fill) {
         const std::size_t size = std::size_t(rows) * cs;
-        const Buffer<std::int8_t> a = filled<std::int8_t>(random, size, fill), b = filled<std::int8_t>(random, size, 0);
+        const Buffer<std::int8_t> a = filled<std::int8_t>(random, size, fill);
+        const Buffer<std::int8_t> b = filled<std::int8_t>(random, size, 0);
         const Buffer<std::int8_t> gate = filled<std::int8_t>(random, size, 0);
         const std::int8_t* const maybe_gate = random.next() % 2 != 0 ? gate.data() : nullptr;
-        Requantise how{random.between(0, 24), kRoundings[random.next() % 2], random.next() % 2 != 0, maybe_gate};
+        const Requantise how{random.between(0, 24), kRoundings[random.next() % 2], random.next() % 2 != 0,
+                             maybe_gate};
         Buffer<std::int8_t> expected(size);
 
         const Buffer<std::int32_t> acc = accumulators(random, size);
@@ -339,14 +345,16 @@ void layers(const Path& path, Checker& check) {
         Buffer<std::int64_t> sum_a(cs), sum_ab(cs), got_a(cs, 99), got_ab(cs, 99);
         Buffer<std::int64_t> sums(channel_sums_size(*pool, cs), 99);
         reference::channel_sums(a.data(), b.data(), maybe_gate, sum_a.data(), sum_ab.data(), rows, cs);
-        channel_sums(path, *pool, a.data(), b.data(), maybe_gate, got_a.data(), got_ab.data(), rows, cs, sums.data());
+        channel_sums(path, *pool, a.data(), b.data(), maybe_gate, got_a.data(), got_ab.data(), rows, cs,
+                     sums.data());
         check.equal("channel_sums a", sum_a.data(), got_a.data(), cs, "rows %d, cs %d", rows, cs);
         check.equal("channel_sums ab", sum_ab.data(), got_ab.data(), cs, "rows %d, cs %d", rows, cs);
 
         Buffer<std::int8_t> weight = b, got_weight = b;
         reference::update_weight(weight.data(), acc.data(), size, how.shift, how.rounding);
         update_weight(path, *pool, got_weight.data(), acc.data(), size, how.shift, how.rounding);
-        check.equal("update_weight", weight.data(), got_weight.data(), size, "size %zu, shift %d", size, how.shift);
+        check.equal("update_weight", weight.data(), got_weight.data(), size, "size %zu, shift %d", size,
+                    how.shift);
       }
 }
 
@@ -363,9 +371,11 @@ void images(const Path& path, Checker& check) {
   Random random(16);
   ThreadPool one(1), three(3);
   const ConvShape shapes[] = {
-      {1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1},  {2, 5, 7, 1, 8, 3, 3, 1, 1, 1, 1, 1},   {3, 8, 8, 3, 8, 5, 5, 1, 1, 2, 2, 1},
-      {4, 9, 6, 2, 8, 3, 3, 2, 2, 1, 1, 1},  {2, 24, 23, 3, 8, 7, 7, 2, 2, 3, 3, 1},  {5, 6, 6, 4, 8, 4, 4, 4, 4, 0, 0, 1},
-      {1, 3, 3, 1, 8, 3, 3, 1, 1, 4, 4, 1},  {3, 30, 18, 17, 8, 2, 3, 1, 3, 0, 2, 1}, {2, 4, 4, 8, 8, 1, 1, 1, 1, 0, 0, 1},
+      {1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1},   {2, 5, 7, 1, 8, 3, 3, 1, 1, 1, 1, 1},
+      {3, 8, 8, 3, 8, 5, 5, 1, 1, 2, 2, 1},   {4, 9, 6, 2, 8, 3, 3, 2, 2, 1, 1, 1},
+      {2, 24, 23, 3, 8, 7, 7, 2, 2, 3, 3, 1}, {5, 6, 6, 4, 8, 4, 4, 4, 4, 0, 0, 1},
+      {1, 3, 3, 1, 8, 3, 3, 1, 1, 4, 4, 1},   {3, 30, 18, 17, 8, 2, 3, 1, 3, 0, 2, 1},
+      {2, 4, 4, 8, 8, 1, 1, 1, 1, 0, 0, 1},
   };
   for (ThreadPool* pool : {&one, &three})
     for (const ConvShape& s : shapes)
@@ -394,19 +404,20 @@ void images(const Path& path, Checker& check) {
             }
         Buffer<std::int8_t> workspace(patch_images_bytes(s), 99);
         quantise_patches(path, *pool, s, x.data(), got_patches.data(), exponent, workspace.data());
-        check.equal("quantise_patches", patches.data(), got_patches.data(), patches.size(), sizes, s.batch, s.in_h,
-                    s.in_w, s.in_c, s.kernel_h, s.kernel_w, exponent);
+        check.equal("quantise_patches", patches.data(), got_patches.data(), patches.size(), sizes, s.batch,
+                    s.in_h, s.in_w, s.in_c, s.kernel_h, s.kernel_w, exponent);
 
         // One image of one pixel per value is quantise() with a channel of padding stripped.
         Buffer<float> flat(x.size() / 16 * 16);
         std::copy(x.data(), x.data() + flat.size(), flat.begin());
         Buffer<std::int8_t> rounded(flat.size() * 16), got_flat(flat.size(), 99), expected_flat(flat.size());
         if (flat.size() == 0) continue;
-        reference::quantise_images(flat.data(), rounded.data(), static_cast<int>(flat.size()), 1, 1, 1, exponent);
+        const int num_values = static_cast<int>(flat.size());
+        reference::quantise_images(flat.data(), rounded.data(), num_values, 1, 1, 1, exponent);
         for (std::size_t i = 0; i < flat.size(); ++i) expected_flat[i] = rounded[i * 16];
         quantise(path, *pool, flat.data(), got_flat.data(), flat.size(), exponent);
-        check.equal("quantise", expected_flat.data(), got_flat.data(), flat.size(), sizes, s.batch, s.in_h, s.in_w,
-                    s.in_c, s.kernel_h, s.kernel_w, exponent);
+        check.equal("quantise", expected_flat.data(), got_flat.data(), flat.size(), sizes, s.batch, s.in_h,
+                    s.in_w, s.in_c, s.kernel_h, s.kernel_w, exponent);
       }
 }
 
