@@ -118,6 +118,8 @@ class Graph:
             if node.name in made:
                 raise ConfigError(f"{node.name}: runs twice; int8 training has no operators that share their weights")
             made.add(node.name)
+        for node in self.nodes:
+            _require_geometry(node, [self.shape_of(value) for value in node.inputs])
         if not self.nodes:
             raise ConfigError("graph: there is no operator to train")
         read = {value for node in self.nodes for value in node.inputs}
@@ -178,6 +180,30 @@ def _nodes_from_json(documents: list[dict[str, Any]]) -> Iterator[Node]:
         if cls is None or set(settings) - known:
             raise ConfigError(f"graph: unknown operator {kind!r} or fields {sorted(set(settings) - known)}")
         yield cls(**settings)
+
+
+def _require_geometry(node: Node, inputs: list[Shape]) -> None:
+    """Raise ConfigError where an operator does not make its shape of its inputs' shapes."""
+    channels, height, width = inputs[0]
+    expected: Shape | None = None
+    if isinstance(node, Convolution | MaxPool | AveragePool):
+        if min(*node.kernel, *node.stride) < 1 or min(node.padding) < 0:
+            raise ConfigError(
+                f"graph: {node.name} has kernel {node.kernel}, stride {node.stride}, padding {node.padding}"
+            )
+        sizes = [
+            (size + 2 * padding - kernel) // stride + 1
+            for size, kernel, stride, padding in zip(
+                (height, width), node.kernel, node.stride, node.padding, strict=True
+            )
+        ]
+        expected = (node.shape[0] if isinstance(node, Convolution) else channels, sizes[0], sizes[1])
+    elif isinstance(node, BatchNorm | Relu | Add):
+        expected = inputs[0]
+    if min(node.shape) < 1 or (expected is not None and node.shape != expected) or (
+        isinstance(node, Add) and inputs[0] != inputs[1]
+    ):
+        raise ConfigError(f"graph: {node.name} does not make {node.shape} of {' and '.join(map(str, inputs))}")
 
 
 def fuse_relu(graph: Graph) -> Graph:

@@ -251,13 +251,16 @@ class Int8Model:
     def velocities(self) -> dict[str, npt.NDArray[np.float32]]:
         """Return the momentum of FP32 updates by parameter; empty under integer updates."""
         holders = self._holders()
-        return {name: holder.velocity for name, holder in holders.items() if holder.velocity is not None}
+        return {name: holder.velocity.copy() for name, holder in holders.items() if holder.velocity is not None}
 
     def restore_velocities(self, velocities: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """Take over what `velocities` returned."""
         holders = self._holders()
         for name, velocity in velocities.items():
-            holders[name].velocity = np.array(velocity)
+            holder = holders.get(name)
+            if holder is None or holder.data.shape != velocity.shape:
+                raise ConfigError(f"velocities: the network has no {name} of shape {velocity.shape}")
+            holder.velocity = np.array(velocity, dtype=np.float32)
 
     def trackers_to_json(self) -> list[Any]:
         """Return what the steps have learned of exponents, as plain values."""
@@ -308,7 +311,7 @@ class Int8Model:
             batch=batch,
             workspace=self._scratch(batch, "workspace", program.workspace_bytes, np.uint8),
             accumulators=self._scratch(batch, "accumulators", program.accumulator_size, np.int32),
-            scratch=self._scratch(batch, "scratch", self._scratch_size(training), np.float32),
+            scratch=self._scratch(batch, "scratch", self._scratch_size(), np.float32),
             training=training,
             learning_rate=learning_rate,
             progress=progress,
@@ -320,8 +323,8 @@ class Int8Model:
         num_bytes = size * np.dtype(dtype).itemsize
         return self.regions.acquire((batch, "step", role), num_bytes, lambda: np.empty(size, dtype))
 
-    def _scratch_size(self, training: bool) -> int:
-        if not training or not isinstance(self.algorithm.update, Fp32Update):
+    def _scratch_size(self) -> int:
+        if not isinstance(self.algorithm.update, Fp32Update):
             return 0
         return max(weight.data.size for weight in self.parameters.weights.values())
 

@@ -141,8 +141,8 @@ def _import_vector(parameters: Parameters, state: dict[str, FloatArray], name: s
     parameters.vectors[name] = Vector(data=padded)
 
 
-def require_match(graph: Graph, parameters: Parameters) -> None:
-    """Raise ConfigError, naming the first, where parameters are not those of the graph."""
+def require_match(graph: Graph, parameters: Parameters, *, keep_master: bool) -> None:
+    """Raise ConfigError, naming the first, where parameters are not those of the graph and its update rule."""
 
     def require(name: str, array: npt.NDArray[np.generic] | None, kind: type, shape: tuple[int, ...]) -> None:
         if array is None or array.dtype != kind or array.shape != shape:
@@ -160,6 +160,8 @@ def require_match(graph: Graph, parameters: Parameters) -> None:
             assert weight is not None
             if abs(weight.exponent) > MAX_WEIGHT_EXPONENT:
                 raise ConfigError(f"{name}: an exponent of {weight.exponent} is beyond +-{MAX_WEIGHT_EXPONENT}")
+            if keep_master and weight.master is None:
+                raise ConfigError(f"{name}: its FP32 master is missing")
             for extra in (weight.master, weight.velocity):
                 if extra is not None:
                     require(name, extra, np.float32, shape)
@@ -173,4 +175,7 @@ def require_match(graph: Graph, parameters: Parameters) -> None:
             vector = parameters.vectors.get(f"{node.name}.{part}")
             require(f"{node.name}.{part}", None if vector is None else vector.data, np.float32, (stride,))
             assert vector is not None
-            require_finite(vector.data, f"{node.name}.{part}")
+            for array in (vector.data, vector.velocity):
+                if array is not None:
+                    require(f"{node.name}.{part}", array, np.float32, (stride,))
+                    require_finite(array, f"{node.name}.{part}")

@@ -71,8 +71,9 @@ def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
             raise ConfigError(f"schema {header['schema']}, this version reads {SCHEMA}")
         graph = Graph.from_json(header["graph"])
         parameters = _parameters(header, arrays)
-        require_match(graph, parameters)
-        return graph, _algorithm(header["algorithm"]), parameters
+        algorithm = _algorithm(header["algorithm"])
+        require_match(graph, parameters, keep_master=isinstance(algorithm.update, Fp32Update))
+        return graph, algorithm, parameters
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file") from None
     except ConfigError as error:

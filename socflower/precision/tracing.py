@@ -61,7 +61,7 @@ def trace(
     if len(placeholders) != 1:
         raise ConfigError(f"the network reads {', '.join(placeholders)}; int8 training takes one tensor of images")
     traced.graph.eliminate_dead_code()
-    training = module.training
+    modes = [(part, part.training) for part in module.modules()]
     traced.eval()  # so that the shapes of one zero image leave running statistics alone
     try:
         # fx prints the trace of an error that it also raises, and hangs its own report on the message.
@@ -71,7 +71,8 @@ def trace(
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise ConfigError(f"{type(module).__name__} does not take images of shape {input_shape}: {reason}") from None
     finally:
-        module.train(training)
+        for part, training in modes:
+            part.training = training
     builder = _Builder(traced, input_shape, set(fp32_operators), unsupported)
     for node in traced.graph.nodes:
         builder.add(node)
@@ -98,6 +99,7 @@ class _Builder:
         self._shapes: dict[str, ir.Shape] = {ir.INPUT: input_shape}
         self._fp32_operators = fp32_operators
         self._unsupported = unsupported
+        self._with_parameters = {name for name, part in self._modules.items() if list(part.parameters(recurse=False))}
         self.nodes: list[ir.Node] = []
         self.modules: dict[str, nn.Module] = {}
 
@@ -175,7 +177,7 @@ class _Builder:
                 raise _refusal(name, module)
 
     def _add_function(self, node: fx.Node) -> None:
-        tensors = [argument for argument in node.args if isinstance(argument, fx.Node)]
+        tensors = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, fx.Node)]
         if node.target in _RELUS and len(tensors) == 1:
             x = self._values[tensors[0]]
             self._put(node, ir.Relu(name=node.name, inputs=(x,), shape=self._shapes[x]))
@@ -214,8 +216,7 @@ class _Builder:
     ) -> None:
         depth = kernel[0] * kernel[1] * max(self._shapes[x][0], shape[0]) // groups
         if depth > MAX_EXACT_DEPTH:
-            how = f"whose sums have {depth} products, of which int32 surely holds {MAX_EXACT_DEPTH},"
-            raise _refusal(name, module, how)
+            raise _refusal(name, module, f"with sums of {depth} products, where int32 surely holds {MAX_EXACT_DEPTH}")
 
     def _add_pool(
         self, kind: type[ir.MaxPool] | type[ir.AveragePool], node: fx.Node, module: Any, name: str, x: str
@@ -250,9 +251,14 @@ class _Builder:
             raise ConfigError(f"{name}: int8 training flattens (n, c, h, w) to (n, c*h*w) only")
         self._values[node] = x  # the linear layer that follows covers the image
 
+    def _free_name(self, name: str) -> str:
+        while name in self._shapes or name in self._with_parameters:
+            name += "_"
+        return name
+
     def _put(self, node: fx.Node, made: ir.Node) -> None:
-        if made.name in self._shapes and made.kind in _WITHOUT_PARAMETERS:
-            made = replace(made, name=node.name)  # a ReLU or pool that runs in several places
+        if made.kind in _WITHOUT_PARAMETERS and (made.name in self._shapes or made.name in self._with_parameters):
+            made = replace(made, name=self._free_name(node.name))  # a ReLU or pool that runs in several places
         self.nodes.append(made)
         self._values[node] = made.name
         self._shapes[made.name] = made.shape
@@ -260,7 +266,7 @@ class _Builder:
 
 def _require_small_window(name: str, module: nn.Module, window: ir.Pair) -> None:
     if window[0] * window[1] > MAX_WINDOW:
-        raise _refusal(name, module, f"with windows of more than {MAX_WINDOW} pixels, such as {window[0]}x{window[1]},")
+        raise _refusal(name, module, f"with windows of {window[0]}x{window[1]}, more than {MAX_WINDOW} pixels")
 
 
 def _refusal(name: str, module: nn.Module, how: str = "") -> UnsupportedOperator:

@@ -84,7 +84,7 @@ def test_an_epoch_without_batches_changes_nothing() -> None:
 def test_bad_settings_are_refused_with_their_value() -> None:
     with pytest.raises(ConfigError, match="schedule = 'linear'; use one of cosine, constant"):
         Int8Trainer(schedule="linear")
-    with pytest.raises(ConfigError, match="learning_rate = 0.0 must be above 0"):
+    with pytest.raises(ConfigError, match=r"learning_rate = 0\.0 must be above 0"):
         Int8Trainer(learning_rate=0.0)
-    with pytest.raises(ConfigError, match="'octo' is unknown, known are niti, adaptive-fixed-point"):
+    with pytest.raises(ConfigError, match=r"'octo' is unknown, known are niti, adaptive-fixed-point"):
         int8_algorithm("octo")

@@ -34,7 +34,7 @@ def test_no_placement_is_quicker(pairs: list[tuple[float, float]], switch_s: int
 
 
 @given(LATENCIES, st.integers(0, 15))
-def test_an_operator_without_npu_implementation_runs_on_the_cpu(pairs: list[tuple[float, float]], switch_s: int) -> None:
+def test_what_the_npu_lacks_runs_on_the_cpu(pairs: list[tuple[float, float]], switch_s: int) -> None:
     placed = place(operators(pairs), switch_s)
     for (_, npu_s), side in zip(pairs, placed.sides, strict=True):
         assert side == "cpu" or not math.isinf(npu_s)

@@ -1,0 +1,120 @@
+"""Small networks that hold every operator and every way in which operators meet."""
+
+import numpy as np
+import torch
+from torch import nn
+
+IMAGE = (3, 10, 10)
+CLASSES = 5
+
+
+def plain():
+    """Return convolutions with bias, ReLU, max-pool and linear layers."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 18, 3), nn.ReLU(), nn.Flatten(),
+        nn.Linear(18 * 3 * 3, 24), nn.ReLU(), nn.Linear(24, CLASSES),
+    )  # fmt: skip
+
+
+def normalised():
+    """Return BatchNorm with and without a ReLU behind it, and average pooling."""
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 3, padding=1, bias=False), nn.BatchNorm2d(12), nn.ReLU(),
+        nn.Conv2d(12, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.AvgPool2d(3, stride=1, padding=1),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, CLASSES),
+    )  # fmt: skip
+
+
+def separable():
+    """Return depthwise and grouped convolutions, with a multiplier of 2."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1, groups=16), nn.ReLU(),
+        nn.Conv2d(32, 20, (1, 1), groups=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(20, CLASSES),
+    )  # fmt: skip
+
+
+def overlapping():
+    """Return max-pools with overlapping and padded windows, over rectified values and others."""
+    return nn.Sequential(
+        nn.Conv2d(3, 10, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1),
+        nn.Conv2d(10, 12, 3, padding=1), nn.MaxPool2d(3, stride=1, padding=1), nn.ReLU(),
+        nn.MaxPool2d((2, 3), stride=(2, 1)), nn.Flatten(), nn.Linear(12 * 2 * 3, CLASSES),
+    )  # fmt: skip
+
+
+class Residual(nn.Module):
+    """Two residual blocks, one with a 1x1 projection, with values that two and three operators read."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 3, padding=1)
+        self.a, self.norm = nn.Conv2d(12, 12, 3, padding=1, bias=False), nn.BatchNorm2d(12)
+        self.b, self.project = nn.Conv2d(12, 20, 3, stride=2, padding=1), nn.Conv2d(12, 20, 1, stride=2)
+        self.c = nn.Conv2d(20, 20, 1)
+        self.mean, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(20, CLASSES)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        x = nn.functional.relu(x + self.norm(self.a(x)))
+        y = self.b(x) + self.project(x)
+        z = torch.relu(y)
+        y = torch.add(y, self.c(z)) + z
+        return self.head(self.mean(y.relu()).flatten(1))
+
+
+class ZeroBranch(nn.Module):
+    """A residual branch whose BatchNorm starts at scale 0, as residual networks often do, and tiny gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.mean, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(8, CLASSES)
+        nn.init.zeros_(self.norm.weight)
+        nn.init.normal_(self.head.weight, std=1e-5)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        return self.head(self.mean(x + self.norm(x)).flatten(1))
+
+
+def rectified():
+    """Return a linear layer whose ReLU makes the logits."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(300, CLASSES), nn.ReLU())
+
+
+def rectified_and_pooled():
+    """Return a max-pool over rectified values that makes the logits."""
+    return nn.Sequential(nn.Conv2d(3, CLASSES, 9), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+
+
+NETWORKS = {
+    "plain": plain, "normalised": normalised, "separable": separable, "overlapping": overlapping, "residual": Residual,
+}  # fmt: skip
+
+
+CORNERS = {"zero-branch": ZeroBranch, "rectified": rectified, "rectified-and-pooled": rectified_and_pooled}
+"""Networks that hold what few networks do, for the tests of just that."""
+
+
+def build(name, seed=0):
+    """Return a network of `NETWORKS` or `CORNERS`; torch's global generator is as it was."""
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    module = (NETWORKS | CORNERS)[name]()
+    torch.set_rng_state(state)
+    return module
+
+
+def batches(count, size=6, seed=0, image=IMAGE, classes=CLASSES):
+    """Return (images, labels) that can be learned: the label moves the mean of a patch."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        labels = rng.integers(0, classes, size).astype(np.int32)
+        images = rng.standard_normal((size, *image)).astype(np.float32) * 0.5
+        for image_of_label, label in zip(images, labels, strict=True):
+            image_of_label[:, label : label + 4, 2:6] += 1.5
+        made.append((images, labels))
+    return made

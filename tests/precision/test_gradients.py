@@ -1,0 +1,83 @@
+"""Int8 gradients against torch autograd: what the engine descends is close to what FP32 would."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from socflower.precision import ADAPTIVE_FIXED_POINT, EngineSettings, Int8Model, RescalingPolicy
+from socflower.precision.algorithm import BackwardRule
+from tests.precision.networks import CLASSES, IMAGE, NETWORKS, batches, build
+
+ALWAYS = EngineSettings(rescaling=RescalingPolicy(adaptive=False))
+FP32_LOSS = dataclasses.replace(ADAPTIVE_FIXED_POINT, backward=BackwardRule(loss="fp32"))
+
+
+def gradients(module, algorithm=ADAPTIVE_FIXED_POINT, seed=3, rate=1e-3, **more):
+    """Return {name: (int8 engine's gradient, torch's)} on one batch, torch at the weights that int8 stands for."""
+    images, labels = batches(1, size=48, seed=seed)[0]
+    model = Int8Model.from_module(module, input_shape=IMAGE, algorithm=algorithm, settings=ALWAYS, **more)
+    for weight in model.parameters.weights.values():  # the engine computes with rounded weights, so torch does too
+        weight.master[...] = np.ldexp(weight.data.astype(np.float32), weight.exponent)
+    before = model.state_dict()
+    module.load_state_dict(before)
+    module.train()
+    nn.functional.cross_entropy(module(torch.from_numpy(images)), torch.from_numpy(labels).long()).backward()
+    model.train_step(images, labels, learning_rate=rate)
+    after = model.state_dict()
+    return {
+        name: ((before[name].double() - after[name].double()).numpy() / rate, parameter.grad.double().numpy())
+        for name, parameter in module.named_parameters()
+    }
+
+
+def cosine(a, b):
+    return float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()))
+
+
+SWALLOWED = {"separable": {"1.weight", "1.bias"}}
+"""Scale and offset of a BatchNorm that the next one takes back: their gradients cancel but for rounding."""
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm"), [*((name, ADAPTIVE_FIXED_POINT) for name in NETWORKS), ("plain", FP32_LOSS)]
+)
+def test_the_mean_gradient_of_some_batches_points_where_autograd_does(name, algorithm):
+    assert_means_agree(name, algorithm, 0.95 if name in SWALLOWED else 0.98)
+
+
+def assert_means_agree(name, algorithm, least_cosine):
+    """Compare sums over batches: rounding errors are unbiased, so what remains of them is small."""
+    sums = {}
+    for seed in range(6):
+        for parameter, pair in gradients(build(name, seed=1), algorithm, seed=seed).items():
+            sums[parameter] = sums.get(parameter, 0.0) + np.stack(pair)
+    for parameter, (got, expected) in sums.items():
+        if np.abs(expected).max() < 1e-5 or parameter in SWALLOWED.get(name, ()):
+            continue
+        assert cosine(got, expected) > least_cosine, parameter
+        assert np.linalg.norm(got) == pytest.approx(np.linalg.norm(expected), rel=0.15), parameter
+
+
+@pytest.mark.parametrize("name", ["rectified", "rectified-and-pooled"])
+def test_rectified_logits_pass_no_gradient_where_they_are_zero(name):
+    assert_means_agree(name, ADAPTIVE_FIXED_POINT, 0.98)
+
+
+def test_a_residual_branch_of_zeros_leaves_the_gradient_as_it_is():
+    got, expected = gradients(build("zero-branch"), rate=1e3)["stem.weight"]
+    assert np.linalg.norm(got) == pytest.approx(np.linalg.norm(expected), rel=0.2)
+
+
+@pytest.mark.parametrize("make", [nn.GELU, nn.Sigmoid, lambda: nn.GroupNorm(2, 8), lambda: nn.Conv2d(8, 8, 3)])
+def test_an_fp32_operator_in_the_middle_passes_the_gradient_of_autograd(make):
+    torch.manual_seed(2)
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), make(), nn.AvgPool2d(2), nn.Flatten(), nn.LazyLinear(CLASSES)
+    )  # fmt: skip
+    module(torch.zeros(2, *IMAGE))
+    for parameter, (got, expected) in gradients(module, fp32_operators=["2"]).items():
+        assert cosine(got, expected) > 0.98, parameter
+        assert np.linalg.norm(got) == pytest.approx(np.linalg.norm(expected), rel=0.1), parameter
