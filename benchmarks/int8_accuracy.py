@@ -5,7 +5,8 @@
 
 Rows give the accuracy on the whole test set after the last epoch, int8 against FP32, per network, algorithm and
 seed. Every run that is done is kept as a file in out/int8-accuracy/, with its curve, so a cut run goes on where it
-stopped; --fresh starts anew. Needs MNIST and CIFAR-10 in the folder that SOCFLOWER_DATA names.
+stopped; --fresh starts anew, and `--curves FOLDER` also writes all curves there, as JSON and as a picture. Needs
+MNIST and CIFAR-10 in the folder that SOCFLOWER_DATA names.
 """
 
 import json
@@ -185,13 +186,45 @@ def run(quick: bool) -> list[Row]:
                         ok=math.isfinite(runs[name].train_loss[-1]),
                     )
                 )
+    if "--curves" in sys.argv[1:]:
+        write_curves(Path(sys.argv[sys.argv.index("--curves") + 1]))
     return rows
+
+
+def write_curves(folder: Path) -> None:
+    """Write every kept run of the cases, and a picture: test accuracy by epoch, one line per method and seed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    documents = []
+    for case, axes in zip(CASES, figure.subplots(1, len(CASES)), strict=True):
+        for index, method in enumerate((FP32, *case.methods)):
+            for seed in SEEDS:
+                result = kept(case, method, seed)
+                documents.append({**asdict(result), "case": settings_of(case)})
+                label = method if seed == SEEDS[0] else None
+                epochs = range(1, case.epochs + 1)
+                accuracy = [100 * value for value in result.test_accuracy]
+                axes.plot(epochs, accuracy, color=f"C{index}", alpha=0.8, linewidth=1.2, label=label)
+        axes.set_title(f"{case.model}, {case.num_images} images of {case.data}", fontsize=9)
+        axes.set_xlabel("epoch")
+        axes.legend(fontsize=7)
+    figure.axes[0].set_ylabel("% of the test images")
+    figure.axes[0].set_ylim(95, 99.5)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "int8-accuracy-curves.json").write_text(json.dumps(documents, indent=1) + "\n")
+    figure.savefig(folder / "int8-accuracy-curves.svg")
+
+
+def settings_of(case: Case) -> dict[str, object]:
+    """Return what a run's result depends on: all of the case but the other methods."""
+    return {key: value for key, value in asdict(case).items() if key != "methods"}
 
 
 def kept(case: Case, method: str, seed: int) -> Run:
     """Return the run from its file, or train and write the file."""
     path = FOLDER / f"{case.model}-{method.replace(', ', '-').replace(' ', '-')}-seed{seed}.json"
-    settings = {key: value for key, value in asdict(case).items() if key != "methods"}
+    settings = settings_of(case)
     if path.exists():
         document = json.loads(path.read_text())
         if document["case"] == settings:

@@ -60,32 +60,38 @@ class Placement:
         return " -> ".join(f"{side}[{span}]" for (side, _), span in zip(runs, spans, strict=True))
 
 
-def place(latencies: Sequence[OperatorLatency], switch_s: float) -> Placement:
+def place(latencies: Sequence[OperatorLatency], switch_s: float | Sequence[float]) -> Placement:
     """Return the placement of least latency of operators that run one after another.
 
     T[i+1, p] = min over q of T[i, q] + L[i+1, p] + (p != q) * switch_s; the answer is min over p of T[n, p] (F17).
-    Data begin and end on either side at no cost. Ties go to the NPU. Raises InfeasiblePlan, naming it, for an
-    operator that neither side has.
+    `switch_s` is one number, as in the paper, or one for each operator but the last: what crosses after a wide layer
+    takes longer than after a narrow one. Data begin and end on either side at no cost. Ties go to the NPU. Raises
+    InfeasiblePlan, naming it, for an operator that neither side has.
     """
     if not latencies:
         raise ConfigError("placement: there are no operators")
-    if not (switch_s >= 0.0 and math.isfinite(switch_s)):
-        raise ConfigError(f"placement: switch_s must be 0 or more, got {switch_s}")
+    gaps = len(latencies) - 1
+    given = [float(switch_s)] if isinstance(switch_s, int | float) else list(switch_s)
+    switches = given * gaps if isinstance(switch_s, int | float) else given
+    if len(switches) != gaps:
+        raise ConfigError(f"placement: need {gaps} switches between {len(latencies)} operators, got {len(switches)}")
+    for switch in given:
+        if not (switch >= 0.0 and math.isfinite(switch)):
+            raise ConfigError(f"placement: switch_s must be 0 or more, got {switch}")
     for latency in latencies:
         if math.isinf(latency.cpu_s) and math.isinf(latency.npu_s):
             raise InfeasiblePlan(f"{latency.name}: neither the CPU nor the NPU has this operator")
     best: dict[Side, float] = {side: latencies[0].on(side) for side in SIDES}
     came_from: list[dict[Side, Side]] = []
-    for latency in latencies[1:]:
+    for latency, switch in zip(latencies[1:], switches, strict=True):
         reached: dict[Side, float] = {}
         origin: dict[Side, Side] = {}
         for side in SIDES:
             # The own side first, then in order of preference: min keeps the first of equals.
             origins = sorted(SIDES, key=lambda other: (other != side, SIDES.index(other)))
-            origin[side] = min(origins, key=lambda other: best[other] + (switch_s if other != side else 0.0))
-            reached[side] = (
-                best[origin[side]] + latency.on(side) + (switch_s if origin[side] != side else 0.0)
-            )
+            arrival = {other: best[other] + (switch if other != side else 0.0) for other in origins}
+            origin[side] = min(origins, key=arrival.__getitem__)
+            reached[side] = arrival[origin[side]] + latency.on(side)
         came_from.append(origin)
         best = reached
     side = min(SIDES, key=lambda candidate: best[candidate])

@@ -20,12 +20,12 @@ from socflower.precision.rescaling import RescalingPolicy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorProfile:
-    """Latencies of a network's operators for one batch size, of one switch of sides, and the best placement."""
+    """Latencies of a network's operators for one batch size and of switches between them; the best placement."""
 
     batch: int
     kernel: str
     latencies: tuple[OperatorLatency, ...]
-    switch_s: float
+    switches_s: tuple[float, ...]  # after each operator but the last
     placement: Placement
 
 
@@ -40,8 +40,8 @@ def profile_operators(
 ) -> OperatorProfile:
     """Time forward and backward of every operator on both sides, and place the operators.
 
-    An operator that int8 lacks has infinite NPU latency. A ReLU fused into the operator before it counts there. The
-    switch is the mean time of turning a tensor of this network to FP32 and its gradient back.
+    An operator that int8 lacks has infinite NPU latency. A ReLU fused into the operator before it counts there. A
+    switch is the time of turning the tensor between two operators to FP32 and its gradient back to int8.
     """
     # Settled rescaling from the second batch on, and as many threads on both sides.
     settings = replace(settings or EngineSettings(), rescaling=RescalingPolicy(warm_up_batches=1))
@@ -80,19 +80,19 @@ def _profile(
         latencies.append(
             OperatorLatency(name=node.name, cpu_s=fp32_s, npu_s=math.inf if isinstance(node, ir.Fp32) else int8_s)
         )
-    switch_s = statistics.mean(_switch_seconds(node.shape, batch, repeats) for node in model.graph.nodes)
+    switches_s = tuple(_switch_seconds(node.shape, batch, repeats) for node in model.graph.nodes[:-1])
     return OperatorProfile(
         batch=batch,
         kernel=model.kernel,
         latencies=tuple(latencies),
-        switch_s=switch_s,
-        placement=place(latencies, switch_s),
+        switches_s=switches_s,
+        placement=place(latencies, switches_s),
     )
 
 
 def _fp32_seconds(node: ir.Node, graph: ir.Graph, modules: dict[str, nn.Module], batch: int, repeats: int) -> float:
     inputs = [
-        torch.randn(batch, *graph.shape_of(value)).to(memory_format=torch.channels_last).requires_grad_()
+        torch.randn(batch, *graph.shape_of(value)).requires_grad_()  # in the layout that Fp32Operator gives a module
         for value in node.inputs
     ]
 

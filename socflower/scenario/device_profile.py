@@ -54,7 +54,7 @@ def profile_device(
             }
             for latency in operators.latencies
         ],
-        "switch_s": operators.switch_s,
+        "switches_s": list(operators.switches_s),
         "placement": operators.placement.path().replace("npu[", "int8[").replace("cpu[", "fp32["),
         "step_s": operators.placement.latency_s,
         "fp32_step_s": sum(latency.cpu_s for latency in operators.latencies),

@@ -141,8 +141,8 @@ def print_profile(console: Console, document: Mapping[str, Any]) -> None:
                       str(entry["batch_block"] or "all"))
     console.print(table)
     console.print(f"placement: {escape(document['placement'])}", highlight=False)
-    console.print(f"step: {1e3 * document['step_s']:.2f} ms, all in FP32 {1e3 * document['fp32_step_s']:.2f} ms; one "
-                  f"switch of sides {1e3 * document['switch_s']:.3f} ms", highlight=False)
+    console.print(f"step: {1e3 * document['step_s']:.2f} ms, all in FP32 {1e3 * document['fp32_step_s']:.2f} ms; a "
+                  f"switch of sides up to {1e3 * max(document['switches_s'], default=0.0):.3f} ms", highlight=False)
 
 
 def print_findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> None:

@@ -40,6 +40,21 @@ def test_what_the_npu_lacks_runs_on_the_cpu(pairs: list[tuple[float, float]], sw
         assert side == "cpu" or not math.isinf(npu_s)
 
 
+@given(LATENCIES, st.data())
+def test_no_placement_is_quicker_where_switches_differ(pairs: list[tuple[float, float]], data: st.DataObject) -> None:
+    latencies = operators(pairs)
+    gaps = len(latencies) - 1
+    switches = [float(gap) for gap in data.draw(st.lists(st.integers(0, 15), min_size=gaps, max_size=gaps))]
+
+    def total(sides: tuple[str, ...]) -> float:
+        crossed = sum(gap for gap, (a, b) in zip(switches, pairwise(sides), strict=True) if a != b)
+        return cost(latencies, sides, 0.0) + crossed
+
+    placed = place(latencies, switches)
+    best = min(total(sides) for sides in product(SIDES, repeat=len(latencies)))
+    assert placed.latency_s == total(placed.sides) == best
+
+
 def test_costly_switches_keep_an_operator_beside_its_neighbours() -> None:
     pairs = [(9, 1), (1, 2), (9, 1)]  # the middle one is quicker on the CPU, by less than two switches
     assert place(operators(pairs), 5).sides == ("npu", "npu", "npu")
@@ -62,6 +77,8 @@ def test_what_cannot_be_placed_is_refused() -> None:
         place(operators([(1, 1), (math.inf, math.inf)]), 1)
     with pytest.raises(ConfigError, match="switch_s must be 0 or more, got -1"):
         place(operators([(1, 1)]), -1)
+    with pytest.raises(ConfigError, match="need 1 switches between 2 operators, got 3"):
+        place(operators([(1, 1), (1, 1)]), [1.0, 1.0, 1.0])
     with pytest.raises(ConfigError, match="no operators"):
         place([], 1)
     with pytest.raises(ConfigError, match="op: latencies must be 0 or more"):
