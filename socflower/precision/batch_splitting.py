@@ -6,15 +6,13 @@ summed in int32 over its micro-batches and rounded once, so splitting never chan
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from socflower import _int8
 from socflower.precision.graph import Convolution, Graph
+from socflower.precision.timing import median_seconds
 
 CANDIDATES = (0, 32, 16, 8)
 """Images at a time; 0 is the whole batch."""
@@ -76,14 +74,4 @@ def _step_seconds(plan: _int8.Convolution, engine: _int8.Engine, repeats: int) -
         plan.input_gradient(engine, dy, weight, dx, workspace, 12, 1)
         plan.weight_gradient(engine, x, dy, gradient, workspace, True)
 
-    return _median_seconds(step, repeats)
-
-
-def _median_seconds(function: Callable[[], None], repeats: int) -> float:
-    function()
-    seconds = []
-    for _ in range(repeats):
-        start_s = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - start_s)
-    return statistics.median(seconds)
+    return median_seconds(step, repeats)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +15,7 @@ from socflower.precision.algorithm import NITI, TrainingAlgorithm
 from socflower.precision.int8_model import EngineSettings, Int8Model
 from socflower.precision.placement import OperatorLatency, Placement, place
 from socflower.precision.rescaling import RescalingPolicy
+from socflower.precision.timing import median_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +100,7 @@ def _fp32_seconds(node: ir.Node, graph: ir.Graph, modules: dict[str, nn.Module],
         output = _run_fp32(node, modules, inputs)
         torch.autograd.backward(output, torch.ones_like(output))
 
-    return _median_seconds(step, repeats)
+    return median_seconds(step, repeats)
 
 
 def _run_fp32(node: ir.Node, modules: dict[str, nn.Module], inputs: list[torch.Tensor]) -> torch.Tensor:
@@ -129,15 +129,4 @@ def _switch_seconds(shape: ir.Shape, batch: int, repeats: int) -> float:
         real = to_real(data, -7, shape)
         to_int8("switch", torch.from_numpy(real), shape, data)
 
-    return _median_seconds(step, repeats)
-
-
-def _median_seconds(function: object, repeats: int) -> float:
-    assert callable(function)
-    function()
-    seconds = []
-    for _ in range(repeats):
-        start_s = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - start_s)
-    return statistics.median(seconds)
+    return median_seconds(step, repeats)
