@@ -19,6 +19,8 @@ def build(name: str, in_channels: int = 3, image_size: int = 32, seed: int = 1) 
         ("lenet5", 1, 28, 61_706, 10),
         ("vgg11", 3, 32, 9_225_610, 18),
         ("resnet18", 3, 32, 11_173_962, 62),
+        ("vgg-small", 3, 32, 307_498, 14),
+        ("resnet8", 3, 32, 78_042, 29),
         ("mobilenet-v1", 3, 32, 3_217_226, 83),
     ],
 )
@@ -119,7 +121,7 @@ def test_unknown_name_lists_the_known_and_suggests() -> None:
     with pytest.raises(ConfigError, match=r"'vgg12', known are lenet5, .*; did you mean 'vgg11'\?") as caught:
         build("vgg12")
     assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"known are lenet5, vgg11, resnet18, mobilenet-v1$"):
+    with pytest.raises(ConfigError, match=r"known are lenet5, vgg-small, vgg11, resnet8, resnet18, mobilenet-v1$"):
         build("transformer")
 
 
