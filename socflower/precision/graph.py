@@ -217,9 +217,12 @@ def fuse_relu(graph: Graph) -> Graph:
         node = replace(node, inputs=tuple(fused.get(value, value) for value in node.inputs))
         if isinstance(node, Relu):
             before = nodes.get(node.inputs[0])
-            fusable = isinstance(before, Convolution | BatchNorm | Add) and not before.relu
-            if before is not None and fusable and len(graph.consumers(before.name)) == 1:
-                nodes[before.name] = replace(before, relu=True)  # type: ignore[call-arg]
+            if (
+                isinstance(before, Convolution | BatchNorm | Add)
+                and not before.relu
+                and len(graph.consumers(before.name)) == 1
+            ):
+                nodes[before.name] = replace(before, relu=True)
                 fused[node.name] = before.name
                 continue
         nodes[node.name] = node

@@ -15,11 +15,9 @@ import torch
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
+from socflower._int8 import MAX_EXACT_DEPTH
 from socflower.errors import ConfigError
 from socflower.precision import graph as ir
-
-MAX_EXACT_DEPTH = 131_071
-"""Products of int8 that a sum in int32 surely holds; _int8.MAX_EXACT_DEPTH."""
 
 MAX_WINDOW = 256
 """Pixels of a pooling window: the engine keeps the place of a maximum in a byte."""
