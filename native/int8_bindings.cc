@@ -14,6 +14,7 @@
 
 #include "buffer.h"
 #include "convolution.h"
+#include "gemm.h"
 #include "kernel_choice.h"
 #include "layers.h"
 #include "paths/registry.h"

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "convolution.h"
+#include "gemm.h"
 #include "kernel_test.h"
 #include "layers.h"
 
