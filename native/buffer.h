@@ -78,6 +78,8 @@ class Array {
   Array& operator=(const Array&) = delete;
 
   T* data() const { return static_cast<T*>(view_.buf); }
+  int ndim() const { return view_.ndim; }
+  const Py_ssize_t* shape() const { return view_.shape; }
   std::size_t size() const { return static_cast<std::size_t>(view_.len) / sizeof(T); }
 
   template <typename U>

@@ -18,6 +18,7 @@
 #include "kernel_choice.h"
 #include "layers.h"
 #include "paths/registry.h"
+#include "weight_exchange.h"
 #include "reference.h"
 
 namespace nb = nanobind;
@@ -454,6 +455,56 @@ void bound_quantise(Engine& engine, nb::handle x_, nb::handle out_, int exponent
   quantise(engine.path, engine.pool, x.data(), out.data(), x.size(), exponent);
 }
 
+// The float32 side of an exchange of weights: (outs, kernel height, kernel width, in) for the engine's `inside`.
+template <typename T>
+struct WeightShape {
+  WeightShape(const Array<T>& inside, const Py_ssize_t* shape, nb::handle outside_, bool writable)
+      : outs(outs_of(outside_)),
+        depth(std::int64_t(shape[0]) * shape[1] * shape[2]),
+        stride(static_cast<int>(shape[3])),
+        outside(outside_, "outside", writable, {outs, shape[0], shape[1], shape[2]}) {
+    if (stride != channel_stride(static_cast<int>(outs))) {
+      refuse(inside.name() + ": has room for " + std::to_string(stride) + " channels, outside has " +
+             std::to_string(outs) + ", which need " + std::to_string(channel_stride(static_cast<int>(outs))));
+    }
+    outside.require_apart_from(inside);
+  }
+
+  static Py_ssize_t outs_of(nb::handle object) {
+    const Array<float> any(object, "outside", false);
+    if (any.ndim() != 4) refuse("outside: need 4 dimensions (outs, kernel height, kernel width, in)");
+    return any.shape()[0];
+  }
+
+  const Py_ssize_t outs;
+  const std::int64_t depth;
+  const int stride;
+  const Array<float> outside;
+};
+
+template <typename T>
+const Py_ssize_t* require_4d(const Array<T>& inside) {
+  if (inside.ndim() != 4) refuse(inside.name() + ": need 4 dimensions (kernel height, kernel width, in, stride)");
+  return inside.shape();
+}
+
+void bound_round_weights(Engine& engine, nb::handle outside_, nb::handle out_, int exponent, std::uint32_t seed) {
+  const Array<std::int8_t> out(out_, "out", true);
+  const WeightShape<std::int8_t> s(out, require_4d(out), outside_, false);
+  if (exponent < -100 || exponent > 100) refuse("exponent: need -100 to 100, got " + std::to_string(exponent));
+  nb::gil_scoped_release release;
+  round_weights(engine.path, engine.pool, s.outside.data(), out.data(), static_cast<int>(s.outs), s.depth, s.stride,
+                exponent, seed);
+}
+
+void bound_export_gradient(Engine& engine, nb::handle gradient_, nb::handle outside_, float scale) {
+  const Array<std::int32_t> gradient(gradient_, "gradient", false);
+  const WeightShape<std::int32_t> s(gradient, require_4d(gradient), outside_, true);
+  if (!std::isfinite(scale)) refuse("scale: need a finite number");
+  nb::gil_scoped_release release;
+  export_gradient(engine.pool, gradient.data(), s.outside.data(), static_cast<int>(s.outs), s.depth, s.stride, scale);
+}
+
 float bound_max_magnitude(nb::handle x_) {
   const Array<float> x(x_, "x", false);
   nb::gil_scoped_release release;
@@ -603,6 +654,10 @@ NB_MODULE(_int8, m) {
         nb::arg("convolution"));
   m.def("quantise", &bound_quantise, nb::arg("engine"), nb::arg("x"), nb::arg("out"), nb::arg("exponent"),
         "Nearest int8 of x / 2^exponent, half to even, saturated at +-127.");
+  m.def("round_weights", &bound_round_weights, nb::arg("engine"), nb::arg("outside"), nb::arg("out"),
+        nb::arg("exponent"), nb::arg("seed"), "Int8 of outside / 2^exponent, up or down at random without bias.");
+  m.def("export_gradient", &bound_export_gradient, nb::arg("engine"), nb::arg("gradient"), nb::arg("outside"),
+        nb::arg("scale"), "outside = gradient * scale, from the engine's layout to that of channels-last weights.");
   m.def("max_magnitude", &bound_max_magnitude, nb::arg("x"), "Largest |x|; infinity if any is not finite.");
   m.def("softmax_gradient", &bound_softmax_gradient, nb::arg("logits"), nb::arg("exponent"), nb::arg("labels"),
         nb::arg("out"), nb::arg("classes"), nb::arg("rounding") = 0);

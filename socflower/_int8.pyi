@@ -243,6 +243,15 @@ def patch_images_bytes(convolution: Convolution) -> int:
 def quantise(engine: Engine, x: _Array, out: _Array, exponent: int) -> None:
     """Write the nearest int8 of x / 2^exponent, half to even, saturated at +-127."""
 
+def round_weights(engine: Engine, outside: _Array, out: _Array, exponent: int, seed: int) -> None:
+    """Write float32 weights (outs, kernel height, kernel width, in) / 2^exponent as an int8 weight.
+
+    Each is rounded down or up at random, so that its expectation is exact; `seed` and its index decide which.
+    """
+
+def export_gradient(engine: Engine, gradient: _Array, outside: _Array, scale: float) -> None:
+    """Write an int32 weight gradient times `scale` as float32 (outs, kernel height, kernel width, in)."""
+
 def max_magnitude(x: _Array) -> float:
     """Return the largest magnitude of float32 values; infinity if any is not finite."""
 

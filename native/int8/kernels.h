@@ -97,6 +97,10 @@ struct Path {
                         Rounding rounding);
   // dst[i] = nearest int8 of src[i] * scale, half to even, saturated at +-127.
   void (*quantise)(const float* src, std::int8_t* dst, std::size_t size, float scale);
+  // dst[i] = src[i] * scale rounded up if random24(index + i, seed) / 2^24 is below its fraction, else down;
+  // saturated at +-127, 0 for a NaN.
+  void (*quantise_at_random)(const float* src, std::int8_t* dst, std::size_t size, float scale, std::uint32_t index,
+                             std::uint32_t seed);
 
   // One output pixel of a pooling window: x[s] are `size` int8 of the valid taps, tap[s] their index. First
   // maximum wins.

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "kernel_test.h"
+#include "random24.h"
 
 namespace socflower::int8::test {
 namespace {
@@ -153,6 +154,16 @@ void quantise(const Path& path, Checker& check) {
       }
       path.quantise(src.data(), got.data(), size, scale);
       check.equal("quantise", expected.data(), got.data(), size, "size %zu, scale %g", size, double(scale));
+      const auto index = static_cast<std::uint32_t>(random.next()), seed = static_cast<std::uint32_t>(random.next());
+      for (std::size_t i = 0; i < size; ++i) {
+        const float x = std::isnan(src[i]) ? 0.0f : std::clamp(src[i] * scale, -127.0f, 127.0f);
+        const double down = std::floor(double(x));
+        const double chance = random24(index + static_cast<std::uint32_t>(i), seed) / 16777216.0;
+        expected[i] = static_cast<std::int8_t>(down + (chance < x - down ? 1 : 0));
+      }
+      path.quantise_at_random(src.data(), got.data(), size, scale, index, seed);
+      check.equal("quantise_at_random", expected.data(), got.data(), size, "size %zu, scale %g, index %u, seed %u", size,
+                  double(scale), index, seed);
     }
 }
 

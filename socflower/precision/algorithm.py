@@ -75,6 +75,16 @@ class Fp32Update:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OutsideUpdate:
+    """The weights belong to a trainer outside (F12): it hands them in, and gets their gradients out.
+
+    The int8 weights are its own, rounded up or down at random so that their expectation is exact: to the nearest, a
+    master that moves by less than half a quantum would not move the int8 weight at all. Nothing changes here but
+    BatchNorm's running statistics.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingAlgorithm:
     """A mixed-precision training algorithm: operator translation, backward rule, weight type, update rule.
 
@@ -86,12 +96,12 @@ class TrainingAlgorithm:
     forward: OperatorTranslation
     backward: BackwardRule
     weight: Literal["int8", "fp32"]
-    update: IntegerUpdate | Fp32Update
+    update: IntegerUpdate | Fp32Update | OutsideUpdate
 
     def __post_init__(self) -> None:
         if (self.weight == "int8") != isinstance(self.update, IntegerUpdate):
             raise ConfigError(
-                f"algorithm {self.name}: int8 weights take an IntegerUpdate, fp32 weights an Fp32Update"
+                f"algorithm {self.name}: int8 weights take an IntegerUpdate, fp32 weights another update"
             )
 
 
@@ -113,6 +123,15 @@ ADAPTIVE_FIXED_POINT = TrainingAlgorithm(
 )
 """Zhang et al. 2020: int8 forward and backward, FP32 weights behind them."""
 
+HANDED_OUT_GRADIENTS = TrainingAlgorithm(
+    name="handed-out-gradients",
+    forward=OperatorTranslation(rounding=Rounding.NEAREST),
+    backward=BackwardRule(rounding=Rounding.PSEUDO_STOCHASTIC, loss="integer"),
+    weight="fp32",
+    update=OutsideUpdate(),
+)
+"""Forward and backward as the others, for mixed-precision training; see `OutsideUpdate`."""
+
 ALGORITHMS: dict[str, TrainingAlgorithm] = {a.name: a for a in (NITI, ADAPTIVE_FIXED_POINT)}
 
 
@@ -128,4 +147,5 @@ def int8_algorithm(
         raise ConfigError(f"int8 algorithm {name!r} is unknown, known are {', '.join(ALGORITHMS)}")
     if isinstance(algorithm.update, Fp32Update):
         return replace(algorithm, update=replace(algorithm.update, momentum=momentum))
+    assert isinstance(algorithm.update, IntegerUpdate)
     return replace(algorithm, update=replace(algorithm.update, bits=gradient_bits))

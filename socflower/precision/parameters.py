@@ -22,13 +22,15 @@ MAX_WEIGHT_EXPONENT = 200
 class Weight:
     """Weight of a convolution, (kh, kw, in/groups, channel stride of out) int8 with one exponent.
 
-    `master` and `velocity` (same shape, float32) exist under algorithms with FP32 weights.
+    `master` and `velocity` (same shape, float32) exist under algorithms with FP32 weights, `gradient` under an
+    outside update, where it is (out, kh, kw, in/groups).
     """
 
     data: npt.NDArray[np.int8]
     exponent: int
     master: FloatArray | None = None
     velocity: FloatArray | None = None
+    gradient: FloatArray | None = None
 
 
 @dataclass(slots=True)
@@ -37,6 +39,7 @@ class Vector:
 
     data: FloatArray
     velocity: FloatArray | None = None
+    gradient: FloatArray | None = None
 
 
 @dataclass(slots=True)

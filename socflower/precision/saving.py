@@ -16,6 +16,7 @@ from socflower.precision.algorithm import (
     Fp32Update,
     IntegerUpdate,
     OperatorTranslation,
+    OutsideUpdate,
     Rounding,
     TrainingAlgorithm,
 )
@@ -29,6 +30,8 @@ def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Par
     """Write the file under a temporary name and rename it, so that a cut leaves the old file."""
     if any(node.kind == "fp32" for node in graph.nodes):
         raise ConfigError("save: operators on the FP32 side belong to their torch module; save its state_dict instead")
+    if isinstance(algorithm.update, OutsideUpdate):
+        raise ConfigError("save: these weights belong to the trainer that hands them in; save its model instead")
     header = {
         "schema": SCHEMA,
         "graph": graph.to_json(),

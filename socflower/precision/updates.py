@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from socflower import _int8
 from socflower.errors import TrainingFailed
-from socflower.precision.algorithm import Fp32Update, IntegerUpdate, TrainingAlgorithm
+from socflower.precision.algorithm import Fp32Update, IntegerUpdate, OutsideUpdate, TrainingAlgorithm
 from socflower.precision.fixed_point import exponent_for, shift_for
 from socflower.precision.parameters import Vector, Weight
 from socflower.precision.rounding_out import MAX_EXPONENT, MAX_SHIFT
@@ -28,6 +28,8 @@ def update_weight(
 ) -> None:
     """Change `weight` by an int32 gradient whose real value is gradient * gradient_scale.
 
+    Under an outside update only `weight.gradient` changes: it becomes `learning_rate` times the gradient.
+
     `largest` is the gradient's largest magnitude; `scratch` holds as many float32 as the weight. Raises
     TrainingFailed, with `name`, when FP32 weights have diverged.
     """
@@ -35,6 +37,10 @@ def update_weight(
     if isinstance(rule, IntegerUpdate):
         shift = min(MAX_SHIFT, shift_for(largest, rule.bits_at(progress)))
         _int8.update_weight(engine, weight.data, gradient, shift, rule.rounding)
+        return
+    if isinstance(rule, OutsideUpdate):
+        assert weight.gradient is not None
+        _int8.export_gradient(engine, gradient, weight.gradient, gradient_scale * learning_rate)
         return
     assert weight.master is not None
     step = scratch[: gradient.size].reshape(gradient.shape)
@@ -50,8 +56,12 @@ def update_weight(
 def update_vector(
     algorithm: TrainingAlgorithm, vector: Vector, gradient: npt.NDArray[np.float32], learning_rate: float
 ) -> None:
-    """Change a vector by plain SGD, with the momentum of an FP32 update."""
+    """Change a vector by plain SGD, with the momentum of an FP32 update; or hand out the gradient, as for weights."""
     rule = algorithm.update
+    if isinstance(rule, OutsideUpdate):
+        assert vector.gradient is not None
+        np.multiply(gradient, np.float32(learning_rate), out=vector.gradient)
+        return
     _descend(vector.data, vector, gradient, learning_rate, rule.momentum if isinstance(rule, Fp32Update) else 0.0)
 
 

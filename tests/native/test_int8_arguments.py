@@ -57,6 +57,8 @@ SHIFTS = (-1, 31, 32, 2**31, -(2**31), 2**70, 1.5, "3", None)
 ROUNDINGS = (-1, 2, 7, 2**40, "nearest", None)
 ROUNDED = {"shift": SHIFTS, "rounding": ROUNDINGS}
 EXPONENTS = {"exponent": (-101, 101, 2**31, -(2**63), 0.5, "0", None)}
+SEEDS = (-1, 2**32, 2**70, 0.5, "0", None)
+SCALES = (float("nan"), float("inf"), -float("inf"), 1e39, -1e300, "1", None)
 MULTIPLIERS = (-1, 2**31 // (128 * 9) + 1, 2**31 - 1, -(2**31), 2**40, None)
 WORKSPACE = ((CONVOLUTION.workspace_bytes(ENGINE),), np.uint8)
 X, DY, W = (6, 5, 4, 32), (6, 5, 4, 48), (3, 3, 20, 48)
@@ -189,6 +191,20 @@ CALLS = {
         EXPONENTS,
         any_shape=(*ELEMENTWISE, "x"),
     ),
+    "round_weights": Call(
+        _int8.round_weights,
+        {"outside": RNG.standard_normal((33, 3, 3, 20)).astype(np.float32)},
+        {"out": (W, np.int8)},
+        {"exponent": -5, "seed": 2**32 - 1},
+        {**EXPONENTS, "seed": SEEDS},
+    ),
+    "export_gradient": Call(
+        _int8.export_gradient,
+        {"gradient": wide(2**30, *W)},
+        {"outside": ((33, 3, 3, 20), np.float32)},
+        {"scale": 2.0**-20},
+        {"scale": SCALES},
+    ),
     "softmax_gradient": Call(
         _int8.softmax_gradient,
         {"logits": signed(1, 1, 9, 16), "labels": RNG.integers(0, 10, 9).astype(np.int32)},
@@ -283,8 +299,13 @@ def test_a_spoilt_array_is_refused_by_name_and_harms_nothing(data):
     arguments[which], kind = spoilt(data.draw, call, which, arguments[which])
     if which == "workspace" and kind in ("larger", "flattened", "transposed"):
         return  # as good as the one asked for
+    if which == "outside" and kind == "larger":
+        return  # as good: the stride has room for one more channel
+    before = {key: array.copy() for key, array in arguments.items() if key in call.outputs and key != which}
     with pytest.raises(REFUSALS) as caught:
         call.run(arguments)
+    for key, array in before.items():
+        np.testing.assert_array_equal(arguments[key], array, f"{key} was written to")
     message = str(caught.value)
     if kind in ("smaller", "empty", "larger"):  # sizes disagree: either of the two may be called wrong
         assert any(argument in message for argument in (*call.inputs, *call.outputs)), message
@@ -357,6 +378,75 @@ def test_an_output_that_shares_memory_is_refused(name, out, other):
     with pytest.raises(ValueError, match=f"({out} shares memory with {other}|{other} shares memory with {out})"):
         call.run(arguments)
     assert_still_right(name)
+
+
+EXCHANGES = ("round_weights", "export_gradient")
+
+
+def exchange(name, **changes):
+    """Return (arguments, the one that is written) of an exchange of weights; zeros where shapes are given."""
+    arguments = CALLS[name].arguments()
+    for key, value in changes.items():
+        arguments[key] = np.zeros(value, arguments[key].dtype) if isinstance(value, tuple) else value
+    return arguments, next(iter(CALLS[name].outputs))
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("outs", [1, 32, 49, 64])
+def test_weights_of_another_number_of_channels_than_the_stride_holds_are_refused_in_one_line(name, outs):
+    arguments, written = exchange(name, outside=(outs, 3, 3, 20))
+    before = arguments[written].copy()
+    with pytest.raises(ValueError, match=rf"has room for 48 channels, outside has {outs}, which need") as caught:
+        CALLS[name].run(arguments)
+    assert "\n" not in str(caught.value)
+    np.testing.assert_array_equal(arguments[written], before)
+    assert_still_right(name)
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("outs", [33, 40, 48])
+def test_the_stride_holds_any_number_of_channels_of_its_last_block(name, outs):
+    CALLS[name].run(exchange(name, outside=(outs, 3, 3, 20))[0])
+    assert_still_right(name)
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize(
+    "shape",
+    [(), (33,), (33, 180), (33, 20, 3, 3), (33, 3, 20, 3), (33, 3, 3, 21), (33, 3, 3, 20, 1), (1, 33, 3, 3, 20)],
+)
+def test_weights_of_another_shape_or_memory_order_are_refused_in_one_line(name, shape):
+    arguments, written = exchange(name, outside=shape)
+    before = arguments[written].copy()
+    with pytest.raises(ValueError, match=r"outside: need (shape \(33, 3, 3, 20\)|4 dimensions)") as caught:
+        CALLS[name].run(arguments)
+    assert "\n" not in str(caught.value)
+    np.testing.assert_array_equal(arguments[written], before)
+    assert_still_right(name)
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("empty", [(0, 3, 20), (3, 0, 20), (3, 3, 0)])
+def test_weights_of_no_depth_are_exchanged_for_nothing(name, empty):
+    inside = "out" if name == "round_weights" else "gradient"
+    CALLS[name].run(exchange(name, outside=(33, *empty), **{inside: (*empty, 48)})[0])
+    assert_still_right(name)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf"), 1e39])
+def test_a_scale_that_is_no_float32_is_refused_and_nothing_is_written(scale):
+    arguments, written = exchange("export_gradient", scale=scale)
+    with pytest.raises(ValueError, match=r"^scale: need a finite number$"):
+        CALLS["export_gradient"].run(arguments)
+    assert (arguments[written] == 7.0).all()
+
+
+@pytest.mark.parametrize("exponent", [-101, 101])
+def test_an_exponent_that_float32_may_not_scale_by_is_refused_and_nothing_is_written(exponent):
+    arguments, written = exchange("round_weights", exponent=exponent)
+    with pytest.raises(ValueError, match=rf"^exponent: need -100 to 100, got {exponent}$"):
+        CALLS["round_weights"].run(arguments)
+    assert (arguments[written] == 7).all()
 
 
 @pytest.mark.parametrize("name", ["forward", "weight_gradient", "gemm"])

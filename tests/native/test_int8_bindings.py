@@ -300,6 +300,122 @@ def test_quantise_equals_numpy_on_every_path(batch, channels, height, width, exp
         np.testing.assert_array_equal(out, nk.quantise(flat, exponent))
 
 
+def random24(index, seed):
+    """Return the numbers of native/int8/random24.h, in 0..2^24 - 1, from integers that cannot overflow."""
+    x = (np.asarray(index, np.uint64) * np.uint64(0x9E3779B1) + np.uint64(seed)) % np.uint64(2**32)
+    x = (x ^ (x >> np.uint64(16))) * np.uint64(0x85EBCA6B) % np.uint64(2**32)
+    x = (x ^ (x >> np.uint64(13))) * np.uint64(0xC2B2AE35) % np.uint64(2**32)
+    return (x ^ (x >> np.uint64(16))) >> np.uint64(8)
+
+
+def rounded_at_random(real, exponent, seed):
+    """Return the int8 weight (kh, kw, in, stride) of float32 (out, kh, kw, in), in float64."""
+    inside = padded(np.clip(real.astype(np.float64) / 2.0**exponent, -127, 127).transpose(1, 2, 3, 0), np.float64)
+    down = np.floor(inside)
+    return down + (random24(np.arange(inside.size), seed).reshape(inside.shape) / 2.0**24 < inside - down)
+
+
+def round_weights(which, real, exponent, seed):
+    """Return what `_int8.round_weights` writes over nines."""
+    out = np.full((*real.shape[1:], stride_of(len(real))), 9, np.int8)
+    _int8.round_weights(which, real, out, exponent, seed)
+    return out
+
+
+weight_shapes = st.tuples(st.integers(1, 40), st.integers(1, 3), st.integers(1, 3), st.integers(1, 40))
+
+
+@many
+@given(weight_shapes, st.integers(-60, 60), seeds)
+def test_random_rounding_equals_numpy_on_every_path_and_number_of_threads(shape, exponent, seed):
+    rng = np.random.default_rng(seed)
+    real = np.ldexp(rng.uniform(-130, 130, shape), exponent).astype(np.float32)
+    real[rng.random(shape) < 0.05] = 0.0
+    expected = rounded_at_random(real, exponent, seed)
+    for which in all_engines():
+        np.testing.assert_array_equal(round_weights(which, real, exponent, seed), expected)
+
+
+@many
+@given(weight_shapes, st.integers(-60, 60), seeds)
+def test_random_rounding_is_within_a_quantum_keeps_exact_values_and_leaves_the_padding_zero(shape, exponent, seed):
+    rng = np.random.default_rng(seed)
+    real = np.ldexp(rng.uniform(-127, 127, shape), exponent).astype(np.float32)
+    exact = rng.random(shape) < 0.5
+    real[exact] = np.rint(np.ldexp(real[exact], -exponent)) * np.float32(2.0**exponent)
+    got = np.ldexp(unpadded(round_weights(engine(KERNELS[-1]), real, exponent, seed), shape[0]), exponent)
+    got = got.transpose(3, 0, 1, 2)
+    np.testing.assert_array_equal(got[exact], real[exact])
+    assert (np.abs(got - real.astype(np.float64)) < 2.0**exponent).all()
+
+
+def test_random_rounding_has_the_value_as_its_expectation():
+    """Over seeds, for fractions on either side of a half and of zero: within Bernstein's bound, e^-15 a value."""
+    num_seeds = 3000
+    fractions = np.array([2.0**-24, 0.001, 0.1, 0.25, 0.4999, 0.5, 0.75, 0.999])
+    values = np.concatenate([whole + sign * fractions for whole in (0, 1, -3, 125) for sign in (1, -1)])
+    real = np.float32(values).reshape(-1, 1, 1, 1)
+    out = np.empty((1, 1, 1, stride_of(len(real))), np.int8)
+    total = np.zeros(len(values))
+    for seed in range(num_seeds):
+        _int8.round_weights(engine("portable"), real, out, 0, seed)
+        total += out[0, 0, 0, : len(values)]
+    variance = (real - np.floor(real)) * (1 - (real - np.floor(real)))
+    bound = np.sqrt(2 * variance * 15 / num_seeds) + 2 * 15 / (3 * num_seeds)
+    assert (np.abs(total / num_seeds - real.ravel()) <= bound.ravel()).all()
+
+
+@pytest.mark.parametrize("value", [0.3, -0.3, -0.7, 0.5])
+def test_random_rounding_has_the_value_as_its_mean_over_a_weight(value):
+    """As test_random_rounding_has_the_value_as_its_expectation, but over the elements of one weight of one seed."""
+    real = np.full((64, 3, 3, 100), value, np.float32)
+    for seed in (0, 1, 2**32 - 1):
+        got = round_weights(engine(KERNELS[-1]), real, 0, seed)
+        assert abs(got.mean() - value) < 5 * np.sqrt(0.25 / real.size)
+
+
+def test_seeds_that_follow_one_another_round_independently():
+    real = np.full((64, 1, 1, 500), 0.5, np.float32)
+    rounds = np.array([round_weights(engine(KERNELS[-1]), real, 0, seed).ravel() for seed in range(20)], np.float64)
+    correlations = np.corrcoef(rounds)[np.triu_indices(len(rounds), 1)]
+    assert np.abs(correlations).max() < 5 / np.sqrt(real.size)
+    one = rounds[0] - rounds[0].mean()
+    for lag in range(1, 65):  # nor do neighbours
+        assert abs((one[lag:] * one[:-lag]).mean()) < 0.25 * 5 / np.sqrt(real.size)
+
+
+def test_random_rounding_saturates_and_takes_a_nan_for_zero():
+    real = np.array([1e30, -1e30, np.inf, -np.inf, np.nan, 127.5, -127.5, 200, 1e-45], np.float32).reshape(-1, 1, 1, 1)
+    for kernel in KERNELS:
+        out = round_weights(engine(kernel), real, 0, 3)
+        assert out[0, 0, 0].tolist() == [127, -127, 127, -127, 0, 127, -127, 127, *[0] * 8]
+
+
+@many
+@given(weight_shapes, seeds)
+def test_an_exported_gradient_is_the_transposed_one_times_the_scale(shape, seed):
+    """Bit for bit in float32, whatever the padding of the channels holds."""
+    rng = np.random.default_rng(seed)
+    gradient = rng.integers(-(2**31), 2**31, (*shape[1:], stride_of(shape[0]))).astype(np.int32)
+    scale = np.float32(rng.choice([2.0**-30, 1e-6, -0.3, 0.0, 1e28]))
+    expected = (gradient[..., : shape[0]].astype(np.float32) * scale).transpose(3, 0, 1, 2)
+    for which in all_engines():
+        outside = np.full(shape, 9, np.float32)
+        _int8.export_gradient(which, gradient, outside, float(scale))
+        np.testing.assert_array_equal(outside, expected)
+
+
+@many
+@given(weight_shapes, seeds)
+def test_exporting_undoes_the_rounding_of_exact_weights(shape, seed):
+    rng = np.random.default_rng(seed)
+    real = np.ldexp(rng.integers(-127, 128, shape), -5).astype(np.float32)
+    for which in all_engines():
+        back = np.full(shape, 9, np.float32)
+        _int8.export_gradient(which, round_weights(which, real, -5, seed).astype(np.int32), back, 2.0**-5)
+        np.testing.assert_array_equal(back, real)
+
+
 def test_a_convolution_over_patches_is_the_convolution():
     rng = np.random.default_rng(5)
     images = rng.standard_normal((4, 3, 9, 8)).astype(np.float32)

@@ -67,5 +67,5 @@ def test_a_momentum_lies_in_0_to_1(momentum):
 def test_weights_and_update_must_fit():
     with pytest.raises(ConfigError, match="int8 weights take an IntegerUpdate"):
         dataclasses.replace(NITI, update=Fp32Update())
-    with pytest.raises(ConfigError, match="fp32 weights an Fp32Update"):
+    with pytest.raises(ConfigError, match="fp32 weights another update"):
         dataclasses.replace(ADAPTIVE_FIXED_POINT, update=IntegerUpdate())

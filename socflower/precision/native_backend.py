@@ -1,0 +1,88 @@
+"""The integer kernels of this package as an accelerator: a CPU core that stands in for the NPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from socflower.errors import ConfigError
+from socflower.precision.algorithm import HANDED_OUT_GRADIENTS, IntegerUpdate, OutsideUpdate, TrainingAlgorithm
+from socflower.precision.int8_backend import Arrays, FloatArray, Int8Backend
+from socflower.precision.int8_model import EngineSettings, Int8Model, StepResult
+from socflower.precision.outside_weights import start_gradients, take_weights
+
+if TYPE_CHECKING:
+    import torch
+
+
+class NativeInt8Backend(Int8Backend):
+    """Int8 training on the CPU.
+
+    By default it hands out the gradient that int8 arithmetic gives. With NITI it makes NITI's integer step on the
+    rounded weights, and what it hands out is the difference, rounding noise included: the merge of SoCFlow+ to the
+    letter.
+    """
+
+    def __init__(
+        self, algorithm: TrainingAlgorithm = HANDED_OUT_GRADIENTS, settings: EngineSettings | None = None
+    ) -> None:
+        if not isinstance(algorithm.update, OutsideUpdate | IntegerUpdate):
+            raise ConfigError(
+                f"mixed precision: the FP32 masters of {algorithm.name} live in the trainer; use niti or the default"
+            )
+        self._algorithm, self._settings = algorithm, settings or EngineSettings()
+        self._model: Int8Model | None = None
+        self._gradients: dict[str, FloatArray] = {}
+        self._loaded_seed: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The kernel path that runs."""
+        return f"CPU int8, {self._built.kernel}" if self._model else "CPU int8"
+
+    @property
+    def _built(self) -> Int8Model:
+        if self._model is None:
+            raise ConfigError("int8 backend: call build before anything else")
+        return self._model
+
+    def build(self, module: torch.nn.Module, input_shape: tuple[int, int, int]) -> None:
+        """Trace the module; see `Int8Backend.build`."""
+        self._model = Int8Model.from_module(
+            module, input_shape=input_shape, algorithm=self._algorithm, settings=self._settings
+        )
+        self._loaded_seed = None
+        if isinstance(self._algorithm.update, OutsideUpdate):
+            self._gradients = start_gradients(self._model.graph, self._model.parameters)
+
+    def load_weights(self, weights: Arrays, *, seed: int) -> None:
+        """Round the weights; the pass is left out where they were loaded with this seed and no step moved them."""
+        model = self._built
+        if seed == self._loaded_seed and self._gradients:
+            return
+        self._loaded_seed = None  # where taking them fails, some are of this load and some of the one before
+        take_weights(model.graph, model.parameters, model.engine, weights, seed)
+        self._loaded_seed = seed
+
+    def train_step(
+        self, images: FloatArray, labels: npt.NDArray[np.int32], *, learning_rate: float, progress: float
+    ) -> StepResult:
+        """Do one step; see `Int8Backend.train_step`."""
+        # Handed-out gradients are means over the batch, of weight 1; an integer step has bits, not a rate.
+        rate = 1.0 if self._gradients else learning_rate
+        return self._built.train_step(images, labels, learning_rate=rate, progress=progress)
+
+    def weights(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the int8 weights as float32; under handed-out gradients those that were loaded."""
+        return self._built.arrays()
+
+    def predict(self, images: FloatArray) -> npt.NDArray[np.float64]:
+        """Return logits; see `Int8Backend.predict`."""
+        return self._built.predict(images)
+
+    def pseudo_gradient(self, loaded: Arrays, *, learning_rate: float) -> Mapping[str, FloatArray]:
+        """Return the gradient itself where the engine hands it out; see `Int8Backend.pseudo_gradient`."""
+        return self._gradients or super().pseudo_gradient(loaded, learning_rate=learning_rate)

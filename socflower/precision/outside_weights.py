@@ -1,0 +1,106 @@
+"""Weights that come from a trainer outside, and gradients that leave to it (F12)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from socflower import _int8
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.precision.fixed_point import channel_stride, exponent_for
+from socflower.precision.graph import BatchNorm, Convolution, Graph
+from socflower.precision.parameters import FloatArray, Parameters
+from socflower.precision.rounding_out import MAX_EXPONENT
+
+_SEED_STEP = 0x7FEB352D
+"""Between the seeds of two layers, so that they do not round alike.
+
+Not the factor of `random24`: under it a layer would have the numbers of the one before, an element on. Under this
+one the numbers of any two of 200 layers are 18 million elements apart.
+"""
+
+
+def take_weights(
+    graph: Graph, parameters: Parameters, engine: _int8.Engine, state: Mapping[str, npt.NDArray[np.generic]], seed: int
+) -> None:
+    """Replace the parameters by those of a torch state_dict; weights are rounded up or down at random.
+
+    Which way a weight goes depends on `seed` alone. Running statistics that `state` leaves out stay as they are.
+    Raises ConfigError on a missing or misshapen array, TrainingFailed where one is not finite.
+    """
+    for index, node in enumerate(graph.nodes):
+        if isinstance(node, Convolution):
+            name = f"{node.name}.weight"
+            weight = parameters.weights[name]
+            kernel_h, kernel_w, in_channels, _ = weight.data.shape
+            shape: tuple[int, ...] = (node.shape[0], in_channels, kernel_h, kernel_w)
+            if node.linear:
+                shape = (node.shape[0], in_channels * kernel_h * kernel_w)
+            outside = as_channels_last(_array(state, name, shape), weight.data.shape, node.shape[0])
+            largest = _int8.max_magnitude(outside)
+            if not largest <= 2.0**MAX_EXPONENT:
+                raise TrainingFailed(f"{name}: a weight has reached {largest:.3g}; lower the learning rate")
+            weight.exponent = max(exponent_for(largest), -MAX_EXPONENT)
+            _int8.round_weights(
+                engine, outside, weight.data, weight.exponent, (seed + index * _SEED_STEP) % 2**32
+            )
+        elif isinstance(node, BatchNorm):
+            for part in ("running_mean", "running_var"):
+                if f"{node.name}.{part}" in state:
+                    _fill(parameters, f"{node.name}.{part}", state, node.shape[0])
+        for part in _trained_vectors(node):
+            _fill(parameters, f"{node.name}.{part}", state, node.shape[0])
+
+
+def start_gradients(graph: Graph, parameters: Parameters) -> dict[str, FloatArray]:
+    """Give every trained parameter a gradient of zeros; return them by name.
+
+    They are views: what later steps add is seen in them. A weight's is (out, in, kh, kw), channels-last in memory,
+    also that of a linear layer.
+    """
+    views: dict[str, FloatArray] = {}
+    for node in graph.nodes:
+        if isinstance(node, Convolution):
+            weight = parameters.weights[f"{node.name}.weight"]
+            kernel_h, kernel_w, in_channels, _ = weight.data.shape
+            weight.gradient = np.zeros((node.shape[0], kernel_h, kernel_w, in_channels), dtype=np.float32)
+            views[f"{node.name}.weight"] = weight.gradient.transpose(0, 3, 1, 2)
+        for part in _trained_vectors(node):
+            vector = parameters.vectors[f"{node.name}.{part}"]
+            vector.gradient = np.zeros(channel_stride(node.shape[0]), dtype=np.float32)
+            views[f"{node.name}.{part}"] = vector.gradient[: node.shape[0]]
+    return views
+
+
+def as_channels_last(array: npt.NDArray[np.generic], shape: tuple[int, ...], num_outs: int) -> FloatArray:
+    """Return (out, kh, kw, in) float32 of a torch weight for an int8 weight of `shape`; no copy if it lies so."""
+    kernel_h, kernel_w, in_channels, _ = shape
+    view = array.reshape(num_outs, in_channels, kernel_h, kernel_w).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(view, dtype=np.float32)
+
+
+def _trained_vectors(node: object) -> tuple[str, ...]:
+    if isinstance(node, BatchNorm):
+        return ("weight", "bias")
+    return ("bias",) if isinstance(node, Convolution) and node.bias else ()
+
+
+def _array(
+    state: Mapping[str, npt.NDArray[np.generic]], name: str, shape: tuple[int, ...]
+) -> npt.NDArray[np.generic]:
+    if name not in state:
+        raise ConfigError(f"weights: {name} of shape {shape} is missing")
+    if state[name].shape != shape:
+        raise ConfigError(f"weights: {name} has shape {state[name].shape}, the network needs {shape}")
+    return state[name]
+
+
+def _fill(
+    parameters: Parameters, name: str, state: Mapping[str, npt.NDArray[np.generic]], channels: int
+) -> None:
+    array = np.asarray(_array(state, name, (channels,)), dtype=np.float32)
+    if not np.isfinite(array).all():
+        raise TrainingFailed(f"{name}: a value is not finite; lower the learning rate")
+    parameters.vectors[name].data[:channels] = array
