@@ -4,13 +4,17 @@ from socflower.clients.app import make_client_app
 from socflower.clients.fp32_trainer import FP32Trainer, cosine_annealing, sgd
 from socflower.clients.group import train_group
 from socflower.clients.int8_trainer import Int8Trainer
-from socflower.clients.trainer import Trainer, TrainingSession
+from socflower.clients.mixed_precision import MixedPrecisionTrainer
+from socflower.clients.trainer import SessionEnd, Trainer, TrainingSession, TrainingSpan
 
 __all__ = [
     "FP32Trainer",
     "Int8Trainer",
+    "MixedPrecisionTrainer",
+    "SessionEnd",
     "Trainer",
     "TrainingSession",
+    "TrainingSpan",
     "cosine_annealing",
     "make_client_app",
     "sgd",

@@ -14,10 +14,11 @@ from torch import nn
 from socflower.clients.batches import local_batches
 from socflower.clients.fp32_trainer import FP32Trainer
 from socflower.clients.group import train_group
-from socflower.clients.trainer import Trainer
+from socflower.clients.trainer import SessionEnd, Trainer, TrainingSpan
 from socflower.cluster.protocol import (
     ARRAYS,
     CONFIG,
+    EVENTS,
     GROUP,
     GROUP_ID,
     METRICS,
@@ -32,6 +33,7 @@ from socflower.workloads import LabelledData, concatenate, evaluate
 
 ModelFn: TypeAlias = Callable[[Context], nn.Module]
 DataFn: TypeAlias = Callable[[Context, int, int], LabelledData]
+Metrics: TypeAlias = dict[str, int | float]
 TrainerFn: TypeAlias = Callable[[Context], Trainer]
 
 TRAINER_STATE = "socflower-trainer"
@@ -75,11 +77,12 @@ def make_client_app(
     def train(message: Message, context: Context) -> Message:
         with _torch_threads(num_threads):
             model = _load(model_fn(context), message)
-            if GROUP in message.content.config_records:
-                metrics = _train_as_group(model, message, context, data_fn, trainer_for(context))
-            else:
-                metrics = _train_alone(model, message, context, data_fn, trainer_for(context))
-            return Message(RecordDict({ARRAYS: _weights(model), METRICS: metrics}), reply_to=message)
+            work = _train_as_group if GROUP in message.content.config_records else _train_alone
+            metrics, end = work(model, message, context, data_fn, trainer_for(context))
+            content = RecordDict({ARRAYS: _weights(model), METRICS: MetricRecord({**metrics, **end.metrics})})
+            if end.events:
+                content[EVENTS] = ConfigRecord({"texts": list(end.events)})
+            return Message(content, reply_to=message)
 
     if evaluate_data_fn is not None:
 
@@ -97,7 +100,7 @@ def make_client_app(
 
 def _train_as_group(
     model: nn.Module, message: Message, context: Context, data_fn: DataFn, trainer: Trainer,
-) -> MetricRecord:
+) -> tuple[Metrics, SessionEnd]:
     task = GroupTask.decode(message.content.config_records[GROUP])
     if task.reshuffle:
         data = data_fn(context, 0, 1)
@@ -111,19 +114,19 @@ def _train_as_group(
     position = [task.group_id, task.num_groups, task.total_steps, task.first_step]
     saved = context.state.config_records.get(TRAINER_STATE)
     state = cast(bytes, saved["state"]) if saved and saved["position"] == position else None
-    loss, num_samples, state = train_group(model, data, task, trainer, state)
+    outcome = train_group(model, data, task, trainer, state)
     position[-1] += task.num_steps
-    if math.isfinite(loss):
-        context.state[TRAINER_STATE] = ConfigRecord({"state": state, "position": position})
+    if math.isfinite(outcome.mean_loss):
+        context.state[TRAINER_STATE] = ConfigRecord({"state": outcome.end.state, "position": position})
     else:
         # Momentum of a group that diverged is NaN and would spoil the next interval's good weights as well.
         context.state.pop(TRAINER_STATE, None)
-    return MetricRecord({"train-loss": loss, NUM_EXAMPLES: num_samples, GROUP_ID: task.group_id})
+    return {"train-loss": outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples, GROUP_ID: task.group_id}, outcome.end
 
 
 def _train_alone(
     model: nn.Module, message: Message, context: Context, data_fn: DataFn, trainer: Trainer,
-) -> MetricRecord:
+) -> tuple[Metrics, SessionEnd]:
     config = message.content.config_records.get(CONFIG, ConfigRecord())
 
     def setting(key: str, default: int) -> int:
@@ -137,13 +140,14 @@ def _train_alone(
     data = data_fn(context, partition_id, num_partitions)
     steps = -(-len(data) // batch_size) * num_epochs
     earlier_rounds = setting(SERVER_ROUND, 1) - 1
-    session = trainer.start(model, num_members=1, first_step=earlier_rounds * steps, state=None,
-                            total_steps=setting("num-rounds", earlier_rounds + 1) * steps)
+    session = trainer.start(model, TrainingSpan(
+        first_step=earlier_rounds * steps, total_steps=setting("num-rounds", earlier_rounds + 1) * steps,
+        steps_per_epoch=steps // num_epochs))
     batches = local_batches(len(data), batch_size, num_epochs, seed=(setting("seed", 1), partition_id),
                             first_epoch=earlier_rounds * num_epochs)
     losses = [session.step([data.batch(torch.from_numpy(indices))]) for indices in batches]
-    session.finish()
-    return MetricRecord({"train-loss": float(torch.stack(losses).mean()), NUM_EXAMPLES: len(data) * num_epochs})
+    metrics: Metrics = {"train-loss": float(torch.stack(losses).mean()), NUM_EXAMPLES: len(data) * num_epochs}
+    return metrics, session.finish()
 
 
 def _partition(context: Context) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from socflower.clients.member_buffers import MemberBuffers, depends_on_batch
-from socflower.clients.trainer import Part
+from socflower.clients.trainer import Part, SessionEnd, TrainingSpan
 from socflower.errors import ConfigError
 
 OptimizerFn: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -52,13 +52,11 @@ class FP32Trainer:
         if self.member_passes not in ("auto", "always"):
             raise ConfigError(f"FP32Trainer: member_passes = {self.member_passes!r}; use 'auto' or 'always'")
 
-    def start(
-        self, model: nn.Module, *, num_members: int, first_step: int, total_steps: int, state: bytes | None,
-    ) -> "FP32Session":
+    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "FP32Session":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
-        session = FP32Session(self, model, num_members, total_steps)
+        session = FP32Session(self, model, span.num_members, span.total_steps)
         if state is None:
-            session.advance_schedule(first_step)
+            session.advance_schedule(span.first_step)
         else:
             session.restore(state)
         return session
@@ -79,31 +77,57 @@ class FP32Session:
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step of the group; see `TrainingSession.step`."""
+        self.begin()
+        loss = self.accumulate(parts, sum(len(labels) for _, labels in parts))
+        self.apply()
+        return loss
+
+    def begin(self) -> None:
+        """Forget the gradients of the last step."""
         self._optimizer.zero_grad(set_to_none=True)
+
+    def accumulate(self, parts: Sequence[Part], num_samples: int) -> Tensor:
+        """Add the gradient of the members' parts of a batch of `num_samples`; return their part of its mean loss.
+
+        Parts are in the order of the members; other processors may add the gradients of other samples (F12).
+        """
+        present = [part for part in parts if len(part[1])]
+        if not present:
+            return torch.zeros(())
         if self._buffers is None:
-            inputs, labels = parts[0] if len(parts) == 1 else _joined(parts)
-            loss = self._backward(inputs, labels, weight=1.0)
-        else:
-            num_samples = sum(len(labels) for _, labels in parts)
-            loss = torch.zeros(())
-            for member, (inputs, labels) in enumerate(parts):
-                if len(labels):
-                    self._buffers.use(member, len(labels))
-                    loss = loss + self._backward(inputs, labels, weight=len(labels) / num_samples)
+            inputs, labels = present[0] if len(present) == 1 else _joined(present)
+            return self._backward(inputs, labels, weight=len(labels) / num_samples)
+        loss = torch.zeros(())
+        for member, (inputs, labels) in enumerate(parts):
+            if len(labels):
+                self._buffers.use(member, len(labels))
+                loss = loss + self._backward(inputs, labels, weight=len(labels) / num_samples)
+        return loss
+
+    def apply(self) -> None:
+        """Let optimiser and schedule do a step with the gradients that are there."""
         self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
-        return loss
 
-    def finish(self) -> bytes:
-        """Average the members' BatchNorm statistics into the model and return optimiser and schedule."""
+    @property
+    def learning_rate(self) -> float:
+        """That of the next step, of the optimiser's first group of parameters."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def settle(self) -> None:
+        """Average the members' BatchNorm statistics into the model."""
         if self._buffers is not None:
             self._buffers.average()
+
+    def finish(self) -> SessionEnd:
+        """Settle, and return optimiser and schedule; see `TrainingSession.finish`."""
+        self.settle()
         state = {"optimizer": self._optimizer.state_dict(),
                  "scheduler": self._scheduler.state_dict() if self._scheduler else None}
         stream = io.BytesIO()
         torch.save(state, stream)
-        return stream.getvalue()
+        return SessionEnd(state=stream.getvalue())
 
     def _backward(self, inputs: Tensor, labels: Tensor, weight: float) -> Tensor:
         if inputs.dim() == 4:

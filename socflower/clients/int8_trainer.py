@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from socflower.clients.trainer import Part
+from socflower.clients.trainer import Part, SessionEnd, TrainingSpan
 from socflower.errors import ConfigError
 from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
 
@@ -40,11 +40,9 @@ class Int8Trainer:
         if not 0.0 < self.learning_rate < math.inf:
             raise ConfigError(f"Int8Trainer: learning_rate = {self.learning_rate} must be above 0 and finite")
 
-    def start(
-        self, model: nn.Module, *, num_members: int, first_step: int, total_steps: int, state: bytes | None,
-    ) -> "Int8Session":
+    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "Int8Session":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
-        session = Int8Session(self, model, first_step, total_steps)
+        session = Int8Session(self, model, span.first_step, span.total_steps)
         if state is not None:
             session.restore(state)
         return session
@@ -76,16 +74,16 @@ class Int8Session:
         )
         return torch.tensor(result.loss)
 
-    def finish(self) -> bytes:
+    def finish(self) -> SessionEnd:
         """Write the trained values into the module and return what else a next session needs."""
         if self._int8 is None:
-            return self._state or b""
+            return SessionEnd(state=self._state or b"")
         self._module.load_state_dict(self._int8.state_dict())
         stream = io.BytesIO()
         header = {"trackers": self._int8.trackers_to_json(), "exponents": self._int8.weight_exponents()}
         arrays: dict[str, Any] = {"header": np.array(json.dumps(header)), **self._int8.velocities()}
         np.savez(stream, **arrays)
-        return stream.getvalue()
+        return SessionEnd(state=stream.getvalue())
 
     def restore(self, state: bytes) -> None:
         """Take up exponents and momentum where `finish` left them."""

@@ -35,7 +35,9 @@ class MemberBuffers:
 
     def average(self) -> None:
         """Put the members' mean into the model's original buffers and go on from it in every member."""
-        total = sum(self._samples) or 1
+        total = sum(self._samples)
+        if not total:
+            return  # nothing since the last time: every member stands at the mean
         weights = [samples / total for samples in self._samples]
         for index, (module, name, shared) in enumerate(self._slots):
             members = [own[index] for own in self._own]

@@ -1,12 +1,35 @@
 """What a client needs of a trainer; FP32, INT8 and mixed-precision trainers all look like this."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from torch import Tensor, nn
 
 Part: TypeAlias = tuple[Tensor, Tensor]
 """One member's share of a batch: inputs (samples, ...) and labels (samples,)."""
+
+Metric: TypeAlias = float | list[float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSpan:
+    """Which steps of a training a session does, and for how many members of a group."""
+
+    num_members: int = 1
+    first_step: int = 0  # counted from the start of training
+    total_steps: int = 1  # of the whole training
+    steps_per_epoch: int = 1
+    npu_ratios: tuple[float, ...] = ()  # each member's NPU part of its throughput (F10); none: the client measures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionEnd:
+    """What a session leaves behind."""
+
+    state: bytes  # to resume from
+    metrics: Mapping[str, Metric] = field(default_factory=dict)  # for the reply, beside loss and samples
+    events: tuple[str, ...] = ()  # what went wrong and was made good, a line each
 
 
 class TrainingSession(Protocol):
@@ -20,19 +43,17 @@ class TrainingSession(Protocol):
         """
         ...
 
-    def finish(self) -> bytes:
-        """Settle the model (members' BatchNorm statistics averaged) and return the state to resume from."""
+    def finish(self) -> SessionEnd:
+        """Settle the model (members' BatchNorm statistics averaged) and return what is left to tell."""
         ...
 
 
 class Trainer(Protocol):
     """Makes sessions. Must be picklable where worker processes are spawned."""
 
-    def start(
-        self, model: nn.Module, *, num_members: int, first_step: int, total_steps: int, state: bytes | None,
-    ) -> TrainingSession:
-        """Continue at `first_step` of `total_steps` from the `state` an earlier session's `finish` returned.
+    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> TrainingSession:
+        """Continue at the span's first step from the `state` an earlier session's end had.
 
-        Without a state the optimiser is new, but the learning-rate schedule still stands at `first_step`.
+        Without a state the optimiser is new, but the learning-rate schedule still stands at the first step.
         """
         ...

@@ -6,10 +6,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from socflower.cluster.device import Device, Processor
+from socflower.cluster.device import Device
+from socflower.cluster.device_file import parse_device
 from socflower.errors import ConfigError
-
-_DEVICE_KEYS = ("idle_w", "network_w", "memory_bytes", "memory_bytes_per_s", "layer_overhead_s")
 
 
 @cache
@@ -23,15 +22,20 @@ def device_names() -> tuple[str, ...]:
     return tuple(catalog()["device"])
 
 
+def device_table(name: str) -> Mapping[str, Any]:
+    """Return a device's table with the sources; `ConfigError` lists the names if there is none of that name."""
+    devices = catalog()["device"]
+    if name not in devices:
+        raise ConfigError(f"device {name!r} is unknown; the catalogue has {', '.join(devices)}; a file of your own "
+                          "ends in .toml")
+    table: Mapping[str, Any] = devices[name]
+    return table
+
+
 @cache
 def device(name: str) -> Device:
     """Return a device of the catalogue; `ConfigError` lists the names if there is none of that name."""
-    devices = catalog()["device"]
-    if name not in devices:
-        raise ConfigError(f"device {name!r} is unknown; the catalogue has {', '.join(devices)}")
-    entry = devices[name]
-    return Device(name=name, processors={key: _processor(key, table) for key, table in entry["processor"].items()},
-                  **{key: float(entry[key]["value"]) for key in _DEVICE_KEYS})
+    return parse_device(name, device_table(name), "catalog.toml")
 
 
 def message_s() -> float:
@@ -42,11 +46,3 @@ def message_s() -> float:
 def link_bytes_per_s() -> float:
     """Return the rate of a '1 Gbps' link of a SoC-Cluster, bytes per second and direction."""
     return float(catalog()["network"]["link_bytes_per_s"]["value"])
-
-
-def _processor(name: str, table: Mapping[str, Any]) -> Processor:
-    return Processor(
-        name=name, number_format=table["number_format"], flops_per_s=float(table["flops_per_s"]["value"]),
-        active_w=float(table["active_w"]["value"]),
-        flops_per_s_by_model={model: float(figure["value"]) for model, figure in table.get("model", {}).items()},
-    )

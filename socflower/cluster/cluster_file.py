@@ -1,10 +1,17 @@
-"""Clusters from TOML: `[cluster]` for a rack of one kind, `[[board]]` tables for a mixed one."""
+"""Clusters from TOML: `[cluster]` for a rack of one kind, `[[board]]` tables for a mixed one.
 
+Devices are names of the catalogue, names of `[device.NAME]` tables of the same file, or paths of device profiles,
+which are read once and become such tables: the resolved tables need no other file.
+"""
+
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from socflower.cluster.catalog import device, link_bytes_per_s, message_s
+from socflower.cluster.catalog import device, device_names, link_bytes_per_s, message_s
+from socflower.cluster.device import Device
+from socflower.cluster.device_file import LinkMeasurement, parse_device, parse_link, read_device_file
 from socflower.cluster.toml_file import read_toml, reject_unknown_keys, require_tables
 from socflower.cluster.topology import Board, Cluster
 from socflower.errors import ConfigError
@@ -14,34 +21,70 @@ _CLUSTER_KEYS = ("name", "boards", "socs_per_board", "device", "soc_bytes_per_s"
 _BOARD_KEYS = ("socs", "count", "device", "soc_bytes_per_s", "board_bytes_per_s")
 _DEFAULT_DEVICE = "snapdragon-865"
 
+ClusterTables: TypeAlias = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]], Mapping[str, Any]]
+"""The `[cluster]` table, the `[[board]]` tables, and the `[device.NAME]` tables by name."""
+
 
 def load_cluster(path: Path) -> Cluster:
     """Return the cluster a TOML file describes; `ConfigError` if it cannot be read or be."""
     return parse_cluster(*cluster_tables(path), where=str(path))
 
 
-def cluster_tables(path: Path) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]:
-    """Return the `[cluster]` table and the `[[board]]` tables of a cluster file."""
+def cluster_tables(path: Path) -> ClusterTables:
+    """Return the tables of a cluster file, with the device profiles it names read into them."""
     document = read_toml(path, "cluster file")
-    reject_unknown_keys(document, ("schema", "cluster", "board"), str(path))
+    reject_unknown_keys(document, ("schema", "cluster", "board", "device"), str(path))
     if document.get("schema", 1) != 1:
         raise ConfigError(f"{path}: schema = {document['schema']!r} is not known to this version; write schema = 1")
-    return document.get("cluster", {}), document.get("board", ())
+    return inline_devices(document.get("cluster", {}), document.get("board", ()), document.get("device", {}),
+                          folder=path.parent, where=str(path))
+
+
+def inline_devices(
+    cluster: Mapping[str, Any], boards: Sequence[Mapping[str, Any]] = (), devices: Mapping[str, Any] | None = None, *,
+    folder: Path, where: str,
+) -> ClusterTables:
+    """Return tables in which every `device = "file.toml"` has become the name of a device table.
+
+    Paths are relative to `folder`. The profile's `[link]` goes with the device, as `[device.NAME.link]`. Raises
+    `ConfigError` if a file cannot be read, does not hold exactly one device, or holds one that another has the name of.
+    """
+    known: dict[str, Any] = dict(_mapping(devices or {}, "device", where))
+
+    def resolved(table: Mapping[str, Any]) -> Mapping[str, Any]:
+        named = table.get("device")
+        if not isinstance(named, str) or not named.endswith(".toml"):
+            return table
+        path = folder / named
+        name, entry = _only_device(path)
+        if name in device_names():
+            raise ConfigError(f"{path}: device {name!r} is a name of the catalogue; give yours another one, as in "
+                              f"[device.my-{name}]")
+        if known.setdefault(name, entry) != entry:
+            raise ConfigError(f"{where}: two different devices are called {name!r}, one of them in {path}; "
+                              "rename one")
+        return {**table, "device": name}
+
+    cluster = resolved(_mapping(cluster, "cluster", where))
+    return cluster, [resolved(board) for board in require_tables(boards, "board", where)], known
 
 
 def parse_cluster(
-    cluster: Mapping[str, Any], boards: Sequence[Mapping[str, Any]] = (), *, where: str = "scenario",
+    cluster: Mapping[str, Any], boards: Sequence[Mapping[str, Any]] = (), devices: Mapping[str, Any] | None = None, *,
+    where: str = "scenario",
 ) -> Cluster:
-    """Return the cluster of a `[cluster]` table and optional `[[board]]` tables.
+    """Return the cluster of a `[cluster]` table, optional `[[board]]` and optional `[device.NAME]` tables.
 
-    `boards` in the table is a number of boards of `socs_per_board` slots, or a list of the slots in use.
+    `boards` in the table is a number of boards of `socs_per_board` slots, or a list of the slots in use. A device
+    profile that is named as a path is sought from the current folder. A profile's link is the default of the rates of
+    its boards, and of what a message costs if it is the profile of `[cluster]`.
     Raises `ConfigError` naming key and value for anything that cannot be.
     """
-    boards = require_tables(boards, "board", where)
+    cluster, boards, tables = inline_devices(cluster, boards, devices, folder=Path(), where=where)
+    kinds = _Kinds(tables, where)
     where = f"{where} [cluster]"
     reject_unknown_keys(cluster, _CLUSTER_KEYS, where)
-    soc_rate = _rate(cluster, "soc_bytes_per_s", link_bytes_per_s(), where)
-    board_rate = _rate(cluster, "board_bytes_per_s", soc_rate, where)
+    main_device = _device_name(cluster, _DEFAULT_DEVICE, where)
     made: list[Board] = []
     if boards:
         if "boards" in cluster:
@@ -49,19 +92,75 @@ def parse_cluster(
         for index, table in enumerate(boards):
             at = f"{where} [[board]] {index + 1}"
             reject_unknown_keys(table, _BOARD_KEYS, at)
+            name = _device_name(table, main_device, at)
+            soc_rate, board_rate = _board_rates(cluster, kinds.link(name), where)
             board = Board(
-                num_slots=_count(table, "socs", 1, at),
-                device=device(str(table.get("device", cluster.get("device", _DEFAULT_DEVICE)))),
+                num_slots=_count(table, "socs", 1, at), device=kinds.device(name),
                 soc_bytes_per_s=_rate(table, "soc_bytes_per_s", soc_rate, at),
                 uplink_bytes_per_s=_rate(table, "board_bytes_per_s", board_rate, at),
             )
             made.extend([board] * _count(table, "count", 1, at))
     else:
-        kind = device(str(cluster.get("device", _DEFAULT_DEVICE)))
+        soc_rate, board_rate = _board_rates(cluster, kinds.link(main_device), where)
+        kind = kinds.device(main_device)
         made = [Board(num_slots=slots, device=kind, soc_bytes_per_s=soc_rate, uplink_bytes_per_s=board_rate)
                 for slots in _slots(cluster, where)]
-    return Cluster(name=str(cluster.get("name", "cluster")), boards=tuple(made), message_s=message_s(),
+    link = kinds.link(main_device)
+    return Cluster(name=str(cluster.get("name", "cluster")), boards=tuple(made),
+                   message_s=link.message_s if link else message_s(),
                    hub_bytes_per_s=_rate(cluster, "hub_bytes_per_s", link_bytes_per_s(), where))
+
+
+class _Kinds:
+    """The devices that a cluster may name: those of the catalogue and its own tables, all of which must be sound."""
+
+    def __init__(self, tables: Mapping[str, Any], where: str) -> None:
+        for name in tables:
+            if name in device_names():
+                raise ConfigError(f"{where}: [device.{name}] has a name of the catalogue; give yours another one, as "
+                                  f"in [device.my-{name}]")
+        self._devices = {name: parse_device(name, table, where) for name, table in tables.items()}
+        self._links = {name: parse_link(table["link"], f"{where} [device.{name}]")
+                       for name, table in tables.items() if "link" in table}
+
+    def device(self, name: str) -> Device:
+        """Return the device of a name."""
+        return self._devices[name] if name in self._devices else device(name)
+
+    def link(self, name: str) -> LinkMeasurement | None:
+        """Return what was measured of the device's link, if anything."""
+        return self._links.get(name)
+
+
+def _only_device(path: Path) -> tuple[str, Mapping[str, Any]]:
+    """Return name and table of a profile's device, its link within."""
+    profile = read_device_file(path)
+    if len(profile.devices) != 1:
+        raise ConfigError(f"{path}: a cluster needs a profile of exactly one device, this one has "
+                          f"{', '.join(profile.devices)}; split the file")
+    (name, table), = profile.devices.items()
+    if profile.link is None:
+        return name, table
+    return name, {**table, "link": profile.link}
+
+
+def _board_rates(cluster: Mapping[str, Any], link: LinkMeasurement | None, where: str) -> tuple[float, float]:
+    """Return the rates of a SoC's link and of its board's uplink where the board's table states none."""
+    soc_rate = _rate(cluster, "soc_bytes_per_s", link.bytes_per_s if link else link_bytes_per_s(), where)
+    return soc_rate, _rate(cluster, "board_bytes_per_s", soc_rate, where)
+
+
+def _device_name(table: Mapping[str, Any], default: str, where: str) -> str:
+    name = table.get("device", default)
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}: device = {name!r} must be a name or the path of a device profile, in quotes")
+    return name
+
+
+def _mapping(value: object, name: str, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: {name} = {value!r} must be a table")
+    return value
 
 
 def _slots(cluster: Mapping[str, Any], where: str) -> list[int]:
@@ -86,6 +185,6 @@ def _count(table: Mapping[str, Any], key: str, default: int, where: str) -> int:
 
 def _rate(table: Mapping[str, Any], key: str, default: float, where: str) -> float:
     value = table.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(f"{where}: {key} = {value!r} must be a number above 0 (bytes per second)")
     return float(value)

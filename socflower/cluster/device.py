@@ -1,9 +1,65 @@
 """A device: what one SoC, board computer or server computes per second and draws in watts."""
 
-from collections.abc import Mapping
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from socflower.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimings:
+    """Measured seconds of forward and backward pass, without the update, at several batch sizes."""
+
+    batches: tuple[int, ...]  # samples, rising
+    step_s: tuple[float, ...]  # of the whole batch
+
+    def __post_init__(self) -> None:
+        if not self.batches or len(self.batches) != len(self.step_s):
+            raise ConfigError(f"timings: need as many step_s as batches and at least one, got {len(self.step_s)} "
+                              f"for {len(self.batches)}")
+        if self.batches[0] < 1 or any(after <= before for before, after in pairwise(self.batches)):
+            raise ConfigError(f"timings: batches must rise from 1 or more, got {list(self.batches)}")
+        if not all(0.0 < seconds < math.inf for seconds in self.step_s):
+            raise ConfigError(f"timings: step_s must be above 0 and finite, got {list(self.step_s)}")
+
+    def seconds(self, num_samples: float) -> float:
+        """Return the seconds of a batch; 0.0 for no samples. More samples never take less.
+
+        Between two measured batches: the straight line. Above the largest: its seconds, and for each further sample
+        the slope of the last segment (of one measurement, or where noise left no slope: seconds per sample). Below
+        the smallest: the first segment's line, whose height at 0 is the fixed cost of a step, but no less than in
+        proportion; of one measurement, which knows no fixed cost, in proportion. Where a larger batch was measured
+        faster than a smaller one, which is noise, the smaller one's seconds hold for both.
+        """
+        if num_samples <= 0:
+            return 0.0
+        batches, rising_s = self.batches, tuple(accumulate(self.step_s, max))
+        right = bisect_left(batches, num_samples)
+        if right < len(batches) and batches[right] == num_samples:
+            return rising_s[right]
+        if len(batches) == 1:
+            return rising_s[0] * num_samples / batches[0]
+        if num_samples < batches[0]:
+            slope_s = (rising_s[1] - rising_s[0]) / (batches[1] - batches[0])
+            line_s = rising_s[0] - slope_s * (batches[0] - num_samples)
+            return max(line_s, rising_s[0] * num_samples / batches[0])
+        if num_samples > batches[-1]:
+            slope_s = (rising_s[-1] - rising_s[-2]) / (batches[-1] - batches[-2]) or rising_s[-1] / batches[-1]
+            return rising_s[-1] + slope_s * (num_samples - batches[-1])
+        share = (num_samples - batches[right - 1]) / (batches[right] - batches[right - 1])
+        return rising_s[right - 1] + share * (rising_s[right] - rising_s[right - 1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTimings:
+    """Measured seconds of one layer's forward and backward pass."""
+
+    name: str
+    kind: str
+    timings: StepTimings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,6 +71,9 @@ class Processor:
     active_w: float  # of the whole device while this processor trains
     number_format: str = "fp32"
     flops_per_s_by_model: Mapping[str, float] = field(default_factory=dict)  # measured; wins over `flops_per_s`
+    timings: Mapping[str, StepTimings] = field(default_factory=dict)  # by model; measured, wins over all rates
+    layer_timings: Mapping[str, tuple[LayerTimings, ...]] = field(default_factory=dict)  # by model, in running order
+    shares: str = ""  # the processor whose silicon this one is, so that the two cannot work at the same time
 
     def __post_init__(self) -> None:
         for key, value in (("flops_per_s", self.flops_per_s), ("active_w", self.active_w),
@@ -29,7 +88,7 @@ class Processor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """One kind of machine. Figures with their sources stand in `catalog.toml`."""
+    """One kind of machine. Figures with their sources stand in `catalog.toml` and in device profiles."""
 
     name: str
     processors: Mapping[str, Processor]
@@ -48,6 +107,13 @@ class Device:
         for key in ("idle_w", "network_w", "layer_overhead_s"):
             if not getattr(self, key) >= 0:
                 raise ConfigError(f"device {self.name}: {key} must not be negative, got {getattr(self, key)}")
+        for name, processor in self.processors.items():
+            if not processor.shares:
+                continue
+            others = [other for other, entry in self.processors.items() if other != name and not entry.shares]
+            if processor.shares not in others:
+                raise ConfigError(f"device {self.name}: processor {name} shares = {processor.shares!r} must name "
+                                  f"another processor that has silicon of its own: {', '.join(others) or 'none here'}")
 
     def processor(self, name: str) -> Processor:
         """Return a processor by name; `ConfigError` lists what the device has."""
@@ -61,3 +127,22 @@ class Device:
     def default_processor(self) -> str:
         """The processor that trains in FP32 when nothing else is said: the first one listed."""
         return next(iter(self.processors))
+
+    @property
+    def int8_processor(self) -> str | None:
+        """The fastest int8 processor by `flops_per_s`, the first listed of equals; None if there is none."""
+        return self._fastest_int8(lambda _: True)
+
+    @property
+    def accelerator(self) -> str | None:
+        """The fastest int8 processor that can work beside the default processor; None if there is none."""
+        return self._fastest_int8(lambda name: self.silicon(name) != self.silicon(self.default_processor))
+
+    def silicon(self, name: str) -> str:
+        """Return the processor whose silicon a processor uses: its own name if it shares nobody's."""
+        return self.processor(name).shares or name
+
+    def _fastest_int8(self, suits: Callable[[str], bool]) -> str | None:
+        names = [name for name, processor in self.processors.items()
+                 if processor.number_format == "int8" and suits(name)]
+        return max(names, key=lambda name: self.processors[name].flops_per_s, default=None)

@@ -22,6 +22,12 @@ PRICED = "socflower-priced"
 GROUP_ID = "socflower-group"
 """The metric by which a client says that it did the work of that group, and not only of its own node."""
 
+EVENTS = "socflower-events"
+"""The record of a reply that tells, a line each, what went wrong at the client and was made good."""
+
+ALPHA, ALPHA_STEPS = "socflower-alpha", "socflower-alpha-steps"
+"""The metrics by which a mixed-precision client says which confidence held for how many steps (F9)."""
+
 WARM_UP = "socflower-warm-up"
 """Present in messages of the epochs that only help to choose the number of groups."""
 
@@ -45,8 +51,12 @@ class GroupTask:
     deal_epoch: int  # the epoch at whose start the data were dealt last, if they are dealt
     seed: int
     num_samples: int  # of the whole data set, as the strategy was told
+    npu_ratios: tuple[float, ...] = ()  # of the members' throughputs (F10); none where clients measure, or need none
 
     def __post_init__(self) -> None:
+        if self.npu_ratios and len(self.npu_ratios) != len(self.members):
+            raise ConfigError(f"group {self.group_id}: {len(self.members)} members and {len(self.npu_ratios)} NPU "
+                              "ratios; need one for every member, or none")
         if not len(self.members) == len(self.capacities) == len(self.partitions) > 0:
             raise ConfigError(f"group {self.group_id}: {len(self.members)} members, {len(self.capacities)} capacities "
                               f"and {len(self.partitions)} partitions; need one of each for every member")

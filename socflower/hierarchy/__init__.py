@@ -13,13 +13,14 @@ from socflower.hierarchy.mapping import integrity_greedy, map_groups
 from socflower.hierarchy.placement import Placement
 from socflower.hierarchy.plan import Group, GroupPlan, plan_groups
 from socflower.hierarchy.shares import member_weights, split_batch
-from socflower.hierarchy.training_work import TrainingWork
+from socflower.hierarchy.training_work import Phase, TrainingWork
 
 __all__ = [
     "Exchange",
     "Group",
     "GroupCountChoice",
     "GroupPlan",
+    "Phase",
     "Placement",
     "SyncInterval",
     "TrainingWork",

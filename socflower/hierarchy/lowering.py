@@ -56,29 +56,45 @@ def _group_step(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Add a group's step; return the transfers that begin its exchange and those that end it."""
     name = f"group {group.group_id}"
-    parts = {soc: _compute(builder, name, soc, costs[soc], len(buckets)) for soc in group.members}
+    begins, parts = {}, {}
+    for soc in group.members:
+        begins[soc], parts[soc] = _compute(builder, name, soc, costs[soc], len(buckets))
     begun = {soc: tuple(before) for soc in group.members}
     first: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
     for number, bucket in enumerate(buckets):
         ring = ring_all_reduce(builder, group.members, bucket,
-                               {soc: (parts[soc][number], *begun[soc]) for soc in group.members}, name)
+                               {soc: (*parts[soc][number], *begun[soc]) for soc in group.members}, name)
         first, last = first or ring.first, ring.last
         begun = dict(ring.done)
     for soc in group.members:
         update = builder.compute(f"{name} update", soc, costs[soc].update_s, processor=costs[soc].processor,
                                  activity=Activity.UPDATE, after=begun[soc])
-        builder.follow_previous(parts[soc][0], (update,))
+        for task in begins[soc]:
+            builder.follow_previous(task, (update,))
     return first, last
 
 
-def _compute(builder: GraphBuilder, name: str, soc: int, cost: StepCost, num_parts: int) -> list[int]:
-    """Add a member's passes, the backward one in equal parts; return the tasks that end with a part."""
-    seconds = cost.backward_s / num_parts
-    tasks = [builder.compute(f"{name} compute", soc, cost.forward_s + seconds, processor=cost.processor)]
-    for _ in range(num_parts - 1):
-        tasks.append(builder.compute(f"{name} backward", soc, seconds, processor=cost.processor, after=tasks[-1:]))
-    return tasks
+def _compute(
+    builder: GraphBuilder, name: str, soc: int, cost: StepCost, num_parts: int,
+) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Add a member's passes, the backward one in equal parts, on all its processors at once.
+
+    Returns the tasks that begin them, and for each part the tasks that end it. What several processors made of a
+    part is merged as soon as all of them are done with it (SoCFlow+ 3.2).
+    """
+    by_processor = []
+    for work in cost.processors:
+        seconds = work.backward_s / num_parts
+        tasks = [builder.compute(f"{name} compute", soc, work.forward_s + seconds, processor=work.processor)]
+        for _ in range(num_parts - 1):
+            tasks.append(builder.compute(f"{name} backward", soc, seconds, processor=work.processor, after=tasks[-1:]))
+        by_processor.append(tasks)
+    parts = list(zip(*by_processor, strict=True))
+    if cost.merge_s:
+        parts = [(builder.compute(f"{name} merge", soc, cost.merge_s / num_parts, processor=cost.processor,
+                                  activity=Activity.UPDATE, after=part),) for part in parts]
+    return [tasks[0] for tasks in by_processor], parts
 
 
 def synchronisation_graph(plan: GroupPlan, exchange: Exchange) -> TaskGraph:

@@ -10,15 +10,15 @@ from flwr.clientapp.typing import ClientAppCallable
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from socflower.clients import FP32Trainer, Int8Trainer, Trainer, cosine_annealing, make_client_app, sgd
+from socflower.clients import Trainer, make_client_app
 from socflower.clients.faults import Fault, suffer
 from socflower.errors import SocflowerError
-from socflower.precision import EngineSettings, RescalingPolicy, int8_algorithm
+from socflower.scenario.arithmetic import trainer, training_data
 from socflower.scenario.config import Scenario
 from socflower.scenario.model import initial_model
 from socflower.scenario.run_folder import RunFolder
 from socflower.scenario.training import train
-from socflower.workloads import LabelledData, load_data, partition
+from socflower.workloads import LabelledData, partition
 
 RUN_FOLDER_KEY = "run-folder"
 
@@ -44,34 +44,21 @@ def _model(context: Context) -> nn.Module:
 
 
 def _data(context: Context, partition_id: int, num_partitions: int) -> LabelledData:
-    scenario = _scenario(context)
-    data = load_data(scenario.data.name).train
     if num_partitions == 1:
-        return data
-    return _part(scenario.data.name, scenario.data.partition, scenario.data.alpha, scenario.seed, partition_id,
-                 num_partitions)
+        return training_data(_scenario(context))
+    return _part(_folder(context), partition_id, num_partitions)
 
 
 @cache
-def _part(name: str, scheme: str, alpha: float, seed: int, partition_id: int, num_partitions: int) -> LabelledData:
-    data = load_data(name).train
-    return data.select(partition(data.labels.numpy(), num_partitions, scheme, alpha, seed)[partition_id])
+def _part(folder: RunFolder, partition_id: int, num_partitions: int) -> LabelledData:
+    scenario = _read(folder)
+    data, settings = training_data(scenario), scenario.data
+    parts = partition(data.labels.numpy(), num_partitions, settings.partition, settings.alpha, scenario.seed)
+    return data.select(parts[partition_id])
 
 
 def _trainer(context: Context) -> Trainer:
-    settings, precision = _scenario(context).train, _scenario(context).precision
-    if precision.arithmetic == "int8":
-        return Int8Trainer(
-            algorithm=int8_algorithm(precision.algorithm, settings.momentum, precision.gradient_bits),
-            learning_rate=settings.learning_rate,
-            schedule=settings.schedule,
-            settings=EngineSettings(rescaling=RescalingPolicy(adaptive=precision.adaptive_rescaling)),
-        )
-    return FP32Trainer(
-        optimizer=sgd(settings.learning_rate, settings.momentum, settings.weight_decay),
-        scheduler=cosine_annealing if settings.schedule == "cosine" else None,
-        member_passes=settings.member_passes,
-    )
+    return trainer(_scenario(context))
 
 
 def _faults(message: Message, context: Context, call_next: ClientAppCallable) -> Message:

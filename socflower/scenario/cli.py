@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from socflower import __version__
 from socflower.errors import ConfigError, SocflowerError
@@ -152,27 +153,80 @@ def bench(
 
 @app.command()
 def profile(
-    model: Annotated[str, typer.Option(help="Model whose operators are timed.")] = "vgg11",
+    model: Annotated[list[str] | None, typer.Option(help="Model that is timed; repeatable. Default vgg11.")] = None,
     data: Annotated[str, typer.Option(help="Data set whose image shape is used; it need not be there.")] = "cifar10",
-    batch_size: Annotated[int, typer.Option(help="Images per step.")] = 64,
+    batch_size: Annotated[list[int] | None, typer.Option(help="Images per step; repeatable. Default 1, 8 and "
+                                                              "64.")] = None,
     threads: Annotated[int, typer.Option(help="Threads of both sides.")] = 1,
     kernel: Annotated[str, typer.Option(help="Int8 kernel path; default the best, or SOCFLOWER_KERNEL.")] = "",
-    repeats: Annotated[int, typer.Option(help="Runs per operator, of which the median counts.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="File for the JSON document.")] = None,
+    repeats: Annotated[int, typer.Option(help="Runs per step and operator, of which the median counts.")] = 5,
+    name: Annotated[str, typer.Option(help="Name of the device; default the host's.")] = "",
+    like: Annotated[str, typer.Option(help="Device of the catalogue that lends what is not measured; default by "
+                                           "architecture: x86-core or raspberry-pi-4b.")] = "",
+    out: Annotated[Path | None, typer.Option(help="File for the device profile, FILE.toml. What is there already is "
+                                                  "not measured again.")] = None,
+    peer: Annotated[str, typer.Option(help="HOST:PORT of a machine that runs --serve: measure the link to it.")] = "",
+    serve: Annotated[int | None, typer.Option(help="Answer link probes on this port until interrupted, and measure "
+                                                   "nothing.")] = None,
+    device: Annotated[str | None, typer.Option(help="Print a device of the catalogue instead, as a template.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Time every operator of a model here, in int8 and FP32, and say where each should run."""
-    from socflower.scenario.device_profile import profile_device, write_profile
+    """Measure this device: steps and operators in int8 and FP32, power, a link; write a profile that planners read."""
+    given = [option for option, value in (
+        ("--model", model), ("--batch-size", batch_size), ("--kernel", kernel), ("--like", like), ("--peer", peer),
+    ) if value]
+    if serve is not None:
+        given += [option for option, value in (("--out", out), ("--name", name), ("--device", device),
+                                               ("--json", as_json)) if value]
+        if given:
+            raise ConfigError(f"--serve only answers: leave out {', '.join(given)}")
+        from socflower.scenario.link_probe import serve as serve_probes
 
-    document = profile_device(
-        model, data, batch_size=batch_size, num_threads=threads, kernel=kernel, repeats=repeats
-    )
-    if out is not None:
-        write_profile(json.dumps(document, indent=2) + "\n", out)
+        try:
+            serve_probes(serve, lambda port: _out.print(f"answering link probes on port {port}; end with Ctrl-C"))
+        except KeyboardInterrupt:
+            raise typer.Exit from None
+        return
+
+    from socflower.scenario import device_profile as profiling
+
+    if device is not None:
+        if given:
+            raise ConfigError(f"--device prints a device of the catalogue: leave out {', '.join(given)}")
+        document = profiling.published_device(device, name)
+        text = profiling.published_toml(document, device)
+        if out is not None:
+            profiling.write_published(text, out, document["name"])
+        if as_json:
+            _print_json(document)
+        elif out is None:
+            sys.stdout.write(text)  # not through rich, which would wrap it
+        else:
+            _out.print(f"profile: {terminal.escape(str(out))}", soft_wrap=True, highlight=False)
+        return
+    request = profiling.ProfileRequest(
+        models=tuple(model or profiling.DEFAULT_MODELS), data=data,
+        batch_sizes=tuple(batch_size or profiling.DEFAULT_BATCH_SIZES), num_threads=threads, kernel=kernel,
+        repeats=repeats, name=name, like=like, peer=peer)
+    with Progress(TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
+                  TimeElapsedColumn(), console=_err, disable=as_json or not _err.is_interactive, expand=True,
+                  transient=True) as bar:
+        task = bar.add_task("profile", total=None)
+        try:
+            document = profiling.profile_device(request, out, on_cell=lambda text, done, total: bar.update(
+                task, description=text, completed=done, total=total))
+        except KeyboardInterrupt:
+            bar.stop()
+            kept = "" if out is None else (f"; finished cells are kept in {profiling.cell_file(out)}: the same command "
+                                           "goes on")
+            _err.print(f"interrupted{terminal.escape(kept)}", soft_wrap=True, highlight=False)
+            raise typer.Exit(130) from None
     if as_json:
         _print_json(document)
     else:
         terminal.print_profile(_out, document)
+        if out is not None:
+            _out.print(f"profile: {terminal.escape(str(out))}", soft_wrap=True, highlight=False)
 
 
 @app.command()

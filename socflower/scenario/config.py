@@ -8,12 +8,13 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from socflower.cluster.toml_file import reject_unknown_keys
 from socflower.errors import ConfigError
-from socflower.precision import ALGORITHMS
+from socflower.precision import ALGORITHMS, MIXING_RULES
 
 STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
-ARITHMETICS = ("fp32", "int8")
+ARITHMETICS = ("fp32", "int8", "mixed")
 FAULT_KINDS = ("raise", "nan", "hang", "die")
 
+_HELD_OUT = 128
 _LISTS: dict[Any, tuple[type, str]] = {tuple[str, ...]: (str, "names"), tuple[int, ...]: (int, "whole numbers")}
 _Table = TypeVar("_Table")
 
@@ -70,15 +71,29 @@ class PrecisionConfig:
     """`[precision]`: the arithmetic of the clients' training."""
 
     arithmetic: str = "fp32"
+    rule: str = "paper"  # of mixed training: how a batch is split between CPU and NPU
+    held_out: int | None = None  # training samples set aside, to measure alpha on; default 128 for mixed, else 0
     algorithm: str = "niti"  # of int8 training
     gradient_bits: tuple[int, ...] = (5, 4, 3)  # of niti, from the beginning, half and three quarters of training
     adaptive_rescaling: bool = True
 
     def __post_init__(self) -> None:
         _one_of("[precision] arithmetic", self.arithmetic, ARITHMETICS)
+        _one_of("[precision] rule", self.rule, MIXING_RULES)
+        if self.held_out is None:
+            object.__setattr__(self, "held_out", _HELD_OUT if self.arithmetic == "mixed" else 0)
+        if self.num_held_out < (1 if self.arithmetic == "mixed" else 0):
+            raise ConfigError(f"[precision] held_out = {self.held_out} must be 1 or more with arithmetic = 'mixed', "
+                              "0 or more otherwise")
         _one_of("[precision] algorithm", self.algorithm, tuple(ALGORITHMS))
-        if len(self.gradient_bits) != 3 or not all(1 <= bits <= 7 for bits in self.gradient_bits):
-            raise ConfigError(f"[precision] gradient_bits = {list(self.gradient_bits)}: need three numbers of 1 to 7")
+        if len(self.gradient_bits) != 3 or not all(0 <= bits <= 7 for bits in self.gradient_bits):
+            raise ConfigError(f"[precision] gradient_bits = {list(self.gradient_bits)}: need three numbers of 0 to 7")
+
+    @property
+    def num_held_out(self) -> int:
+        """`held_out` with its default filled in."""
+        assert self.held_out is not None
+        return self.held_out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +155,7 @@ class CompareConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """A whole scenario. `cluster` and `boards` stay tables, so that the resolved document is what was written."""
+    """A whole scenario. `cluster`, `boards` and `devices` stay tables: the resolved document is what was written."""
 
     schema: int = 1
     seed: int = 1
@@ -148,6 +163,7 @@ class Scenario:
     question: str = ""
     cluster: Mapping[str, Any] = field(default_factory=dict)
     boards: tuple[Mapping[str, Any], ...] = ()
+    devices: Mapping[str, Any] = field(default_factory=dict)  # [device.NAME] tables, beside the catalogue's
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

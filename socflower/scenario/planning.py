@@ -5,6 +5,8 @@ from typing import Any
 from socflower.cluster import Activity, Usage, sustained_rates
 from socflower.errors import ConfigError
 from socflower.hierarchy import TrainingWork, group_steps_per_epoch, plan_groups, sync_schedule
+from socflower.precision.pricing import MixedPricing
+from socflower.scenario.arithmetic import gain_bound, num_training_samples, pricing
 from socflower.scenario.config import Scenario
 from socflower.scenario.model import model_profile
 from socflower.scenario.scenario_file import scenario_cluster
@@ -29,13 +31,21 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
         num_groups = min(len(cluster.boards), num_socs or cluster.num_socs)
         notes.append(f"groups = 'auto' is decided by training an epoch with each candidate; planned with {num_groups}, "
                      "one group per board")
-    plan = plan_groups(cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name))
-    num_samples = data_shape(scenario.data.name).num_train
+    cost = pricing(scenario)
+    plan = plan_groups(cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost))
+    num_samples = num_training_samples(scenario, data_shape(scenario.data.name).num_train)
     work = TrainingWork(
         cluster=cluster, plan=plan, profile=model_profile(scenario), num_samples=num_samples,
         batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, sequenced=settings.sequenced,
-        overlap_buckets=settings.overlap_buckets,
+        overlap_buckets=settings.overlap_buckets, pricing=cost,
         steps_per_epoch=group_steps_per_epoch(num_samples, len(plan.groups), scenario.train.batch_size))
+    if isinstance(cost, MixedPricing):
+        notes.append(f"CPU and NPU under rule = '{cost.rule}' at alpha = 1, the most that int8 can be trusted; a run "
+                     f"measures alpha. {gain_bound(cost.rule)}")
+    elif scenario.precision.arithmetic == "int8":
+        notes.append("int8 on each device's fastest int8 processor, " + ", ".join(sorted(
+            {f"{device.name}: {device.int8_processor or 'none known, FP32 instead'}"
+             for device in (board.device for board in cluster.boards)})))
     what = (f"{scenario.model.name} on {scenario.data.name}, {scenario.train.epochs} epochs of "
             f"{work.steps_per_epoch} steps, batches of {scenario.train.batch_size} a group")
     return {"schema": 1, "work": what, **plan.to_document(), "predicted": _predict(scenario, work), "notes": notes}

@@ -15,6 +15,7 @@ from flwr.app import Context, RecordDict, UserConfig
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.precision import Int8Model
 from socflower.scenario.app import RUN_FOLDER_KEY, server_app
+from socflower.scenario.arithmetic import arithmetic_notes
 from socflower.scenario.config import Scenario
 from socflower.scenario.expectations import check_expectations
 from socflower.scenario.flower_simulation import run_in_flower_simulation
@@ -35,10 +36,6 @@ _NOTES = (
 )
 """What a reader of any result should know of where its figures come from."""
 
-_INT8_NOTE = (
-    "Training was int8 on this CPU; its virtual time and energy are those of FP32 on the default processor, since this "
-    "version does not price int8."
-)
 
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 
@@ -63,7 +60,7 @@ def check_feasible(scenario: Scenario, engine: str) -> None:
         if event.soc >= cluster.num_socs:
             raise ConfigError(f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to {cluster.num_socs - 1}")
     load_data(scenario.data.name)
-    if scenario.precision.arithmetic == "int8":
+    if scenario.precision.arithmetic != "fp32":
         _check_int8(scenario)
 
 
@@ -104,7 +101,7 @@ def run_scenario(
     result["target_accuracy"] = scenario.compare.target_accuracy
     result["time_to_accuracy_s"] = time_to_accuracy_s(result, scenario.compare.target_accuracy)
     result["expectations"] = check_expectations(scenario.expect, result)
-    result["notes"] = [*_NOTES, *([_INT8_NOTE] if scenario.precision.arithmetic == "int8" else [])]
+    result["notes"] = [*_NOTES, *arithmetic_notes(scenario)]
     return result
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from socflower.cluster import Cluster, parse_cluster
-from socflower.cluster.cluster_file import cluster_tables
+from socflower.cluster.cluster_file import cluster_tables, inline_devices
 from socflower.cluster.toml_file import parse_value, read_toml, reject_unknown_keys, require_tables
 from socflower.errors import ConfigError
 from socflower.scenario.config import (
@@ -23,8 +23,8 @@ from socflower.scenario.config import (
 from socflower.scenario.expectations import check_known
 
 _KEYS = (
-    "schema", "seed", "cluster", "board", "model", "data", "train", "precision", "strategy", "compare", "event",
-    "expect",
+    "schema", "seed", "cluster", "board", "device", "model", "data", "train", "precision", "strategy", "compare",
+    "event", "expect",
 )  # fmt: skip
 
 
@@ -40,11 +40,24 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
 
 
 def _resolve_cluster(document: dict[str, Any], path: Path) -> None:
-    """Put the tables of a cluster file where the scenario names it, so that the resolved document stands alone."""
+    """Put the tables of cluster file and device profiles where they are named: the resolved document stands alone."""
     cluster = document.get("cluster")
     if isinstance(cluster, str):
-        document["cluster"], document["board"] = cluster_tables(path.parent / cluster)
-        parse_cluster(document["cluster"], document["board"], where=str(path.parent / cluster))
+        file = path.parent / cluster
+        tables, boards, devices = cluster_tables(file)
+        parse_cluster(tables, boards, devices, where=str(file))
+        document["cluster"], document["board"] = tables, boards
+        own = document.get("device", {})
+        if isinstance(own, Mapping):
+            twice = [name for name in devices if name in own and own[name] != devices[name]]
+            if twice:
+                raise ConfigError(f"{path}: [device.{twice[0]}] is another device than the one of that name in {file}; "
+                                  "rename one")
+            document["device"] = {**own, **devices}
+    if isinstance(document.get("cluster", {}), Mapping):
+        tables, boards, devices = inline_devices(document.get("cluster", {}), document.get("board", ()),
+                                                 document.get("device", {}), folder=path.parent, where=str(path))
+        document.update({"cluster": tables, "board": boards, "device": devices})
 
 
 def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, where: str) -> Scenario:
@@ -57,6 +70,10 @@ def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, whe
     events = require_tables(document.get("event", []), "event", where)
     if not isinstance(document.get("cluster", {}), Mapping):
         raise ConfigError(f"{where}: cluster = {document['cluster']!r} must be a table or the path of a cluster file")
+    devices = document.get("device", {})
+    if not isinstance(devices, Mapping):
+        raise ConfigError(f"{where}: device = {devices!r} must be tables [device.NAME]; the device of a cluster is a "
+                          "key of [cluster]")
     expect = document.get("expect", {})
     check_known(expect, where)
 
@@ -65,7 +82,7 @@ def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, whe
 
     return Scenario(
         schema=document.get("schema", 1), seed=document.get("seed", 1), name=name, question=question,
-        cluster=document.get("cluster", {}), boards=tuple(boards),
+        cluster=document.get("cluster", {}), boards=tuple(boards), devices=devices,
         model=table(ModelConfig, "model"), data=table(DataConfig, "data"), train=table(TrainConfig, "train"),
         precision=table(PrecisionConfig, "precision"), strategy=table(StrategyConfig, "strategy"),
         compare=table(CompareConfig, "compare"), expect=expect,
@@ -76,13 +93,15 @@ def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, whe
 
 def scenario_cluster(scenario: Scenario) -> Cluster:
     """Return the cluster a scenario describes."""
-    return parse_cluster(scenario.cluster, scenario.boards, where=scenario.name)
+    return parse_cluster(scenario.cluster, scenario.boards, scenario.devices, where=scenario.name)
 
 
 def to_document(scenario: Scenario) -> dict[str, Any]:
     """Return the scenario with every default filled in but those of the cluster, which stays as it was written."""
-    document = {key: value for key, value in asdict(scenario).items() if key not in ("boards", "events")}
+    document = {key: value for key, value in asdict(scenario).items() if key not in ("boards", "devices", "events")}
     document["cluster"] = dict(scenario.cluster)
+    if scenario.devices:
+        document["device"] = dict(scenario.devices)
     document["board"] = [dict(board) for board in scenario.boards]
     document["event"] = [asdict(event) for event in scenario.events]
     document["expect"] = dict(scenario.expect)

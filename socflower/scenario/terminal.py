@@ -12,7 +12,7 @@ from rich.table import Table
 
 from socflower.cluster import Cluster
 from socflower.scenario.config import Scenario
-from socflower.scenario.format import human_bytes, human_joules, human_seconds, percent
+from socflower.scenario.format import human_bytes, human_joules, human_ratio, human_seconds, percent
 
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 StartBar: TypeAlias = Callable[[str], OnRound]
@@ -132,17 +132,37 @@ def print_benchmark(console: Console, document: Mapping[str, Any]) -> None:
 
 
 def print_profile(console: Console, document: Mapping[str, Any]) -> None:
-    """Show where a model's operators run best on this machine."""
-    title = f"{document['model']}, batch {document['batch_size']}, int8 kernels {document['kernel']}"
-    table = Table("operator", "kind", "int8 ms", "FP32 ms", "runs in", "images at a time", title=title)
-    for entry in document["operators"]:
-        int8 = "none" if entry["int8_s"] is None else f"{1e3 * entry['int8_s']:.3f}"
-        table.add_row(escape(entry["name"]), entry["kind"], int8, f"{1e3 * entry['fp32_s']:.3f}", entry["side"],
-                      str(entry["batch_block"] or "all"))
-    console.print(table)
-    console.print(f"placement: {escape(document['placement'])}", highlight=False)
-    console.print(f"step: {1e3 * document['step_s']:.2f} ms, all in FP32 {1e3 * document['fp32_step_s']:.2f} ms; a "
-                  f"switch of sides up to {1e3 * max(document['switches_s'], default=0.0):.3f} ms", highlight=False)
+    """Show each model's operators at its largest batch, then a line per cell, the link, and what to know of it."""
+    cells = document["cells"]
+    largest = {cell["model"]: cell for cell in sorted(cells, key=lambda cell: int(cell["batch_size"]))}
+    for model in dict.fromkeys(cell["model"] for cell in cells):
+        cell = largest[model]
+        title = f"{model}, batch {cell['batch_size']}, int8 kernels {cell['kernel']}"
+        table = Table("operator", "kind", "int8 ms", "FP32 ms", "runs in", "images at a time", title=title)
+        for entry in cell["operators"]:
+            int8 = "none" if entry["int8_s"] is None else f"{1e3 * entry['int8_s']:.3f}"
+            table.add_row(escape(entry["name"]), entry["kind"], int8, f"{1e3 * entry['fp32_s']:.3f}", entry["side"],
+                          str(entry["batch_block"] or "all"))
+        console.print(table)
+        console.print(f"placement: {escape(cell['placement'])}", highlight=False)
+        console.print(f"sum of the operators: {1e3 * cell['step_s']:.2f} ms, all in FP32 "
+                      f"{1e3 * cell['fp32_operators_s']:.2f} ms; a switch of sides up to "
+                      f"{1e3 * max(cell['switches_s'], default=0.0):.3f} ms", highlight=False)
+    for cell in cells:
+        sides = []
+        for label, side in (("FP32", "fp32"), ("int8", "int8")):
+            watts = "" if cell[f"{side}_w"] is None else f", {cell[f'{side}_w']:.3g} W"
+            sides.append(f"{label} {human_seconds(cell[f'{side}_step_s'])} "
+                         f"({cell[f'{side}_samples_per_s']:.4g} samples/s{watts})")
+        console.print(f"{cell['model']}, batch {cell['batch_size']}: a step in {', '.join(sides)}, ratio "
+                      f"{human_ratio(cell['fp32_step_s'] / cell['int8_step_s'])}", soft_wrap=True, highlight=False)
+    link = document["link"]
+    if link is not None:
+        console.print(f"link to {escape(link['peer'])}: {human_bytes(link['bytes_per_s']['value'])}/s, round trip "
+                      f"{human_seconds(link['round_trip_s']['value'])}, a message "
+                      f"{human_seconds(link['message_s']['value'])}", soft_wrap=True, highlight=False)
+    for note in document["notes"]:
+        console.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
 
 
 def print_findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> None:

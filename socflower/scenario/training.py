@@ -15,6 +15,7 @@ from socflower import __version__, _int8
 from socflower.cluster import Cluster, Usage
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import GroupPlan, default_candidates
+from socflower.scenario.arithmetic import num_training_samples, pricing
 from socflower.scenario.config import Scenario
 from socflower.scenario.model import initial_model, model_profile
 from socflower.scenario.run_folder import RunFolder
@@ -41,6 +42,7 @@ class _Training:
         self._folder = folder
         self._cluster: Cluster = scenario_cluster(scenario)
         self._data: DataSet = load_data(scenario.data.name)
+        self._num_samples = num_training_samples(scenario, len(self._data.train))
         self._model = initial_model(scenario)
         self._profile = model_profile(scenario)
         self._trace = Trace()
@@ -51,7 +53,7 @@ class _Training:
 
     def _kernels(self) -> dict[str, str]:
         kernels = {"fp32": f"torch {torch.__version__}", "aggregation": "native weighted sum, float32"}
-        if self._scenario.precision.arithmetic == "int8":
+        if self._scenario.precision.arithmetic in ("int8", "mixed"):
             kernels["int8"] = f"CPU int8, {_int8.Engine().kernel}"
         return kernels
 
@@ -90,9 +92,12 @@ class _Training:
         self._plan = strategy.plan
         self._require_events_to_strike(strategy.num_rounds, strategy.plan.participants)
 
-        def round_end(server_round: int) -> tuple[float, list[dict[str, str]]]:
+        def round_end(server_round: int) -> dict[str, Any]:
             report = strategy.reports[-1]
-            return report.epoch, _documents(report.events)
+            mixed = {} if report.alpha is None else {"alpha": report.alpha}
+            if report.cpu_share is not None:
+                mixed["cpu_share"] = report.cpu_share
+            return {"epoch": report.epoch, "events": _documents(report.events), **mixed}
 
         return strategy.start(
             self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
@@ -117,10 +122,11 @@ class _Training:
     def _strategy(self, num_groups: int, num_epochs: int) -> SoCFlow:
         settings = self._scenario.strategy
         shared: dict[str, Any] = {
-            "cluster": self._cluster, "num_samples": len(self._data.train), "clock": self._clock,
+            "cluster": self._cluster, "num_samples": self._num_samples, "clock": self._clock,
             "batch_size": self._scenario.train.batch_size, "num_epochs": num_epochs, "seed": self._scenario.seed,
             "reshuffle": settings.reshuffle, "model_profile": self._profile,
-            "overlap_buckets": settings.overlap_buckets, "tolerate_client_errors": settings.tolerate_client_errors,
+            "pricing": pricing(self._scenario), "overlap_buckets": settings.overlap_buckets,
+            "tolerate_client_errors": settings.tolerate_client_errors,
         }
         if settings.name == "sgd":
             return SingleDevice(**shared)
@@ -136,13 +142,13 @@ class _Training:
         num_socs = len(list(self._grid.get_node_ids()))
         self._require_events_to_strike(num_rounds, range(num_socs))
         grid = PricedGrid(self._grid, self._clock, self._cluster, model_profile=self._profile,
-                          batch_size=settings.batch_size)
+                          batch_size=settings.batch_size, pricing=pricing(self._scenario))
         strategy = OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=num_socs, min_available_nodes=num_socs)
         config = ConfigRecord({"batch-size": settings.batch_size, "local-epochs": settings.local_epochs,
                                "num-rounds": num_rounds, "seed": self._scenario.seed + 1})
 
-        def round_end(server_round: int) -> tuple[float, list[dict[str, str]]]:
-            return float(server_round * settings.local_epochs), _documents(strategy.events)
+        def round_end(server_round: int) -> dict[str, Any]:
+            return {"epoch": float(server_round * settings.local_epochs), "events": _documents(strategy.events)}
 
         return strategy.start(grid, arrays, num_rounds=num_rounds, timeout=settings.reply_timeout_s,
                               train_config=config, evaluate_fn=self._evaluation(round_end, num_rounds)).arrays
@@ -157,18 +163,18 @@ class _Training:
                                   f"{', '.join(map(str, socs))}")
 
     def _evaluation(
-        self, round_end: Callable[[int], tuple[float, list[dict[str, str]]]], num_rounds: int,
+        self, round_end: Callable[[int], dict[str, Any]], num_rounds: int,
     ) -> Callable[[int, ArrayRecord], MetricRecord]:
         """Return the evaluate function of `Strategy.start`; it also records the round."""
 
         def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord:
             outcome = self._evaluate(arrays)
-            epoch, events = round_end(server_round) if server_round else (0.0, [])
+            training = round_end(server_round) if server_round else {"epoch": 0.0, "events": []}
             self._rounds.append({
-                "round": server_round, "epoch": epoch, "accuracy": outcome.accuracy,
+                "round": server_round, "epoch": training.pop("epoch"), "accuracy": outcome.accuracy,
                 "loss": outcome.loss if math.isfinite(outcome.loss) else None,  # JSON has no NaN
                 "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
-                "bytes": _bytes(self._clock.usage), "events": events,
+                "bytes": _bytes(self._clock.usage), **training,
             })
             self._folder.append_progress({**self._rounds[-1], "num_rounds": num_rounds})
             return MetricRecord({"accuracy": outcome.accuracy, "loss": outcome.loss})

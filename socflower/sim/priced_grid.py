@@ -6,15 +6,16 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from socflower.cluster import (
+    FP32,
     HUB,
     Activity,
     Cluster,
     GraphBuilder,
     ModelProfile,
+    Pricing,
     TaskGraph,
     Usage,
     VirtualClock,
-    step_cost,
 )
 from socflower.cluster.protocol import NUM_EXAMPLES, PRICED
 from socflower.errors import ConfigError
@@ -27,18 +28,19 @@ class PricedGrid(Grid):
     A TRAIN message costs its bytes from the hub to the node's SoC, the reply's `num-examples` by the profile of the
     SoC's device, and the reply's bytes back; other messages cost their bytes only. Nodes are SoCs in ascending
     order of their ids. Messages that their strategy prices itself are left alone. Without a `model_profile` training
-    takes no virtual time. `batch_size` tells how many updates the examples stand for.
+    takes no virtual time. `batch_size` tells how many updates the examples stand for, `pricing` in which arithmetic.
     """
 
     def __init__(
         self, grid: Grid, clock: VirtualClock, cluster: Cluster, *, model_profile: ModelProfile | None = None,
-        batch_size: int = 32, on_usage: Callable[[Usage], None] = lambda usage: None,
+        batch_size: int = 32, pricing: Pricing = FP32, on_usage: Callable[[Usage], None] = lambda usage: None,
     ) -> None:
         self._grid = grid
         self._clock = clock
         self._cluster = cluster
         self._profile = model_profile
         self._batch_size = batch_size
+        self._pricing = pricing
         self._on_usage = on_usage
 
     @property
@@ -112,12 +114,12 @@ class PricedGrid(Grid):
         batch = min(self._batch_size, num_examples)
         if not batch:
             return after
-        cost = step_cost(self._profile, self._cluster.device_of(soc), batch)
+        cost = self._pricing.step_cost(self._profile, self._cluster.device_of(soc), batch)
         num_batches = num_examples / batch
-        trained = builder.compute(f"train {num_examples}", soc, cost.compute_s * num_batches,
-                                  processor=cost.processor, after=[after])
-        return builder.compute("update", soc, cost.update_s * num_batches, processor=cost.processor,
-                               activity=Activity.UPDATE, after=[trained])
+        trained = [builder.compute(f"train {num_examples}", soc, work.compute_s * num_batches,
+                                   processor=work.processor, after=[after]) for work in cost.processors]
+        return builder.compute("update", soc, (cost.merge_s + cost.update_s) * num_batches, processor=cost.processor,
+                               activity=Activity.UPDATE, after=trained)
 
 
 def _is_priced(message: Message) -> bool:

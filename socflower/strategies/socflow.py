@@ -10,8 +10,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
-from socflower.cluster import Cluster, ModelProfile, Usage, VirtualClock, sustained_rates
+from socflower.cluster import FP32, Cluster, ModelProfile, Pricing, Usage, VirtualClock, sustained_rates
 from socflower.cluster.protocol import (
+    ALPHA,
     ARRAYS,
     CONFIG,
     GROUP,
@@ -26,12 +27,15 @@ from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.hierarchy import (
     Group,
     GroupPlan,
+    Phase,
     SyncInterval,
     TrainingWork,
     group_steps_per_epoch,
     plan_groups,
     sync_schedule,
 )
+from socflower.precision.pricing import MixedPricing
+from socflower.strategies.mixed_replies import CPU_SHARE, client_events, mean_metric, mixed_phases
 from socflower.strategies.records import aggregate_records
 from socflower.strategies.replies import ReplyEvent, sort_replies
 
@@ -44,6 +48,8 @@ class RoundReport:
     epoch: float  # epochs done at its end
     usage: Usage  # of this round alone; zero without a clock and a profile
     events: tuple[ReplyEvent, ...]
+    alpha: float | None = None  # of mixed precision: mean confidence over groups (F9)
+    cpu_share: float | None = None  # and the share of the samples that CPUs had (F11)
 
 
 class SoCFlow(Strategy):
@@ -75,6 +81,10 @@ class SoCFlow(Strategy):
     model_profile, clock : ModelProfile and VirtualClock, optional
         Together they make virtual time and energy. Without a clock the grid's is used, if it has one (the `local`
         engine's has), so that the same app runs on every engine.
+    pricing : Pricing
+        What the clients' arithmetic costs: default FP32 on each device's default processor; `Int8Pricing()` or
+        `MixedPricing(rule)` of `socflower.precision.pricing` for clients that train so. With mixed precision and a
+        profile, clients split batches by the catalogue's throughputs instead of measuring their own machine's.
     sequenced, overlap_buckets : bool, int
         Communication groups take turns (F6); gradient buckets that overlap with the backward pass (F7).
     tolerate_client_errors : bool
@@ -86,10 +96,12 @@ class SoCFlow(Strategy):
         num_socs: int | None = None, interval_epochs: float | str = "decay", reshuffle: bool = True, seed: int = 1,
         plan: GroupPlan | None = None, clock: VirtualClock | None = None, model_profile: ModelProfile | None = None,
         sequenced: bool = True, overlap_buckets: int = 1, tolerate_client_errors: bool = False,
+        pricing: Pricing = FP32,
     ) -> None:
         if clock is not None and model_profile is None:
             raise ConfigError("SoCFlow: a clock needs a model_profile to price; make one with profile_module(model, …)")
-        self._rates = sustained_rates(cluster, model_profile.name if model_profile else "")
+        self._model_name = model_profile.name if model_profile else ""
+        self._rates = sustained_rates(cluster, self._model_name, pricing)
         self.plan = plan or plan_groups(cluster, num_groups, num_socs, self._rates)
         self.steps_per_epoch = group_steps_per_epoch(num_samples, len(self.plan.groups), batch_size)
         self.intervals: Sequence[SyncInterval] = sync_schedule(num_epochs, self.steps_per_epoch, interval_epochs)
@@ -98,7 +110,8 @@ class SoCFlow(Strategy):
         self._work = None if model_profile is None else TrainingWork(
             cluster=cluster, plan=self.plan, profile=model_profile, num_samples=num_samples, batch_size=batch_size,
             steps_per_epoch=self.steps_per_epoch, reshuffle=reshuffle, sequenced=sequenced,
-            overlap_buckets=overlap_buckets)
+            overlap_buckets=overlap_buckets, pricing=pricing)
+        self._pricing = pricing
         self._num_samples = num_samples
         self._batch_size = batch_size
         self._reshuffle = reshuffle
@@ -149,11 +162,13 @@ class SoCFlow(Strategy):
         Raises `TrainingFailed` if none is left, or if a client raised and that is not tolerated.
         """
         usable, events = sort_replies(replies, self._group_of_node, tolerate_errors=self._tolerate_client_errors)
+        events = (*events, *client_events(usable))
         for event in events:
             log(WARNING, "aggregate_train: %s", event.text)
         interval = self._interval(server_round)
-        self.reports.append(RoundReport(server_round=server_round, epoch=interval.epoch_end, events=events,
-                                        usage=self._price(interval)))
+        self.reports.append(RoundReport(
+            server_round=server_round, epoch=interval.epoch_end, events=events, usage=self._price(interval, usable),
+            alpha=mean_metric(usable, ALPHA), cpu_share=mean_metric(usable, CPU_SHARE)))
         metrics = [cast(MetricRecord, reply.content[METRICS]) for reply in usable]
         samples = [float(cast(float, metric[NUM_EXAMPLES])) for metric in metrics]
         arrays = aggregate_records([cast(ArrayRecord, reply.content[ARRAYS]) for reply in usable], samples)
@@ -205,16 +220,26 @@ class SoCFlow(Strategy):
             steps_per_epoch=self.steps_per_epoch, total_steps=self.intervals[-1].first_step
             + self.intervals[-1].num_steps, batch_size=self._batch_size, reshuffle=self._reshuffle,
             deal_epoch=interval.deal_epoch, seed=self._seed, num_samples=self._num_samples,
+            npu_ratios=self._npu_ratios(group),
         )
 
     def _capacities(self, group: Group) -> tuple[float, ...]:
         """Return each member's sustained rate on the model, so that unequal devices get unequal shares (F4)."""
         return tuple(self._rates[soc] for soc in group.members)
 
-    def _price(self, interval: SyncInterval) -> Usage:
+    def _npu_ratios(self, group: Group) -> tuple[float, ...]:
+        """Return each member's beta by the catalogue (F10); none where clients should measure, or need none."""
+        if self._work is None or not isinstance(self._pricing, MixedPricing):
+            return ()
+        return tuple(self._pricing.npu_ratio(self._model_name, self._cluster.device_of(soc)) for soc in group.members)
+
+    def _price(self, interval: SyncInterval, replies: Sequence[Message]) -> Usage:
         if self._clock is None or self._work is None:
             return Usage()
-        return self._work.run(interval, self._clock)
+        phases: Sequence[Phase] = ()
+        if isinstance(self._pricing, MixedPricing):
+            phases = mixed_phases(replies, interval.num_steps, self._pricing)
+        return self._work.run(interval, self._clock, phases)
 
 
 def _described(cluster: Cluster) -> str:

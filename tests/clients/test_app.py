@@ -14,6 +14,7 @@ from torch import nn
 from socflower.clients import FP32Trainer, cosine_annealing, make_client_app, sgd, train_group
 from socflower.clients.app import TRAINER_STATE
 from socflower.clients.batches import local_batches
+from socflower.clients.trainer import TrainingSpan
 from socflower.cluster.protocol import GroupTask
 from socflower.errors import ConfigError
 from socflower.sim.flower_internals import begin_run
@@ -81,7 +82,7 @@ def trained_alone(*, batch_size: int, num_epochs: int, seed: int = 1, first_epoc
     model, data = fresh(), part(node(), 2, 4)
 
     def train() -> None:
-        session = trainer.start(model, num_members=1, first_step=first_step, total_steps=total_steps, state=None)
+        session = trainer.start(model, TrainingSpan(first_step=first_step, total_steps=total_steps))
         for indices in local_batches(len(data), batch_size, num_epochs, seed=(seed, 2), first_epoch=first_epoch):
             session.step([data.batch(torch.from_numpy(indices))])
 
@@ -160,7 +161,7 @@ def trained_as_group(group: GroupTask, data: LabelledData, model: nn.Module, sta
 
     def train() -> None:
         nonlocal new_state
-        _, _, new_state = train_group(model, data, group, TRAINER, state)
+        new_state = train_group(model, data, group, TRAINER, state).end.state
 
     one_thread(train)
     return new_state

@@ -11,6 +11,7 @@ from torch import nn
 from socflower.clients import FP32Trainer, cosine_annealing, sgd, train_group
 from socflower.clients.fp32_trainer import FP32Session
 from socflower.clients.member_buffers import depends_on_batch
+from socflower.clients.trainer import TrainingSpan
 from socflower.errors import ConfigError
 from socflower.hierarchy import split_batch
 from socflower.workloads import LabelledData
@@ -34,7 +35,7 @@ def small_data(num_samples: int) -> LabelledData:
 
 def session(model: nn.Module, num_members: int, **changes: object) -> FP32Session:
     trainer = FP32Trainer(**{"optimizer": sgd(0.1, 0.9), "member_passes": "always", **changes})
-    return trainer.start(model, num_members=num_members, first_step=0, total_steps=10, state=None)
+    return trainer.start(model, TrainingSpan(num_members=num_members, total_steps=10))
 
 
 def parts_of(data: LabelledData, sizes: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -118,10 +119,10 @@ def test_a_session_resumed_from_its_state_goes_on_as_if_never_stopped() -> None:
     through, resumed = small_network(norm=True), small_network(norm=True)
     trainer = FP32Trainer(optimizer=sgd(0.1, 0.9), scheduler=cosine_annealing)
     members = {"members": (0, 1), "partitions": (0, 1), "capacities": (1.0, 1.0), "steps_per_epoch": 10}
-    *_, first = train_group(resumed, data, task(0, 1, num_steps=4, **members), trainer)
+    first = train_group(resumed, data, task(0, 1, num_steps=4, **members), trainer).end.state
     train_group(resumed, data, task(0, 1, first_step=4, num_steps=6, **members), trainer, first)
     # The reference settles its members' statistics at the same step, as every synchronisation does.
-    *_, state = train_group(through, data, task(0, 1, num_steps=4, **members), trainer)
+    state = train_group(through, data, task(0, 1, num_steps=4, **members), trainer).end.state
     train_group(through, data, task(0, 1, first_step=4, num_steps=6, **members), trainer, state)
     straight = small_network(norm=True)
     train_group(straight, data, task(0, 1, num_steps=10, **members), trainer)
@@ -133,7 +134,7 @@ def test_a_session_resumed_from_its_state_goes_on_as_if_never_stopped() -> None:
 def test_a_new_leader_joins_the_schedule_where_it_stands() -> None:
     model = small_network(norm=False)
     trainer = FP32Trainer(optimizer=sgd(0.1), scheduler=cosine_annealing)
-    begun = trainer.start(model, num_members=1, first_step=5, total_steps=10, state=None)
+    begun = trainer.start(model, TrainingSpan(first_step=5, total_steps=10))
     assert begun._optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
 
 

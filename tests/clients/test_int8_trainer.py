@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from socflower.clients import Int8Trainer
-from socflower.clients.trainer import Part
+from socflower.clients.trainer import Part, TrainingSpan
 from socflower.errors import ConfigError
 from socflower.precision import ADAPTIVE_FIXED_POINT, EngineSettings, RescalingPolicy, int8_algorithm
 
@@ -30,11 +30,10 @@ def batches(num: int, size: int = 12) -> list[Part]:
 def train(trainer: Int8Trainer, splits: list[list[Part]], state: bytes | None = None, first_step: int = 0,
           model: nn.Module | None = None, total_steps: int = 8) -> tuple[nn.Module, bytes, list[float]]:
     model = model or network()
-    session = trainer.start(
-        model, num_members=len(splits[0]), first_step=first_step, total_steps=total_steps, state=state
-    )
+    span = TrainingSpan(num_members=len(splits[0]), first_step=first_step, total_steps=total_steps)
+    session = trainer.start(model, span, state)
     losses = [float(session.step(parts)) for parts in splits]
-    return model, session.finish(), losses
+    return model, session.finish().state, losses
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
@@ -76,8 +75,8 @@ def test_the_loss_falls(name: str) -> None:
 
 def test_an_epoch_without_batches_changes_nothing() -> None:
     model = network()
-    session = Int8Trainer().start(model, num_members=1, first_step=0, total_steps=1, state=None)
-    assert session.finish() == b""
+    session = Int8Trainer().start(model, TrainingSpan())
+    assert session.finish().state == b""
     assert same(model, network())
 
 

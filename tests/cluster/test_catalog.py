@@ -23,7 +23,7 @@ def figures(table: Any, where: str = "") -> list[tuple[str, Any]]:
 
 def test_every_figure_has_a_source() -> None:
     for where, figure in figures({key: value for key, value in catalog().items() if key != "schema"}):
-        if where.endswith("number_format"):
+        if where.endswith((".number_format", ".shares")):
             continue
         assert isinstance(figure, dict), f"{where} is a bare value"
         assert len(figure["source"]) > 10, where
@@ -68,3 +68,9 @@ def test_network_constants_are_those_fitted_to_the_paper() -> None:
 def test_an_unknown_device_is_named_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"'snapdragon-999' is unknown; the catalogue has snapdragon-865, "):
         device("snapdragon-999")
+
+
+def test_each_figure_of_the_catalogue_is_read_by_the_reader_of_profiles() -> None:
+    assert device("snapdragon-865").processor("cpu-int8").shares == "cpu"
+    assert device("snapdragon-865").processor("npu").rate("vgg11") == 254.8e9
+    assert not any(processor.timings for name in device_names() for processor in device(name).processors.values())

@@ -1,11 +1,17 @@
 """Clusters from TOML: what is meant, and one line for what cannot be."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from socflower.cluster import load_cluster, parse_cluster
+from socflower.cluster.catalog import device_table, link_bytes_per_s, message_s
+from socflower.cluster.cluster_file import cluster_tables, inline_devices
+from socflower.cluster.device_file import figure, toml_text
 from socflower.errors import ConfigError
 
 
@@ -79,3 +85,88 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     file.write_bytes(b"# caf\xe9\n")
     with pytest.raises(ConfigError, match="is not UTF-8 text"):
         load_cluster(file)
+
+
+# ------------------------------------------------------------------------------------------- device profiles
+LINK = {"peer": "there:1", "bytes_per_s": figure(11e6, "measured"), "round_trip_s": figure(3e-4, "measured"),
+        "message_s": figure(2e-4, "measured")}
+
+
+def write_profile(path: Path, *names: str, link: bool = False, like: str = "raspberry-pi-4b") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tables = {name: device_table(like) for name in names}
+    path.write_text(toml_text({"schema": 1, "device": tables, **({"link": LINK} if link else {})}), "utf-8")
+    return path
+
+
+def test_a_profile_is_sought_beside_the_file_that_names_it(tmp_path: Path) -> None:
+    write_profile(tmp_path / "devices/mine.toml", "mine")
+    rack = tmp_path / "clusters/rack.toml"
+    rack.parent.mkdir()
+    rack.write_text('[cluster]\ndevice = "../devices/mine.toml"\nboards = [2]\n')
+    soc = load_cluster(rack).device_of(1)
+    assert (soc.name, soc.idle_w) == ("mine", 2.7)
+
+
+@given(profiled=st.sets(st.integers(0, 3)), main=st.booleans(), links=st.booleans(), stated=st.booleans())
+def test_the_resolved_tables_are_the_same_cluster_without_any_file(
+    tmp_path_factory: pytest.TempPathFactory, profiled: set[int], main: bool, links: bool, stated: bool,
+) -> None:
+    folder = tmp_path_factory.mktemp("case")
+    for name in ("first", "second"):
+        write_profile(folder / f"{name}.toml", name, link=links)
+    cluster = {**({"device": "first.toml"} if main else {}), **({"soc_bytes_per_s": 5e6} if stated else {})}
+    boards = [{"socs": 2, **({"device": "second.toml"} if index in profiled else {})} for index in range(4)]
+    (folder / "rack.toml").write_text(toml_text({"schema": 1, "cluster": cluster, "board": boards}))
+    loaded = load_cluster(folder / "rack.toml")
+    resolved = inline_devices(cluster, boards, folder=folder, where="x")
+    assert parse_cluster(*json.loads(json.dumps(resolved))) == loaded
+    assert inline_devices(*resolved, folder=Path("/nowhere"), where="x") == resolved
+    for index, board in enumerate(loaded.boards):
+        name = "second" if index in profiled else "first" if main else "snapdragon-865"
+        measured = links and name != "snapdragon-865"
+        assert board.device.name == name
+        assert board.soc_bytes_per_s == (5e6 if stated else 11e6 if measured else link_bytes_per_s())
+        assert board.uplink_bytes_per_s == board.soc_bytes_per_s
+    assert loaded.message_s == (2e-4 if main and links else message_s())
+    assert loaded.hub_bytes_per_s == link_bytes_per_s()
+
+
+def test_device_tables_may_stand_in_the_cluster_file_itself(tmp_path: Path) -> None:
+    rack = tmp_path / "rack.toml"
+    rack.write_text('[cluster]\ndevice = "mine"\n' + toml_text({"device": {"mine": device_table("jetson-nano")}}))
+    assert load_cluster(rack).device_of(0).name == "mine"
+    assert cluster_tables(rack)[2] == {"mine": device_table("jetson-nano")}
+
+
+def test_what_a_table_states_wins_over_what_was_measured(tmp_path: Path) -> None:
+    path = str(write_profile(tmp_path / "mine.toml", "mine", link=True))
+    cluster = parse_cluster({}, [{"device": path, "soc_bytes_per_s": 7e6}, {"device": path, "board_bytes_per_s": 8e6}])
+    assert [board.soc_bytes_per_s for board in cluster.boards] == [7e6, 11e6]
+    assert [board.uplink_bytes_per_s for board in cluster.boards] == [11e6, 8e6]
+    assert cluster.message_s == message_s()  # of the [cluster] device, which is the default one
+
+
+def test_profiles_that_a_cluster_cannot_use(tmp_path: Path) -> None:
+    write_profile(tmp_path / "two.toml", "one", "two")
+    write_profile(tmp_path / "shadow.toml", "jetson-nx")
+    write_profile(tmp_path / "mine.toml", "mine")
+    write_profile(tmp_path / "other/mine.toml", "mine", like="jetson-nx")
+    (tmp_path / "none.toml").write_text("[cluster]\n")
+    for name, says in (
+        ("missing.toml", "missing.toml: cannot be read"),
+        ("two.toml", "two.toml: a cluster needs a profile of exactly one device, this one has one, two"),
+        ("shadow.toml", "device 'jetson-nx' is a name of the catalogue; give yours another one"),
+        ("none.toml", "none.toml: unknown key 'cluster'"),
+    ):
+        with pytest.raises(ConfigError, match=says) as caught:
+            parse_cluster({"device": str(tmp_path / name)})
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="two different devices are called 'mine'"):
+        inline_devices({"device": "mine.toml"}, [{"device": "other/mine.toml"}], folder=tmp_path, where="x")
+    with pytest.raises(ConfigError, match=r"\[device.x86-core\] has a name of the catalogue"):
+        parse_cluster({}, (), {"x86-core": device_table("x86-core")})
+    with pytest.raises(ConfigError, match=r"scenario: device = 3 must be a table"):
+        parse_cluster({}, (), 3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="device = 3 must be a name or the path of a device profile"):
+        parse_cluster({"device": 3})

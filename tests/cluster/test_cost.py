@@ -1,10 +1,26 @@
 """The one cost model: proportional to work, dearer per sample in small batches, nothing for nothing."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.cluster import Device, LayerProfile, ModelProfile, Processor, step_cost
+from socflower.cluster import (
+    FP32,
+    Board,
+    Cluster,
+    Device,
+    LayerProfile,
+    ModelProfile,
+    OneProcessor,
+    Processor,
+    ProcessorCost,
+    StepCost,
+    StepTimings,
+    step_cost,
+    sustained_rates,
+)
 from socflower.errors import ConfigError
 
 MODEL = ModelProfile(name="m", input_bytes=100.0, layers=(
@@ -70,3 +86,77 @@ def test_impossible_processors_and_models_are_refused() -> None:
         machine().processor("npu")
     with pytest.raises(ConfigError, match="no layers"):
         ModelProfile(name="empty", layers=(), input_bytes=1.0)
+
+
+def with_npu(**timings: StepTimings) -> Device:
+    """Return a device of a CPU of 9 MFLOP/s, 18 on model n, and an NPU of 36, with timings of model m."""
+    processors = {
+        "cpu": Processor(name="cpu", flops_per_s=9e6, active_w=5.0, flops_per_s_by_model={"n": 18e6}),
+        "npu": Processor(name="npu", flops_per_s=36e6, active_w=3.0, number_format="int8"),
+    }
+    return machine(processors={
+        name: dataclasses.replace(processor, timings={"m": timings[name]} if name in timings else {})
+        for name, processor in processors.items()})
+
+
+def parts(*seconds: float) -> tuple[ProcessorCost, ...]:
+    return tuple(ProcessorCost(processor=f"p{index}", forward_s=part, backward_s=2 * part)
+                 for index, part in enumerate(seconds))
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 2.0]), min_size=1, max_size=4))
+def test_the_processors_of_a_step_are_those_with_work_in_order_and_the_first_if_none_has(seconds: list[float]) -> None:
+    own, *beside = parts(*seconds)
+    cost = StepCost(forward_s=own.forward_s, backward_s=own.backward_s, update_s=1.0, processor=own.processor,
+                    beside=tuple(beside))
+    assert cost.processors == (tuple(part for part in (own, *beside) if part.compute_s) or (own,))
+    assert sum(part.compute_s for part in cost.processors) == pytest.approx(3 * sum(seconds))
+    assert cost.compute_s == own.compute_s
+
+
+def test_a_step_on_one_processor_has_that_one() -> None:
+    assert [part.processor for part in step_cost(MODEL, with_npu(), 10, "npu").processors] == ["npu"]
+    assert [part.processor for part in step_cost(MODEL, with_npu(), 0).processors] == ["cpu"]
+    assert step_cost(MODEL, with_npu(), 10).merge_s == 0.0
+
+
+@given(st.integers(0, 500))
+def test_one_processor_costs_what_it_costs_where_a_device_has_it_and_what_the_default_one_does_elsewhere(
+    count: int,
+) -> None:
+    npu = OneProcessor(processor="npu")
+    assert npu.step_cost(MODEL, with_npu(), count) == step_cost(MODEL, with_npu(), count, "npu")
+    assert npu.step_cost(MODEL, machine(), count) == step_cost(MODEL, machine(), count)
+    assert FP32.step_cost(MODEL, with_npu(), count) == step_cost(MODEL, with_npu(), count)
+
+
+def test_a_rate_is_that_of_the_processor_on_the_model() -> None:
+    npu = OneProcessor(processor="npu")
+    assert [npu.rate("m", with_npu()), npu.rate("m", machine()), FP32.rate("m", with_npu())] == [36e6, 9e6, 9e6]
+    assert [npu.rate("n", with_npu()), FP32.rate("n", with_npu())] == [36e6, 18e6]
+    assert [npu.on(with_npu()), npu.on(machine()), FP32.on(with_npu())] == ["npu", "cpu", "cpu"]
+    with pytest.raises(ConfigError, match="no processor 'npu'; it has cpu"):
+        step_cost(MODEL, machine(), 1, "npu")
+
+
+@given(st.integers(0, 300), st.floats(1e-3, 1e3))
+def test_timings_win_over_rates_and_overheads_of_that_processor_and_model_alone(count: int, second_s: float) -> None:
+    """Twice the samples were measured to take 1.5 times as long, which no rate and overhead here gives."""
+    measured = StepTimings(batches=(8, 16), step_s=(second_s, 1.5 * second_s))
+    timed = with_npu(npu=measured)
+    cost = step_cost(MODEL, timed, count, "npu")
+    assert cost.compute_s == pytest.approx(measured.seconds(count))
+    assert cost.backward_s == pytest.approx(2 * cost.forward_s)
+    assert cost.update_s == step_cost(MODEL, with_npu(), count, "npu").update_s
+    assert step_cost(MODEL, timed, count) == step_cost(MODEL, with_npu(), count)
+    other = dataclasses.replace(MODEL, name="n")
+    assert step_cost(other, timed, count, "npu") == step_cost(other, with_npu(), count, "npu")
+
+
+def test_capacities_go_by_the_pricing_in_the_order_of_the_socs() -> None:
+    boards = tuple(Board(num_slots=slots, device=soc, soc_bytes_per_s=1e8, uplink_bytes_per_s=1e8)
+                   for slots, soc in ((2, machine()), (1, with_npu())))
+    cluster = Cluster(name="c", boards=boards, hub_bytes_per_s=1e8, message_s=0.0)
+    assert sustained_rates(cluster, "m") == (9e6, 9e6, 9e6)
+    assert sustained_rates(cluster, "m", OneProcessor(processor="npu")) == (9e6, 9e6, 36e6)
+    assert sustained_rates(cluster, "n", OneProcessor(processor="npu")) == (18e6, 18e6, 36e6)

@@ -54,7 +54,7 @@ def trained_by_hand(scenario: Scenario, group_id: int, num_groups: int) -> tuple
     model, num_threads = initial_model(scenario), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        _, num_samples, _ = train_group(model, data, task, trainer)
+        num_samples = train_group(model, data, task, trainer).num_samples
     finally:
         torch.set_num_threads(num_threads)
     return ArrayRecord({name: tensor.contiguous() for name, tensor in model.state_dict().items()}), num_samples

@@ -1,0 +1,217 @@
+"""Power that this machine exposes under /sys: RAPL counters, rails of INA sensors, a battery that discharges.
+
+None of them is a wall meter: `source` says which part of the machine is measured, and goes into the profile.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+_GRAPHICS = ("amdgpu", "i915", "nouveau", "nvidia", "radeon", "xe")
+_SAMPLE_S = 0.05
+
+
+@runtime_checkable
+class EnergyMeter(Protocol):
+    """A counter of joules, which is exact over any span."""
+
+    source: str
+
+    def energy_j(self) -> float:
+        """Return joules since some time in the past; never less than before. Raises OSError or ValueError."""
+        ...
+
+
+@runtime_checkable
+class WattMeter(Protocol):
+    """A sensor of the watts of the moment."""
+
+    source: str
+
+    def power_w(self) -> float:
+        """Return the watts now. Raises OSError or ValueError where they cannot be read any more."""
+        ...
+
+
+PowerMeter = EnergyMeter | WattMeter
+
+
+def find_power_meter(root: Path = Path("/")) -> PowerMeter | None:
+    """Return the first meter below `root` that can really be read, or None: RAPL, INA rails, battery."""
+    for candidate in (_find_rapl, _find_rail, _find_battery):
+        meter = candidate(root)
+        if meter is not None:
+            return meter
+    return None
+
+
+def mean_watts(meter: PowerMeter, work: Callable[[], object]) -> float | None:
+    """Return the mean watts while `work` runs; None if the meter failed or showed nothing, as in many VMs."""
+    try:
+        watts = _from_counter(meter, work) if isinstance(meter, EnergyMeter) else _from_samples(meter, work)
+    except (OSError, ValueError):
+        return None
+    return watts if watts > 0 else None
+
+
+class RaplMeter:
+    """Intel's and AMD's running average power limit: a counter per package, or one of the whole platform (psys)."""
+
+    def __init__(self, zones: tuple[Path, ...], source: str) -> None:
+        self.source = source
+        self._zones = zones
+        self._ranges_uj = [_whole_number(zone / "max_energy_range_uj") for zone in zones]
+        self._last_uj = [_whole_number(zone / "energy_uj") for zone in zones]
+        self._total_uj = 0
+
+    def energy_j(self) -> float:
+        """Return joules since this meter was made; to be called before a counter wraps twice (minutes to hours)."""
+        for index, zone in enumerate(self._zones):
+            now_uj = _whole_number(zone / "energy_uj")
+            step_uj = now_uj - self._last_uj[index]
+            # The counter goes from max_energy_range_uj to 0.
+            self._total_uj += step_uj if step_uj >= 0 else step_uj + self._ranges_uj[index] + 1
+            self._last_uj[index] = now_uj
+        return self._total_uj / 1e6
+
+
+class ProductMeter:
+    """Watts as a file in microwatts, or as the product of two files: volts and amperes."""
+
+    def __init__(self, source: str, factors: tuple[tuple[Path, float], ...], status: Path | None = None) -> None:
+        self.source = source
+        self._factors = factors
+        self._status = status
+
+    def power_w(self) -> float:
+        """Return the product of all files, each in its unit; ValueError where a battery does not discharge."""
+        if self._status is not None and _text(self._status).lower() != "discharging":
+            raise ValueError(f"{self._status}: the battery does not discharge")
+        watts = 1.0
+        for path, unit in self._factors:
+            watts *= _whole_number(path) * unit
+        return watts
+
+
+def _find_rapl(root: Path) -> RaplMeter | None:
+    zones: dict[Path, str] = {}
+    for zone in _sorted(root / "sys/class/powercap", "intel-rapl:*"):
+        if zone.name.count(":") != 1:  # cores, DRAM: parts of a package
+            continue
+        try:
+            _whole_number(zone / "energy_uj")
+            if _whole_number(zone / "max_energy_range_uj") > 0:
+                zones[zone] = _text(zone / "name")
+        except (OSError, ValueError):
+            continue
+    # psys counts the packages and what is around them: never both.
+    chosen = [zone for zone, name in zones.items() if name == "psys"][:1] or list(zones)
+    if not chosen:
+        return None
+    try:
+        return RaplMeter(tuple(chosen), f"RAPL, {' and '.join(zones[zone] for zone in chosen)}")
+    except (OSError, ValueError):
+        return None
+
+
+def _find_rail(root: Path) -> ProductMeter | None:
+    """Return the rail of all inputs (Jetson: VDD_IN, POM_5V_IN) if it has a label that says so, else the first."""
+    for folder in _sorted(root / "sys/class/hwmon", "hwmon*"):
+        try:
+            chip = _text(folder / "name")
+        except (OSError, ValueError):
+            chip = folder.name
+        if chip in _GRAPHICS:  # a part of the machine that does not train here
+            continue
+        rails: list[tuple[bool, ProductMeter]] = []
+        for channel in range(1, 17):
+            volts, amperes = folder / f"in{channel}_input", folder / f"curr{channel}_input"
+            for factors in (((folder / f"power{channel}_input", 1e-6),), ((volts, 1e-3), (amperes, 1e-3))):
+                label = _label(folder, channel)
+                meter = ProductMeter(f"hwmon {chip}, {label or f'channel {channel}'}", factors)
+                if _reads(meter):
+                    rails.append(("_in" in label.lower(), meter))
+                    break
+        if rails:
+            return next((meter for is_input, meter in rails if is_input), rails[0][1])
+    return None
+
+
+def _find_battery(root: Path) -> ProductMeter | None:
+    for folder in _sorted(root / "sys/class/power_supply", "*"):
+        try:
+            if _text(folder / "type") != "Battery":
+                continue
+        except (OSError, ValueError):
+            continue
+        for factors in (((folder / "power_now", 1e-6),),
+                        ((folder / "current_now", 1e-6), (folder / "voltage_now", 1e-6))):
+            meter = ProductMeter(f"battery {folder.name}", factors, folder / "status")
+            if _reads(meter):
+                return meter
+    return None
+
+
+def _reads(meter: ProductMeter) -> bool:
+    try:
+        return meter.power_w() > 0
+    except (OSError, ValueError):
+        return False
+
+
+def _label(folder: Path, channel: int) -> str:
+    for name in (f"power{channel}_label", f"in{channel}_label"):
+        try:
+            return _text(folder / name)
+        except (OSError, ValueError):
+            continue
+    return ""
+
+
+def _sorted(folder: Path, pattern: str) -> list[Path]:
+    """Return what matches, hwmon2 before hwmon10; nothing where the folder is missing or closed."""
+    try:
+        return sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name))
+    except OSError:
+        return []
+
+
+def _text(path: Path) -> str:
+    return path.read_text("ascii").strip()
+
+
+def _whole_number(path: Path) -> int:
+    value = int(_text(path))
+    if value < 0:
+        raise ValueError(f"{path}: {value} is negative")
+    return value
+
+
+def _from_counter(meter: EnergyMeter, work: Callable[[], object]) -> float:
+    before_j, start_s = meter.energy_j(), time.perf_counter()
+    work()
+    return (meter.energy_j() - before_j) / max(time.perf_counter() - start_s, 1e-9)
+
+
+def _from_samples(meter: WattMeter, work: Callable[[], object]) -> float:
+    samples: list[float] = []
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.wait(_SAMPLE_S):
+            try:
+                samples.append(meter.power_w())
+            except (OSError, ValueError):
+                return
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    try:
+        work()
+    finally:
+        done.set()
+        sampler.join()
+    samples.append(meter.power_w())  # one at least, and the meter still works
+    return sum(samples) / len(samples)

@@ -1,0 +1,100 @@
+"""The arithmetic of a scenario: its trainer, what it costs in virtual time, and the data it sets aside."""
+
+import math
+from functools import cache
+
+import numpy as np
+
+from socflower.clients import FP32Trainer, Int8Trainer, MixedPrecisionTrainer, Trainer, cosine_annealing, sgd
+from socflower.cluster import FP32, Device, Pricing
+from socflower.errors import ConfigError
+from socflower.precision import EngineSettings, RescalingPolicy, int8_algorithm
+from socflower.precision.mixing import most_speedup
+from socflower.precision.pricing import Int8Pricing, MixedPricing
+from socflower.scenario.config import Scenario
+from socflower.scenario.scenario_file import scenario_cluster
+from socflower.workloads import LabelledData, load_data
+
+
+def pricing(scenario: Scenario) -> Pricing:
+    """Return what the scenario's arithmetic costs a device."""
+    if scenario.precision.arithmetic == "int8":
+        return Int8Pricing()
+    return MixedPricing(rule=scenario.precision.rule) if scenario.precision.arithmetic == "mixed" else FP32
+
+
+def gain_bound(rule: str) -> str:
+    """Return what a mixing rule can gain at most over the CPU alone, as a sentence (F11)."""
+    most = most_speedup(rule)
+    return (f"It computes at most {most:.2f} times as fast as the CPU alone, however fast the NPU (F11)."
+            if math.isfinite(most) else "It has no bound beside the two processors' throughputs.")
+
+
+def arithmetic_notes(scenario: Scenario) -> list[str]:
+    """Return what a reader of a result should know of its arithmetic."""
+    kind, devices = scenario.precision.arithmetic, _devices(scenario)
+    if kind == "fp32":
+        return []
+    notes = []
+    if kind == "int8" or scenario.precision.rule != "fp32":
+        notes.append("NPU: CPU int8. The int8 training ran on this CPU; its virtual time and energy are those of "
+                     + ", ".join(sorted(f"{device.name}'s {_int8_side(kind, device)}" for device in devices)) + ".")
+    if kind == "mixed":
+        notes.append(f"Mixed precision, rule '{scenario.precision.rule}': {gain_bound(scenario.precision.rule)}")
+    return notes
+
+
+def _devices(scenario: Scenario) -> list[Device]:
+    """Return the cluster's kinds of device, each once: their tables make them unhashable."""
+    return list({board.device.name: board.device for board in scenario_cluster(scenario).boards}.values())
+
+
+def _int8_side(kind: str, device: Device) -> str:
+    name = device.accelerator if kind == "mixed" else device.int8_processor
+    return name or f"{device.default_processor} in FP32 (no int8 processor is known for it)"
+
+
+def trainer(scenario: Scenario) -> Trainer:
+    """Return the trainer of the scenario's clients."""
+    settings, precision = scenario.train, scenario.precision
+    if precision.arithmetic == "int8":
+        return Int8Trainer(
+            algorithm=int8_algorithm(precision.algorithm, settings.momentum, precision.gradient_bits),
+            learning_rate=settings.learning_rate,
+            schedule=settings.schedule,
+            settings=EngineSettings(rescaling=RescalingPolicy(adaptive=precision.adaptive_rescaling)),
+        )
+    fp32 = FP32Trainer(
+        optimizer=sgd(settings.learning_rate, settings.momentum, settings.weight_decay),
+        scheduler=cosine_annealing if settings.schedule == "cosine" else None,
+        member_passes=settings.member_passes,
+    )
+    if precision.arithmetic == "fp32":
+        return fp32
+    held_out = _split(scenario.data.name, precision.num_held_out)[1]
+    inputs, _ = held_out.batch(np.arange(len(held_out)))
+    return MixedPrecisionTrainer(fp32=fp32, rule=precision.rule, held_out=inputs)
+
+
+def training_data(scenario: Scenario) -> LabelledData:
+    """Return the samples that are trained on: all but those set aside."""
+    if not scenario.precision.num_held_out:
+        return load_data(scenario.data.name).train
+    return _split(scenario.data.name, scenario.precision.num_held_out)[0]
+
+
+def num_training_samples(scenario: Scenario, num_train: int) -> int:
+    """Return how many of a data set's training samples are trained on; `ConfigError` if none is left."""
+    num_held_out = scenario.precision.num_held_out
+    if num_held_out >= num_train:
+        raise ConfigError(f"[precision] held_out = {num_held_out}, but {scenario.data.name} has only {num_train} "
+                          "training samples; set fewer aside")
+    return num_train - num_held_out
+
+
+@cache
+def _split(name: str, num_held_out: int) -> tuple[LabelledData, LabelledData]:
+    """Return the samples to train on and those set aside, which are spread evenly: files may be sorted by class."""
+    train = load_data(name).train
+    held_out = np.arange(num_held_out) * len(train) // num_held_out
+    return train.select(np.delete(np.arange(len(train)), held_out)), train.select(held_out)

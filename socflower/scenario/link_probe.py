@@ -1,0 +1,255 @@
+"""What a link to another machine reaches: `serve` answers there, `probe` measures here, over plain TCP.
+
+Both say a line with magic and version first. Then the peer that asks sends requests: a letter and a number of four
+bytes, big-endian. E n and n bytes: they come back. U n (seconds/1000): bytes in chunks follow, the sum comes back.
+D n: chunks come for so long. Everything is bounded, and nothing of what is sent is kept.
+"""
+
+import os
+import socket
+import statistics
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+from socflower.errors import ConfigError
+
+MAGIC = b"socflower-link 1\n"
+PING_BYTES = 8
+MESSAGE_BYTES = 4096
+NUM_MESSAGES = 50
+STREAM_S = 1.0
+
+_CHUNK_BYTES = 1 << 16
+_LONGEST_STREAM_S = 10.0
+_TIMEOUT_S = 5.0
+_MOST_CONNECTIONS = 8
+_REQUEST = struct.Struct(">cI")
+_SIZE = struct.Struct(">I")
+_SUM = struct.Struct(">Q")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkFigures:
+    """What was measured of a link, seen from here."""
+
+    peer: str
+    round_trip_s: float  # the median of messages of 8 bytes
+    upload_bytes_per_s: float
+    download_bytes_per_s: float
+    message_s: float  # handling of one small message, beyond its bytes
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The slower direction: the cluster's links have one rate for both."""
+        return min(self.upload_bytes_per_s, self.download_bytes_per_s)
+
+
+class ProbeServer:
+    """Answers probes in threads of its own until it is closed; port 0 takes any free one."""
+
+    def __init__(self, port: int, host: str = "") -> None:
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"--serve {port}: a port is a number of 0 to 65535")
+        try:
+            self._listener = socket.create_server((host, port))
+        except OSError as error:
+            raise ConfigError(f"--serve {port}: cannot listen ({error.strerror or error}); take another port") from None
+        self.port = int(self._listener.getsockname()[1])
+        """The port that is answered."""
+        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        with suppress(OSError):  # not on all systems possible for a listener
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which close() alone does not
+        self._listener.close()
+
+    def wait(self) -> None:
+        """Return when the server has been closed."""
+        while self._thread.is_alive():
+            self._thread.join(0.5)
+
+    def __enter__(self) -> "ProbeServer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._listener.fileno() == -1:
+                    return
+                time.sleep(0.1)  # such as too many open files: try again, without filling a core
+                continue
+            if not self._free.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            # A stranger, or a peer that went away, is none of the next one's business.
+            with connection, suppress(OSError, EOFError, ValueError):
+                _prepare(connection)
+                _answer_requests(connection)
+        finally:
+            self._free.release()
+
+
+def serve(port: int, on_ready: Callable[[int], None]) -> None:
+    """Answer probes on a port until interrupted; `on_ready` gets the port. Raises ConfigError if it is taken."""
+    with ProbeServer(port) as server:
+        on_ready(server.port)
+        server.wait()
+
+
+def parse_peer(text: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT, an IPv6 address in brackets."""
+    host, separator, port = text.rpartition(":")
+    if not separator or not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise ConfigError(f"--peer {text}: write HOST:PORT, as in --peer 192.168.1.7:5201")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def probe(host: str, port: int, *, stream_s: float = STREAM_S) -> LinkFigures:
+    """Return what the link to a machine that runs `serve` reaches; ConfigError in one line if that cannot be found.
+
+    Round trip: the median of small messages. Rates: a stream of `stream_s` in each direction, to the last byte's
+    arrival. Message: half the median round trip of 4 KB less its bytes at the slower rate, and 0 at least.
+    """
+    peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        with socket.create_connection((host, port), timeout=_TIMEOUT_S) as connection:
+            _prepare(connection)
+            connection.sendall(MAGIC)
+            if _receive(connection, len(MAGIC)) != MAGIC:
+                raise ValueError("answered something else")
+            round_trip_s = _round_trip_s(connection, PING_BYTES)
+            upload = _upload_bytes_per_s(connection, stream_s, round_trip_s)
+            download = _download_bytes_per_s(connection, stream_s)
+            message_s = _round_trip_s(connection, MESSAGE_BYTES) / 2 - MESSAGE_BYTES / min(upload, download)
+    except (EOFError, ValueError, ConnectionError, TimeoutError) as error:
+        if isinstance(error, ConnectionRefusedError):
+            reason = "nobody answers there"
+        elif isinstance(error, TimeoutError):
+            reason = f"no answer within {_TIMEOUT_S:g} s"
+        else:
+            reason = str(error) if isinstance(error, ValueError) else "the connection was closed"
+        raise ConfigError(f"--peer {peer}: {reason}; run `socflower profile --serve {port}`, of the same version, "
+                          "on that machine") from None
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"--peer {peer}: cannot be reached ({reason}); check host and port") from None
+    return LinkFigures(peer=peer, round_trip_s=round_trip_s, upload_bytes_per_s=upload,
+                       download_bytes_per_s=download, message_s=max(0.0, message_s))
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.settimeout(_TIMEOUT_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages must not wait for more
+
+
+def _answer_requests(connection: socket.socket) -> None:
+    if _receive(connection, len(MAGIC)) != MAGIC:
+        return
+    connection.sendall(MAGIC)
+    while True:
+        request, number = _REQUEST.unpack(_receive(connection, _REQUEST.size))
+        if request == b"E" and number <= _CHUNK_BYTES:
+            connection.sendall(_receive(connection, number))
+        elif request == b"U":
+            connection.sendall(_SUM.pack(_swallow(connection)))
+        elif request == b"D":
+            _stream(connection, number / 1000)
+        else:
+            return
+
+
+def _round_trip_s(connection: socket.socket, num_bytes: int) -> float:
+    seconds = []
+    for _ in range(NUM_MESSAGES):
+        message = os.urandom(num_bytes)
+        start_s = time.perf_counter()
+        connection.sendall(_REQUEST.pack(b"E", num_bytes) + message)
+        answer = _receive(connection, num_bytes)
+        seconds.append(time.perf_counter() - start_s)
+        if answer != message:
+            raise ValueError("sent back other bytes than it got")
+    return statistics.median(seconds)
+
+
+def _upload_bytes_per_s(connection: socket.socket, stream_s: float, round_trip_s: float) -> float:
+    start_s = time.perf_counter()
+    connection.sendall(_REQUEST.pack(b"U", round(1000 * stream_s)))
+    sent = _stream(connection, stream_s)
+    (arrived,) = _SUM.unpack(_receive(connection, _SUM.size))
+    if arrived != sent:
+        raise ValueError(f"counted {arrived} bytes of {sent}")
+    # The answer came half a round trip after the last byte, which took as long to arrive as the first one.
+    return sent / max(time.perf_counter() - start_s - round_trip_s, 1e-6)
+
+
+def _download_bytes_per_s(connection: socket.socket, stream_s: float) -> float:
+    connection.sendall(_REQUEST.pack(b"D", round(1000 * stream_s)))
+    first = _receive(connection, 1)  # the clock starts with the stream, not with the request
+    start_s = time.perf_counter()
+    return _swallow(connection, first) / max(time.perf_counter() - start_s, 1e-6)
+
+
+def _stream(connection: socket.socket, seconds: float) -> int:
+    """Send chunks for so long, one at least, and the empty chunk that ends them; return the bytes of all."""
+    chunk = _SIZE.pack(_CHUNK_BYTES) + bytes(_CHUNK_BYTES)
+    end_s = time.perf_counter() + min(seconds, _LONGEST_STREAM_S)
+    sent = 0
+    while True:
+        connection.sendall(chunk)
+        sent += _CHUNK_BYTES
+        if time.perf_counter() >= end_s:
+            break
+    connection.sendall(_SIZE.pack(0))
+    return sent
+
+
+def _swallow(connection: socket.socket, begun: bytes = b"") -> int:
+    """Receive chunks up to the empty one; return the bytes of all. `begun` was read already."""
+    arrived = 0
+    buffer = bytearray(_CHUNK_BYTES)
+    end_s = time.perf_counter() + _LONGEST_STREAM_S + _TIMEOUT_S
+    while True:
+        (size,) = _SIZE.unpack(begun + _receive(connection, _SIZE.size - len(begun)))
+        begun = b""
+        if size == 0:
+            return arrived
+        if size > _CHUNK_BYTES or time.perf_counter() > end_s:
+            raise ValueError(f"sent a chunk of {size} bytes, or for too long")
+        _receive_into(connection, memoryview(buffer)[:size])
+        arrived += size
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    buffer = bytearray(num_bytes)
+    _receive_into(connection, memoryview(buffer))
+    return bytes(buffer)
+
+
+def _receive_into(connection: socket.socket, view: memoryview) -> None:
+    """Fill `view`; EOFError if the other end closes, TimeoutError if it is silent, or trickles, for too long."""
+    end_s = time.perf_counter() + _TIMEOUT_S
+    while view:
+        if time.perf_counter() > end_s:
+            raise TimeoutError
+        received = connection.recv_into(view)
+        if not received:
+            raise EOFError
+        view = view[received:]

@@ -1,0 +1,74 @@
+"""What mixed-precision clients tell of an interval: the confidence that held, and accelerators that failed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import cast
+
+from flwr.app import ConfigRecord, Message, MetricRecord
+
+from socflower.cluster import Pricing
+from socflower.cluster.protocol import ALPHA, ALPHA_STEPS, EVENTS, GROUP_ID, METRICS
+from socflower.hierarchy import Phase
+from socflower.precision.pricing import MixedPricing
+from socflower.strategies.replies import ReplyEvent
+
+CPU_SHARE = "cpu-share"
+
+
+def mixed_phases(replies: Sequence[Message], num_steps: int, pricing: MixedPricing) -> list[Phase]:
+    """Return what the steps of an interval cost each group that replied, by the alphas that held (F9, F11).
+
+    A group in which an accelerator failed is priced at the share that its CPUs had in all.
+    """
+    alphas: dict[int, list[tuple[int, float]]] = {}  # by group: the steps from which each held
+    fixed: dict[int, Pricing] = {}
+    cuts = {0, num_steps}
+    for reply in replies:
+        metrics = cast(MetricRecord, reply.content[METRICS])
+        group_id = _group_id(reply)
+        if EVENTS in reply.content.config_records:
+            fixed[group_id] = MixedPricing(rule=pricing.rule, cpu_share=float(cast(float, metrics[CPU_SHARE])))
+        elif ALPHA in metrics:
+            steps = [round(count) for count in cast(list[float], metrics[ALPHA_STEPS])]
+            starts = [0, *accumulate(steps)][:-1]
+            alphas[group_id] = list(zip(starts, cast(list[float], metrics[ALPHA]), strict=True))
+            cuts.update(start for start in starts if start < num_steps)
+    return [
+        (end - begin, fixed | {group_id: pricing.with_alpha(_held_at(begin, held))
+                               for group_id, held in alphas.items()})
+        for begin, end in pairwise(sorted(cuts))
+    ]
+
+
+def mean_metric(replies: Sequence[Message], key: str) -> float | None:
+    """Return the mean of a metric, or of its list, over the replies that have it."""
+    values = [list(_numbers(reply, key)) for reply in replies]
+    means = [sum(numbers) / len(numbers) for numbers in values if numbers]
+    return sum(means) / len(means) if means else None
+
+
+def client_events(replies: Sequence[Message]) -> list[ReplyEvent]:
+    """Return what clients made good themselves: these replies are averaged in."""
+    events = []
+    for reply in replies:
+        record = reply.content.config_records.get(EVENTS, ConfigRecord({"texts": []}))
+        group_id = _group_id(reply)
+        events += [ReplyEvent(kind="backend-dropped", group_id=group_id, text=f"group {group_id}: {text}")
+                   for text in cast(list[str], record["texts"])]
+    return events
+
+
+def _group_id(reply: Message) -> int:
+    return int(cast(int, cast(MetricRecord, reply.content[METRICS])[GROUP_ID]))
+
+
+def _held_at(step: int, held: Sequence[tuple[int, float]]) -> float:
+    return [alpha for start, alpha in held if start <= step][-1]
+
+
+def _numbers(reply: Message, key: str) -> Iterator[float]:
+    value = cast(Mapping[str, float | list[float]], reply.content[METRICS]).get(key)
+    if isinstance(value, list):
+        yield from value
+    elif value is not None:
+        yield value
