@@ -7,10 +7,11 @@ processors' weights by gamma, w = gamma * w_FP32 + (1 - gamma) * w_INT8.
 
 import copy
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch.nn import functional
 from socflower.clients.fp32_trainer import FP32Session, FP32Trainer
 from socflower.clients.throughput import ThroughputRatio
 from socflower.clients.trainer import Metric, Part, SessionEnd, TrainingSpan
-from socflower.cluster.protocol import ALPHA, ALPHA_STEPS
+from socflower.cluster.protocol import ALPHA, ALPHA_STEPS, CPU_SHARE
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision import Int8Backend, NativeInt8Backend
 from socflower.precision.mixing import (
@@ -43,8 +44,9 @@ class MixedPrecisionTrainer:
 
     `rule` says how the CPU's share gamma follows from alpha and beta (`precision.mixing`). alpha is measured before
     each epoch on `held_out` inputs; without any, on the inputs of the epoch's first batch before it is trained on.
-    beta comes from the strategy where it plans with device profiles, and is measured here otherwise. `parallel`
-    False runs the two workers one after the other, for machines of one core; it changes no result.
+    beta comes from the strategy where it plans with device profiles, else from `npu_ratio`, and is measured here
+    where neither says. `parallel` False runs the two workers one after the other, for machines of one core; it
+    changes no result.
 
     `backend` makes the accelerator; it must be picklable where worker processes are spawned.
     """
@@ -53,6 +55,7 @@ class MixedPrecisionTrainer:
     rule: str = "paper"
     backend: Callable[[], Int8Backend] = NativeInt8Backend
     held_out: Tensor | None = None
+    npu_ratio: float | None = None
     parallel: bool = True
 
     def __post_init__(self) -> None:
@@ -67,6 +70,8 @@ class MixedPrecisionTrainer:
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "MixedPrecisionSession":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
         header, fp32_state = _parse(state)
+        if self.npu_ratio is not None and not span.npu_ratios:
+            span = replace(span, npu_ratios=(self.npu_ratio,) * span.num_members)
         return MixedPrecisionSession(self, model, span, self.fp32.start(model, span, fp32_state), header)
 
 
@@ -137,7 +142,7 @@ class MixedPrecisionSession:
             header["seconds"] = [self._ratio.cpu_s, self._ratio.npu_s]
         metrics: dict[str, Metric] = {}
         if self._num_samples:
-            metrics["cpu-share"] = self._num_cpu_samples / self._num_samples
+            metrics[CPU_SHARE] = self._num_cpu_samples / self._num_samples
         if self._alphas:
             metrics[ALPHA] = [alpha for alpha, _ in self._alphas]
             metrics[ALPHA_STEPS] = [float(steps) for _, steps in self._alphas]
@@ -171,6 +176,10 @@ class MixedPrecisionSession:
         if inputs.dim() != 4:
             raise ConfigError(f"mixed precision: int8 training takes images (n, channels, height, width), got inputs "
                               f"of shape {tuple(inputs.shape)}; use FP32Trainer")
+        held_out = self._trainer.held_out
+        if held_out is not None and held_out.shape[1:] != inputs.shape[1:]:
+            raise ConfigError(f"mixed precision: held_out has inputs of shape {tuple(held_out.shape[1:])}, but "
+                              f"training has {tuple(inputs.shape[1:])}; hold out samples of the same data")
         channels, height, width = inputs.shape[1:]
         self._backend = self._trainer.backend()
         self._backend.build(self._model, (channels, height, width))
@@ -278,8 +287,6 @@ class MixedPrecisionSession:
             for name, array in backend.pseudo_gradient(weights, learning_rate=rate).items():
                 parameter = self._parameters[name]
                 gradient = torch.from_numpy(array).to(parameter.dtype).reshape(parameter.shape)
-                if not bool(torch.isfinite(gradient.sum())):
-                    raise TrainingFailed(f"its gradient of {name} is not finite")
                 if len(present) == 1:
                     total[name] = gradient  # no copy: it stays as it is until the backend's next step
                 elif name in total:
@@ -288,6 +295,10 @@ class MixedPrecisionSession:
                     total[name] = gradient * share
             loss += result.loss * share
             num_done += len(labels)
+        for name, gradient in total.items():
+            # A sum is finite where all its terms are, and quicker to look at.
+            if not math.isfinite(float(gradient.sum())):
+                raise TrainingFailed(f"its gradient of {name} is not finite")
         weight = num_done / num_samples if len(present) == 1 else 1.0
         seconds = time.perf_counter() - started_s
         # A throughput that is told is not that of the machine which plays the accelerator here.
@@ -299,7 +310,7 @@ class MixedPrecisionSession:
         """Add the INT8 gradients to the FP32 ones; if there are none, let the CPU do that share as well."""
         try:
             work = future.result()
-            if not np.isfinite(work.loss):
+            if not math.isfinite(work.loss):
                 raise TrainingFailed(f"its loss is {work.loss}")
         except Exception as error:  # a vendor's runtime may raise anything
             self._drop(error)

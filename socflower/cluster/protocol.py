@@ -28,6 +28,9 @@ EVENTS = "socflower-events"
 ALPHA, ALPHA_STEPS = "socflower-alpha", "socflower-alpha-steps"
 """The metrics by which a mixed-precision client says which confidence held for how many steps (F9)."""
 
+CPU_SHARE = "cpu-share"
+"""And by which it says what part of its samples its CPUs had (F11)."""
+
 WARM_UP = "socflower-warm-up"
 """Present in messages of the epochs that only help to choose the number of groups."""
 

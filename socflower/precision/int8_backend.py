@@ -25,7 +25,8 @@ class Int8Backend(ABC):
 
     Life: `build` once; then, for every batch, `load_weights`, `train_step` and `pseudo_gradient`. Arrays go
     by the names and shapes of the torch module's state_dict; they may lie in memory in any order and must not be
-    kept. Any exception drops the backend until the next round; so do values that are not finite.
+    kept. Any exception drops the backend until the next round, and so do a loss, gradients and running statistics that
+    are not finite; logits that are not finite count as no confidence at all.
     """
 
     @property

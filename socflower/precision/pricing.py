@@ -72,8 +72,9 @@ class MixedPricing:
         pass_s = model.weight_bytes / device.memory_bytes_per_s
         return replace(
             cost,
+            # One processor's gradient has nothing to merge with.
+            merge_s=MERGE_PASSES * pass_s if on_cpu else 0.0,
             beside=(ProcessorCost(processor=npu.processor, forward_s=npu.forward_s, backward_s=npu.backward_s),),
-            merge_s=MERGE_PASSES * pass_s,
             update_s=cost.update_s + REQUANTISE_PASSES * pass_s,
         )
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from socflower.clients import Trainer, make_client_app
 from socflower.clients.faults import Fault, suffer
+from socflower.cluster.protocol import PARTITION_ID
 from socflower.errors import SocflowerError
 from socflower.scenario.arithmetic import trainer, training_data
 from socflower.scenario.config import Scenario
@@ -58,7 +59,7 @@ def _part(folder: RunFolder, partition_id: int, num_partitions: int) -> Labelled
 
 
 def _trainer(context: Context) -> Trainer:
-    return trainer(_scenario(context))
+    return trainer(_scenario(context), soc=int(context.node_config[PARTITION_ID]))
 
 
 def _faults(message: Message, context: Context, call_next: ClientAppCallable) -> Message:

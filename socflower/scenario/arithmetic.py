@@ -30,13 +30,19 @@ def gain_bound(rule: str) -> str:
             if math.isfinite(most) else "It has no bound beside the two processors' throughputs.")
 
 
+def uses_int8(scenario: Scenario) -> bool:
+    """Return whether any of the scenario's training is in int8."""
+    kind, rule = scenario.precision.arithmetic, scenario.precision.rule
+    return kind == "int8" or (kind == "mixed" and rule != "fp32")
+
+
 def arithmetic_notes(scenario: Scenario) -> list[str]:
     """Return what a reader of a result should know of its arithmetic."""
     kind, devices = scenario.precision.arithmetic, _devices(scenario)
     if kind == "fp32":
         return []
     notes = []
-    if kind == "int8" or scenario.precision.rule != "fp32":
+    if uses_int8(scenario):
         notes.append("NPU: CPU int8. The int8 training ran on this CPU; its virtual time and energy are those of "
                      + ", ".join(sorted(f"{device.name}'s {_int8_side(kind, device)}" for device in devices)) + ".")
     if kind == "mixed":
@@ -54,8 +60,8 @@ def _int8_side(kind: str, device: Device) -> str:
     return name or f"{device.default_processor} in FP32 (no int8 processor is known for it)"
 
 
-def trainer(scenario: Scenario) -> Trainer:
-    """Return the trainer of the scenario's clients."""
+def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
+    """Return the trainer of a SoC's client; one that trains alone splits batches by its device's throughputs."""
     settings, precision = scenario.train, scenario.precision
     if precision.arithmetic == "int8":
         return Int8Trainer(
@@ -73,7 +79,9 @@ def trainer(scenario: Scenario) -> Trainer:
         return fp32
     held_out = _split(scenario.data.name, precision.num_held_out)[1]
     inputs, _ = held_out.batch(np.arange(len(held_out)))
-    return MixedPrecisionTrainer(fp32=fp32, rule=precision.rule, held_out=inputs)
+    device = scenario_cluster(scenario).device_of(soc)
+    ratio = MixedPricing(rule=precision.rule).npu_ratio(scenario.model.name, device)
+    return MixedPrecisionTrainer(fp32=fp32, rule=precision.rule, held_out=inputs, npu_ratio=ratio)
 
 
 def training_data(scenario: Scenario) -> LabelledData:

@@ -15,7 +15,7 @@ from socflower import __version__, _int8
 from socflower.cluster import Cluster, Usage
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import GroupPlan, default_candidates
-from socflower.scenario.arithmetic import num_training_samples, pricing
+from socflower.scenario.arithmetic import num_training_samples, pricing, uses_int8
 from socflower.scenario.config import Scenario
 from socflower.scenario.model import initial_model, model_profile
 from socflower.scenario.run_folder import RunFolder
@@ -53,7 +53,7 @@ class _Training:
 
     def _kernels(self) -> dict[str, str]:
         kernels = {"fp32": f"torch {torch.__version__}", "aggregation": "native weighted sum, float32"}
-        if self._scenario.precision.arithmetic in ("int8", "mixed"):
+        if uses_int8(self._scenario):
             kernels["int8"] = f"CPU int8, {_int8.Engine().kernel}"
         return kernels
 
@@ -94,10 +94,8 @@ class _Training:
 
         def round_end(server_round: int) -> dict[str, Any]:
             report = strategy.reports[-1]
-            mixed = {} if report.alpha is None else {"alpha": report.alpha}
-            if report.cpu_share is not None:
-                mixed["cpu_share"] = report.cpu_share
-            return {"epoch": report.epoch, "events": _documents(report.events), **mixed}
+            return {"epoch": report.epoch, "events": _documents(report.events),
+                    **_mixed(report.alpha, report.cpu_share)}
 
         return strategy.start(
             self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
@@ -148,7 +146,8 @@ class _Training:
                                "num-rounds": num_rounds, "seed": self._scenario.seed + 1})
 
         def round_end(server_round: int) -> dict[str, Any]:
-            return {"epoch": float(server_round * settings.local_epochs), "events": _documents(strategy.events)}
+            return {"epoch": float(server_round * settings.local_epochs), "events": _documents(strategy.events),
+                    **_mixed(strategy.alpha, strategy.cpu_share)}
 
         return strategy.start(grid, arrays, num_rounds=num_rounds, timeout=settings.reply_timeout_s,
                               train_config=config, evaluate_fn=self._evaluation(round_end, num_rounds)).arrays
@@ -197,6 +196,11 @@ def weights_sha256(arrays: ArrayRecord) -> str:
 
 def _documents(events: Iterable[ReplyEvent]) -> list[dict[str, str]]:
     return [{"kind": event.kind, "text": event.text} for event in events]
+
+
+def _mixed(alpha: float | None, cpu_share: float | None) -> dict[str, float]:
+    """Return what a round of mixed precision has beside the others."""
+    return {key: value for key, value in (("alpha", alpha), ("cpu_share", cpu_share)) if value is not None}
 
 
 def _bytes(usage: Usage) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Virtual time for apps that know nothing of it: a Grid around any Grid that prices the messages going through."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -17,8 +18,9 @@ from socflower.cluster import (
     Usage,
     VirtualClock,
 )
-from socflower.cluster.protocol import NUM_EXAMPLES, PRICED
+from socflower.cluster.protocol import CPU_SHARE, NUM_EXAMPLES, PRICED
 from socflower.errors import ConfigError
+from socflower.precision.pricing import MixedPricing
 from socflower.sim.flower_internals import Run
 
 
@@ -104,17 +106,21 @@ class PricedGrid(Grid):
             if reply is None:
                 continue
             if message.metadata.message_type.startswith(MessageType.TRAIN) and self._profile is not None:
-                last = self._training(builder, soc, _num_examples(reply), last)
+                last = self._training(builder, soc, reply, last)
             num_bytes, num_tensors = _payload(reply)
             builder.transfer(f"from SoC {soc}", soc, HUB, num_bytes, num_messages=num_tensors, after=[last])
         return builder.build(list(soc_of_node.values()))
 
-    def _training(self, builder: GraphBuilder, soc: int, num_examples: int, after: int) -> int:
+    def _training(self, builder: GraphBuilder, soc: int, reply: Message, after: int) -> int:
         assert self._profile is not None
+        num_examples = int(_metric(reply, NUM_EXAMPLES) or 0)
         batch = min(self._batch_size, num_examples)
         if not batch:
             return after
-        cost = self._pricing.step_cost(self._profile, self._cluster.device_of(soc), batch)
+        pricing, on_cpu = self._pricing, _metric(reply, CPU_SHARE)
+        if isinstance(pricing, MixedPricing) and on_cpu is not None:
+            pricing = replace(pricing, cpu_share=on_cpu)  # what the client says goes before what its alpha might be
+        cost = pricing.step_cost(self._profile, self._cluster.device_of(soc), batch)
         num_batches = num_examples / batch
         trained = [builder.compute(f"train {num_examples}", soc, work.compute_s * num_batches,
                                    processor=work.processor, after=[after]) for work in cost.processors]
@@ -132,9 +138,9 @@ def _payload(message: Message) -> tuple[float, int]:
     return float(sum(len(array.data) for array in arrays)), max(1, len(arrays))
 
 
-def _num_examples(reply: Message) -> int:
+def _metric(reply: Message, key: str) -> float | None:
     for record in reply.content.metric_records.values():
-        value = record.get(NUM_EXAMPLES)
+        value = record.get(key)
         if isinstance(value, int | float):
-            return int(value)
-    return 0
+            return value
+    return None

@@ -1,14 +1,16 @@
 """What SoCFlow is compared with: one ring of everything and one machine alone, its special cases, and FedAvg."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from socflower.cluster import Cluster
+from socflower.cluster.protocol import ALPHA, CPU_SHARE, EVENTS, METRICS
 from socflower.errors import TrainingFailed
+from socflower.strategies.mixed_replies import client_events, mean_metric
 from socflower.strategies.replies import ReplyEvent, fault_of, no_reply
 from socflower.strategies.socflow import SoCFlow
 
@@ -41,6 +43,8 @@ class OrderedFedAvg(FedAvg):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.events: tuple[ReplyEvent, ...] = ()
+        self.alpha: float | None = None  # of mixed precision, as in `RoundReport`
+        self.cpu_share: float | None = None
         self._nodes: list[int] = []
 
     def configure_train(
@@ -62,7 +66,21 @@ class OrderedFedAvg(FedAvg):
         usable = [answers[node_id] for node_id in self._nodes if faults[node_id] is None]
         if not usable:
             raise TrainingFailed(f"no client sent a usable model; first cause: {self.events[0].text}")
-        return super().aggregate_train(server_round, usable)
+        for soc, node_id in enumerate(self._nodes):
+            if faults[node_id] is None:
+                where = f"SoC {soc} (node {node_id})"
+                self.events = (*self.events, *client_events(answers[node_id], soc, where))
+        self.alpha, self.cpu_share = mean_metric(usable, ALPHA), mean_metric(usable, CPU_SHARE)
+        return super().aggregate_train(server_round, [_without_lists(reply) for reply in usable])
+
+
+def _without_lists(reply: Message) -> Message:
+    """Return a reply whose metrics Flower can average: numbers only."""
+    metrics = cast(MetricRecord, reply.content[METRICS])
+    for key in [key for key, value in metrics.items() if isinstance(value, list)]:
+        del metrics[key]
+    reply.content.config_records.pop(EVENTS, None)
+    return reply
 
 
 def _fault(reply: Message | None, soc: int, node_id: int) -> ReplyEvent | None:

@@ -7,12 +7,10 @@ from typing import cast
 from flwr.app import ConfigRecord, Message, MetricRecord
 
 from socflower.cluster import Pricing
-from socflower.cluster.protocol import ALPHA, ALPHA_STEPS, EVENTS, GROUP_ID, METRICS
+from socflower.cluster.protocol import ALPHA, ALPHA_STEPS, CPU_SHARE, EVENTS, GROUP_ID, METRICS
 from socflower.hierarchy import Phase
 from socflower.precision.pricing import MixedPricing
 from socflower.strategies.replies import ReplyEvent
-
-CPU_SHARE = "cpu-share"
 
 
 def mixed_phases(replies: Sequence[Message], num_steps: int, pricing: MixedPricing) -> list[Phase]:
@@ -25,9 +23,10 @@ def mixed_phases(replies: Sequence[Message], num_steps: int, pricing: MixedPrici
     cuts = {0, num_steps}
     for reply in replies:
         metrics = cast(MetricRecord, reply.content[METRICS])
-        group_id = _group_id(reply)
+        group_id = group_id_of(reply)
         if EVENTS in reply.content.config_records:
-            fixed[group_id] = MixedPricing(rule=pricing.rule, cpu_share=float(cast(float, metrics[CPU_SHARE])))
+            share = float(cast(float, metrics.get(CPU_SHARE, 1.0)))
+            fixed[group_id] = MixedPricing(rule=pricing.rule, cpu_share=share)
         elif ALPHA in metrics:
             steps = [round(count) for count in cast(list[float], metrics[ALPHA_STEPS])]
             starts = [0, *accumulate(steps)][:-1]
@@ -40,6 +39,11 @@ def mixed_phases(replies: Sequence[Message], num_steps: int, pricing: MixedPrici
     ]
 
 
+def group_id_of(reply: Message) -> int:
+    """Return the group whose work a reply says it is."""
+    return int(cast(int, cast(MetricRecord, reply.content[METRICS])[GROUP_ID]))
+
+
 def mean_metric(replies: Sequence[Message], key: str) -> float | None:
     """Return the mean of a metric, or of its list, over the replies that have it."""
     values = [list(_numbers(reply, key)) for reply in replies]
@@ -47,19 +51,11 @@ def mean_metric(replies: Sequence[Message], key: str) -> float | None:
     return sum(means) / len(means) if means else None
 
 
-def client_events(replies: Sequence[Message]) -> list[ReplyEvent]:
-    """Return what clients made good themselves: these replies are averaged in."""
-    events = []
-    for reply in replies:
-        record = reply.content.config_records.get(EVENTS, ConfigRecord({"texts": []}))
-        group_id = _group_id(reply)
-        events += [ReplyEvent(kind="backend-dropped", group_id=group_id, text=f"group {group_id}: {text}")
-                   for text in cast(list[str], record["texts"])]
-    return events
-
-
-def _group_id(reply: Message) -> int:
-    return int(cast(int, cast(MetricRecord, reply.content[METRICS])[GROUP_ID]))
+def client_events(reply: Message, group_id: int, where: str) -> list[ReplyEvent]:
+    """Return what a client made good itself, so that its reply is averaged in; `where` names it."""
+    record = reply.content.config_records.get(EVENTS, ConfigRecord({"texts": []}))
+    return [ReplyEvent(kind="backend-dropped", group_id=group_id, text=f"{where}: {text}")
+            for text in cast(list[str], record["texts"])]
 
 
 def _held_at(step: int, held: Sequence[tuple[int, float]]) -> float:

@@ -17,9 +17,9 @@ _CLIENT_FAULTS = (1, 2)  # Flower's error codes of a ClientApp that cannot be lo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyEvent:
-    """A reply that was not averaged in."""
+    """A reply that was not averaged in; or, "backend-dropped", one that was, whose accelerator had failed."""
 
-    kind: str  # "client-raised", "no-reply", "not-finite", "malformed" or "not-a-group"
+    kind: str  # "client-raised", "no-reply", "not-finite", "malformed", "not-a-group" or "backend-dropped"
     group_id: int  # of a client that trains alone: its SoC
     text: str
 

@@ -15,6 +15,7 @@ from socflower.cluster.protocol import (
     ALPHA,
     ARRAYS,
     CONFIG,
+    CPU_SHARE,
     GROUP,
     GROUP_ID,
     METRICS,
@@ -35,7 +36,7 @@ from socflower.hierarchy import (
     sync_schedule,
 )
 from socflower.precision.pricing import MixedPricing
-from socflower.strategies.mixed_replies import CPU_SHARE, client_events, mean_metric, mixed_phases
+from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric, mixed_phases
 from socflower.strategies.records import aggregate_records
 from socflower.strategies.replies import ReplyEvent, sort_replies
 
@@ -162,7 +163,9 @@ class SoCFlow(Strategy):
         Raises `TrainingFailed` if none is left, or if a client raised and that is not tolerated.
         """
         usable, events = sort_replies(replies, self._group_of_node, tolerate_errors=self._tolerate_client_errors)
-        events = (*events, *client_events(usable))
+        for reply in usable:
+            group_id = group_id_of(reply)
+            events = (*events, *client_events(reply, group_id, f"group {group_id}"))
         for event in events:
             log(WARNING, "aggregate_train: %s", event.text)
         interval = self._interval(server_round)

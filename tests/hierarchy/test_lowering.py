@@ -6,10 +6,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.cluster import HUB, Activity, Cluster, Compute, StepCost, TaskGraph, Tier, Transfer, parse_cluster
+from socflower.cluster import (
+    HUB,
+    Activity,
+    Cluster,
+    Compute,
+    Device,
+    Processor,
+    ProcessorCost,
+    StepCost,
+    TaskGraph,
+    Tier,
+    Transfer,
+    parse_cluster,
+)
+from socflower.cluster.topology import uniform_cluster
 from socflower.errors import ConfigError
 from socflower.hierarchy import Exchange, GroupPlan, conflicts, deal_graph, exchange_graph, plan_groups, step_graph
 from socflower.hierarchy import synchronisation_graph as sync_graph
+from socflower.sim import EventClock
 
 EXCHANGE = Exchange(num_bytes=1200.0, num_tensors=7)
 BOARDS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
@@ -207,3 +222,100 @@ def test_a_deal_sends_every_soc_one_share_from_another(slots: list[int]) -> None
     else:
         assert sorted(task.source for task in sent) == sorted(task.target for task in sent) == list(range(sum(slots)))
         assert all(task.source != task.target and task.num_bytes == 50.0 for task in sent)
+
+
+# ------------------------------------------------------------------------------------- two processors a member
+BOTH = Device(name="both", idle_w=1.0, network_w=0.0, memory_bytes=1e9, memory_bytes_per_s=1e9, layer_overhead_s=0.0,
+              processors={name: Processor(name=name, flops_per_s=1e9, active_w=5.0) for name in ("cpu", "npu")})
+SECONDS = st.floats(0.0, 50.0)
+WORK = st.tuples(SECONDS, SECONDS, SECONDS, SECONDS, st.floats(0.0, 5.0), st.floats(0.0, 5.0))
+"""Forward and backward of the CPU and of the NPU, merge, update."""
+
+
+def both(work: tuple[float, ...]) -> StepCost:
+    forward_s, backward_s, npu_forward_s, npu_backward_s, merge_s, update_s = work
+    npu = ProcessorCost(processor="npu", forward_s=npu_forward_s, backward_s=npu_backward_s)
+    return StepCost(forward_s=forward_s, backward_s=backward_s, update_s=update_s, processor="cpu", beside=(npu,),
+                    merge_s=merge_s)
+
+
+def seconds_of(works: list[tuple[float, ...]], *, repeat: int, overlap_buckets: int = 1) -> float:
+    """Return what a group of one member for each work takes on the clock; links of 100 bytes a second."""
+    cluster = uniform_cluster(BOTH, (len(works),), soc_bytes_per_s=100.0, board_bytes_per_s=100.0,
+                              hub_bytes_per_s=100.0, message_s=0.0)
+    plan = plan_groups(cluster, 1)
+    graph = step_graph(plan, dict(enumerate(map(both, works))), EXCHANGE, overlap_buckets=overlap_buckets)
+    return EventClock(cluster).run(graph, repeat=repeat).duration_s
+
+
+@settings(deadline=None)
+@given(work=WORK, repeat=st.integers(1, 4), buckets=st.integers(1, 3))
+def test_a_step_alone_takes_the_slower_processor_then_merge_then_update(
+    work: tuple[float, ...], repeat: int, buckets: int,
+) -> None:
+    """Also repeated: neither processor begins a step before the update of the last one."""
+    slower_s = max(work[0] + work[1], work[2] + work[3])
+    if buckets > 1:  # merges of earlier parts then take turns with the backward pass
+        work = (*work[:4], 0.0, work[5])
+    step_s = slower_s + work[4] + work[5]
+    assert seconds_of([work], repeat=repeat, overlap_buckets=buckets) == pytest.approx(repeat * step_s)
+
+
+@settings(deadline=None)
+@given(works=st.lists(WORK, min_size=2, max_size=4))
+def test_the_exchange_waits_for_both_processors_and_the_merge_of_every_member(works: list[tuple[float, ...]]) -> None:
+    """A ring of n has 2 (n - 1) sub-steps of 1200 / n bytes over links of 100 bytes a second."""
+    ready_s = max(max(work[0] + work[1], work[2] + work[3]) + work[4] for work in works)
+    ring_s = 2 * (len(works) - 1) * 1200.0 / len(works) / 100.0
+    last_update_s = max(work[5] for work in works)
+    # A ring hands a member's delay on by one member a sub-step, so that the latest one holds up all.
+    assert seconds_of(works, repeat=1) == pytest.approx(ready_s + ring_s + last_update_s)
+
+
+@settings(deadline=None)
+@given(cpu=st.tuples(SECONDS, SECONDS), npu=st.tuples(SECONDS, SECONDS), buckets=st.integers(1, 6))
+def test_each_bucket_leaves_as_soon_as_both_processors_have_it(
+    cpu: tuple[float, float], npu: tuple[float, float], buckets: int,
+) -> None:
+    """Two equal members: a bucket's ring begins when its part is done and the ring before has ended."""
+    end_s = 0.0
+    sizes = [bucket.num_bytes for bucket in EXCHANGE.buckets(buckets)]
+    assert len(sizes) == buckets and sum(sizes) == pytest.approx(1200.0)
+    for part, num_bytes in enumerate(sizes, start=1):
+        ready_s = max(forward_s + backward_s * part / buckets for forward_s, backward_s in (cpu, npu))
+        end_s = max(end_s, ready_s) + 2 * num_bytes / 2 / 100.0
+    assert seconds_of([(*cpu, *npu, 0.0, 0.5)] * 2, repeat=1, overlap_buckets=buckets) == pytest.approx(end_s + 0.5)
+
+
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_what_both_processors_made_of_a_part_is_merged_on_the_first_before_it_is_sent(buckets: int) -> None:
+    plan = plan_groups(rack(2), 1)
+    graph = step_graph(plan, dict.fromkeys((0, 1), both((1.0, 2.0, 3.0, 6.0, 0.9, 0.1))), EXCHANGE,
+                       overlap_buckets=buckets)
+    for soc in (0, 1):
+        own = [(i, task) for i, task in enumerate(graph.tasks) if isinstance(task, Compute) and task.device == soc]
+        seconds = Counter[tuple[str, str]]()
+        for _, task in own:
+            seconds[task.processor, task.activity] += task.seconds
+        assert seconds == pytest.approx({("cpu", "compute"): 3.0, ("npu", "compute"): 9.0, ("cpu", "update"): 1.0})
+        merges = [i for i, task in own if task.name.endswith("merge")]
+        assert len(merges) == buckets
+        for number, merge in enumerate(merges, start=1):
+            done = [graph.tasks[i] for i in ancestors(graph, merge)]
+            for processor, whole_s in (("cpu", (1.0, 2.0)), ("npu", (3.0, 6.0))):
+                assert sum(task.seconds for task in done if isinstance(task, Compute) and task.processor == processor
+                           ) == pytest.approx(whole_s[0] + whole_s[1] * number / buckets)
+        sends = [i for i, task in enumerate(graph.tasks) if isinstance(task, Transfer) and task.source == soc]
+        assert all(ancestors(graph, send) & set(merges) for send in sends)
+        begins = [task for _, task in own if not task.after]
+        assert [task.processor for task in begins] == ["cpu", "npu"]
+        (update,) = [i for i, task in own if task.name.endswith("update")]
+        assert [task.after_previous for task in begins] == [(update,)] * 2
+
+
+def test_a_processor_without_samples_has_no_tasks() -> None:
+    """All samples on the NPU: the CPU only merges and updates."""
+    plan = plan_groups(rack(1), 1)
+    graph = step_graph(plan, {0: both((0.0, 0.0, 1.0, 2.0, 0.5, 0.1))}, EXCHANGE)
+    assert [(task.processor, task.seconds) for task in graph.tasks if isinstance(task, Compute)] == [
+        ("npu", 3.0), ("cpu", 0.5), ("cpu", 0.1)]

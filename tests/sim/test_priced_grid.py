@@ -1,15 +1,18 @@
 """Prices of messages of apps that know nothing of virtual time, by hand: 100 bytes/s links, 1e9 operations/s."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from socflower.cluster import Cluster, LayerProfile, ModelProfile, Usage, step_cost
+from socflower.cluster import FP32, Cluster, Device, LayerProfile, ModelProfile, Pricing, Usage, step_cost
 from socflower.cluster.protocol import NUM_EXAMPLES, PRICED
+from socflower.cluster.topology import uniform_cluster
 from socflower.errors import ConfigError
+from socflower.precision.pricing import MERGE_PASSES, REQUANTISE_PASSES, Int8Pricing, MixedPricing
 from socflower.sim import EventClock
 from socflower.sim.flower_internals import Run, begin_run
 from socflower.sim.priced_grid import PricedGrid
@@ -82,12 +85,13 @@ def trained(num_examples: int | None, num_elements: int = 100) -> Reply:
 
 
 def exchange(cluster: Cluster, sent: list[Message], reply: Reply, *, nodes: Iterable[int] = (7, 5),
-             profile: ModelProfile | None = PROFILE, batch_size: int = 32) -> tuple[Usage, EventClock]:
+             profile: ModelProfile | None = PROFILE, batch_size: int = 32,
+             pricing: Pricing = FP32) -> tuple[Usage, EventClock]:
     """Return what one exchange took, zero if nothing was priced."""
     used: list[Usage] = []
     clock = EventClock(cluster)
     grid = PricedGrid(Nodes(nodes, reply), clock, cluster, model_profile=profile, batch_size=batch_size,
-                      on_usage=used.append)
+                      pricing=pricing, on_usage=used.append)
     grid.send_and_receive(sent)
     assert len(used) <= 1
     return (used[0] if used else Usage()), clock
@@ -214,3 +218,41 @@ def test_everything_else_is_the_inner_grids(make_cluster: MakeCluster) -> None:
     assert list(grid.push_messages([made])) == ["pushed to 7"]
     assert list(grid.pull_messages(["pushed to 7"])) == []
     assert clock.now_s == 0.0
+
+
+# ------------------------------------------------------------------------------------------ CPU and NPU at once
+@pytest.fixture
+def two_processors(toy: Device) -> Cluster:
+    """CPU 3e9 operations/s at 5 W, so that a sample takes a second; an int8 NPU three times as fast at 3 W."""
+    cpu, npu = (replace(toy.processors[name], flops_per_s=rate, number_format=number_format)
+                for name, rate, number_format in (("cpu", 3e9, "fp32"), ("npu", 9e9, "int8")))
+    return uniform_cluster(replace(toy, processors={"cpu": cpu, "npu": npu}), (1, 1), soc_bytes_per_s=100.0,
+                           board_bytes_per_s=100.0, hub_bytes_per_s=100.0, message_s=0.0)
+
+
+@pytest.mark.parametrize(("rule", "on_cpu"), [("half", 16), ("normalised", 8), ("paper", 12), ("int8", 0),
+                                              ("fp32", 32)])
+def test_of_two_processors_the_slower_decides_and_both_draw(rule: str, on_cpu: int, two_processors: Cluster) -> None:
+    """32 samples of a second on the CPU and a third of one on the NPU; then merge and update, on the CPU."""
+    usage, _ = exchange(two_processors, [message(5)], trained(32), pricing=MixedPricing(rule=rule), nodes=(5,))
+    idle, _ = exchange(two_processors, [message(5)], trained(0), nodes=(5,))
+    cpu_s, npu_s = float(on_cpu), (32 - on_cpu) / 3
+    # A pass over 0.2 GB takes 0.2 s; where nothing runs on the NPU nothing is rounded, and one gradient needs no merging.
+    passes = 5.0 + (MERGE_PASSES if 0 < on_cpu < 32 else 0.0) + (REQUANTISE_PASSES if on_cpu < 32 else 0.0)
+    trained_s = max(cpu_s, npu_s) + 0.2 * passes
+    assert usage.duration_s - idle.duration_s == pytest.approx(trained_s)
+    assert usage.soc_seconds["compute"] == pytest.approx(max(cpu_s, npu_s))
+    # Above its idle watt the device draws 4 W while the CPU works and 2 W while the NPU does.
+    drawn_j = trained_s * 1.0 + (cpu_s + 0.2 * passes) * 4.0 + npu_s * 2.0
+    assert usage.total_energy_j - idle.total_energy_j == pytest.approx(drawn_j)
+
+
+def test_the_fixed_rules_at_their_ends_are_the_arithmetic_of_one_processor(two_processors: Cluster) -> None:
+    """But for rounding the masters, which int8 alone has none of."""
+    fp32, _ = exchange(two_processors, [message(5)], trained(80))
+    all_cpu, _ = exchange(two_processors, [message(5)], trained(80), pricing=MixedPricing(rule="fp32"))
+    assert all_cpu == fp32
+    int8, _ = exchange(two_processors, [message(5)], trained(80), pricing=Int8Pricing())
+    all_npu, _ = exchange(two_processors, [message(5)], trained(80), pricing=MixedPricing(rule="int8"))
+    assert all_npu.soc_seconds["compute"] == pytest.approx(int8.soc_seconds["compute"])
+    assert all_npu.duration_s - int8.duration_s == pytest.approx(2.5 * 0.2 * REQUANTISE_PASSES)

@@ -1,0 +1,201 @@
+"""Mixed precision from a scenario file to its result: equal weights everywhere, and no more speed than F11 allows."""
+
+import copy
+import math
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from socflower.errors import SocflowerError
+from socflower.precision.mixing import cpu_share
+from socflower.scenario import cli
+from socflower.scenario.arithmetic import num_training_samples, trainer, training_data
+from socflower.scenario.config import PrecisionConfig, Scenario, TrainConfig
+from socflower.scenario.planning import plan_scenario
+from socflower.scenario.runner import run_scenario
+from socflower.scenario.scenario_file import from_document, load_scenario, to_document
+from socflower.workloads import load_data
+from tests.scenario.small_runs import small
+
+HELD_OUT = 3400
+"""Of 4,000 digits: alpha is measured on many, so that training has few steps."""
+
+
+def mixed(rule: str = "paper", *, arithmetic: str = "mixed", held_out: int = HELD_OUT, **changes: Any) -> Scenario:
+    precision = PrecisionConfig(arithmetic=arithmetic, rule=rule, held_out=held_out)
+    return replace(small(**changes), precision=precision)
+
+
+@cache
+def _run(rule: str, arithmetic: str) -> dict[str, Any]:
+    return run_scenario(mixed(rule, arithmetic=arithmetic), num_workers=0)
+
+
+def result(rule: str = "paper", *, arithmetic: str = "mixed") -> dict[str, Any]:
+    """Return the result of `mixed(rule)`, run in this process, trained once."""
+    return copy.deepcopy(_run(rule, arithmetic))
+
+
+def says(error: pytest.ExceptionInfo[SocflowerError]) -> str:
+    text = str(error.value)
+    assert text and "\n" not in text
+    return text
+
+
+# ------------------------------------------------------------------------------------------------- weights
+def test_worker_processes_change_nothing() -> None:
+    """Betas come from the catalogue, alphas from the held-out samples: no stopwatch decides a weight."""
+    processes, here = run_scenario(mixed(), num_workers=2), result()
+    for key in ("weights_sha256", "virtual_s", "energy_j", "rounds"):
+        assert processes[key] == here[key]
+
+
+def test_the_rule_fp32_is_the_arithmetic_fp32_on_the_same_samples() -> None:
+    by_rule, plain = result("fp32"), result(arithmetic="fp32")
+    for key in ("weights_sha256", "final_accuracy", "virtual_s", "energy_j", "bytes"):
+        assert by_rule[key] == plain[key]
+    assert result()["weights_sha256"] != plain["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_local_and_simulation_give_equal_weights() -> None:
+    pytest.importorskip("ray", reason="the engine simulation needs socflower[simulation]")
+    simulated = run_scenario(mixed(), "simulation")
+    for key in ("weights_sha256", "virtual_s", "energy_j", "final_accuracy"):
+        assert simulated[key] == result()[key]
+
+
+# ------------------------------------------------------------------------------------------------- results
+def test_rounds_carry_alpha_and_the_share_that_follows_from_it() -> None:
+    """F11: the NPU of the catalogue is so fast that under the paper's rule alpha alone decides."""
+    first, *rounds = result()["rounds"]
+    assert "alpha" not in first and "cpu_share" not in first
+    for entry in rounds:
+        assert 0.9 < entry["alpha"] <= 1.0
+        assert entry["events"] == []
+        # Of each member's 50 samples of a batch a whole number, and no less than alpha asks for.
+        gamma = cpu_share("paper", entry["alpha"], 0.8)
+        assert gamma == pytest.approx(math.exp(-entry["alpha"]))
+        assert gamma <= entry["cpu_share"] <= gamma + 1 / 50
+
+
+def test_rounds_without_an_npu_say_so() -> None:
+    assert [entry.get("cpu_share") for entry in result("fp32")["rounds"]] == [None, 1.0, 1.0]
+    assert not any("alpha" in entry for entry in result("fp32")["rounds"])
+    assert not any("cpu_share" in entry for entry in result(arithmetic="fp32")["rounds"])
+    assert not any("NPU" in note and "ran on this CPU" in note for note in result("fp32")["notes"])
+
+
+def test_the_result_says_what_stood_in_for_the_npu_and_what_the_rule_can_gain() -> None:
+    notes = result()["notes"]
+    assert any("CPU int8" in note and "snapdragon-865's npu" in note for note in notes)
+    assert any("rule 'paper'" in note and "at most 2.72 times" in note for note in notes)
+    assert result()["kernels"]["int8"].startswith("CPU int8, ")
+
+
+def test_the_papers_rule_computes_at_most_e_times_as_fast() -> None:
+    """F11."""
+    seconds = {rule: result(rule)["breakdown"]["soc_seconds"]["compute"] for rule in ("fp32", "paper")}
+    assert seconds["fp32"] / math.e <= seconds["paper"] < seconds["fp32"]
+    assert result()["virtual_s"] < result("fp32")["virtual_s"]
+
+
+def test_a_device_without_npu_trains_in_fp32_or_is_refused() -> None:
+    slow = {"boards": [2, 2], "device": "raspberry-pi-4b"}
+    ran = run_scenario(replace(mixed(), cluster=slow), num_workers=0)
+    assert ran["weights_sha256"] == result("fp32")["weights_sha256"]
+    assert {entry["cpu_share"] for entry in ran["rounds"][1:]} == {1.0}
+    with pytest.raises(SocflowerError) as caught:
+        plan_scenario(replace(mixed("half"), cluster=slow))
+    assert "raspberry-pi-4b has no int8 processor beside its cpu, which rule = 'half' needs" in says(caught)
+
+
+# --------------------------------------------------------------------------------------------- held-out data
+def pictures(inputs: np.ndarray) -> Counter[bytes]:
+    return Counter(picture.tobytes() for picture in inputs)
+
+
+@pytest.mark.parametrize("num_held_out", [1, 128, 1333, 3999])
+def test_samples_are_either_trained_on_or_held_out(num_held_out: int) -> None:
+    scenario, everything = mixed(held_out=num_held_out), load_data("digits").train
+    kept = training_data(scenario)
+    held_out = trainer(scenario).held_out
+    assert len(kept) == num_training_samples(scenario, len(everything)) == len(everything) - num_held_out
+    assert len(held_out) == num_held_out
+    both = pictures(kept.batch(np.arange(len(kept)))[0].numpy()) + pictures(held_out.numpy())
+    assert both == pictures(everything.batch(np.arange(len(everything)))[0].numpy())
+
+
+def test_held_out_samples_are_of_every_class() -> None:
+    everything, kept = load_data("digits").train, training_data(mixed(held_out=128))
+    left = np.bincount(everything.labels.numpy()) - np.bincount(kept.labels.numpy())
+    assert left.sum() == 128 and left.min() > 0
+
+
+def test_by_default_mixed_holds_some_out_and_the_others_do_not() -> None:
+    assert [PrecisionConfig(arithmetic=kind).num_held_out for kind in ("fp32", "int8", "mixed")] == [0, 0, 128]
+
+
+# -------------------------------------------------------------------------------------------------- mistakes
+@pytest.mark.parametrize("arithmetic", ["fp32", "mixed"])
+@pytest.mark.parametrize("num_held_out", [4000, 5000])
+def test_a_held_out_set_that_leaves_nothing_is_refused_with_both_numbers(num_held_out: int, arithmetic: str) -> None:
+    scenario = mixed(held_out=num_held_out, arithmetic=arithmetic)
+    for use in (lambda: run_scenario(scenario, num_workers=0), lambda: plan_scenario(scenario)):
+        with pytest.raises(SocflowerError) as caught:
+            use()
+        assert f"held_out = {num_held_out}, but digits has only 4000 training samples" in says(caught)
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("arithmetic = 'fp16'", "arithmetic = 'fp16' is unknown; use one of fp32, int8, mixed"),
+    ("arithmetic = 'mixed'\nrule = 'best'", "rule = 'best' is unknown; use one of paper, normalised, fp32, int8, half"),
+    ("arithmetic = 'mixed'\nheld_out = 0", "held_out = 0 must be 1 or more with arithmetic = 'mixed'"),
+    ("held_out = -1", "held_out = -1 must be 1 or more with arithmetic = 'mixed', 0 or more otherwise"),
+    ("arithmetic = 'mixed'\nheld_out = 0.1", "held_out = 0.1 must be a whole number"),
+    ("arithmetic = 'mixed'\nheldout = 3", "did you mean 'held_out'?"),
+    ("arithmetic = 'int8'\n[train]\nweight_decay = 0.1", "arithmetic = 'int8' knows no [train] weight_decay"),
+])
+def test_what_cannot_be_is_refused_in_one_line(text: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "case.toml"
+    path.write_text(f"[precision]\n{text}\n")
+    with pytest.raises(SocflowerError) as caught:
+        load_scenario(path)
+    assert expected in says(caught)
+
+
+def test_mixed_trains_with_weight_decay_and_passes_of_every_member() -> None:
+    """Unlike int8 alone: the optimiser is the CPU's (F12)."""
+    changed = replace(mixed(), train=TrainConfig(weight_decay=0.01, member_passes="always"))
+    made = trainer(changed)
+    assert made.fp32.member_passes == "always"
+    assert from_document(to_document(changed)) == changed
+
+
+# ------------------------------------------------------------------------------------------------------ plan
+@pytest.mark.parametrize(("rule", "bound"), [
+    ("paper", "at most 2.72 times as fast as the CPU alone"), ("half", "at most 2.00 times"),
+    ("normalised", "no bound beside the two processors' throughputs")])
+def test_a_plan_says_at_which_alpha_it_holds_and_what_the_rule_can_gain(
+    rule: str, bound: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "case.toml").write_text(f"[precision]\narithmetic = 'mixed'\nrule = '{rule}'\n[strategy]\ngroups = 2\n")
+    monkeypatch.setattr("sys.argv", ["socflower", "plan", str(tmp_path / "case.toml")])
+    try:
+        cli.main()
+    except SystemExit as end:
+        assert not end.code
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"rule = '{rule}' at alpha = 1" in printed and bound in printed
+
+
+def test_a_plan_of_mixed_precision_is_faster_by_no_more_than_the_rule_allows() -> None:
+    steps = {rule: plan_scenario(mixed(rule, groups=4))["predicted"]["step_s"] for rule in ("fp32", "paper", "int8")}
+    assert steps["fp32"] / math.e < steps["paper"] < steps["fp32"]
+    assert steps["int8"] < steps["paper"]
