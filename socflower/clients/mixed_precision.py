@@ -106,6 +106,7 @@ class MixedPrecisionSession:
         self._floor = 0.0
         self._num_samples = self._num_cpu_samples = 0
         self._int8_samples_unsettled = self._samples_unsettled = 0
+        self._joules_at_start: float | None = None
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step on both processors of every member; see `TrainingSession.step`."""
@@ -140,7 +141,7 @@ class MixedPrecisionSession:
         header: dict[str, Any] = {"alpha": self._alpha, "alpha_epoch": self._alpha_epoch}
         if self._ratio is not None:
             header["seconds"] = [self._ratio.cpu_s, self._ratio.npu_s]
-        metrics: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = self._npu_energy()
         if self._num_samples:
             metrics[CPU_SHARE] = self._num_cpu_samples / self._num_samples
         if self._alphas:
@@ -185,6 +186,7 @@ class MixedPrecisionSession:
         self._backend.build(self._model, (channels, height, width))
         # In the middle of an epoch alpha is known, so that nothing else would hand over the running statistics.
         self._backend.load_weights(self._weights(with_statistics=True), seed=self._seed)
+        self._joules_at_start = self._backend.energy_j()
 
     def _measure(self, parts: Sequence[Part]) -> None:
         """Measure alpha where an epoch begins, and beta where it is needed and nobody knows it."""
@@ -240,6 +242,17 @@ class MixedPrecisionSession:
         started_s = time.perf_counter()
         self._backend.train_step(_images(inputs), _labels(labels), learning_rate=self._fp32.learning_rate, progress=0.0)
         return time.perf_counter() - started_s
+
+    def _npu_energy(self) -> dict[str, Metric]:
+        """Return the joules that the accelerator drew in this session, where it tells."""
+        if self._backend is None or self._dropped or self._joules_at_start is None:
+            return {}
+        try:
+            joules = self._backend.energy_j()
+        except Exception as error:  # a vendor's runtime may raise anything
+            self._drop(error)
+            return {}
+        return {} if joules is None else {"npu-energy-j": joules - self._joules_at_start}
 
     def _note_alpha(self, alpha: float) -> None:
         if self._alphas and self._alphas[-1][0] == alpha:

@@ -76,5 +76,8 @@ class Int8Backend(ABC):
         return None
 
     def energy_j(self) -> float | None:
-        """Return the joules drawn so far, or None (the default) where the accelerator does not tell."""
+        """Return the joules drawn so far, or None (the default) where the accelerator does not tell.
+
+        What a session drew goes into the reply as `npu-energy-j`.
+        """
         return None

@@ -72,9 +72,13 @@ def needs_log(curves: Sequence[Curve]) -> bool:
 
 
 def accuracy_plot(
-    curves: Sequence[Curve], *, quantity: str, targets: Sequence[float], alt: str, prefix: str
+    curves: Sequence[Curve], *, quantity: str, targets: Sequence[float], alt: str, prefix: str,
+    label: str = "accuracy on the test data",
 ) -> str:
-    """Return accuracy over virtual time, energy or epochs as SVG; `quantity` is "s", "J" or "epoch"."""
+    """Return accuracy, or another share, over virtual time, energy or epochs as SVG.
+
+    `quantity` is "s", "J" or "epoch"; `label` says what the share is.
+    """
     with _own_style():
         drawing = Figure(figsize=(10.6, 4.4), layout="constrained")
         axes = drawing.add_subplot()
@@ -91,7 +95,7 @@ def accuracy_plot(
             axes.set_xlim(left=0)
         for target in targets:
             axes.axhline(target, color="#59636e", linewidth=1.2, dashes=(4, 3), zorder=1)
-        axes.set_ylabel("accuracy on the test data")
+        axes.set_ylabel(label)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value, 0)))
         axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=False))
         lowest, highest = axes.get_ylim()

@@ -62,6 +62,7 @@ def render_report(
         section("expectations", "Expectations", expectations(runs)),
         _accuracy_over_time(runs),
         _accuracy_over_energy(runs),
+        _mixing(runs),
         _breakdowns(runs),
         _groups(runs),
         _events(runs),
@@ -93,10 +94,26 @@ def _accuracy_over_energy(runs: Sequence[Run]) -> str:
     return section("energy", "Accuracy over energy", _accuracy_figure(runs, curves, "J"))
 
 
-def _curve(run: Run, key: str) -> Curve:
-    """Return the rounds that have both an accuracy and the other quantity."""
+def _mixing(runs: Sequence[Run]) -> str:
+    """Return how mixed precision shared the samples, and how far int8 could be trusted; nothing without it."""
+    figures = []
+    for key, noun, label in (("cpu_share", "The CPUs' share of the samples (gamma)", "share of the CPU"),
+                             ("alpha", "Confidence in int8 (alpha)", "cosine of the logits")):
+        shown = [(run, curve) for run in runs if (curve := _curve(run, "epoch", of=key)).xs]
+        if not shown:
+            continue
+        alt = f"{noun} over epochs. " + "; ".join(f"{run.label}: {percent(curve.ys[-1])} at the end"
+                                                  for run, curve in shown)
+        svg = accuracy_plot([curve for _, curve in shown], quantity="epoch", targets=(), alt=alt, prefix=key,
+                            label=label)
+        figures.append(figure(svg, curve_legend([(run.look, run.label) for run, _ in shown], [])))
+    return section("mixing", "CPU and NPU", *figures) if figures else ""
+
+
+def _curve(run: Run, key: str, of: str = "accuracy") -> Curve:
+    """Return the rounds that have both the share `of`, such as an accuracy, and the other quantity."""
     points = [(x, y) for row in run.rows("rounds")
-              if (x := finite(row.get(key))) is not None and (y := finite(row.get("accuracy"))) is not None]
+              if (x := finite(row.get(key))) is not None and (y := finite(row.get(of))) is not None]
     return Curve(look=run.look, xs=tuple(x for x, _ in points), ys=tuple(y for _, y in points))
 
 

@@ -688,3 +688,43 @@ def test_an_accelerator_in_the_middle_of_an_epoch_starts_from_the_models_statist
     _, end = run(trainer, resumed, steps[:2], steps_per_epoch=4)
     run(trainer, resumed, steps[2:], end.state, first_step=2, steps_per_epoch=4)
     assert_close(resumed, straight)
+
+
+# ------------------------------------------------------------------------------------------------- energy
+class MeteredBackend(ExactBackend):
+    """Draws 3 J a step, after 100 J before the session."""
+
+    def energy_j(self) -> float | None:
+        return 100.0 + 3.0 * self.steps
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def train_step(self, *args: Any, **kwargs: Any) -> StepResult:
+        self.steps += 1
+        return super().train_step(*args, **kwargs)
+
+
+def test_a_backend_that_tells_its_energy_is_reported_with_what_the_session_drew() -> None:
+    session = trainer_of(MeteredBackend).start(network(norm=False), TrainingSpan(total_steps=4, steps_per_epoch=4))
+    for parts in batches(4, [6]):
+        session.step(parts)
+    assert session.finish().metrics["npu-energy-j"] == 12.0
+    silent = trainer_of().start(network(norm=False), TrainingSpan(total_steps=4, steps_per_epoch=4))
+    silent.step(batches(1, [6])[0])
+    assert "npu-energy-j" not in silent.finish().metrics
+
+
+def test_a_meter_that_breaks_drops_the_backend_and_keeps_the_work() -> None:
+    class BrokenMeter(MeteredBackend):
+        def energy_j(self) -> float | None:
+            if self.steps:
+                raise OSError("no such sensor")
+            return 0.0
+
+    session = trainer_of(BrokenMeter).start(network(norm=False), TrainingSpan(total_steps=4, steps_per_epoch=4))
+    session.step(batches(1, [6])[0])
+    end = session.finish()
+    assert "npu-energy-j" not in end.metrics
+    assert len(end.events) == 1 and "no such sensor" in end.events[0]

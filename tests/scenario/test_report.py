@@ -331,3 +331,14 @@ def test_results_survive_their_json_file() -> None:
 def test_ranges_and_letters() -> None:
     assert ranges([7, 0, 1, 2]) == "0–2, 7" and ranges(["a", 1]) == "a, 1" and ranges([]) == ""
     assert [letter(index) for index in (0, 25, 26, 53)] == ["A", "Z", "A1", "B2"]
+
+
+def test_mixed_precision_has_pictures_of_its_share_and_confidence_and_others_have_not() -> None:
+    plain = _render([_result()])
+    assert "mixing" not in plain.ids
+    result = _result()
+    for index, entry in enumerate(result["rounds"][1:]):
+        entry.update({"alpha": 0.99 - 0.01 * index, "cpu_share": 0.375})
+    page = _render([result])
+    assert "mixing" in page.ids
+    assert any("gamma" in text and "37.5%" in text for text in page.alternatives)

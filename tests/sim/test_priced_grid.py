@@ -237,7 +237,7 @@ def test_of_two_processors_the_slower_decides_and_both_draw(rule: str, on_cpu: i
     usage, _ = exchange(two_processors, [message(5)], trained(32), pricing=MixedPricing(rule=rule), nodes=(5,))
     idle, _ = exchange(two_processors, [message(5)], trained(0), nodes=(5,))
     cpu_s, npu_s = float(on_cpu), (32 - on_cpu) / 3
-    # A pass over 0.2 GB takes 0.2 s; where nothing runs on the NPU nothing is rounded, and one gradient needs no merging.
+    # A pass over 0.2 GB takes 0.2 s. Without the NPU nothing is rounded, and one gradient needs no merging.
     passes = 5.0 + (MERGE_PASSES if 0 < on_cpu < 32 else 0.0) + (REQUANTISE_PASSES if on_cpu < 32 else 0.0)
     trained_s = max(cpu_s, npu_s) + 0.2 * passes
     assert usage.duration_s - idle.duration_s == pytest.approx(trained_s)
