@@ -45,7 +45,7 @@ class Case:
 
 CASES = (
     Case(model="lenet5", channels=1, size=28, learning_rate=0.02, epochs=4),
-    Case(model="vgg11", channels=3, size=32, learning_rate=0.05, epochs=2),
+    Case(model="vgg11", channels=3, size=32, learning_rate=0.005, epochs=3),
     Case(model="resnet18", channels=3, size=32, learning_rate=0.02, epochs=1),
 )
 

@@ -78,7 +78,8 @@ def _scenario(model: str, rule: str) -> Any:
     return parse_scenario(
         {
             "cluster": {"boards": 7, "socs_per_board": 5}, "model": {"name": model}, "data": {"name": "cifar10"},
-            "train": {"epochs": 10, "batch_size": BATCH}, "strategy": {"groups": 8, "socs": 32},
+            "train": {"epochs": 10, "batch_size": BATCH},
+            "strategy": {"groups": 8, "socs": 32, "sync_interval_epochs": 0.5},
             "precision": {"arithmetic": "mixed", "rule": rule},
         },
         name=f"{model}-{rule}", question="", where="benchmark",

@@ -74,7 +74,7 @@ def main() -> None:
     # add up. A backend that can hand out its gradient overrides pseudo_gradient, and may have momentum.
     trainer = MixedPrecisionTrainer(fp32=FP32Trainer(optimizer=sgd(0.05, momentum=0.0)), rule="half",
                                     backend=RoundedTorch)
-    epochs, steps = 6, len(digits.train) // 32
+    epochs, steps = 4, len(digits.train) // 32
     session = trainer.start(model, TrainingSpan(total_steps=epochs * steps, steps_per_epoch=steps))
     for epoch in range(epochs):
         order = np.random.default_rng(epoch).permutation(len(digits.train))

@@ -48,7 +48,7 @@ class MixedPrecisionTrainer:
     where neither says. `parallel` False runs the two workers one after the other, for machines of one core; it
     changes no result.
 
-    `backend` makes the accelerator; it must be picklable where worker processes are spawned.
+    `backend` makes the accelerator, anew in every session.
     """
 
     fp32: FP32Trainer = field(default_factory=FP32Trainer)

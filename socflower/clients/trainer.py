@@ -49,7 +49,7 @@ class TrainingSession(Protocol):
 
 
 class Trainer(Protocol):
-    """Makes sessions. Must be picklable where worker processes are spawned."""
+    """Makes sessions."""
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> TrainingSession:
         """Continue at the span's first step from the `state` an earlier session's end had.

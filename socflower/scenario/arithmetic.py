@@ -12,6 +12,7 @@ from socflower.precision import EngineSettings, RescalingPolicy, int8_algorithm
 from socflower.precision.mixing import most_speedup
 from socflower.precision.pricing import Int8Pricing, MixedPricing
 from socflower.scenario.config import Scenario
+from socflower.scenario.format import percent
 from socflower.scenario.scenario_file import scenario_cluster
 from socflower.workloads import LabelledData, load_data
 
@@ -23,11 +24,15 @@ def pricing(scenario: Scenario) -> Pricing:
     return MixedPricing(rule=scenario.precision.rule) if scenario.precision.arithmetic == "mixed" else FP32
 
 
-def gain_bound(rule: str) -> str:
-    """Return what a mixing rule can gain at most over the CPU alone, as a sentence (F11)."""
+def mixing_note(rule: str) -> str:
+    """Return what a reader should know of a mixing rule: what it can gain at most over the CPU alone (F11)."""
     most = most_speedup(rule)
-    return (f"It computes at most {most:.2f} times as fast as the CPU alone, however fast the NPU (F11)."
-            if math.isfinite(most) else "It has no bound beside the two processors' throughputs.")
+    if rule == "fp32":
+        return "Rule 'fp32' leaves everything to the CPU."
+    if math.isfinite(most):
+        return (f"Rule '{rule}' gives the CPU at least {percent(1.0 / most)} of the samples: computing takes no less than "
+                f"1/{most:.2f} of the CPU's time, however fast the NPU.")
+    return f"Rule '{rule}' has no bound but the throughputs of CPU and NPU."
 
 
 def uses_int8(scenario: Scenario) -> bool:
@@ -46,7 +51,7 @@ def arithmetic_notes(scenario: Scenario) -> list[str]:
         notes.append("NPU: CPU int8. The int8 training ran on this CPU; its virtual time and energy are those of "
                      + ", ".join(sorted(f"{device.name}'s {_int8_side(kind, device)}" for device in devices)) + ".")
     if kind == "mixed":
-        notes.append(f"Mixed precision, rule '{scenario.precision.rule}': {gain_bound(scenario.precision.rule)}")
+        notes.append(mixing_note(scenario.precision.rule))
     return notes
 
 

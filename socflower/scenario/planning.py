@@ -5,8 +5,9 @@ from typing import Any
 from socflower.cluster import Activity, Usage, sustained_rates
 from socflower.errors import ConfigError
 from socflower.hierarchy import TrainingWork, group_steps_per_epoch, plan_groups, sync_schedule
+from socflower.precision.mixing import RULES_BY_THROUGHPUT
 from socflower.precision.pricing import MixedPricing
-from socflower.scenario.arithmetic import gain_bound, num_training_samples, pricing
+from socflower.scenario.arithmetic import mixing_note, num_training_samples, pricing
 from socflower.scenario.config import Scenario
 from socflower.scenario.model import model_profile
 from socflower.scenario.scenario_file import scenario_cluster
@@ -40,8 +41,9 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
         overlap_buckets=settings.overlap_buckets, pricing=cost,
         steps_per_epoch=group_steps_per_epoch(num_samples, len(plan.groups), scenario.train.batch_size))
     if isinstance(cost, MixedPricing):
-        notes.append(f"CPU and NPU under rule = '{cost.rule}' at alpha = 1, the most that int8 can be trusted; a run "
-                     f"measures alpha. {gain_bound(cost.rule)}")
+        if cost.rule in RULES_BY_THROUGHPUT:
+            notes.append("planned at alpha = 1, the most that int8 can be trusted; a run measures alpha")
+        notes.append(mixing_note(cost.rule))
     elif scenario.precision.arithmetic == "int8":
         notes.append("int8 on each device's fastest int8 processor, " + ", ".join(sorted(
             {f"{device.name}: {device.int8_processor or 'none known, FP32 instead'}"

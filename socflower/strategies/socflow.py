@@ -84,7 +84,7 @@ class SoCFlow(Strategy):
         engine's has), so that the same app runs on every engine.
     pricing : Pricing
         What the clients' arithmetic costs: default FP32 on each device's default processor; `Int8Pricing()` or
-        `MixedPricing(rule)` of `socflower.precision.pricing` for clients that train so. With mixed precision and a
+        `MixedPricing(rule=…)` of `socflower.precision.pricing` for clients that train so. With mixed precision and a
         profile, clients split batches by the catalogue's throughputs instead of measuring their own machine's.
     sequenced, overlap_buckets : bool, int
         Communication groups take turns (F6); gradient buckets that overlap with the backward pass (F7).
