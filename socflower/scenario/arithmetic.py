@@ -30,8 +30,8 @@ def mixing_note(rule: str) -> str:
     if rule == "fp32":
         return "Rule 'fp32' leaves everything to the CPU."
     if math.isfinite(most):
-        return (f"Rule '{rule}' gives the CPU at least {percent(1.0 / most)} of the samples: computing takes no less than "
-                f"1/{most:.2f} of the CPU's time, however fast the NPU.")
+        return (f"Rule '{rule}' gives the CPU at least {percent(1.0 / most)} of the samples: computing takes no less "
+                f"than 1/{most:.2f} of the CPU's time, however fast the NPU.")
     return f"Rule '{rule}' has no bound but the throughputs of CPU and NPU."
 
 
