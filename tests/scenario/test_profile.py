@@ -1,55 +1,33 @@
 """`socflower profile`: a profile that clusters read, cells that are measured once, and templates of the catalogue."""
 
 import json
-import sys
 import tomllib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from socflower.cluster import device, device_names, load_cluster
 from socflower.cluster.device_file import figure, read_device_file, toml_text
 from socflower.errors import ConfigError
-from socflower.scenario import cli, device_profile, profile_cells
+from socflower.scenario import device_profile, profile_cells
 from socflower.scenario.config import Scenario
 from socflower.scenario.device_profile import ProfileRequest, cell_file, existing_profile, host_name, profile_device
 from socflower.scenario.link_probe import ProbeServer, probe
 from socflower.scenario.profile_cells import CellStore, Conditions, measure_cell
 from socflower.scenario.scenario_file import from_document, load_scenario, scenario_cluster, to_document
+from tests.scenario.conftest import Socflower
 
 SMALL = ProfileRequest(models=("lenet5",), data="digits", batch_sizes=(2, 8), repeats=1, name="mine", kernel="portable")
 OPTIONS = ("--model", "lenet5", "--data", "digits", "--batch-size", "2", "--batch-size", "8", "--repeats", "1",
            "--name", "mine", "--kernel", "portable")
 
 
-class Ran(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-Socflower = Callable[..., Ran]
-
-
 @pytest.fixture
-def socflower(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Socflower:
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["socflower", "profile", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as end:
-            status = int(end.code or 0)
-        captured = capsys.readouterr()
-        return Ran(status, captured.out, captured.err)
-
-    return run
+def socflower(socflower: Socflower) -> Socflower:
+    """`socflower profile`."""
+    return lambda *arguments: socflower("profile", *arguments)
 
 
 @pytest.fixture(scope="module")
