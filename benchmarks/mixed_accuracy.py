@@ -1,6 +1,7 @@
 """Does training on CPU and NPU at once keep the accuracy of FP32? SoCFlow+ Fig. 15 on 32 virtual SoCs in 8 groups.
 
     python benchmarks/mixed_accuracy.py --json --curves docs/results    (hours; goes on where it was cut)
+    python benchmarks/mixed_accuracy.py --stored --json                 (only the runs that are done)
     python benchmarks/mixed_accuracy.py --quick                         (one epoch of one network, one seed)
 
 The scenarios are scenarios/full/mixed_mnist.toml and mixed_cifar10.toml, the latter also with LeNet-5: whole data sets,
@@ -65,7 +66,7 @@ _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
 def run_case(case: Case, method: str, seed: int, *, epochs: int | None = None) -> dict[str, Any]:
     """Return accuracy, alpha, CPU share and virtual time of a run by round; from its file if it was done before."""
-    path = FOLDER / f"{case.key}-{method}-{seed}{'' if epochs is None else f'-{epochs}-epochs'}.json"
+    path = _file(case, method, seed, epochs)
     if path.exists():
         return dict(json.loads(path.read_text()))
     overrides = [f"seed={seed}", *case.overrides, *METHODS[method],
@@ -87,6 +88,10 @@ def run_case(case: Case, method: str, seed: int, *, epochs: int | None = None) -
     return document
 
 
+def _file(case: Case, method: str, seed: int, epochs: int | None) -> Path:
+    return FOLDER / f"{case.key}-{method}-{seed}{'' if epochs is None else f'-{epochs}-epochs'}.json"
+
+
 def paired_interval(differences: list[float]) -> float:
     """Return the half width of the 95 % interval of the mean of paired differences; infinity of a single one."""
     if len(differences) < 2:
@@ -100,9 +105,15 @@ def run(quick: bool = False) -> list[Row]:
     seeds, epochs = (SEEDS[:1], 1) if quick else (SEEDS, None)
     # Seed by seed, so that what is there after a cut can be compared.
     runs = {(case.key, method, seed): run_case(case, method, seed, epochs=epochs)
-            for seed in seeds for case in cases for method in case.methods}
-    return [_row(case, method, [(runs[case.key, method, seed], runs[case.key, "fp32", seed]) for seed in seeds],
-                 judged=not quick) for case in cases for method in case.methods]
+            for seed in seeds for case in cases for method in case.methods
+            if "--stored" not in sys.argv or _file(case, method, seed, epochs).exists()}
+    found = []
+    for case in cases:
+        for method in case.methods:
+            pairs = [(runs[case.key, method, seed], runs[case.key, "fp32", seed]) for seed in seeds
+                     if (case.key, method, seed) in runs and (case.key, "fp32", seed) in runs]
+            found += [_row(case, method, pairs, judged=not quick)] if pairs else []
+    return found
 
 
 def _row(case: Case, method: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]], *, judged: bool) -> Row:
@@ -113,8 +124,8 @@ def _row(case: Case, method: str, pairs: list[tuple[dict[str, Any], dict[str, An
     ours, fp32 = (statistics.mean(run["final_accuracy"] for run in runs) for runs in zip(*pairs, strict=True))
     claimed = judged and method in ("paper", "normalised")
     return Row(
-        case=f"{case.title}, {method}: {100 * mean:+.2f} +- {100 * paired_interval(differences):.2f} points, "
-             f"{speed:.2f}x the speed in virtual time",
+        case=f"{case.title}, {method}, {len(pairs)} seeds: {100 * mean:+.2f} +- "
+             f"{100 * paired_interval(differences):.2f} points, {speed:.2f}x the speed in virtual time",
         ours=ours, peer="fp32", peer_value=fp32, unit="accuracy", ratio=ours / fp32,
         ok=not claimed or mean >= -case.tolerance,
     )  # fmt: skip
