@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeAlias, cast
 
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from socflower.clients.batches import local_batches
 from socflower.clients.fp32_trainer import FP32Trainer
 from socflower.clients.group import train_group
+from socflower.clients.random_state import own_random_state
+from socflower.clients.state_files import Position, StateFiles
 from socflower.clients.trainer import SessionEnd, Trainer, TrainingSpan
 from socflower.cluster.protocol import (
     ARRAYS,
@@ -21,13 +24,17 @@ from socflower.cluster.protocol import (
     EVENTS,
     GROUP,
     GROUP_ID,
+    LOST_STATE,
     METRICS,
     NUM_EXAMPLES,
     NUM_PARTITIONS,
     PARTITION_ID,
+    RESUMED,
     SERVER_ROUND,
+    WARM_UP,
     GroupTask,
 )
+from socflower.cluster.sealed_file import DamagedFile
 from socflower.errors import ConfigError
 from socflower.workloads import LabelledData, concatenate, evaluate
 
@@ -35,6 +42,7 @@ ModelFn: TypeAlias = Callable[[Context], nn.Module]
 DataFn: TypeAlias = Callable[[Context, int, int], LabelledData]
 Metrics: TypeAlias = dict[str, int | float]
 TrainerFn: TypeAlias = Callable[[Context], Trainer]
+StateFolderFn: TypeAlias = Callable[[Context], Path | None]
 
 TRAINER_STATE = "socflower-trainer"
 
@@ -42,6 +50,7 @@ TRAINER_STATE = "socflower-trainer"
 def make_client_app(
     model_fn: ModelFn, data_fn: DataFn, trainer: Trainer | TrainerFn | None = None, *,
     evaluate_data_fn: DataFn | None = None, mods: Sequence[Mod] = (), num_threads: int = 1,
+    state_folder: StateFolderFn | None = None,
 ) -> ClientApp:
     """Return a ClientApp that trains alone, or as a whole group where the strategy asks for one.
 
@@ -59,6 +68,9 @@ def make_client_app(
     mods : sequence of Flower mods
     num_threads : int
         Torch threads of one client; 1 makes results independent of the machine's number of cores.
+    state_folder : (context) -> Path or None, optional
+        Where a group's leader keeps the group's optimiser in files, beside `context.state`, so that a training can be
+        resumed after its processes are gone. One folder for each training; None keeps nothing.
 
     Notes
     -----
@@ -77,8 +89,10 @@ def make_client_app(
     def train(message: Message, context: Context) -> Message:
         with _torch_threads(num_threads):
             model = _load(model_fn(context), message)
-            work = _train_as_group if GROUP in message.content.config_records else _train_alone
-            metrics, end = work(model, message, context, data_fn, trainer_for(context))
+            if GROUP in message.content.config_records:
+                metrics, end = _train_as_group(model, message, context, data_fn, trainer_for(context), state_folder)
+            else:
+                metrics, end = _train_alone(model, message, context, data_fn, trainer_for(context))
             content = RecordDict({ARRAYS: _weights(model), METRICS: MetricRecord({**metrics, **end.metrics})})
             if end.events:
                 content[EVENTS] = ConfigRecord({"texts": list(end.events)})
@@ -100,6 +114,7 @@ def make_client_app(
 
 def _train_as_group(
     model: nn.Module, message: Message, context: Context, data_fn: DataFn, trainer: Trainer,
+    state_folder: StateFolderFn | None,
 ) -> tuple[Metrics, SessionEnd]:
     task = GroupTask.decode(message.content.config_records[GROUP])
     if task.reshuffle:
@@ -110,18 +125,49 @@ def _train_as_group(
                               "pass reshuffle=False to the strategy")
     else:
         data = concatenate([data_fn(context, partition, task.num_partitions) for partition in task.partitions])
-    # A leader that is new to its group has no momentum to go on from, nor has one that last trained by another plan.
-    position = [task.group_id, task.num_groups, task.total_steps, task.first_step]
-    saved = context.state.config_records.get(TRAINER_STATE)
-    state = cast(bytes, saved["state"]) if saved and saved["position"] == position else None
+    config = message.content.config_records.get(CONFIG, ConfigRecord())
+    folder = None if state_folder is None or WARM_UP in config else state_folder(context)
+    files = None if folder is None else StateFiles(folder)
+    position = Position(task.group_id, task.num_groups, task.total_steps, task.first_step)
+    if files is not None and position.next_step == 0:
+        files.forget(task.group_id)
+    state = _state_at(position, context, files, required=RESUMED in config)
     outcome = train_group(model, data, task, trainer, state)
-    position[-1] += task.num_steps
-    if math.isfinite(outcome.mean_loss):
-        context.state[TRAINER_STATE] = ConfigRecord({"state": outcome.end.state, "position": position})
+    position = position._replace(next_step=task.first_step + task.num_steps)
+    # Momentum of a group that diverged is NaN and would spoil the next interval's good weights as well.
+    left = outcome.end.state if math.isfinite(outcome.mean_loss) else None
+    if left is not None:
+        context.state[TRAINER_STATE] = ConfigRecord({"state": left, "position": list(position)})
     else:
-        # Momentum of a group that diverged is NaN and would spoil the next interval's good weights as well.
         context.state.pop(TRAINER_STATE, None)
+    if files is not None:
+        files.write(position, left)
     return {"train-loss": outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples, GROUP_ID: task.group_id}, outcome.end
+
+
+def _state_at(position: Position, context: Context, files: StateFiles | None, *, required: bool) -> bytes | None:
+    """Return the group's state at a position, from memory or else from its file; None where it has none.
+
+    A leader that is new to its group has no momentum to go on from, nor has one that last trained by another plan.
+    Raises `ConfigError` if there must be a state, since the training was resumed, and nothing is known of it.
+    """
+    saved = context.state.config_records.get(TRAINER_STATE)
+    if saved and saved["position"] == list(position):
+        return cast(bytes, saved["state"])
+    cause = "no folder for states was given to make_client_app"
+    if files is not None:
+        cause = f"{files.folder} has none"
+        try:
+            kept = files.read(position)
+        except DamagedFile as error:
+            kept, cause = None, str(error)
+        if kept is not None:
+            return kept.state
+    if required and position.next_step:
+        raise ConfigError(f"group {position.group_id} {LOST_STATE} for step {position.next_step} of "
+                          f"{position.total_steps} to resume from: {cause}; without its momentum the weights would be "
+                          "others, so start the training anew (--fresh)")
+    return None
 
 
 def _train_alone(
@@ -145,7 +191,8 @@ def _train_alone(
         steps_per_epoch=steps // num_epochs))
     batches = local_batches(len(data), batch_size, num_epochs, seed=(setting("seed", 1), partition_id),
                             first_epoch=earlier_rounds * num_epochs)
-    losses = [session.step([data.batch(torch.from_numpy(indices))]) for indices in batches]
+    with own_random_state(setting("seed", 1), partition_id, earlier_rounds * steps):
+        losses = [session.step([data.batch(torch.from_numpy(indices))]) for indices in batches]
     metrics: Metrics = {"train-loss": float(torch.stack(losses).mean()), NUM_EXAMPLES: len(data) * num_epochs}
     return metrics, session.finish()
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from socflower.clients.batches import group_batches
+from socflower.clients.random_state import own_random_state
 from socflower.clients.trainer import Part, SessionEnd, Trainer, TrainingSpan
 from socflower.cluster.protocol import GroupTask
 from socflower.hierarchy import split_batch
@@ -28,18 +29,20 @@ def train_group(
     """Train `model` in place through all steps of the task, synchronously over the group's members (F4).
 
     `data` is the whole data set if the task reshuffles, else the group's own. `state` is that of the end of the
-    interval before (momentum stays local, F3).
+    interval before (momentum stays local, F3). Random layers draw from the task's seed, group and first step, so that
+    an interval repeats.
     """
     span = TrainingSpan(num_members=len(task.members), first_step=task.first_step, total_steps=task.total_steps,
                         steps_per_epoch=task.steps_per_epoch, npu_ratios=task.npu_ratios)
-    session = trainer.start(model, span, state)
-    losses, num_samples = [], 0
-    for parts in _shares(data, task):
-        losses.append(session.step(parts))
-        num_samples += sum(len(labels) for _, labels in parts)
-    # One look at the end instead of one a step: reading a tensor's value waits for it.
-    mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
-    return GroupOutcome(mean_loss=mean_loss, num_samples=num_samples, end=session.finish())
+    with own_random_state(task.seed, task.group_id, task.first_step):
+        session = trainer.start(model, span, state)
+        losses, num_samples = [], 0
+        for parts in _shares(data, task):
+            losses.append(session.step(parts))
+            num_samples += sum(len(labels) for _, labels in parts)
+        # One look at the end instead of one a step: reading a tensor's value waits for it.
+        mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
+        return GroupOutcome(mean_loss=mean_loss, num_samples=num_samples, end=session.finish())
 
 
 def _shares(data: LabelledData, task: GroupTask) -> Iterator[list[Part]]:

@@ -35,6 +35,13 @@ WARM_UP = "socflower-warm-up"
 """Present in messages of the epochs that only help to choose the number of groups."""
 
 
+RESUMED = "socflower-resumed"
+"""Present in a group's first message after a resume: its client must have the group's state of the round before."""
+
+LOST_STATE = "has no trainer state"
+"""In the text of the error of a client that has not."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupTask:
     """What one group does between two synchronisations; every member can compute its part from it alone."""

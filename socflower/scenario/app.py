@@ -15,6 +15,7 @@ from socflower.clients.faults import Fault, suffer
 from socflower.cluster.protocol import PARTITION_ID
 from socflower.errors import SocflowerError
 from socflower.scenario.arithmetic import trainer, training_data
+from socflower.scenario.checkpoint import CheckpointFolder
 from socflower.scenario.config import Scenario
 from socflower.scenario.model import initial_model
 from socflower.scenario.run_folder import RunFolder
@@ -76,9 +77,21 @@ def _scenario(context: Context) -> Scenario:
     return _read(_folder(context))
 
 
+def _state_folder(context: Context) -> Path | None:
+    return _clients_folder(_folder(context))
+
+
+@cache
+def _clients_folder(folder: RunFolder) -> Path | None:
+    # Read once: Flower's processes may outlive the run's folder for some rounds, of which the server keeps checkpoints.
+    checkpointing = folder.read_checkpointing()
+    return None if checkpointing is None else CheckpointFolder(checkpointing.folder).clients
+
+
 @cache
 def _read(folder: RunFolder) -> Scenario:
     return folder.read_scenario()
 
 
-client_app: ClientApp = make_client_app(_model, _data, _trainer, mods=[_faults])
+client_app: ClientApp = make_client_app(_model, _data, _trainer, mods=[_faults],
+                                        state_folder=_state_folder)

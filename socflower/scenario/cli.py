@@ -58,23 +58,33 @@ def run(
     nodes: Annotated[int | None, typer.Option(help="For an app folder: how many SoCs take part; default all.")] = None,
     training_flops: Annotated[float | None, typer.Option(help="For an app folder: operations of one training "
                                                               "example, to price its clients' work.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew where a run was interrupted; without it, the run "
+                                                        "goes on.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a scenario, write result, trace and report, and check its claims."""
     if scenario.is_dir():
+        if fresh:
+            raise ConfigError("--fresh is for scenarios: the run of an app folder keeps no checkpoints")
         _run_app_folder(scenario, cluster, out, nodes, training_flops, set_ or [], workers, as_json)
         return
     if cluster is not None or nodes is not None or training_flops is not None:
         raise ConfigError(f"{scenario} is a scenario: --cluster, --nodes and --training-flops are for the folder of a "
                           "Flower app; a scenario has its own [cluster] and [strategy] socs")
-    from socflower.scenario.runner import check_feasible, run_to_folder
+    from socflower.scenario.runner import check_feasible, checkpoint_folder, kept_line, run_to_folder
     from socflower.scenario.scenario_file import load_scenario
 
     loaded = load_scenario(scenario, set_ or ())
     check_feasible(loaded, engine)
     target = out or Path("out") / loaded.name
-    with _progress(as_json) as bar:
-        result = run_to_folder(loaded, target, engine, num_workers=workers, on_round=bar(loaded.strategy.name))
+    try:
+        with _progress(as_json) as bar:
+            result = run_to_folder(loaded, target, engine, num_workers=workers, on_round=bar(loaded.strategy.name),
+                                   resumable=True, fresh=fresh, say=_say)
+    except KeyboardInterrupt:
+        kept = checkpoint_folder(target)
+        _say(f"interrupted; {kept_line(kept) if kept.rounds() else 'nothing was written'}")
+        raise typer.Exit(130) from None
     if as_json:
         _print_json(result)
     else:
@@ -280,6 +290,10 @@ def _options(
 def _progress(as_json: bool) -> Iterator[terminal.StartBar]:
     with terminal.progress(_err, disable=as_json) as bar:
         yield bar
+
+
+def _say(line: str) -> None:
+    _err.print(terminal.escape(line), soft_wrap=True, highlight=False)
 
 
 def _print_json(document: dict[str, Any]) -> None:

@@ -6,10 +6,11 @@ On the `simulation` engine the ServerApp runs in a process of Flower's; on all e
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from socflower.scenario.checkpoint import Checkpointing
 from socflower.scenario.config import Scenario
 from socflower.scenario.scenario_file import from_document, to_document
 
@@ -32,6 +33,19 @@ class RunFolder:
     def read_scenario(self) -> Scenario:
         """Return the scenario that was left here."""
         return from_document(json.loads((self.path / "scenario.json").read_text("utf-8")))
+
+    def write_checkpointing(self, checkpointing: Checkpointing) -> None:
+        """Say, for server and clients, that the run keeps checkpoints, and which one it goes on from."""
+        write_atomically(self.path / "checkpointing.json", json.dumps(
+            {**asdict(checkpointing), "folder": str(checkpointing.folder.resolve())}))
+
+    def read_checkpointing(self) -> Checkpointing | None:
+        """Return what was said of checkpoints, or None if the run keeps none."""
+        path = self.path / "checkpointing.json"
+        if not path.exists():
+            return None
+        document = json.loads(path.read_text("utf-8"))
+        return Checkpointing(**{**document, "folder": Path(document["folder"])})
 
     def append_progress(self, entry: dict[str, Any]) -> None:
         """Add a line about the round that just ended."""

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +16,7 @@ from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.precision import Int8Model
 from socflower.scenario.app import RUN_FOLDER_KEY, server_app
 from socflower.scenario.arithmetic import arithmetic_notes
+from socflower.scenario.checkpoint import CheckpointFolder, Checkpointing, require_same_run
 from socflower.scenario.config import Scenario
 from socflower.scenario.expectations import check_expectations
 from socflower.scenario.flower_simulation import run_in_flower_simulation
@@ -23,12 +24,14 @@ from socflower.scenario.model import initial_model
 from socflower.scenario.report import write_report
 from socflower.scenario.run_folder import RunFolder, write_atomically
 from socflower.scenario.scenario_file import scenario_cluster, to_document
+from socflower.scenario.training import versions
 from socflower.sim.engine import quiet_flower
 from socflower.sim.local_grid import LocalGrid, num_cores
 from socflower.sim.workers import AppReference
 from socflower.workloads import data_shape, load_data, model_names
 
 ENGINES = ("local", "simulation")
+_TEMPORARY = ".socflower-"  # how the names of folders begin whose files are not finished
 _NEED_WORKERS = ("hang", "die")  # kinds of fault that only a process of its own can suffer
 _NOTES = (
     "Virtual time and energy come from the cluster model; accuracy comes from real training of this model.",
@@ -72,11 +75,12 @@ def _check_int8(scenario: Scenario) -> None:
 
 def run_scenario(
     scenario: Scenario, engine: str = "local", *, num_workers: int | None = None,
-    on_round: OnRound = lambda entry: None, trace_to: Path | None = None,
+    on_round: OnRound = lambda entry: None, trace_to: Path | None = None, checkpointing: Checkpointing | None = None,
 ) -> dict[str, Any]:
     """Train and return the result document, expectations checked; the trace goes to `trace_to`.
 
     `num_workers` is the number of worker processes of the local engine (default: one a core; 0: none).
+    With `checkpointing`, every synchronisation leaves a checkpoint, and the run may go on from one.
     Raises a `SocflowerError` in one line if the scenario cannot run or failed.
     """
     check_feasible(scenario, engine)
@@ -86,6 +90,8 @@ def run_scenario(
     with tempfile.TemporaryDirectory(prefix="socflower-") as temporary:
         folder = RunFolder(Path(temporary))
         folder.write_scenario(scenario)
+        if checkpointing is not None:
+            folder.write_checkpointing(checkpointing)
         with _following(folder, on_round):
             if engine == "local":
                 _run_locally(scenario, folder, num_workers)
@@ -107,26 +113,90 @@ def run_scenario(
 
 def run_to_folder(
     scenario: Scenario, out: Path, engine: str = "local", *, num_workers: int | None = None,
-    on_round: OnRound = lambda entry: None,
+    on_round: OnRound = lambda entry: None, resumable: bool = False, fresh: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run and write `result.json`, `trace.json` and `report.html` into `out`, all three or none."""
-    with new_folder(out) as fresh:
+    """Run and write `result.json`, `trace.json` and `report.html` into `out`, all three or none.
+
+    A `resumable` run keeps checkpoints in `out/checkpoint` until it ends, and goes on from the newest that is there,
+    unless it is to start `fresh`; `say` gets a line about that. Raises `ConfigError` for a checkpoint of another run.
+    """
+    if not resumable:
+        return _run_to_folder(scenario, out, engine, num_workers, on_round)
+    with _kept_checkpoints(out, fresh) as kept:
+        checkpoint = kept.newest(say)
+        if checkpoint is not None:
+            require_same_run(checkpoint, to_document(scenario), engine, versions(), kept.path)
+            kept.forget_after(checkpoint.server_round)
+            say(f"resuming {out} after round {checkpoint.server_round} of {checkpoint.num_rounds}; --fresh starts anew")
+        result = _run_to_folder(scenario, out, engine, num_workers, on_round, Checkpointing(
+            folder=kept.path, engine=engine, resume_after=None if checkpoint is None else checkpoint.server_round))
+        kept.remove()
+    return result
+
+
+def _run_to_folder(
+    scenario: Scenario, out: Path, engine: str, num_workers: int | None, on_round: OnRound,
+    checkpointing: Checkpointing | None = None,
+) -> dict[str, Any]:
+    with new_folder(out, within=None if checkpointing is None else checkpointing.folder) as fresh:
         result = run_scenario(scenario, engine, num_workers=num_workers, on_round=on_round,
-                              trace_to=fresh / "trace.json")
+                              trace_to=fresh / "trace.json", checkpointing=checkpointing)
         write_atomically(fresh / "result.json", json.dumps(result, indent=1))
         write_report(fresh / "report.html", [result], title=scenario.name, question=scenario.question)
     return result
 
 
+def checkpoint_folder(out: Path) -> CheckpointFolder:
+    """Return where a run into `out` keeps its checkpoints."""
+    return CheckpointFolder(out / "checkpoint")
+
+
 @contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Yield an empty folder whose files move to `out` at the end; after an error `out` is as it was before."""
+def _kept_checkpoints(out: Path, fresh: bool) -> Iterator[CheckpointFolder]:
+    """Yield the folder of checkpoints; after an error with none in it, `out` is as it was before."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is a file; name a folder")
-    nearest = next((parent for parent in (out, *out.parents) if parent.exists()), Path("."))
+    kept = checkpoint_folder(out)
+    new_parents = [parent for parent in (out, *out.parents) if not parent.exists()]
+    try:
+        if fresh:
+            kept.remove()
+        kept.create()
+        for half_written in kept.path.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(half_written)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot write in {out} ({error.strerror}); name another folder") from None
+    try:
+        yield kept
+    except BaseException as error:
+        if not kept.rounds():
+            kept.remove()
+            with suppress(OSError):
+                for parent in new_parents:
+                    parent.rmdir()
+        elif isinstance(error, TrainingFailed):
+            raise TrainingFailed(f"{error}; {kept_line(kept)}") from None
+        raise
+
+
+def kept_line(kept: CheckpointFolder) -> str:
+    """Return what to know of a run that ended early."""
+    return (f"round {kept.rounds()[0]} is kept in {kept.path}: the same command goes on after it, --fresh starts anew")
+
+
+@contextmanager
+def new_folder(out: Path, *, within: Path | None = None) -> Iterator[Path]:
+    """Yield an empty folder whose files move to `out` at the end; after an error `out` is as it was before.
+
+    It is made in `within`, by default in `out` or the nearest folder above it that exists.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: is a file; name a folder")
+    nearest = within or next((parent for parent in (out, *out.parents) if parent.exists()), Path("."))
     # On the file system of `out`, so that moving there is a rename; and what cannot be written is known at once.
     try:
-        temporary_folder = tempfile.TemporaryDirectory(prefix=".socflower-", dir=nearest)
+        temporary_folder = tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=nearest)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write in {nearest} ({error.strerror}); name another folder") from None
     with temporary_folder as temporary:

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from importlib import metadata
 from time import perf_counter
 from typing import Any
@@ -16,21 +17,28 @@ from socflower.cluster import Cluster, Usage
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import GroupPlan, default_candidates
 from socflower.scenario.arithmetic import num_training_samples, pricing, uses_int8
+from socflower.scenario.checkpoint import Checkpoint, CheckpointFolder
 from socflower.scenario.config import Scenario
 from socflower.scenario.model import initial_model, model_profile
 from socflower.scenario.run_folder import RunFolder
-from socflower.scenario.scenario_file import scenario_cluster
+from socflower.scenario.scenario_file import scenario_cluster, to_document
 from socflower.sim import EventClock, Trace
 from socflower.sim.priced_grid import PricedGrid
 from socflower.strategies import OrderedFedAvg, RingAllReduce, SingleDevice, SoCFlow, profile_group_count
-from socflower.strategies.records import array_views
-from socflower.strategies.replies import ReplyEvent
+from socflower.strategies.records import array_views, to_array_record
+from socflower.strategies.replies import BACKEND_DROPPED, ReplyEvent
 from socflower.workloads import DataSet, Evaluation, evaluate, load_data
 
 
 def train(scenario: Scenario, grid: Grid, folder: RunFolder) -> dict[str, Any]:
     """Train and return the outcome: the part of the result document that does not depend on who asked."""
     return _Training(scenario, grid, folder).run()
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of what computes weights: a checkpoint of others is not gone on from."""
+    return {"socflower": __version__, **{name: metadata.version(name) for name in ("flwr", "torch", "numpy")}}
 
 
 class _Training:
@@ -50,6 +58,11 @@ class _Training:
         self._rounds: list[dict[str, Any]] = []
         self._warm_up: dict[str, Any] | None = None
         self._plan: GroupPlan | None = None
+        self._checkpointing = folder.read_checkpointing()
+        self._resumed: Checkpoint | None = None
+        self._resumed_from: list[int] = []
+        self._trace_parts: list[int] = []
+        self._num_spans_kept = 0
 
     def _kernels(self) -> dict[str, str]:
         kernels = {"fp32": f"torch {torch.__version__}", "aggregation": "native weighted sum, float32"}
@@ -61,6 +74,8 @@ class _Training:
         """Train with the scenario's strategy."""
         started_s = perf_counter()
         arrays = ArrayRecord(self._model.state_dict())
+        if self._checkpointing is not None and self._checkpointing.resume_after is not None:
+            arrays = self._restore(CheckpointFolder(self._checkpointing.folder), self._checkpointing.resume_after)
         final = self._fedavg(arrays) if self._scenario.strategy.name == "fedavg" else self._grouped(arrays)
         if not final:
             raise TrainingFailed("Flower returned no model: every client failed; see the log for the first cause")
@@ -83,8 +98,8 @@ class _Training:
                           "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
             "weights_sha256": weights_sha256(final),
             "plan": self._plan.to_document() if self._plan else None,
-            "versions": {"socflower": __version__,
-                         **{name: metadata.version(name) for name in ("flwr", "torch", "numpy")}},
+            "resumed_from": self._resumed_from,
+            "versions": versions(),
         }
 
     def _grouped(self, arrays: ArrayRecord) -> ArrayRecord:
@@ -97,9 +112,15 @@ class _Training:
             return {"epoch": report.epoch, "events": _documents(report.events),
                     **_mixed(report.alpha, report.cpu_share)}
 
+        def dropped() -> list[int]:
+            events = strategy.reports[-1].events if strategy.reports else ()
+            return sorted({event.group_id for event in events if event.kind != BACKEND_DROPPED})
+
+        if self._resumed is not None:
+            strategy.resume_from(self._resumed.server_round, without_state=self._resumed.without_state)
         return strategy.start(
             self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
-            evaluate_fn=self._evaluation(round_end, strategy.num_rounds)).arrays
+            evaluate_fn=self._evaluation(round_end, strategy.num_rounds, dropped)).arrays
 
     def _num_groups(self, arrays: ArrayRecord) -> int:
         settings = self._scenario.strategy
@@ -107,6 +128,8 @@ class _Training:
             return 1
         if isinstance(settings.groups, int):
             return settings.groups
+        if self._warm_up is not None:  # of the run that this one goes on from
+            return int(self._warm_up["num_groups"])
         num_socs = settings.socs or self._cluster.num_socs
         choice = profile_group_count(
             self._grid, arrays, lambda trained: self._evaluate(trained).accuracy,
@@ -149,6 +172,8 @@ class _Training:
             return {"epoch": float(server_round * settings.local_epochs), "events": _documents(strategy.events),
                     **_mixed(strategy.alpha, strategy.cpu_share)}
 
+        if self._resumed is not None:
+            strategy.resume_from(self._resumed.server_round)
         return strategy.start(grid, arrays, num_rounds=num_rounds, timeout=settings.reply_timeout_s,
                               train_config=config, evaluate_fn=self._evaluation(round_end, num_rounds)).arrays
 
@@ -163,10 +188,16 @@ class _Training:
 
     def _evaluation(
         self, round_end: Callable[[int], dict[str, Any]], num_rounds: int,
-    ) -> Callable[[int, ArrayRecord], MetricRecord]:
-        """Return the evaluate function of `Strategy.start`; it also records the round."""
+        dropped: Callable[[], list[int]] = lambda: [],
+    ) -> Callable[[int, ArrayRecord], MetricRecord | None]:
+        """Return the evaluate function of `Strategy.start`; it also records the round and keeps a checkpoint of it.
 
-        def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        `dropped` tells the groups whose reply the round dropped.
+        """
+
+        def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            if server_round < len(self._rounds):  # round 0 of a run that was resumed after it
+                return None
             outcome = self._evaluate(arrays)
             training = round_end(server_round) if server_round else {"epoch": 0.0, "events": []}
             self._rounds.append({
@@ -175,10 +206,41 @@ class _Training:
                 "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
                 "bytes": _bytes(self._clock.usage), **training,
             })
+            # Before any training there is nothing to lose, unless the number of groups was tried out.
+            if server_round or self._warm_up is not None:
+                self._keep(server_round, num_rounds, arrays, dropped())
             self._folder.append_progress({**self._rounds[-1], "num_rounds": num_rounds})
             return MetricRecord({"accuracy": outcome.accuracy, "loss": outcome.loss})
 
         return evaluate_round
+
+    def _keep(self, server_round: int, num_rounds: int, arrays: ArrayRecord, dropped: list[int]) -> None:
+        """Write a checkpoint of the round that just ended, if the run keeps any."""
+        if self._checkpointing is None:
+            return
+        self._trace_parts.append(server_round)
+        CheckpointFolder(self._checkpointing.folder).write(Checkpoint(
+            server_round=server_round, num_rounds=num_rounds, scenario=to_document(self._scenario),
+            engine=self._checkpointing.engine, versions=versions(), rounds=self._rounds, clock=self._clock.state(),
+            arrays=array_views(arrays), warm_up=self._warm_up, without_state=dropped,
+            resumed_from=self._resumed_from, trace_parts=self._trace_parts,
+        ), self._trace.state(self._num_spans_kept))
+        self._num_spans_kept = self._trace.num_spans
+
+    def _restore(self, folder: CheckpointFolder, server_round: int) -> ArrayRecord:
+        """Take up everything where a checkpoint left it and return the model's arrays."""
+        checkpoint = self._resumed = folder.read(server_round)
+        self._rounds = list(checkpoint.rounds)
+        self._warm_up = None if checkpoint.warm_up is None else dict(checkpoint.warm_up)
+        self._clock.restore(checkpoint.clock)
+        for part in folder.trace_parts(checkpoint):
+            self._trace.restore(part)
+        self._num_spans_kept = self._trace.num_spans
+        self._trace_parts = list(checkpoint.trace_parts)
+        self._resumed_from = [*checkpoint.resumed_from, checkpoint.server_round]
+        for entry in self._rounds:
+            self._folder.append_progress({**entry, "num_rounds": checkpoint.num_rounds})
+        return to_array_record(checkpoint.arrays)
 
     def _evaluate(self, arrays: ArrayRecord) -> Evaluation:
         self._model.load_state_dict(arrays.to_torch_state_dict())

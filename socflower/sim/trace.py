@@ -57,6 +57,24 @@ class Trace:
         """Count spans that were not even collected."""
         self.num_dropped += num_spans
 
+    def state(self, first_span: int = 0) -> dict[str, Any]:
+        """Return the trace from a span on, as plain values that JSON keeps exactly; see `restore`."""
+        rows = {row: index for index, row in enumerate(self._rows)}
+        return {"first_span": first_span, "num_dropped": self.num_dropped,
+                "rows": [[*row, list(order)] for row, order in self._rows.items()],
+                "spans": [[rows[span.row], span.name, span.start_s, span.duration_s, dict(span.args)]
+                          for span in self._spans[first_span:]]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Add what another trace has said of itself; called with consecutive parts, the trace is that other one."""
+        if state["first_span"] != self.num_spans:
+            raise ConfigError(f"trace: a part from span {state['first_span']} does not follow {self.num_spans} spans")
+        rows = [(process, row) for process, row, _ in state["rows"]]
+        self._rows.update({row: tuple(order) for row, (_, _, order) in zip(rows, state["rows"], strict=True)})
+        self._spans += [_Span(rows[row], name, start_s, duration_s, args)
+                        for row, name, start_s, duration_s, args in state["spans"]]
+        self.num_dropped = state["num_dropped"]
+
     def write(self, path: Path) -> None:
         """Write the trace in one step: a reader finds the old file or the whole new one."""
         document = {

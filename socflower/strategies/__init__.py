@@ -2,6 +2,8 @@
 
 from socflower.strategies.baselines import OrderedFedAvg, RingAllReduce, SingleDevice
 from socflower.strategies.group_count import profile_group_count
+from socflower.strategies.resuming import Resumable
 from socflower.strategies.socflow import RoundReport, SoCFlow
 
-__all__ = ["OrderedFedAvg", "RingAllReduce", "RoundReport", "SingleDevice", "SoCFlow", "profile_group_count"]
+__all__ = ["OrderedFedAvg", "Resumable", "RingAllReduce", "RoundReport", "SingleDevice", "SoCFlow",
+           "profile_group_count"]

@@ -12,6 +12,7 @@ from socflower.cluster.protocol import ALPHA, CPU_SHARE, EVENTS, METRICS
 from socflower.errors import TrainingFailed
 from socflower.strategies.mixed_replies import client_events, mean_metric
 from socflower.strategies.replies import ReplyEvent, fault_of, no_reply
+from socflower.strategies.resuming import Resumable
 from socflower.strategies.socflow import SoCFlow
 
 
@@ -32,7 +33,7 @@ class SingleDevice(SoCFlow):
         super().__init__(cluster=cluster, num_groups=1, num_socs=1, interval_epochs=1.0, **settings)
 
 
-class OrderedFedAvg(FedAvg):
+class OrderedFedAvg(Resumable, FedAvg):
     """Flower's FedAvg with the sum in the order of the nodes, so that equal seeds give equal weights.
 
     Flower draws the nodes of a round at random, and with them the order of its sum. It also averages NaN in, and

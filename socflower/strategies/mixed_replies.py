@@ -10,7 +10,7 @@ from socflower.cluster import Pricing
 from socflower.cluster.protocol import ALPHA, ALPHA_STEPS, CPU_SHARE, EVENTS, GROUP_ID, METRICS
 from socflower.hierarchy import Phase
 from socflower.precision.pricing import MixedPricing
-from socflower.strategies.replies import ReplyEvent
+from socflower.strategies.replies import BACKEND_DROPPED, ReplyEvent
 
 
 def mixed_phases(replies: Sequence[Message], num_steps: int, pricing: MixedPricing) -> list[Phase]:
@@ -54,7 +54,7 @@ def mean_metric(replies: Sequence[Message], key: str) -> float | None:
 def client_events(reply: Message, group_id: int, where: str) -> list[ReplyEvent]:
     """Return what a client made good itself, so that its reply is averaged in; `where` names it."""
     record = reply.content.config_records.get(EVENTS, ConfigRecord({"texts": []}))
-    return [ReplyEvent(kind="backend-dropped", group_id=group_id, text=f"{where}: {text}")
+    return [ReplyEvent(kind=BACKEND_DROPPED, group_id=group_id, text=f"{where}: {text}")
             for text in cast(list[str], record["texts"])]
 
 

@@ -7,12 +7,15 @@ from typing import cast
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from socflower.cluster.protocol import ARRAYS, GROUP_ID, METRICS, NUM_EXAMPLES
+from socflower.cluster.protocol import ARRAYS, GROUP_ID, LOST_STATE, METRICS, NUM_EXAMPLES
 from socflower.errors import TrainingFailed
 from socflower.hierarchy import Group, first_non_finite
 from socflower.strategies.records import array_views
 
 _CLIENT_FAULTS = (1, 2)  # Flower's error codes of a ClientApp that cannot be loaded, and of one that raised
+
+BACKEND_DROPPED = "backend-dropped"
+"""The kind of event of a reply that counts, although its client's accelerator had failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +33,8 @@ def sort_replies(
     """Return the usable replies in group order, and an event for each group without one.
 
     Raises `TrainingFailed` if no reply is usable, or if a client raised and `tolerate_errors` is not set: that is
-    a mistake in the client's code, and all that is known of it is in the text.
+    a mistake in the client's code, and all that is known of it is in the text. A client that has lost the state to
+    resume from is never tolerated.
     """
     usable: dict[int, Message] = {}
     events: dict[int, ReplyEvent] = {}
@@ -44,7 +48,7 @@ def sort_replies(
         event = fault_of(reply, group.group_id, where) or _not_a_group(reply, group.group_id, where)
         if event is None:
             usable[group.group_id] = reply
-        elif event.kind == "client-raised" and not tolerate_errors:
+        elif event.kind == "client-raised" and (not tolerate_errors or LOST_STATE in event.text):
             raise TrainingFailed(event.text)
         else:
             events[group.group_id] = event

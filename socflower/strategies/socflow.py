@@ -1,13 +1,12 @@
 """SoCFlow: synchronous SGD inside groups, delayed synchronisation between them (SoCFlow+ section 3.1)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
 from socflower.cluster import FP32, Cluster, ModelProfile, Pricing, Usage, VirtualClock, sustained_rates
@@ -21,6 +20,7 @@ from socflower.cluster.protocol import (
     METRICS,
     NUM_EXAMPLES,
     PRICED,
+    RESUMED,
     SERVER_ROUND,
     GroupTask,
 )
@@ -39,6 +39,7 @@ from socflower.precision.pricing import MixedPricing
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric, mixed_phases
 from socflower.strategies.records import aggregate_records
 from socflower.strategies.replies import ReplyEvent, sort_replies
+from socflower.strategies.resuming import Resumable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,7 @@ class RoundReport:
     cpu_share: float | None = None  # and the share of the samples that CPUs had (F11)
 
 
-class SoCFlow(Strategy):
+class SoCFlow(Resumable):
     """Group-wise parallelism with delayed aggregation.
 
     One Flower round is one interval between synchronisations of the groups (F3), so `num_rounds` of `start` must
@@ -121,6 +122,16 @@ class SoCFlow(Strategy):
         self._sequenced = sequenced
         self._tolerate_client_errors = tolerate_client_errors
         self._group_of_node: dict[int, Group] = {}
+        self._without_state: frozenset[int] = frozenset()
+
+    def resume_from(self, server_round: int, *, without_state: Collection[int] = ()) -> None:
+        """Let `start` go on after `server_round`; see `Resumable.resume_from`.
+
+        Clients must have their groups' states of that round's end, or they raise: without momentum the weights would
+        be others. `without_state` are ids of groups that may have none, as those whose reply that round dropped.
+        """
+        super().resume_from(server_round)
+        self._without_state = frozenset(without_state)
 
     @property
     def num_rounds(self) -> int:
@@ -148,8 +159,12 @@ class SoCFlow(Strategy):
         self._group_of_node = {nodes[group.leader]: group for group in self.plan.groups}
         interval = self._interval(server_round)
         settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
+        resumed = ConfigRecord({**settings, RESUMED: True})
+        must_have_state = {group.group_id for group in self.plan.groups} - self._without_state \
+            if self.resumed_after and server_round == self.resumed_after + 1 else set()
         return [
-            Message(RecordDict({ARRAYS: arrays, CONFIG: settings,
+            Message(RecordDict({ARRAYS: arrays,
+                                CONFIG: resumed if group.group_id in must_have_state else settings,
                                 GROUP: ConfigRecord(self._task(group, interval).encode())}),
                     nodes[group.leader], MessageType.TRAIN, group_id=str(server_round))
             for group in self.plan.groups

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from socflower.clients import FP32Trainer, cosine_annealing, make_client_app, sg
 from socflower.clients.app import TRAINER_STATE
 from socflower.clients.batches import local_batches
 from socflower.clients.trainer import TrainingSpan
-from socflower.cluster.protocol import GroupTask
+from socflower.cluster.protocol import RESUMED, WARM_UP, GroupTask
 from socflower.errors import ConfigError
 from socflower.sim.flower_internals import begin_run
 from socflower.workloads import LabelledData, concatenate, evaluate
@@ -304,3 +305,64 @@ def test_data_that_are_not_what_the_strategy_was_told_are_refused() -> None:
     """A data function that ignores its arguments, as Flower's habits suggest, returns one part for the whole."""
     with pytest.raises(ConfigError, match=rf"returned {len(DATA)} samples, but the strategy was told num_samples = 99"):
         make_app()(message(group=group_task(num_samples=99)), node(2))
+
+
+# ------------------------------------------------------------------------------------------- states in files
+def half(first_step: int, **changes: object) -> GroupTask:
+    """Return one of two intervals of four steps."""
+    return task(0, 1, first_step=first_step, num_steps=4, steps_per_epoch=8, total_steps=8,
+                num_samples=len(DATA), **changes)
+
+
+def trained_weights(reply: Message) -> dict[str, torch.Tensor]:
+    assert reply.has_content()
+    return reply.content.array_records["arrays"].to_torch_state_dict()
+
+
+def assert_equal_weights(one: Message, other: Message) -> None:
+    left, right = trained_weights(one), trained_weights(other)
+    assert all(torch.equal(left[name], right[name]) for name in (*left, *right))
+
+
+def test_a_leader_without_memory_goes_on_from_its_file(tmp_path: Path) -> None:
+    app, context = make_app(state_folder=lambda context: tmp_path), node()
+    app(message(group=half(0)), context)
+    remembered = app(message(group=half(4)), context)
+    from_file = app(message(group=half(4), **{RESUMED: True}), node())
+    assert_equal_weights(remembered, from_file)
+    forgetful = make_app()(message(group=half(4)), node())
+    assert any(not torch.equal(tensor, trained_weights(forgetful)[name])
+               for name, tensor in trained_weights(from_file).items()), "momentum makes no difference here"
+
+
+@pytest.mark.parametrize("with_folder", [False, True])
+def test_a_resumed_group_without_any_state_is_an_error_that_names_it(with_folder: bool, tmp_path: Path) -> None:
+    app = make_app(**({"state_folder": lambda context: tmp_path} if with_folder else {}))
+    with pytest.raises(ConfigError, match=r"group 0 has no trainer state for step 4 of 8 to resume from") as caught:
+        app(message(group=half(4), **{RESUMED: True}), node())
+    assert "--fresh" in str(caught.value)
+    assert (str(tmp_path) in str(caught.value)) == with_folder
+
+
+def test_a_group_that_diverged_may_be_resumed_with_a_new_optimiser(tmp_path: Path) -> None:
+    diverging = make_app(trainer=FP32Trainer(optimizer=sgd(1e30)), state_folder=lambda context: tmp_path)
+    reply = diverging(message(group=half(0)), node())
+    assert not math.isfinite(float(metrics_of(reply)["train-loss"]))  # type: ignore[arg-type]
+    app = make_app(state_folder=lambda context: tmp_path)
+    assert_equal_weights(app(message(group=half(4), **{RESUMED: True}), node()),
+                         make_app()(message(group=half(4)), node()))
+
+
+def test_a_new_training_takes_nothing_from_the_one_before(tmp_path: Path) -> None:
+    app = make_app(state_folder=lambda context: tmp_path)
+    app(message(group=half(0)), node())
+    app(message(group=half(4)), node())
+    assert len(list(tmp_path.iterdir())) == 2
+    app(message(group=half(0)), node())
+    assert [path.name for path in tmp_path.iterdir()] == [next(tmp_path.iterdir()).name]
+
+
+def test_the_warm_up_keeps_no_files(tmp_path: Path) -> None:
+    make_app(state_folder=lambda context: tmp_path)(message(group=half(0), **{WARM_UP: True}), node())
+    assert not list(tmp_path.iterdir())
+    make_app(state_folder=lambda context: None)(message(group=half(0)), node())

@@ -205,3 +205,30 @@ def test_the_installed_command_is_this_one(scenario: Path, tmp_path: Path) -> No
                          check=False, cwd=tmp_path, timeout=100,
                          env={**os.environ, "COLUMNS": "20", "TERM": "dumb", "FORCE_COLOR": ""})
     is_mistake(Ran(ran.returncode, ran.stdout, ran.stderr), "groups = 9", "4 SoCs")
+
+
+# --------------------------------------------------------------------------------------------- interrupted runs
+FAULT = ("--set", "event=[{kind='raise', soc=0, round=2}]", "--set", "strategy.sync_interval_epochs=0.5")
+
+
+def test_a_run_that_failed_goes_on_after_its_last_good_round_or_starts_fresh(
+    socflower: Socflower, scenario: Path, tmp_path: Path,
+) -> None:
+    failed = socflower("run", scenario, "--workers", 0, "--json", *FAULT)
+    is_mistake(failed, "fault on purpose", "round 1 is kept in out/case/checkpoint: the same command goes on after it")
+    again = socflower("run", scenario, "--workers", 0, "--json", *FAULT)
+    resuming, error = again.err.splitlines()
+    assert resuming == "resuming out/case after round 1 of 2; --fresh starts anew"
+    assert "fault on purpose" in error
+    fresh = socflower("run", scenario, "--workers", 0, "--fresh", "--json", *FAULT)
+    is_mistake(fresh, "fault on purpose")
+    other = socflower("run", scenario, "--workers", 0, "--json")
+    is_mistake(other, "strategy.sync_interval_epochs was 0.5 there and is 1", "--fresh")
+    assert socflower("run", scenario, "--workers", 0, "--fresh", "--json").status == 0
+    assert {path.name for path in (tmp_path / "out" / "case").iterdir()} == {
+        "result.json", "trace.json", "report.html"}
+
+
+def test_an_app_folder_has_nothing_to_start_fresh_from(socflower: Socflower, tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    is_mistake(socflower("run", "app", "--fresh"), "--fresh is for scenarios")

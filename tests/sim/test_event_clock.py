@@ -1,10 +1,13 @@
 """Exact event logs and hand-calculated contention on graphs small enough to follow."""
 
+import json
 from collections.abc import Callable, Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, Tier, Usage, VirtualClock
+from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, Tier, Usage, VirtualClock, parse_cluster
 from socflower.errors import ConfigError
 from socflower.sim import EventClock
 from socflower.sim.execution import Execution, Instance
@@ -254,3 +257,39 @@ def test_unknown_participants_and_negative_repeats_are_config_errors(make_cluste
         EventClock(make_cluster()).run(GraphBuilder().build((5,)))
     with pytest.raises(ConfigError, match="repeat must not be negative"):
         EventClock(make_cluster()).run(GraphBuilder().build((0,)), repeat=-1)
+
+
+# ------------------------------------------------------------------------------------- leaving off and going on
+@settings(deadline=None, max_examples=30)
+@given(before=st.lists(st.integers(0, 40), max_size=4), after=st.lists(st.integers(0, 40), max_size=4))
+def test_a_restored_clock_goes_on_to_the_last_bit(before: list[int], after: list[int]) -> None:
+    cluster = parse_cluster({"boards": 2, "socs_per_board": 2})
+    b = GraphBuilder()
+    last = b.compute("compute", 0, 0.1)
+    b.compute("update", 3, 0.7, activity=Activity.UPDATE, after=[b.transfer("send", 0, 3, 1e6 / 3, after=[last])])
+    b.transfer("up", 1, HUB, 1234.5)
+    graph = b.build(range(4))
+    whole, restored = EventClock(cluster), EventClock(cluster)
+    for repeat in before:
+        whole.run(graph, repeat=repeat)
+    restored.restore(json.loads(json.dumps(whole.state())))
+    for repeat in after:
+        assert restored.run(graph, repeat=repeat) == whole.run(graph, repeat=repeat)
+    assert restored.usage == whole.usage
+    assert (restored.now_s, restored.usage.total_energy_j) == (whole.now_s, whole.usage.total_energy_j)
+    assert restored.state() == whole.state()
+
+
+def test_a_clock_with_dynamics_cannot_be_kept(make_cluster: MakeCluster) -> None:
+    class Steady:
+        def speed_factors(self) -> list[float]:
+            return [1.0]
+
+        def steady_s(self, power_w: Sequence[float]) -> float:
+            return 1.0
+
+        def advance(self, duration_s: float, power_w: Sequence[float]) -> None:
+            pass
+
+    with pytest.raises(ConfigError, match="state of their own"):
+        EventClock(make_cluster(), dynamics=Steady()).state()

@@ -112,3 +112,25 @@ def test_a_trace_that_cannot_be_is_a_config_error(tmp_path: Path) -> None:
         Trace(max_spans=0)
     with pytest.raises(ConfigError, match="cannot be written"):
         Trace().write(tmp_path / "missing" / "trace.json")
+
+
+# ------------------------------------------------------------------------------------- leaving off and going on
+def test_a_trace_handed_over_in_parts_is_the_same_trace(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    cluster, graph = make_cluster(), busy_graph().build(range(2))
+    whole, parts = Trace(max_spans=40), []
+    clock = EventClock(cluster, trace=whole)
+    restored = Trace(max_spans=40)
+    num_told = 0
+    for repeat in (1, 3, 50, 2):
+        clock.run(graph, repeat=repeat, label=f"{repeat} times")
+        parts.append(json.loads(json.dumps(whole.state(num_told))))
+        num_told = whole.num_spans
+    assert whole.num_dropped and parts[-1]["spans"] == []
+    for part in parts:
+        restored.restore(part)
+    assert (restored.num_spans, restored.num_dropped, restored.room) == (40, whole.num_dropped, 0)
+    for name, trace in (("whole", whole), ("restored", restored)):
+        trace.write(tmp_path / name)
+    assert (tmp_path / "whole").read_bytes() == (tmp_path / "restored").read_bytes()
+    with pytest.raises(ConfigError, match="from span 0 does not follow 40"):
+        restored.restore(parts[0])

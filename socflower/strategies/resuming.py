@@ -1,0 +1,89 @@
+"""Going on in the middle of a training: rounds keep their numbers, though Flower counts every start from 1."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from logging import INFO
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from flwr.supercore import log
+
+from socflower.errors import ConfigError
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class Resumable(Strategy):
+    """A strategy whose `start` can begin after a round other than 0; mix in before the strategy itself.
+
+    What a strategy keeps in itself between rounds, as FedAdam its moments, is its own to restore.
+    """
+
+    resumed_after = 0
+
+    def resume_from(self, server_round: int) -> None:
+        """Let `start` go on after `server_round`, from the arrays that round ended with.
+
+        `start` is called as if nothing had happened, `num_rounds` of the whole training included. All methods and
+        `evaluate_fn` see the true numbers of the rounds, and what was evaluated already is not evaluated again.
+        """
+        if server_round < 0:
+            raise ConfigError(f"resume_from({server_round}): rounds are counted from 1; 0 is a new start")
+        self.resumed_after = server_round
+
+    def start(
+        self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, timeout: float = 3600,
+        train_config: ConfigRecord | None = None, evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+    ) -> Result:
+        """Run the rounds that are left, as Flower does; see `Strategy.start` and `resume_from`."""
+        done = self.resumed_after
+        if not done:
+            return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+        if done > num_rounds:
+            raise ConfigError(f"resume_from({done}): start has num_rounds = {num_rounds}; give it those of the whole "
+                              "training")
+        log(INFO, "Resuming after round %d of %d; below, rounds are counted from there", done, num_rounds)
+
+        def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            return evaluate_fn(server_round + done, arrays) if evaluate_fn is not None and server_round else None
+
+        result = _Remaining(self, done).start(
+            grid, initial_arrays, num_rounds - done, timeout, train_config, evaluate_config,
+            None if evaluate_fn is None else evaluate_round)
+        for entry in fields(result):
+            by_round = getattr(result, entry.name)
+            if entry.name != "arrays" and isinstance(by_round, dict):
+                setattr(result, entry.name, {number + done: value for number, value in by_round.items()})
+        result.arrays = result.arrays or initial_arrays
+        return result
+
+
+class _Remaining(Strategy):
+    """What `Strategy.start` sees: the strategy itself, with rounds counted from the one it goes on after."""
+
+    def __init__(self, strategy: Strategy, done: int) -> None:
+        self._strategy = strategy
+        self._done = done
+
+    def summary(self) -> None:
+        self._strategy.summary()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+    ) -> Iterable[Message]:
+        return self._strategy.configure_train(server_round + self._done, arrays, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message],
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        return self._strategy.aggregate_train(server_round + self._done, replies)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+    ) -> Iterable[Message]:
+        return self._strategy.configure_evaluate(server_round + self._done, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        return self._strategy.aggregate_evaluate(server_round + self._done, replies)

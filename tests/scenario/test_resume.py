@@ -1,0 +1,259 @@
+"""A run that was interrupted after any round and resumed ends as one that was not: weights, rounds, totals, trace."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.scenario import app, training
+from socflower.scenario.checkpoint import Checkpoint, CheckpointFolder
+from socflower.scenario.config import EventConfig, PrecisionConfig, Scenario
+from socflower.scenario.runner import run_to_folder
+from tests.scenario.small_runs import small
+
+
+class Stopped(BaseException):
+    """As Ctrl-C: no `except Exception` stops it."""
+
+
+@contextmanager
+def stopping(when: Callable[[int], bool]) -> Iterator[None]:
+    write = CheckpointFolder.write
+
+    def write_and_stop(self: CheckpointFolder, checkpoint: Checkpoint, *arguments: Any) -> None:
+        write(self, checkpoint, *arguments)
+        if when(checkpoint.server_round):
+            raise Stopped
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointFolder, "write", write_and_stop)
+        yield
+
+
+def stop_after(scenario: Scenario, out: Path, server_round: int, **settings: Any) -> None:
+    with stopping(server_round.__eq__), pytest.raises(Stopped):
+        run_to_folder(scenario, out, resumable=True, **{"num_workers": 0, **settings})
+    assert not (out / "result.json").exists()
+
+
+def resume(scenario: Scenario, out: Path, **settings: Any) -> dict[str, Any]:
+    return run_to_folder(scenario, out, resumable=True, **{"num_workers": 0, **settings})
+
+
+def same_training(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in result.items() if key not in ("wall_s", "resumed_from", "engine")}
+
+
+def assert_ends_as(reference: Path, out: Path) -> dict[str, Any]:
+    assert sorted(path.name for path in out.iterdir()) == ["report.html", "result.json", "trace.json"]
+    ours, theirs = (json.loads((folder / "result.json").read_text()) for folder in (out, reference))
+    assert same_training(ours) == same_training(theirs)
+    assert (out / "trace.json").read_bytes() == (reference / "trace.json").read_bytes()
+    return dict(ours)
+
+
+def with_precision(scenario: Scenario, **precision: Any) -> Scenario:
+    return replace(scenario, precision=PrecisionConfig(**precision))
+
+
+CASES: dict[str, Scenario] = {
+    "socflow": small(interval=0.25),
+    "socflow without reshuffling": small(interval=0.5, reshuffle=False, epochs=2),
+    "ring": small("ring", epochs=3),
+    "sgd": small("sgd", epochs=3),
+    "fedavg": small("fedavg", epochs=3),
+    "int8": with_precision(small(), arithmetic="int8"),
+    "adaptive fixed point": with_precision(small(), arithmetic="int8", algorithm="adaptive-fixed-point"),
+    "mixed": with_precision(small(interval=0.25), arithmetic="mixed"),
+    "mixed fedavg": with_precision(small("fedavg", epochs=2), arithmetic="mixed"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resuming_after_every_single_round_changes_nothing(name: str, tmp_path: Path) -> None:
+    """The k-th process does round k alone: nothing but the files can have carried anything over."""
+    scenario, out = CASES[name], tmp_path / "out"
+    reference = run_to_folder(scenario, tmp_path / "reference", num_workers=0)
+    last = len(reference["rounds"]) - 1
+    for server_round in range(1, last + 1):
+        stop_after(scenario, out, server_round)
+    result = resume(scenario, out)
+    assert result["resumed_from"] == list(range(1, last + 1))
+    assert reference["resumed_from"] == []
+    assert_ends_as(tmp_path / "reference", out)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 2)])
+def test_worker_processes_may_differ_before_and_after(before: int, after: int, tmp_path: Path) -> None:
+    scenario = small(interval=0.25)
+    run_to_folder(scenario, tmp_path / "reference", num_workers=0)
+    stop_after(scenario, tmp_path / "out", 2, num_workers=before)
+    resume(scenario, tmp_path / "out", num_workers=after)
+    assert assert_ends_as(tmp_path / "reference", tmp_path / "out")["resumed_from"] == [2]
+
+
+def test_a_run_without_interruption_leaves_no_checkpoint(tmp_path: Path) -> None:
+    run_to_folder(small(), tmp_path / "reference", num_workers=0)
+    resume(small(), tmp_path / "out")
+    assert assert_ends_as(tmp_path / "reference", tmp_path / "out")["resumed_from"] == []
+
+
+def test_each_round_is_told_once_those_before_included(tmp_path: Path) -> None:
+    stop_after(small(interval=0.25), tmp_path, 2)
+    told: list[dict[str, Any]] = []
+    said: list[str] = []
+    result = resume(small(interval=0.25), tmp_path, on_round=told.append, say=said.append)
+    assert [entry["round"] for entry in told] == [0, 1, 2, 3, 4]
+    assert told == [{**entry, "num_rounds": 4} for entry in result["rounds"]]
+    assert said == [f"resuming {tmp_path} after round 2 of 4; --fresh starts anew"]
+
+
+def test_a_damaged_checkpoint_costs_one_round_and_no_exactness(tmp_path: Path) -> None:
+    scenario, out = small(interval=0.25), tmp_path / "out"
+    run_to_folder(scenario, tmp_path / "reference", num_workers=0)
+    stop_after(scenario, out, 3)
+    newest = out / "checkpoint" / "round-000003.ckpt"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    said: list[str] = []
+    resume(scenario, out, say=said.append)
+    assert assert_ends_as(tmp_path / "reference", out)["resumed_from"] == [2]
+    assert len(said) == 2 and "round-000003.ckpt" in said[0] and "after round 2 of 4" in said[1]
+
+
+def test_clients_may_be_two_rounds_ahead_of_the_checkpoint_that_is_used(tmp_path: Path) -> None:
+    """Killed when the clients had done round 4 and the server had not kept it; then round 3 is found damaged."""
+    scenario, out = small(interval=0.25), tmp_path / "out"
+    run_to_folder(scenario, tmp_path / "reference", num_workers=0)
+    write = CheckpointFolder.write
+
+    def stop_before_writing(self: CheckpointFolder, checkpoint: Checkpoint, *arguments: Any) -> None:
+        if checkpoint.server_round == 4:
+            raise Stopped
+        write(self, checkpoint, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(CheckpointFolder, "write", stop_before_writing)
+        run_to_folder(scenario, out, resumable=True, num_workers=0)
+    newest = out / "checkpoint" / "round-000003.ckpt"
+    newest.write_bytes(newest.read_bytes() + b"?")
+    assert resume(scenario, out)["resumed_from"] == [2]
+    assert_ends_as(tmp_path / "reference", out)
+
+
+# ------------------------------------------------------------------------------------------- what clients keep
+def test_a_group_whose_state_is_lost_is_named_and_not_trained_without_it(tmp_path: Path) -> None:
+    scenario = small(interval=0.25, tolerate_client_errors=True)  # which must not let it pass either
+    stop_after(scenario, tmp_path, 2)
+    for path in (tmp_path / "checkpoint" / "clients").glob("group-1-*"):
+        path.unlink()
+    with pytest.raises(TrainingFailed, match=r"group 1 has no trainer state for step .*--fresh") as caught:
+        resume(scenario, tmp_path)
+    assert "\n" not in str(caught.value)
+    # What was there is still there.
+    assert (tmp_path / "checkpoint" / "round-000002.ckpt").exists()
+
+
+def test_a_groups_damaged_state_is_told(tmp_path: Path) -> None:
+    stop_after(small(), tmp_path, 1)
+    for path in (tmp_path / "checkpoint" / "clients").glob("group-0-*"):
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(TrainingFailed, match=r"group 0 has no trainer state .*digest does not fit"):
+        resume(small(), tmp_path)
+
+
+def test_clients_keep_three_states_of_each_group(tmp_path: Path) -> None:
+    stop_after(small(interval=0.125), tmp_path, 7)
+    states = [path.name for path in (tmp_path / "checkpoint" / "clients").iterdir()]
+    assert [sum(name.startswith(f"group-{group}-") for name in states) for group in (0, 1)] == [3, 3]
+
+
+def test_what_crosses_the_hub_does_not_grow(tmp_path: Path) -> None:
+    reference = run_to_folder(small(), tmp_path / "reference", num_workers=0)
+    assert resume(small(), tmp_path / "out")["bytes"] == reference["bytes"]
+
+
+@pytest.mark.parametrize("name", ["socflow", "fedavg"])
+def test_a_model_with_dropout_repeats(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = app.initial_model
+
+    def with_dropout(scenario: Scenario) -> nn.Module:
+        return nn.Sequential(nn.Dropout(0.3), plain(scenario))
+
+    monkeypatch.setattr(app, "initial_model", with_dropout)
+    monkeypatch.setattr(training, "initial_model", with_dropout)
+    scenario = small(name, interval=0.5) if name == "socflow" else small(name, epochs=2)
+    torch.manual_seed(1)
+    reference = run_to_folder(scenario, tmp_path / "reference", num_workers=0)
+    before = torch.random.get_rng_state()
+    stop_after(scenario, tmp_path / "out", 1)
+    torch.manual_seed(2)  # another process has other random numbers
+    resume(scenario, tmp_path / "out")
+    assert_ends_as(tmp_path / "reference", tmp_path / "out")
+    assert torch.equal(before, torch.random.get_rng_state()) is False
+    monkeypatch.undo()
+    assert run_to_folder(scenario, tmp_path / "plain", num_workers=0)["weights_sha256"] != reference["weights_sha256"]
+
+
+# ---------------------------------------------------------------------------------------------------- groups
+def test_groups_auto_is_tried_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario, out = small(groups="auto", interval=0.5), tmp_path / "out"
+    run_to_folder(scenario, tmp_path / "reference", num_workers=0)
+    stop_after(scenario, out, 0)  # at once after the warm-up
+    monkeypatch.setattr(training, "profile_group_count", lambda *_, **__: pytest.fail("tried out again"))
+    stop_after(scenario, out, 1)
+    resume(scenario, out)
+    assert assert_ends_as(tmp_path / "reference", out)["resumed_from"] == [0, 1]
+
+
+# ---------------------------------------------------------------------------------------------------- faults
+def test_faults_strike_once_and_dropped_groups_go_on_as_they_would(tmp_path: Path) -> None:
+    scenario = small(interval=0.25, tolerate_client_errors=True, events=(
+        EventConfig(kind="nan", soc=0, round=1), EventConfig(kind="raise", soc=2, round=2),
+        EventConfig(kind="raise", soc=0, round=3)))
+    run_to_folder(scenario, tmp_path / "reference", num_workers=0)
+    for server_round in (1, 2, 3):
+        stop_after(scenario, tmp_path / "out", server_round)
+    resume(scenario, tmp_path / "out")
+    rounds = assert_ends_as(tmp_path / "reference", tmp_path / "out")["rounds"]
+    assert [[event["kind"] for event in entry["events"]] for entry in rounds] == [
+        [], ["not-finite"], ["client-raised"], ["client-raised"], []]
+
+
+def test_a_training_that_fails_later_says_what_is_kept(tmp_path: Path) -> None:
+    scenario = small(events=(EventConfig(kind="raise", soc=0, round=2),))
+    with pytest.raises(TrainingFailed, match=r"fault on purpose .*; round 1 is kept in .*the same command goes on"):
+        resume(scenario, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    with pytest.raises(TrainingFailed, match="fault on purpose in round 2"):
+        resume(scenario, tmp_path)
+
+
+def test_a_training_that_fails_at_once_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TrainingFailed) as caught:
+        resume(small(events=(EventConfig(kind="raise", soc=0, round=1),)), tmp_path / "deep" / "out")
+    assert "kept" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+# -------------------------------------------------------------------------------------------------- other runs
+def test_a_checkpoint_of_another_scenario_is_refused_and_stays(tmp_path: Path) -> None:
+    stop_after(small(), tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"seed was 1 there and is 2 now; .*--fresh"):
+        resume(small(seed=2), tmp_path)
+    with pytest.raises(ConfigError, match=r"strategy\.groups was 2 there and is 4 now"):
+        resume(small(groups=4), tmp_path)
+    assert resume(replace(small(), expect={"min_accuracy": 0.1}, question="Other?"), tmp_path)["resumed_from"] == [1]
+
+
+def test_fresh_starts_anew_whatever_is_there(tmp_path: Path) -> None:
+    run_to_folder(small(seed=2), tmp_path / "reference", num_workers=0)
+    stop_after(small(), tmp_path / "out", 1)
+    resume(small(seed=2), tmp_path / "out", fresh=True)
+    assert assert_ends_as(tmp_path / "reference", tmp_path / "out")["resumed_from"] == []
