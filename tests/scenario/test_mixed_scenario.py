@@ -95,7 +95,7 @@ def test_rounds_without_an_npu_say_so() -> None:
 def test_the_result_says_what_stood_in_for_the_npu_and_what_the_rule_can_gain() -> None:
     notes = result()["notes"]
     assert any("CPU int8" in note and "snapdragon-865's npu" in note for note in notes)
-    assert any("rule 'paper'" in note and "at most 2.72 times" in note for note in notes)
+    assert any("Rule 'paper'" in note and "no less than 1/2.72" in note for note in notes)
     assert result()["kernels"]["int8"].startswith("CPU int8, ")
 
 
