@@ -43,6 +43,20 @@ def test_the_stored_runs_took_less_virtual_time_than_fp32(key: str, method: str)
         assert run["virtual_s"] < fp32[seed]["virtual_s"]
 
 
+def test_alone_in_int8_the_stored_runs_lose_on_cifar10() -> None:
+    for key, least in (("mixed_cifar10_lenet5", 0.5), ("mixed_cifar10", 2.0)):
+        fp32, niti = stored(key, "fp32"), stored(key, "niti")
+        assert mean(100 * (fp32[seed]["final_accuracy"] - niti[seed]["final_accuracy"]) for seed in niti) >= least
+
+
+def test_alpha_stayed_near_one_in_the_stored_runs() -> None:
+    """What docs/mixed-precision.md says of it."""
+    alphas = [entry["alpha"] for run in json.loads(CURVES.read_text()) for entry in run["rounds"]
+              if entry.get("alpha") is not None]
+    assert len(alphas) > 100
+    assert min(alphas) >= 0.994
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_epoch_of_mixed_precision_learns_digits_as_one_of_fp32_does(

@@ -123,14 +123,8 @@ ADAPTIVE_FIXED_POINT = TrainingAlgorithm(
 )
 """Zhang et al. 2020: int8 forward and backward, FP32 weights behind them."""
 
-HANDED_OUT_GRADIENTS = TrainingAlgorithm(
-    name="handed-out-gradients",
-    forward=OperatorTranslation(rounding=Rounding.NEAREST),
-    backward=BackwardRule(rounding=Rounding.PSEUDO_STOCHASTIC, loss="integer"),
-    weight="fp32",
-    update=OutsideUpdate(),
-)
-"""Forward and backward as the others, for mixed-precision training; see `OutsideUpdate`."""
+HANDED_OUT_GRADIENTS = replace(ADAPTIVE_FIXED_POINT, name="handed-out-gradients", update=OutsideUpdate())
+"""Its forward and backward pass, for mixed-precision training; see `OutsideUpdate`."""
 
 ALGORITHMS: dict[str, TrainingAlgorithm] = {a.name: a for a in (NITI, ADAPTIVE_FIXED_POINT)}
 
