@@ -16,27 +16,35 @@ from socflower.clients.batches import local_batches
 from socflower.clients.fp32_trainer import FP32Trainer
 from socflower.clients.group import train_group
 from socflower.clients.random_state import own_random_state
-from socflower.clients.state_files import Position, StateFiles
+from socflower.clients.ring_training import MemberTraining, answer_query, member_reply, server_round_of
+from socflower.clients.state_files import StateFiles
 from socflower.clients.trainer import SessionEnd, Trainer, TrainingSpan
+from socflower.clients.trainer_state import TrainerState
 from socflower.cluster.protocol import (
     ARRAYS,
+    COMPLETED,
     CONFIG,
+    DEPARTURES,
     EVENTS,
     GROUP,
     GROUP_ID,
-    LOST_STATE,
     METRICS,
     NUM_EXAMPLES,
     NUM_PARTITIONS,
+    OUTCOME,
     PARTITION_ID,
-    RESUMED,
+    PREEMPTED,
+    QUERY_ACTION,
+    RING,
     SERVER_ROUND,
     WARM_UP,
     GroupTask,
+    RingOutcome,
+    RingTask,
+    encode,
 )
-from socflower.cluster.sealed_file import DamagedFile
 from socflower.errors import ConfigError
-from socflower.workloads import LabelledData, concatenate, evaluate
+from socflower.workloads import LabelledData, evaluate
 
 ModelFn: TypeAlias = Callable[[Context], nn.Module]
 DataFn: TypeAlias = Callable[[Context, int, int], LabelledData]
@@ -44,13 +52,11 @@ Metrics: TypeAlias = dict[str, int | float]
 TrainerFn: TypeAlias = Callable[[Context], Trainer]
 StateFolderFn: TypeAlias = Callable[[Context], Path | None]
 
-TRAINER_STATE = "socflower-trainer"
-
 
 def make_client_app(
     model_fn: ModelFn, data_fn: DataFn, trainer: Trainer | TrainerFn | None = None, *,
     evaluate_data_fn: DataFn | None = None, mods: Sequence[Mod] = (), num_threads: int = 1,
-    state_folder: StateFolderFn | None = None,
+    state_folder: StateFolderFn | None = None, ring_ledger: StateFolderFn | None = None,
 ) -> ClientApp:
     """Return a ClientApp that trains alone, or as a whole group where the strategy asks for one.
 
@@ -71,6 +77,8 @@ def make_client_app(
     state_folder : (context) -> Path or None, optional
         Where a group's leader keeps the group's optimiser in files, beside `context.state`, so that a training can be
         resumed after its processes are gone. One folder for each training; None keeps nothing.
+    ring_ledger : (context) -> Path or None, optional
+        On real clusters, a file of this node's own to which every step that counts is appended, a line of JSON each.
 
     Notes
     -----
@@ -85,15 +93,28 @@ def make_client_app(
             return FP32Trainer()
         return cast(Trainer, trainer) if hasattr(trainer, "start") else trainer(context)
 
+    @app.query(QUERY_ACTION)
+    def query(message: Message, context: Context) -> Message:
+        return answer_query(message, context)
+
     @app.train()
     def train(message: Message, context: Context) -> Message:
         with _torch_threads(num_threads):
+            if RING in message.content.config_records:
+                return _train_in_ring(model_fn(context), message, context, data_fn, trainer_for(context), state_folder,
+                                      ring_ledger)
             model = _load(model_fn(context), message)
             if GROUP in message.content.config_records:
-                metrics, end = _train_as_group(model, message, context, data_fn, trainer_for(context), state_folder)
+                metrics, end, outcome = _train_as_group(model, message, context, data_fn, trainer_for(context),
+                                                        state_folder)
+                content = RecordDict({OUTCOME: ConfigRecord(encode(outcome))} if outcome.preempted else {})
+                if not outcome.answers:
+                    return Message(content, reply_to=message)
             else:
                 metrics, end = _train_alone(model, message, context, data_fn, trainer_for(context))
-            content = RecordDict({ARRAYS: _weights(model), METRICS: MetricRecord({**metrics, **end.metrics})})
+                content = RecordDict()
+            content[ARRAYS] = _weights(model)
+            content[METRICS] = MetricRecord({**metrics, **end.metrics})
             if end.events:
                 content[EVENTS] = ConfigRecord({"texts": list(end.events)})
             return Message(content, reply_to=message)
@@ -115,59 +136,64 @@ def make_client_app(
 def _train_as_group(
     model: nn.Module, message: Message, context: Context, data_fn: DataFn, trainer: Trainer,
     state_folder: StateFolderFn | None,
-) -> tuple[Metrics, SessionEnd]:
+) -> tuple[Metrics, SessionEnd, RingOutcome]:
     task = GroupTask.decode(message.content.config_records[GROUP])
-    if task.reshuffle:
-        data = data_fn(context, 0, 1)
-        if len(data) != task.num_samples:
-            raise ConfigError(f"data_fn(context, 0, 1) returned {len(data)} samples, but the strategy was told "
-                              f"num_samples = {task.num_samples}; return all training data for partition 0 of 1, or "
-                              "pass reshuffle=False to the strategy")
-    else:
-        data = concatenate([data_fn(context, partition, task.num_partitions) for partition in task.partitions])
+    data = [_all_data(task, context, data_fn)] if task.reshuffle else [
+        data_fn(context, partition, task.num_partitions) for partition in task.partitions]
+    state = TrainerState(task, message, context, _state_files(message, context, state_folder))
+    departures = _departures(message, task)
+    outcome = train_group(model, data, task, trainer, state.read(), departures=departures)
+    state.keep(outcome.end.state, outcome.mean_loss)
+    stayed = [soc for position, soc in enumerate(task.members) if position not in departures]
+    ended = RingOutcome(outcome=COMPLETED if stayed else PREEMPTED, members=tuple(stayed), num_steps=task.num_steps,
+                        answers=bool(stayed), preempted=tuple(task.members[position] for position in departures))
+    return {"train-loss": outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples, GROUP_ID: task.group_id}, \
+        outcome.end, ended
+
+
+def _train_in_ring(
+    model: nn.Module, message: Message, context: Context, data_fn: DataFn, trainer: Trainer,
+    state_folder: StateFolderFn | None, ledger: StateFolderFn | None,
+) -> Message:
+    """Be one member of a group on real machines; only the leader's message has the model, and so its reply (F8)."""
+    records = message.content.config_records
+    task, ring = GroupTask.decode(records[GROUP]), RingTask.decode(records[RING])
+    has_model = ARRAYS in message.content.array_records
+    if has_model:
+        _load(model, message)
+    data = _all_data(task, context, data_fn) if task.reshuffle else data_fn(context, ring.participant,
+                                                                             task.num_partitions)
+    state = TrainerState(task, message, context, _state_files(message, context, state_folder))
+    end = MemberTraining(
+        group=task, ring=ring, model=model, has_model=has_model, data=data, trainer=trainer, state=state.read(),
+        departs_at=_departures(message, task).get(task.partitions.index(ring.participant)),
+        ledger=ledger(context) if ledger is not None else None,
+    ).run(context, server_round_of(message))
+    if end.end is not None:
+        state.keep(end.end.state, end.mean_loss, in_file=end.outcome.answers)
+    return member_reply(message, context, task, end, _weights(model) if end.end is not None else None)
+
+
+def _all_data(task: GroupTask, context: Context, data_fn: DataFn) -> LabelledData:
+    data = data_fn(context, 0, 1)
+    if len(data) != task.num_samples:
+        raise ConfigError(f"data_fn(context, 0, 1) returned {len(data)} samples, but the strategy was told "
+                          f"num_samples = {task.num_samples}; return all training data for partition 0 of 1, or "
+                          "pass reshuffle=False to the strategy")
+    return data
+
+
+def _state_files(message: Message, context: Context, state_folder: StateFolderFn | None) -> StateFiles | None:
     config = message.content.config_records.get(CONFIG, ConfigRecord())
     folder = None if state_folder is None or WARM_UP in config else state_folder(context)
-    files = None if folder is None else StateFiles(folder)
-    position = Position(task.group_id, task.num_groups, task.total_steps, task.first_step)
-    if files is not None and position.next_step == 0:
-        files.forget(task.group_id)
-    state = _state_at(position, context, files, required=RESUMED in config)
-    outcome = train_group(model, data, task, trainer, state)
-    position = position._replace(next_step=task.first_step + task.num_steps)
-    # Momentum of a group that diverged is NaN and would spoil the next interval's good weights as well.
-    left = outcome.end.state if math.isfinite(outcome.mean_loss) else None
-    if left is not None:
-        context.state[TRAINER_STATE] = ConfigRecord({"state": left, "position": list(position)})
-    else:
-        context.state.pop(TRAINER_STATE, None)
-    if files is not None:
-        files.write(position, left)
-    return {"train-loss": outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples, GROUP_ID: task.group_id}, outcome.end
+    return None if folder is None else StateFiles(folder)
 
 
-def _state_at(position: Position, context: Context, files: StateFiles | None, *, required: bool) -> bytes | None:
-    """Return the group's state at a position, from memory or else from its file; None where it has none.
-
-    A leader that is new to its group has no momentum to go on from, nor has one that last trained by another plan.
-    Raises `ConfigError` if there must be a state, since the training was resumed, and nothing is known of it.
-    """
-    saved = context.state.config_records.get(TRAINER_STATE)
-    if saved and saved["position"] == list(position):
-        return cast(bytes, saved["state"])
-    cause = "no folder for states was given to make_client_app"
-    if files is not None:
-        cause = f"{files.folder} has none"
-        try:
-            kept = files.read(position)
-        except DamagedFile as error:
-            kept, cause = None, str(error)
-        if kept is not None:
-            return kept.state
-    if required and position.next_step:
-        raise ConfigError(f"group {position.group_id} {LOST_STATE} for step {position.next_step} of "
-                          f"{position.total_steps} to resume from: {cause}; without its momentum the weights would be "
-                          "others, so start the training anew (--fresh)")
-    return None
+def _departures(message: Message, task: GroupTask) -> dict[int, int]:
+    """Return before which step a member leaves, by its position, as a scenario's event has it."""
+    leaving = message.content.config_records.get(DEPARTURES, ConfigRecord())
+    return {position: math.floor(cast(float, leaving[str(soc)]) * task.num_steps)
+            for position, soc in enumerate(task.members) if str(soc) in leaving}
 
 
 def _train_alone(

@@ -6,32 +6,59 @@ import numpy as np
 from numpy.typing import NDArray
 
 from socflower.cluster.protocol import GroupTask
+from socflower.hierarchy import split_batch
 
 Indices = NDArray[np.int64]
 
 
-def group_batches(task: GroupTask, num_samples: int) -> Iterator[Indices]:
-    """Yield the sample indices of each of the task's steps, one array per step.
+class BatchSchedule:
+    """Which samples each member of a group trains on in each step; every member can compute it alone.
 
-    With `task.reshuffle`, `num_samples` counts the whole data set: `deal_epoch` permutes it and deals it to the groups
-    in nearly equal runs. Without, it counts the group's own samples. Every later epoch permutes what the group has.
-    Either way an epoch uses each sample once, in `steps_per_epoch` batches whose sizes differ by at most one.
+    Where data are dealt (`task.reshuffle`), `num_samples` is that of the whole data set alone: `deal_epoch` permutes it
+    and deals it to the groups in nearly equal runs, later epochs permute what the group has, and a step's batch is
+    shared among the members that are present, by capacity (F4). Where data stay, `num_samples` are those of each
+    member's own data, and a step takes its part of each present member's permutation. Either way an epoch uses each
+    sample once, in `steps_per_epoch` batches whose sizes differ by at most one a member.
     """
-    epoch, batches = -1, [np.empty(0, np.int64)]
+
+    def __init__(self, task: GroupTask, num_samples: Sequence[int]) -> None:
+        self._task = task
+        self._num_samples = tuple(num_samples)
+        self._epoch = -1
+        self._batches: list[list[Indices]] = []  # of the epoch: the group's, or each member's, by step
+
+    def batch(self, step: int) -> list[Indices]:
+        """Return what there is to train on in a step: the group's indices, or each member's of its own data."""
+        epoch, within = divmod(step, self._task.steps_per_epoch)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._batches = [np.array_split(order, self._task.steps_per_epoch) for order in self._orders(epoch)]
+        return [batches[within] for batches in self._batches]
+
+    def shares(self, step: int, present: Sequence[int]) -> list[Indices]:
+        """Return a step's indices for each of the present members, which are positions in `task.members`."""
+        batch = self.batch(step)
+        if not self._task.reshuffle:
+            return [batch[member] for member in present]
+        sizes = split_batch(len(batch[0]), [self._task.capacities[member] for member in present])
+        return np.split(batch[0], np.cumsum(sizes)[:-1])
+
+    def _orders(self, epoch: int) -> list[Indices]:
+        task = self._task
+        if not task.reshuffle:
+            return [np.random.default_rng([task.seed, epoch, partition]).permutation(size)
+                    for partition, size in zip(task.partitions, self._num_samples, strict=True)]
+        order = np.random.default_rng([task.seed, task.deal_epoch]).permutation(self._num_samples[0])
+        dealt = np.array_split(order, task.num_groups)[task.group_id]
+        return [dealt if epoch == task.deal_epoch
+                else np.random.default_rng([task.seed, epoch, task.group_id]).permutation(dealt)]
+
+
+def group_batches(task: GroupTask, num_samples: int) -> Iterator[Indices]:
+    """Yield the indices of each of the task's steps, one array per step, of data that are dealt."""
+    schedule = BatchSchedule(task, [num_samples])
     for step in range(task.first_step, task.first_step + task.num_steps):
-        if step // task.steps_per_epoch != epoch:
-            epoch = step // task.steps_per_epoch
-            batches = np.array_split(_epoch_order(task, epoch, num_samples), task.steps_per_epoch)
-        yield batches[step % task.steps_per_epoch]
-
-
-def _epoch_order(task: GroupTask, epoch: int, num_samples: int) -> Indices:
-    own = np.random.default_rng([task.seed, epoch, task.group_id])
-    if not task.reshuffle:
-        return own.permutation(num_samples)
-    order = np.random.default_rng([task.seed, task.deal_epoch]).permutation(num_samples)
-    dealt = np.array_split(order, task.num_groups)[task.group_id]
-    return dealt if epoch == task.deal_epoch else own.permutation(dealt)
+        yield schedule.batch(step)[0]
 
 
 def local_batches(

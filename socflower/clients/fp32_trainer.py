@@ -71,16 +71,24 @@ class FP32Session:
         self._layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
         self._model = model.to(memory_format=self._layout).train()  # type: ignore[call-overload]
         self._optimizer = trainer.optimizer(model.parameters())
+        # Before a state is restored, in which somebody else may have taken it over.
+        self._momentum = float(self._optimizer.param_groups[0].get("momentum", 0.0))
         self._scheduler = trainer.scheduler(self._optimizer, total_steps) if trainer.scheduler else None
         each_member_alone = trainer.member_passes == "always" or depends_on_batch(model)
         self._buffers = MemberBuffers(model, num_members) if each_member_alone and num_members > 1 else None
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step of the group; see `TrainingSession.step`."""
-        self.begin()
-        loss = self.accumulate(parts, sum(len(labels) for _, labels in parts))
+        loss = self.gradients(parts, sum(len(labels) for _, labels in parts))
         self.apply()
         return loss
+
+    final_in_backward = True
+
+    def gradients(self, parts: Sequence[Part], num_samples: int) -> Tensor:
+        """Make the gradient of `parts` of a batch of `num_samples`; see `ExchangingSession.gradients`."""
+        self.begin()
+        return self.accumulate(parts, num_samples)
 
     def begin(self) -> None:
         """Forget the gradients of the last step."""
@@ -110,6 +118,18 @@ class FP32Session:
         if self._scheduler is not None:
             self._scheduler.step()
 
+    def hand_over_momentum(self) -> float:
+        """Return the optimiser's momentum and set it to 0: whoever asks applies it himself.
+
+        Raises `ConfigError` for an optimiser whose momentum is another one than that of plain SGD.
+        """
+        for group in self._optimizer.param_groups:
+            if not isinstance(self._optimizer, torch.optim.SGD) or group["nesterov"] or group["dampening"]:
+                raise ConfigError(f"{type(self._optimizer).__name__}: its momentum cannot be handed over to a gradient "
+                                  "compression; use SGD without nesterov and dampening, or another compression")
+            group["momentum"] = 0.0
+        return self._momentum
+
     @property
     def learning_rate(self) -> float:
         """That of the next step, of the optimiser's first group of parameters."""
@@ -123,11 +143,15 @@ class FP32Session:
     def finish(self) -> SessionEnd:
         """Settle, and return optimiser and schedule; see `TrainingSession.finish`."""
         self.settle()
+        return SessionEnd(state=self.state())
+
+    def state(self) -> bytes:
+        """Return optimiser and schedule; see `ExchangingSession.state`."""
         state = {"optimizer": self._optimizer.state_dict(),
                  "scheduler": self._scheduler.state_dict() if self._scheduler else None}
         stream = io.BytesIO()
         torch.save(state, stream)
-        return SessionEnd(state=stream.getvalue())
+        return stream.getvalue()
 
     def _backward(self, inputs: Tensor, labels: Tensor, weight: float) -> Tensor:
         if inputs.dim() == 4:

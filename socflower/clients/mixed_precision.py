@@ -105,13 +105,22 @@ class MixedPrecisionSession:
         self._shares: list[float] = [1.0] * span.num_members
         self._floor = 0.0
         self._num_samples = self._num_cpu_samples = 0
+        self._made = (0, 0)  # samples of the gradient that is not applied yet, and how many of them the CPU had
         self._int8_samples_unsettled = self._samples_unsettled = 0
         self._joules_at_start: float | None = None
 
+    final_in_backward = False  # the INT8 worker's part of it comes after the FP32 pass
+
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step on both processors of every member; see `TrainingSession.step`."""
-        num_samples = sum(len(labels) for _, labels in parts)
-        if num_samples and self._trainer.rule != "fp32":
+        loss = self.gradients(parts, sum(len(labels) for _, labels in parts))
+        self.apply()
+        return loss
+
+    def gradients(self, parts: Sequence[Part], num_samples: int) -> Tensor:
+        """Make the gradient of `parts` of a batch of `num_samples`; see `ExchangingSession.gradients`."""
+        num_own = sum(len(labels) for _, labels in parts)
+        if num_own and self._trainer.rule != "fp32":
             self._prepare(parts)
         sizes = [cpu_samples(len(labels), share, self._floor)
                  for (_, labels), share in zip(parts, self._shares, strict=True)]
@@ -124,31 +133,43 @@ class MixedPrecisionSession:
         cpu_s = time.perf_counter() - started_s
         if int8 is not None:
             loss = loss + self._take_in(int8, npu_parts, num_samples, (sum(sizes), cpu_s))
+        self._made = (num_own, num_own if self._dropped else sum(sizes))
+        return loss
+
+    def apply(self) -> None:
+        """Let the FP32 optimiser do a step, and count it."""
         self._fp32.apply()
+        num_samples, num_cpu_samples = self._made
         self._step += 1
         self._num_samples += num_samples
         self._samples_unsettled += num_samples
-        self._num_cpu_samples += num_samples if self._dropped else sum(sizes)
+        self._num_cpu_samples += num_cpu_samples
         if self._alpha is not None and self._trainer.rule != "fp32":
             self._note_alpha(self._alpha)
-        return loss
+
+    def hand_over_momentum(self) -> float:
+        """Return the FP32 optimiser's momentum and set it to 0."""
+        return self._fp32.hand_over_momentum()
 
     def finish(self) -> SessionEnd:
         """Average running statistics over members and processors and return optimiser, alpha and timings."""
         self._settle()
         if self._worker is not None:
             self._worker.shutdown()
-        header: dict[str, Any] = {"alpha": self._alpha, "alpha_epoch": self._alpha_epoch}
-        if self._ratio is not None:
-            header["seconds"] = [self._ratio.cpu_s, self._ratio.npu_s]
         metrics: dict[str, Metric] = self._npu_energy()
         if self._num_samples:
             metrics[CPU_SHARE] = self._num_cpu_samples / self._num_samples
         if self._alphas:
             metrics[ALPHA] = [alpha for alpha, _ in self._alphas]
             metrics[ALPHA_STEPS] = [float(steps) for _, steps in self._alphas]
-        state = json.dumps(header).encode() + b"\n" + self._fp32.finish().state
-        return SessionEnd(state=state, metrics=metrics, events=tuple(self._events))
+        return SessionEnd(state=self.state(), metrics=metrics, events=tuple(self._events))
+
+    def state(self) -> bytes:
+        """Return optimiser, alpha and timings; see `ExchangingSession.state`."""
+        header: dict[str, Any] = {"alpha": self._alpha, "alpha_epoch": self._alpha_epoch}
+        if self._ratio is not None:
+            header["seconds"] = [self._ratio.cpu_s, self._ratio.npu_s]
+        return json.dumps(header).encode() + b"\n" + self._fp32.state()
 
     # ------------------------------------------------------------------------------------------ alpha, beta, gamma
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -45,6 +45,35 @@ class TrainingSession(Protocol):
 
     def finish(self) -> SessionEnd:
         """Settle the model (members' BatchNorm statistics averaged) and return what is left to tell."""
+        ...
+
+
+@runtime_checkable
+class ExchangingSession(TrainingSession, Protocol):
+    """A session that can train in a ring: between making a gradient and applying it, machines exchange theirs."""
+
+    @property
+    def final_in_backward(self) -> bool:
+        """Whether a parameter's gradient is final as soon as the backward pass has made it (F7)."""
+        ...
+
+    def gradients(self, parts: Sequence[Part], num_samples: int) -> Tensor:
+        """Leave in the parameters the gradient of `parts` of a batch of `num_samples`; return their part of its loss.
+
+        The gradients of all machines that have a part of the batch sum to that of its mean loss (F4).
+        """
+        ...
+
+    def apply(self) -> None:
+        """Do a step with the gradients that are in the parameters."""
+        ...
+
+    def state(self) -> bytes:
+        """Return what `Trainer.start` needs to go on from here."""
+        ...
+
+    def hand_over_momentum(self) -> float:
+        """Return the optimiser's momentum and set it to 0, since a gradient compression applies it."""
         ...
 
 

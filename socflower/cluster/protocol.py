@@ -1,10 +1,12 @@
 """What strategies and clients say to each other inside Flower messages: keys and encodings, without Flower."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
 
 from socflower.errors import ConfigError
+
+_Values = TypeVar("_Values")
 
 ARRAYS = "arrays"
 CONFIG = "config"
@@ -34,12 +36,46 @@ CPU_SHARE = "cpu-share"
 WARM_UP = "socflower-warm-up"
 """Present in messages of the epochs that only help to choose the number of groups."""
 
-
 RESUMED = "socflower-resumed"
 """Present in a group's first message after a resume: its client must have the group's state of the round before."""
 
 LOST_STATE = "has no trainer state"
 """In the text of the error of a client that has not."""
+
+
+DEPARTURES = "socflower-departures"
+"""The record by which a scenario's event makes SoCs leave within an interval: after which part of it, by SoC."""
+
+QUERY_ACTION = "socflower"
+"""The action of QUERY messages by which a strategy asks a node for its status, or for its group's model."""
+
+ASK = "socflower-ask"
+ASK_STATUS, ASK_MODEL = "status", "model"
+STATUS = "socflower-status"
+"""The record of the answer to either."""
+
+RING = "ring"
+"""The record that makes a TRAIN message one member's part of a group's work, in a ring of real machines."""
+
+OUTCOME = "socflower-outcome"
+"""The record of a ring member's reply that says how the ring ended for it; see `RingOutcome`."""
+
+
+def encode(values: Any) -> dict[str, Any]:
+    """Return a dataclass as a Flower record's scalars and lists."""
+    return {key.replace("_", "-"): list(value) if isinstance(value, tuple) else value
+            for key, value in asdict(values).items()}
+
+
+def decode(kind: type[_Values], record: Mapping[str, Any], name: str) -> _Values:
+    """Return the dataclass of a record that `encode` made; `ConfigError` names what is missing or too much."""
+    values: dict[str, Any] = {key.replace("-", "_"): tuple(value) if isinstance(value, list) else value
+                              for key, value in record.items()}
+    known = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
+    if known != values.keys():
+        raise ConfigError(f"{name} record: missing {sorted(known - values.keys())}, unknown "
+                          f"{sorted(values.keys() - known)}; server and client run different versions of socflower")
+    return kind(**values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,17 +109,67 @@ class GroupTask:
 
     def encode(self) -> dict[str, Any]:
         """Return the task as a Flower record's scalars and lists."""
-        return {key.replace("_", "-"): list(value) if isinstance(value, tuple) else value
-                for key, value in asdict(self).items()}
+        return encode(self)
 
     @classmethod
     def decode(cls, record: Mapping[str, Any]) -> "GroupTask":
         """Return the task of a record; `ConfigError` names what is missing or too much."""
-        values: dict[str, Any] = {key.replace("-", "_"): tuple(value) if isinstance(value, list) else value
-                  for key, value in record.items()}
-        missing = cls.__dataclass_fields__.keys() - values.keys()
-        unknown = values.keys() - cls.__dataclass_fields__.keys()
-        if missing or unknown:
-            raise ConfigError(f"group record: missing {sorted(missing)}, unknown {sorted(unknown)}; "
-                              "server and client run different versions of socflower")
-        return cls(**values)
+        return decode(cls, record, "group")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingTask:
+    """One member's place in its group's ring for one interval; all but `participant` is equal for all members.
+
+    Participants are the numbers in `GroupTask.partitions`, which mean the same in all groups of a training.
+    """
+
+    participant: int  # this member
+    leader: int  # the participant that has the model, and answers with it
+    addresses: tuple[str, ...]  # host:port of the members' ring ports, in the order of the group's members
+    token: str  # hexadecimal, secret, of all rings of this interval only
+    transport: str  # "gloo" or "grpc"
+    num_buckets: int  # parts of the gradient whose exchange overlaps with the backward pass (F7)
+    compression: str  # "none", "fp16", "int8" or "dgc"
+    heartbeat_s: float  # after so long without a sign of life a member is taken for hung
+    rendezvous_s: float  # and after so long for absent at the beginning
+    # Groups that take turns with this one (F6): those before it in a step, those after it, and where to tell them.
+    groups_before: tuple[int, ...] = ()
+    groups_after: tuple[int, ...] = ()
+    neighbours: tuple[str, ...] = ()  # of all those groups' members: "group participant address"
+
+    def encode(self) -> dict[str, Any]:
+        """Return the task as a Flower record's scalars and lists."""
+        return encode(self)
+
+    @classmethod
+    def decode(cls, record: Mapping[str, Any]) -> "RingTask":
+        """Return the task of a record; `ConfigError` names what is missing or too much."""
+        return decode(cls, record, "ring")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeStatus:
+    """What a node says of itself."""
+
+    ring: str = ""  # host:port of its ring port; empty where it has none, as in simulation
+    board: int = -1  # where it sits; -1 where its node config does not say
+    slot: int = -1
+    transports: tuple[str, ...] = ()  # that it allows, best first
+    preempted: bool = False  # a user's workload has the device
+
+
+COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT = "completed", "preempted", "no-model", "left-out"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingOutcome:
+    """How the ring ended for one member."""
+
+    outcome: str  # COMPLETED; PREEMPTED: it left on a user's wish; NO_MODEL: no one had the model; LEFT_OUT: too late
+    members: tuple[int, ...]  # SoCs in the ring at the end
+    num_steps: int  # that this member has applied
+    answers: bool  # whether it is the one that answers for its group
+    recoveries_s: tuple[float, ...] = ()  # how long each re-forming took, from noticing to training again
+    preempted: tuple[int, ...] = ()  # SoCs that left on a user's wish
+    log: tuple[str, ...] = ()  # what happened to the ring, a line each

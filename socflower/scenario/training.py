@@ -26,7 +26,7 @@ from socflower.sim import EventClock, Trace
 from socflower.sim.priced_grid import PricedGrid
 from socflower.strategies import OrderedFedAvg, RingAllReduce, SingleDevice, SoCFlow, profile_group_count
 from socflower.strategies.records import array_views, to_array_record
-from socflower.strategies.replies import BACKEND_DROPPED, ReplyEvent
+from socflower.strategies.replies import DROPPING, ReplyEvent
 from socflower.workloads import DataSet, Evaluation, evaluate, load_data
 
 
@@ -114,7 +114,7 @@ class _Training:
 
         def dropped() -> list[int]:
             events = strategy.reports[-1].events if strategy.reports else ()
-            return sorted({event.group_id for event in events if event.kind != BACKEND_DROPPED})
+            return sorted({event.group_id for event in events if event.kind in DROPPING})
 
         if self._resumed is not None:
             strategy.resume_from(self._resumed.server_round, without_state=self._resumed.without_state)

@@ -25,6 +25,8 @@ class LocalGrid(Grid):
     in this process. Replies come in the order of their messages, however the workers finish.
     """
 
+    in_one_process = True  # a group's members, for want of machines
+
     def __init__(
         self, client_app: ClientAppSource, num_nodes: int, *, run_config: UserConfig | None = None,
         num_workers: int | None = None,

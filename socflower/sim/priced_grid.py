@@ -55,6 +55,11 @@ class PricedGrid(Grid):
         """The cluster that messages are priced on."""
         return self._cluster
 
+    @property
+    def in_one_process(self) -> bool:
+        """Whether the inner grid is known to run a group's members in one process."""
+        return bool(getattr(self._grid, "in_one_process", False))
+
     def set_run(self, run: Run) -> None:
         """Set the run of the inner grid."""
         self._grid.set_run(run)

@@ -99,10 +99,7 @@ class ProcessWorkers:
         if isinstance(source, ClientApp):
             raise ConfigError("local engine: worker processes import the ClientApp by reference; give AppReference("
                               "'module:app') or a module-level factory, or num_workers=0 to run it in this process")
-        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-        self._spawner = multiprocessing.get_context(method)
-        if method == "forkserver":
-            self._spawner.set_forkserver_preload(list(_PRELOADED))
+        self._spawner = _spawner()
         self._source = source
         self._workers = [self._start() for _ in range(num_workers)]
 
@@ -158,12 +155,51 @@ class ProcessWorkers:
         self._workers[index] = self._start()
 
 
+class NodeProcess:
+    """The process of one node; another one takes its place when it has died."""
+
+    def __init__(self, source: ClientAppSource) -> None:
+        self._source, self._spawner = source, _spawner()
+        self._worker = _Worker(source, self._spawner)
+
+    @property
+    def pid(self) -> int:
+        """The process id of the process, once it has started."""
+        return self._worker.pid
+
+    def submit(self, work: Message, context: Context) -> "Future[tuple[Message, Context]]":
+        """Begin to run a message; the future raises `BrokenProcessPool` if the process dies."""
+        try:
+            return self._worker.submit(_handle_in_worker, work, context)
+        except BrokenProcessPool:
+            self._worker.kill()
+            self._worker = _Worker(self._source, self._spawner)
+            return self._worker.submit(_handle_in_worker, work, context)
+
+    def kill(self) -> None:
+        """Kill the process, whatever it is doing."""
+        self._worker.kill()
+
+
+def _spawner() -> BaseContext:
+    """Return how processes start: forked from a server that has torch loaded, where the system can."""
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    spawner = multiprocessing.get_context(method)
+    if method == "forkserver":
+        spawner.set_forkserver_preload(list(_PRELOADED))
+    return spawner
+
+
 class _Worker(ProcessPoolExecutor):
     """One process that can be killed: it tells its process id as its first task."""
 
     def __init__(self, source: ClientAppSource, spawner: BaseContext) -> None:
         super().__init__(max_workers=1, mp_context=spawner, initializer=_start_worker, initargs=(source,))
         self._pid = self.submit(os.getpid)
+
+    @property
+    def pid(self) -> int:
+        return self._pid.result(timeout=60.0)
 
     def kill(self) -> None:
         """Kill the process, whatever it is doing."""

@@ -7,7 +7,7 @@ from typing import cast
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from socflower.cluster.protocol import ARRAYS, GROUP_ID, LOST_STATE, METRICS, NUM_EXAMPLES
+from socflower.cluster.protocol import ARRAYS, GROUP_ID, LOST_STATE, METRICS, NUM_EXAMPLES, OUTCOME
 from socflower.errors import TrainingFailed
 from socflower.hierarchy import Group, first_non_finite
 from socflower.strategies.records import array_views
@@ -17,12 +17,16 @@ _CLIENT_FAULTS = (1, 2)  # Flower's error codes of a ClientApp that cannot be lo
 BACKEND_DROPPED = "backend-dropped"
 """The kind of event of a reply that counts, although its client's accelerator had failed."""
 
+DROPPING = frozenset({"client-raised", "no-reply", "not-finite", "malformed", "not-a-group", "group-left"})
+"""Kinds of events by which a group's work of a round is lost; all others say what was made good."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyEvent:
-    """A reply that was not averaged in; or, "backend-dropped", one that was, whose accelerator had failed."""
+    """A reply that was not averaged in, or something else that happened to a group and was made good."""
 
-    kind: str  # "client-raised", "no-reply", "not-finite", "malformed", "not-a-group" or "backend-dropped"
+    kind: str  # one of DROPPING; "backend-dropped" (an accelerator failed); "preempted", "returned", "planned-anew";
+    # in rings "member-lost", "left-out", "leader-lost", "ring-formed-again"
     group_id: int  # of a client that trains alone: its SoC
     text: str
 
@@ -79,8 +83,11 @@ def no_reply(group_id: int, where: str) -> ReplyEvent:
 def fault_of(reply: Message, group_id: int, where: str) -> ReplyEvent | None:
     """Return why a reply cannot be averaged in, or None if it can; `where` names its sender."""
     if reply.has_error():
-        return _failed(reply, group_id, where)
+        return failure_event(reply, group_id, where)
     content = reply.content
+    if OUTCOME in content.config_records and ARRAYS not in content.array_records:
+        return ReplyEvent(kind="group-left", group_id=group_id,
+                          text=f"{where}: all of its SoCs have left for their users' own work")
     if ARRAYS not in content.array_records or NUM_EXAMPLES not in content.metric_records.get(METRICS, {}):
         return ReplyEvent(kind="malformed", group_id=group_id,
                           text=f"{where}: its reply lacks {ARRAYS!r} or {METRICS!r} with {NUM_EXAMPLES!r}, dropped")
@@ -100,7 +107,7 @@ def fault_of(reply: Message, group_id: int, where: str) -> ReplyEvent | None:
     return None
 
 
-def _failed(reply: Message, group_id: int, where: str) -> ReplyEvent:
+def failure_event(reply: Message, group_id: int, where: str) -> ReplyEvent:
     """Return the event of an error reply."""
     raised = reply.error.code in _CLIENT_FAULTS
     # Exceptions of torch have many lines, ours have one.

@@ -1,12 +1,13 @@
 """SoCFlow: synchronous SGD inside groups, delayed synchronisation between them (SoCFlow+ section 3.1)."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from typing import cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
 from flwr.supercore import log
 
 from socflower.cluster import FP32, Cluster, ModelProfile, Pricing, Usage, VirtualClock, sustained_rates
@@ -24,7 +25,7 @@ from socflower.cluster.protocol import (
     SERVER_ROUND,
     GroupTask,
 )
-from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import (
     Group,
     GroupPlan,
@@ -39,7 +40,10 @@ from socflower.precision.pricing import MixedPricing
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric, mixed_phases
 from socflower.strategies.records import aggregate_records
 from socflower.strategies.replies import ReplyEvent, sort_replies
-from socflower.strategies.resuming import Resumable
+from socflower.strategies.resuming import EvaluateFn, Resumable
+from socflower.strategies.rings import Places, RingRound, RingSettings, outcome_of
+from socflower.strategies.roster import Roster, is_question
+from socflower.strategies.round_grid import RoundGrid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +93,8 @@ class SoCFlow(Resumable):
         profile, clients split batches by the catalogue's throughputs instead of measuring their own machine's.
     sequenced, overlap_buckets : bool, int
         Communication groups take turns (F6); gradient buckets that overlap with the backward pass (F7).
+    rings : RingSettings
+        How groups exchange gradients on real machines, where nodes have a ring address in their node config.
     tolerate_client_errors : bool
         Drop and report a client that raises, as one that dies or answers NaN always is, instead of ending the run.
     """
@@ -98,7 +104,7 @@ class SoCFlow(Resumable):
         num_socs: int | None = None, interval_epochs: float | str = "decay", reshuffle: bool = True, seed: int = 1,
         plan: GroupPlan | None = None, clock: VirtualClock | None = None, model_profile: ModelProfile | None = None,
         sequenced: bool = True, overlap_buckets: int = 1, tolerate_client_errors: bool = False,
-        pricing: Pricing = FP32,
+        pricing: Pricing = FP32, rings: RingSettings = RingSettings(),  # noqa: B008 - a frozen value
     ) -> None:
         if clock is not None and model_profile is None:
             raise ConfigError("SoCFlow: a clock needs a model_profile to price; make one with profile_module(model, …)")
@@ -123,15 +129,42 @@ class SoCFlow(Resumable):
         self._tolerate_client_errors = tolerate_client_errors
         self._group_of_node: dict[int, Group] = {}
         self._without_state: frozenset[int] = frozenset()
+        self._rings = rings
+        self._overlap_buckets = overlap_buckets
+        # What SoCs are numbered by in data and rings stays, however groups are formed anew.
+        self._whole_plan = self.plan
+        self._participant_of = {soc: index for index, soc in enumerate(self.plan.participants)}
+        self._roster = Roster(cluster, self.plan.participants)
+        self._ring_round: RingRound | None = None
+        self._events: list[ReplyEvent] = []  # of the round, beside those of its replies
+        self.transport = "in process"
 
-    def resume_from(self, server_round: int, *, without_state: Collection[int] = ()) -> None:
+    def resume_from(
+        self, server_round: int, *, without_state: Collection[int] = (), away: Collection[int] = (),
+    ) -> None:
         """Let `start` go on after `server_round`; see `Resumable.resume_from`.
 
         Clients must have their groups' states of that round's end, or they raise: without momentum the weights would
-        be others. `without_state` are ids of groups that may have none, as those whose reply that round dropped.
+        be others. `without_state` are ids of groups that may have none, as those whose reply that round dropped;
+        `away` are the SoCs that no work was planned for.
         """
         super().resume_from(server_round)
         self._without_state = frozenset(without_state)
+        self._roster.leave(away)
+
+    def start(
+        self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, timeout: float = 3600,
+        train_config: ConfigRecord | None = None, evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+    ) -> Result:
+        """Run all rounds, as Flower does; see `Strategy.start`."""
+        through = RoundGrid(grid, self._exchange)
+        return super().start(through, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+
+    @property
+    def away(self) -> tuple[int, ...]:
+        """SoCs that no work is planned for: users have them, or their rings went on without them."""
+        return self._roster.away
 
     @property
     def num_rounds(self) -> int:
@@ -152,22 +185,39 @@ class SoCFlow(Resumable):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
     ) -> list[Message]:
-        """Address every group's leader, in group order; `config` is the caller's, so it is copied."""
+        """Address every group's leader, in group order, or on real machines every member.
+
+        `config` is the caller's, so it is copied. SoCs that are away are planned without, and asked whether they are
+        back.
+        """
         if self._clock is None:
             self._use_clock_of(grid)
-        nodes = self._node_of_soc(grid)
-        self._group_of_node = {nodes[group.leader]: group for group in self.plan.groups}
+        self._events = []
+        if not self._roster.node_of:
+            self._roster.first_look(getattr(grid, "inner", grid), ask=not getattr(grid, "in_one_process", False))
+        self._plan_for(self._roster.present(grid))
+        nodes = self._roster.node_of
+        self._group_of_node = {nodes[soc]: group for group in self.plan.groups for soc in group.members}
         interval = self._interval(server_round)
-        settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
-        resumed = ConfigRecord({**settings, RESUMED: True})
-        must_have_state = {group.group_id for group in self.plan.groups} - self._without_state \
-            if self.resumed_after and server_round == self.resumed_after + 1 else set()
+        configs = self._configs(server_round, config)
+        questions = self._roster.questions(grid, server_round)
+        addresses = self._roster.ring_address_of
+        if addresses:
+            self.transport = self._roster.transport(self._rings.transport)
+            self._ring_round = RingRound(
+                self.plan.groups, self.plan.communication_groups,
+                Places(node_of=nodes, address_of=addresses, participant_of=self._participant_of), self._rings,
+                self.transport, lambda group: self._task(group, interval), configs, arrays, sequenced=self._sequenced,
+                num_buckets=self._overlap_buckets, group_id=str(server_round),
+                tolerate_errors=self._tolerate_client_errors)
+            return [*self._ring_round.messages(), *questions]
+        self._group_of_node = {nodes[group.leader]: group for group in self.plan.groups}
         return [
-            Message(RecordDict({ARRAYS: arrays,
-                                CONFIG: resumed if group.group_id in must_have_state else settings,
-                                GROUP: ConfigRecord(self._task(group, interval).encode())}),
-                    nodes[group.leader], MessageType.TRAIN, group_id=str(server_round))
-            for group in self.plan.groups
+            *(Message(RecordDict({ARRAYS: arrays, CONFIG: configs[group.group_id],
+                                  GROUP: ConfigRecord(self._task(group, interval).encode())}),
+                      nodes[group.leader], MessageType.TRAIN, group_id=str(server_round))
+              for group in self.plan.groups),
+            *questions,
         ]
 
     def aggregate_train(
@@ -177,12 +227,21 @@ class SoCFlow(Resumable):
 
         Raises `TrainingFailed` if none is left, or if a client raised and that is not tolerated.
         """
-        usable, events = sort_replies(replies, self._group_of_node, tolerate_errors=self._tolerate_client_errors)
+        replies = list(replies)
+        if self._ring_round is not None:
+            self._events += self._ring_round.events
+            self._roster.leave(self._ring_round.away)
+            self._ring_round = None
+        else:
+            self._take_leave({soc for reply in replies if (outcome := outcome_of(reply)) for soc in outcome.preempted})
+        usable, dropped = sort_replies(replies, self._group_of_node, tolerate_errors=self._tolerate_client_errors)
+        events = (*self._events, *dropped)
         for reply in usable:
             group_id = group_id_of(reply)
             events = (*events, *client_events(reply, group_id, f"group {group_id}"))
         for event in events:
             log(WARNING, "aggregate_train: %s", event.text)
+        self._events = []
         interval = self._interval(server_round)
         self.reports.append(RoundReport(
             server_round=server_round, epoch=interval.epoch_end, events=events, usage=self._price(interval, usable),
@@ -221,19 +280,68 @@ class SoCFlow(Resumable):
                               "num_rounds=strategy.num_rounds")
         return self.intervals[server_round - 1]
 
-    def _node_of_soc(self, grid: Grid) -> dict[int, int]:
-        nodes = sorted(grid.get_node_ids())
-        socs = self.plan.participants
-        if len(nodes) < len(socs):
-            raise InfeasiblePlan(f"SoCFlow: the plan needs {len(socs)} nodes and Flower has {len(nodes)}; start more "
-                                 f"SuperNodes, or plan with num_socs={len(nodes)}")
-        return dict(zip(socs, nodes, strict=False))
+    def _configs(self, server_round: int, config: ConfigRecord) -> dict[int, ConfigRecord]:
+        """Return each group's settings; those that must have a state to resume from are told so."""
+        settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
+        resumed = ConfigRecord({**settings, RESUMED: True})
+        must_have_state = {group.group_id for group in self.plan.groups} - self._without_state \
+            if self.resumed_after and server_round == self.resumed_after + 1 else set()
+        return {group.group_id: resumed if group.group_id in must_have_state else settings
+                for group in self.plan.groups}
+
+    def _exchange(self, grid: Grid, messages: Iterable[Message], timeout_s: float | None) -> Iterable[Message]:
+        """Send a round's messages and return the replies to its work; those to questions are heard here."""
+        sent = list(messages)
+        if self._ring_round is not None:
+            return self._ring_round.exchange(grid, sent, timeout_s, self._hear)
+        replies = list(grid.send_and_receive(sent, timeout=timeout_s))
+        for reply in replies:
+            if is_question(reply):
+                self._hear(reply)
+        return [reply for reply in replies if not is_question(reply)]
+
+    def _hear(self, reply: Message) -> None:
+        for soc in self._roster.hear(reply):
+            self._events.append(ReplyEvent(kind="returned", group_id=0, text=f"SoC {soc} is back, and takes part from "
+                                                                             "the next synchronisation on"))
+
+    def _take_leave(self, socs: Collection[int]) -> None:
+        self._roster.leave(socs)
+        for soc in sorted(socs):
+            group = next(group for group in self.plan.groups if soc in group.members)
+            self._events.append(ReplyEvent(
+                kind="preempted", group_id=group.group_id,
+                text=f"group {group.group_id}: SoC {soc} has left for its user's own work"))
+
+    def _plan_for(self, present: Sequence[int]) -> None:
+        """Plan with the SoCs that are there, by the same rules (F5, F6); with all of them, as at first.
+
+        With fewer SoCs than groups there are fewer groups, whose batches are larger: an epoch keeps its steps.
+        Raises `TrainingFailed` if nobody is there.
+        """
+        if set(present) == set(self.plan.participants):
+            return
+        if not present:
+            raise TrainingFailed("SoCFlow: no SoC is left to train: all are gone, or wanted by their users")
+        away = sorted(set(self._whole_plan.participants) - set(present))
+        if away:
+            rates = [rate if soc in present else 0.0 for soc, rate in enumerate(self._rates)]
+            num_groups = min(len(self._whole_plan.groups), len(present))
+            self.plan = plan_groups(self._cluster, num_groups, None, rates)
+        else:
+            self.plan = self._whole_plan
+        if self._work is not None:
+            self._work = replace(self._work, plan=self.plan)
+        self._events.append(ReplyEvent(
+            kind="planned-anew", group_id=0,
+            text=f"planned anew: {len(self.plan.groups)} groups of {len(present)} SoCs"
+                 + (f", without {', '.join(map(str, away))}" if away else "")))
 
     def _task(self, group: Group, interval: SyncInterval) -> GroupTask:
-        partition_of = {soc: index for index, soc in enumerate(self.plan.participants)}
         return GroupTask(
             group_id=group.group_id, num_groups=len(self.plan.groups), members=group.members,
-            partitions=tuple(partition_of[soc] for soc in group.members), num_partitions=len(partition_of),
+            partitions=tuple(self._participant_of[soc] for soc in group.members),
+            num_partitions=len(self._participant_of),
             capacities=self._capacities(group), first_step=interval.first_step, num_steps=interval.num_steps,
             steps_per_epoch=self.steps_per_epoch, total_steps=self.intervals[-1].first_step
             + self.intervals[-1].num_steps, batch_size=self._batch_size, reshuffle=self._reshuffle,

@@ -13,13 +13,13 @@ from flwr.clientapp.typing import ClientAppCallable
 from torch import nn
 
 from socflower.clients import FP32Trainer, cosine_annealing, make_client_app, sgd, train_group
-from socflower.clients.app import TRAINER_STATE
 from socflower.clients.batches import local_batches
 from socflower.clients.trainer import TrainingSpan
+from socflower.clients.trainer_state import TRAINER_STATE
 from socflower.cluster.protocol import RESUMED, WARM_UP, GroupTask
 from socflower.errors import ConfigError
 from socflower.sim.flower_internals import begin_run
-from socflower.workloads import LabelledData, concatenate, evaluate
+from socflower.workloads import LabelledData, evaluate
 from tests.clients.test_batches import task
 from tests.clients.test_group import small_data, small_network
 
@@ -184,7 +184,7 @@ def test_where_data_stay_a_group_uses_its_members_partitions_only() -> None:
         return part(context, partition_id, num_partitions)
 
     stay, expected = group_task(reshuffle=False), fresh()
-    trained_as_group(stay, concatenate([part(node(), 2, 4), part(node(), 3, 4)]), expected)
+    trained_as_group(stay, [part(node(), 2, 4), part(node(), 3, 4)], expected)
     app = make_client_app(lambda context: fresh(), watched, TRAINER)
     assert_weights(app(message(group=stay), node(2)), expected)
     assert asked == [(2, 4), (3, 4)]

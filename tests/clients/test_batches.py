@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.clients.batches import group_batches, local_batches
+from socflower.clients.batches import BatchSchedule, group_batches, local_batches
 from socflower.cluster.protocol import GroupTask
 from socflower.hierarchy import group_steps_per_epoch
 
@@ -50,11 +50,28 @@ def test_a_deal_moves_samples_between_groups_and_an_epoch_without_one_does_not()
     assert sorted(sample for group in range(4) for sample in samples_of(group, 1, 0)) == list(range(200))
 
 
-def test_data_that_stay_are_permuted_anew_each_epoch() -> None:
-    own = [np.concatenate(list(group_batches(
-        task(0, 4, reshuffle=False, first_step=epoch * 5, num_steps=5, steps_per_epoch=5), 50))) for epoch in range(2)]
-    assert set(own[0]) == set(own[1]) == set(range(50))
-    assert own[0].tolist() != own[1].tolist()
+def test_data_that_stay_are_permuted_anew_each_epoch_by_each_member() -> None:
+    schedule = BatchSchedule(task(0, 4, members=(3, 8), partitions=(2, 5), capacities=(1.0, 9.0), reshuffle=False,
+                                  steps_per_epoch=5), [50, 23])
+    for member, size in enumerate((50, 23)):
+        own = [np.concatenate([schedule.shares(step, [0, 1])[member] for step in range(epoch * 5, epoch * 5 + 5)])
+               for epoch in range(2)]
+        assert sorted(own[0]) == sorted(own[1]) == list(range(size))
+        assert own[0].tolist() != own[1].tolist()
+
+
+@given(present=st.sets(st.integers(0, 3), min_size=1), step=st.integers(0, 9), reshuffle=st.booleans())
+def test_a_member_that_is_gone_leaves_its_share_to_the_others_where_data_are_dealt(
+    present: set[int], step: int, reshuffle: bool,
+) -> None:
+    schedule = BatchSchedule(
+        task(0, 1, members=(0, 1, 2, 3), partitions=(0, 1, 2, 3), capacities=(1.0, 2.0, 1.0, 3.0), steps_per_epoch=5,
+             reshuffle=reshuffle), [100] if reshuffle else [30, 31, 32, 33])
+    everyone, left = schedule.shares(step, [0, 1, 2, 3]), schedule.shares(step, sorted(present))
+    if reshuffle:
+        assert np.concatenate(left).tolist() == np.concatenate(everyone).tolist()
+    else:
+        assert [each.tolist() for each in left] == [everyone[member].tolist() for member in sorted(present)]
 
 
 @given(num_samples=st.integers(1, 100), batch_size=st.integers(1, 30), num_epochs=st.integers(1, 3))

@@ -9,6 +9,8 @@ NODES = (40, 10, 30, 20)  # Flower's ids come in no order
 class FakeGrid:
     """All that a strategy asks of a Grid when it makes messages."""
 
+    in_one_process = True
+
     def __init__(self, nodes: tuple[int, ...] = NODES) -> None:
         self._nodes = nodes
 

@@ -1,0 +1,69 @@
+"""What an operator says of a machine in `flower-supernode --node-config`, as far as rings are concerned."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from socflower.clients.ring_port import RingTls
+from socflower.cluster.protocol import NodeStatus
+from socflower.errors import ConfigError
+
+NodeConfig: TypeAlias = Mapping[str, str | int | float | bool]
+
+_TLS_KEYS = ("ring-ca", "ring-certificate", "ring-key")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingNode:
+    """A machine's ring port and place in the cluster.
+
+    Keys: `ring` (host:port that peers dial), `ring-bind` (host:port to listen on, if another), `ring-ca`,
+    `ring-certificate`, `ring-key` (PEM files; all three or none), `ring-trusted` (true: unencrypted rings on public
+    addresses too), `ring-transport` (gloo or grpc, if only one is wanted), `board`, `slot`.
+    """
+
+    address: str
+    listen: str
+    tls: RingTls | None
+    trusted: bool
+    board: int
+    slot: int
+    transports: tuple[str, ...]
+
+    @property
+    def status(self) -> NodeStatus:
+        """What a strategy is told of this node."""
+        return NodeStatus(ring=self.address, board=self.board, slot=self.slot, transports=self.transports)
+
+
+def ring_node(node_config: NodeConfig) -> RingNode | None:
+    """Return what a node config says of the ring, or None where it says nothing; `ConfigError` for half of it."""
+    address = node_config.get("ring")
+    given = [key for key in _TLS_KEYS if node_config.get(key)]
+    if not address:
+        if given:
+            raise ConfigError(f"node config: {given[0]} without ring; add ring=\"host:port\", the address of this "
+                              "machine's ring port")
+        return None
+    if given and len(given) < len(_TLS_KEYS):
+        missing = [key for key in _TLS_KEYS if key not in given]
+        raise ConfigError(f"node config: {', '.join(given)} without {', '.join(missing)}; a ring with TLS needs all "
+                          "three")
+    transport = node_config.get("ring-transport")
+    if transport not in (None, "gloo", "grpc"):
+        raise ConfigError(f"node config: ring-transport = {transport!r} is unknown; use gloo or grpc")
+    tls = RingTls(*(Path(str(node_config[key])) for key in _TLS_KEYS)) if given else None
+    # Who gives certificates wants encryption, and gloo has none.
+    transports = (str(transport),) if transport else ("grpc",) if tls else ("gloo", "grpc")
+    return RingNode(
+        address=str(address), listen=str(node_config.get("ring-bind") or address), tls=tls,
+        trusted=bool(node_config.get("ring-trusted", False)), board=_index(node_config, "board"),
+        slot=_index(node_config, "slot"), transports=transports)
+
+
+def _index(node_config: NodeConfig, key: str) -> int:
+    value = node_config.get(key, -1)
+    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+        raise ConfigError(f"node config: {key} = {value!r} must be a whole number, 0 or more")
+    return value

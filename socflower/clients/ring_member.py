@@ -1,0 +1,422 @@
+"""One member's part of a group's training, on a machine of its own: the same steps as `train_group`, over a ring."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from logging import INFO
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.supercore import log
+from torch import Tensor, nn
+
+from socflower.clients.batches import BatchSchedule
+from socflower.clients.collective import Collective, PeerLost
+from socflower.clients.compression import GradientCompression, make_compression
+from socflower.clients.gradient_exchange import GradientExchange, Turn
+from socflower.clients.preemption import Preempted, PreemptionSwitch
+from socflower.clients.random_state import own_random_state
+from socflower.clients.ring_membership import Generation, LeftOut, Membership, NoModel, Standing
+from socflower.clients.ring_port import RingPort
+from socflower.clients.trainer import ExchangingSession, SessionEnd, Trainer, TrainingSpan
+from socflower.clients.transports import open_ring
+from socflower.clients.turns import Neighbours, Turns
+from socflower.cluster.protocol import COMPLETED, LEFT_OUT, NO_MODEL, PREEMPTED, GroupTask, RingOutcome, RingTask
+from socflower.errors import ConfigError
+from socflower.workloads import LabelledData
+
+_WARM_UP_EPOCHS = 4  # in which deep gradient compression comes to its full ratio
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AppliedStep:
+    """A step that counts for a member, in the ring that made it; a ledger of these shows that no batch is lost."""
+
+    step: int  # counted from the start of training
+    members: tuple[int, ...]  # participants whose gradients are in it
+    samples: tuple[int, ...]  # of this member; positions in the group's data, or in its own where data stay
+    adopted: bool = False  # applied by the others; this member took over what came of it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberEnd:
+    """What a member's part came to."""
+
+    outcome: RingOutcome
+    mean_loss: float  # of the group
+    num_samples: int  # of the group
+    end: SessionEnd | None  # None without a model
+    compression: bytes = b""  # state of the gradient compression
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingMember:
+    """All that a member needs; `train` runs its part.
+
+    `data` is the whole data set if the group's data are dealt, else the member's own. `state` is the trainer's, of the
+    end of the interval before. `departs_at` makes the member leave before that of the interval's steps, as if a user
+    had asked for the device.
+    """
+
+    model: nn.Module
+    has_model: bool  # whether the weights in `model` are those to begin with; else they come over the ring
+    data: LabelledData
+    group: GroupTask
+    ring: RingTask
+    trainer: Trainer
+    port: RingPort  # its ranks are participants
+    switch: PreemptionSwitch
+    state: bytes | None = None
+    compression_state: bytes | None = None  # of the gradient compression, of the end of the interval before
+    departs_at: int | None = None
+    on_step: Callable[[AppliedStep], None] = lambda step: None
+
+    def train(self) -> MemberEnd:
+        """Train `model` in place with the members that come and stay; the port is left to its owner.
+
+        The ring forms again whenever a member dies, hangs or leaves; at most the batch under way is done again.
+        """
+        work = _Work(self)
+        group = self.group
+        try:
+            with own_random_state(group.seed, group.group_id, group.first_step, self.ring.participant):
+                return work.run()
+        finally:
+            work.close()
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """What a pass changes that is neither a gradient nor a weight: redone, it must not change it twice."""
+
+    buffers: list[Tensor]
+    random: Tensor
+
+
+class _Work:
+    """The state of a member's part."""
+
+    def __init__(self, member: RingMember) -> None:
+        group, ring = member.group, member.ring
+        self._member, self._group, self._ring = member, group, ring
+        self._model, self._port = member.model, member.port
+        self._membership = Membership(member.port, ring.participant, group.partitions,
+                                      heartbeat_s=ring.heartbeat_s, rendezvous_s=ring.rendezvous_s)
+        self._exchange = GradientExchange(member.model, ring.num_buckets)
+        self._turns = _turns(member.port, group, ring)
+        self._compression: GradientCompression | None = None
+        self._collective: Collective | None = None
+        self._session: ExchangingSession | None = None
+        self._state = member.state
+        self._has_model = member.has_model
+        self._end: SessionEnd | None = None
+        self._schedule = BatchSchedule(group, [len(member.data)] if group.reshuffle else [])
+        self._num_steps = self._num_samples = self._num_own_samples = 0
+        self._losses: list[Tensor] = []
+        self._under_way: tuple[_Snapshot, list[int], Tensor] | None = None  # of a step that is not applied yet
+        self._members: tuple[int, ...] = ()
+        self._lost_s: float | None = None
+        self._recoveries_s: list[float] = []
+
+    def run(self) -> MemberEnd:
+        """Form the ring, train, and both again as often as needed."""
+        while True:
+            try:
+                self._form()
+                self._train()
+                return self._finish()
+            except PeerLost as error:
+                log(INFO, "ring: %s; forming it again", error)
+                self._lost_s = self._lost_s or time.monotonic()
+                self._exchange.abandon()
+                self._close_ring()
+            except Preempted:
+                self._membership.leave()
+                return self._without_model(PREEMPTED)
+            except LeftOut as error:
+                log(INFO, "ring: %s", error)
+                return self._without_model(LEFT_OUT)
+            except NoModel:
+                return self._without_model(NO_MODEL)
+
+    def close(self) -> None:
+        """Let go of ring and model."""
+        self._exchange.close()
+        self._close_ring()
+        if self._turns is not None:
+            self._turns.close()
+        self._membership.close()
+
+    # ------------------------------------------------------------------------------------------------- forming
+
+    def _form(self) -> None:
+        switch = self._member.switch
+        standing = Standing(num_steps=self._num_steps, has_model=self._has_model, optimizer=self._optimizer_digest())
+        generation = self._membership.form(standing, switch.raise_if_active)
+        self._collective = open_ring(self._ring.transport, self._port, generation.members, generation.number,
+                                     self._ring.heartbeat_s)
+        self._members = generation.members
+        if not self._group.reshuffle:
+            self._schedule = BatchSchedule(self._group, self._sizes())
+        self._take_over(generation)
+        if self._lost_s is not None:
+            self._recoveries_s.append(time.monotonic() - self._lost_s)
+            self._lost_s = None
+
+    def _sizes(self) -> list[int]:
+        """Return how many samples each member of the group has; those that are gone count none."""
+        assert self._collective is not None
+        told = self._collective.all_gather(str(len(self._member.data)).encode(), self._poll)
+        sizes = dict(zip(self._members, map(int, told), strict=True))
+        return [sizes.get(participant, 0) for participant in self._group.partitions]
+
+    def _take_over(self, generation: Generation) -> None:
+        """Stand where the generation's source stands: its weights, its optimiser, its number of steps.
+
+        A member that failed in a step which the source has applied was part of that step: it had given its gradient,
+        or the source could not have got the sum. So the step counts for it as well, and is not done again.
+        """
+        assert self._collective is not None
+        source = generation.members.index(generation.source)
+        ours = generation.source == self._ring.participant
+        if self._under_way is not None:
+            self._settle_step_under_way(adopted=generation.num_steps > self._num_steps)
+        stands_behind = generation.num_steps != self._num_steps or not self._has_model
+        if not generation.same_model:
+            weights = self._collective.broadcast(_weights_to_bytes(self._model, with_buffers=not self._num_steps)
+                                                 if ours else None, source, self._poll)
+            if not ours:
+                _weights_from_bytes(self._model, weights, with_buffers=not generation.num_steps)
+        if not generation.same_optimizer:
+            state = self._collective.broadcast((self._current_state() or b"") if ours else None, source, self._poll)
+            if not ours:
+                self._state = state or None
+        if not ours and (stands_behind or not generation.same_optimizer):
+            self._num_steps = generation.num_steps
+            self._drop_session()
+        self._has_model = True
+        if self._session is None:
+            self._session = self._start_session()
+
+    def _settle_step_under_way(self, *, adopted: bool) -> None:
+        """Count a step that the others have applied, or undo what its passes have changed, before it is redone."""
+        assert self._under_way is not None
+        snapshot, own, loss = self._under_way
+        self._under_way = None
+        if adopted:
+            if self._compression is not None:
+                self._compression.finish_step()
+            self._count(own, loss, adopted=True)
+        else:
+            _restore(self._model, snapshot)
+
+    def _start_session(self) -> ExchangingSession:
+        group, position = self._group, self._group.partitions.index(self._ring.participant)
+        span = TrainingSpan(first_step=group.first_step + self._num_steps, total_steps=group.total_steps,
+                            steps_per_epoch=group.steps_per_epoch,
+                            npu_ratios=group.npu_ratios[position:position + 1])
+        session = self._member.trainer.start(self._model, span, self._state)
+        if not isinstance(session, ExchangingSession):
+            raise ConfigError(f"{type(self._member.trainer).__name__} cannot train in a ring: it does not hand out its "
+                              "gradients; use FP32Trainer or MixedPrecisionTrainer on real clusters")
+        momentum = session.hand_over_momentum() if self._ring.compression == "dgc" else 0.0
+        if self._compression is None:
+            self._compression = make_compression(
+                self._ring.compression, seed=group.seed, momentum=momentum,
+                warm_up_steps=_WARM_UP_EPOCHS * group.steps_per_epoch)
+            if self._compression is not None and self._member.compression_state is not None:
+                self._compression.restore(self._member.compression_state)
+        return session
+
+    def _optimizer_digest(self) -> str:
+        state = self._current_state()
+        return hashlib.sha256(state).hexdigest() if state else ""
+
+    def _current_state(self) -> bytes | None:
+        return self._state if self._session is None else self._session.state()
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def _train(self) -> None:
+        session, group = self._session, self._group
+        assert session is not None and self._collective is not None
+        present = [group.partitions.index(participant) for participant in self._members]
+        position = self._members.index(self._ring.participant)
+        while self._num_steps < group.num_steps:
+            if self._member.departs_at is not None and self._num_steps >= self._member.departs_at:
+                raise Preempted("the device is wanted for something else")
+            shares = self._schedule.shares(group.first_step + self._num_steps, present)
+            total = sum(map(len, shares))
+            if not total:
+                self._num_steps += 1
+                continue
+            inputs, labels = self._member.data.batch(torch.from_numpy(shares[position]))
+            snapshot = _snapshot(self._model)
+            if self._compression is not None:
+                self._compression.start_step(group.first_step + self._num_steps)
+            self._exchange.begin(self._collective, self._poll, overlapped=session.final_in_backward,
+                                 turn=self._turn(), compression=self._compression)
+            loss = torch.zeros(())
+            try:
+                loss = session.gradients([(inputs, labels)], total)
+            finally:
+                # Also when the pass was broken off: its random numbers and statistics are to be undone.
+                self._under_way = (snapshot, shares[position].tolist(), loss)
+            self._exchange.finish()
+            session.apply()
+            if self._compression is not None:
+                self._compression.finish_step()
+            self._under_way = None
+            self._count(shares[position].tolist(), loss, total=total)
+
+    def _count(self, own: list[int], loss: Tensor, *, adopted: bool = False, total: int | None = None) -> None:
+        """Note a step as done."""
+        step = self._group.first_step + self._num_steps
+        if total is None:
+            total = sum(map(len, self._schedule.batch(step)))
+        self._num_steps += 1
+        self._num_samples += total
+        self._num_own_samples += len(own)
+        self._losses.append(loss)
+        self._member.on_step(AppliedStep(step=step, members=() if adopted else self._members, samples=tuple(own),
+                                         adopted=adopted))
+
+    def _turn(self) -> Turn | None:
+        """Return what makes the group exchange in its turn: one member waits, and lets the others know."""
+        turns, ring = self._turns, self._collective
+        if turns is None or ring is None:
+            return None
+        step, waits = self._num_steps, self._members[0] == self._ring.participant
+
+        def begin() -> None:
+            if waits:
+                turns.wait(step, self._poll)
+            ring.broadcast(b"" if waits else None, 0, self._poll)
+
+        def end() -> None:
+            if waits:
+                turns.end(step)
+
+        return Turn(begin=begin, end=end)
+
+    def _poll(self) -> None:
+        self._member.switch.raise_if_active()
+        self._membership.require_whole()
+
+    # -------------------------------------------------------------------------------------------------- ending
+
+    def _finish(self) -> MemberEnd:
+        """Make sure that all members have the same weights, average what is not shared, and say how it went."""
+        assert self._session is not None and self._collective is not None
+        if self._end is None:
+            self._end = self._session.finish()
+        floats, counters = _buffers(self._model)
+        losses = float(torch.stack(self._losses).mean()) if self._losses else 0.0
+        told = [json.loads(payload) for payload in self._collective.all_gather(json.dumps({
+            "weights": _digest(self._model), "steps": self._num_steps, "loss": losses,
+            "samples": self._num_own_samples, "counters": [counter.tolist() for counter in counters],
+        }).encode(), self._poll)]
+        if len({(entry["weights"], entry["steps"]) for entry in told}) > 1:
+            raise RuntimeError(f"group {self._group.group_id}: its members have come to different weights; nothing of "
+                               "this interval is used")
+        self._average(floats, counters, told)
+        members = self._members
+        answering = self._ring.leader if self._ring.leader in members else members[0]
+        return MemberEnd(
+            outcome=self._outcome(COMPLETED, answers=answering == self._ring.participant),
+            mean_loss=sum(entry["loss"] for entry in told), num_samples=self._num_samples, end=self._end,
+            compression=self._compression.state() if self._compression is not None else b"")
+
+    def _average(self, floats: list[Tensor], counters: list[Tensor], told: list[dict[str, Any]]) -> None:
+        """Average BatchNorm's running statistics by the samples that each member has seen (F3)."""
+        assert self._collective is not None
+        total = sum(entry["samples"] for entry in told)
+        if not floats or not total or len(self._members) == 1:
+            return
+        flat = torch.cat([buffer.double().flatten() for buffer in floats]) * (self._num_own_samples / total)
+        self._collective.all_reduce(flat).wait(self._poll)
+        start = 0
+        for buffer in floats:
+            buffer.copy_(flat[start:start + buffer.numel()].view(buffer.size()))
+            start += buffer.numel()
+        for index, counter in enumerate(counters):
+            counter.copy_(torch.stack([torch.tensor(entry["counters"][index]) for entry in told]).amax(dim=0))
+
+    def _without_model(self, outcome: str) -> MemberEnd:
+        return MemberEnd(outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None)
+
+    def _outcome(self, outcome: str, *, answers: bool) -> RingOutcome:
+        soc_of = dict(zip(self._group.partitions, self._group.members, strict=True))
+        return RingOutcome(
+            outcome=outcome, members=tuple(soc_of[participant] for participant in self._members),
+            num_steps=self._num_steps, answers=answers, recoveries_s=tuple(self._recoveries_s),
+            preempted=tuple(soc_of[participant] for participant in self._membership.preempted),
+            log=self._membership.log_lines)
+
+    def _drop_session(self) -> None:
+        if self._session is not None and self._end is None:
+            self._session.finish()
+        self._session, self._end = None, None
+
+    def _close_ring(self) -> None:
+        if self._collective is not None:
+            self._collective.close()
+            self._collective = None
+
+
+def _turns(port: RingPort, group: GroupTask, ring: RingTask) -> Turns | None:
+    if not ring.groups_before and not ring.groups_after:
+        return None
+    members: dict[int, list[int]] = {}
+    for text in ring.neighbours:
+        group_id, participant, _ = text.split(" ")
+        members.setdefault(int(group_id), []).append(int(participant))
+    return Turns(port, group.group_id,
+                 Neighbours(before=ring.groups_before, after=ring.groups_after, members=members),
+                 heartbeat_s=ring.heartbeat_s, rendezvous_s=ring.rendezvous_s)
+
+
+def _snapshot(model: nn.Module) -> _Snapshot:
+    return _Snapshot([buffer.clone() for buffer in model.buffers()], torch.get_rng_state())
+
+
+def _restore(model: nn.Module, snapshot: _Snapshot) -> None:
+    for buffer, saved in zip(model.buffers(), snapshot.buffers, strict=True):
+        buffer.copy_(saved)
+    torch.set_rng_state(snapshot.random)
+
+
+def _buffers(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the buffers that are averaged, and those that count."""
+    buffers = list(model.buffers())
+    return ([buffer for buffer in buffers if buffer.is_floating_point()],
+            [buffer for buffer in buffers if not buffer.is_floating_point()])
+
+
+def _digest(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _tensors(model: nn.Module, *, with_buffers: bool) -> list[Tensor]:
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    return [*parameters, *model.buffers()] if with_buffers else parameters
+
+
+def _weights_to_bytes(model: nn.Module, *, with_buffers: bool) -> bytes:
+    return b"".join(tensor.contiguous().numpy().tobytes() for tensor in _tensors(model, with_buffers=with_buffers))
+
+
+def _weights_from_bytes(model: nn.Module, payload: bytes, *, with_buffers: bool) -> None:
+    """Take over weights, and at an interval's begin also buffers, which later are each member's own."""
+    start = 0
+    for tensor in _tensors(model, with_buffers=with_buffers):
+        dtype = tensor.numpy().dtype
+        array = np.frombuffer(payload, dtype, tensor.numel(), start).reshape(tensor.shape)
+        tensor.copy_(torch.from_numpy(array.copy()))
+        start += array.nbytes

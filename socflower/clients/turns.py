@@ -1,0 +1,113 @@
+"""Groups that share an uplink exchange in turn (F6), in the order of their communication groups.
+
+In a step a group waits for its conflicting groups of earlier communication groups, and for those of later ones to have
+exchanged in the step before. One member waits for the whole group and tells the others over their ring.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from logging import WARNING
+
+from flwr.supercore import log
+
+from socflower.clients.collective import Poll
+from socflower.clients.ring_port import Caller, PeerRefused, PeerSilent, PeerUnreachable, RingPort
+
+_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Neighbours:
+    """The groups that a group takes turns with, and the participants of each."""
+
+    before: Sequence[int] = ()  # in a step
+    after: Sequence[int] = ()
+    members: Mapping[int, Sequence[int]]
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """All of them."""
+        return (*self.before, *self.after)
+
+
+class Turns:
+    """One group's view of whose turn it is; every member hears it, so that any of them can wait for the group.
+
+    A neighbouring group none of whose members answers is not waited for any more: an exchange that collides costs time,
+    waiting for the dead costs the training.
+    """
+
+    def __init__(
+        self, port: RingPort, group_id: int, neighbours: Neighbours, *, heartbeat_s: float, rendezvous_s: float,
+    ) -> None:
+        self._port, self._group_id, self._neighbours = port, group_id, neighbours
+        self._heartbeat_s = heartbeat_s
+        self._start_until_s = time.monotonic() + rendezvous_s
+        self._changed = threading.Condition()
+        self._done = dict.fromkeys(neighbours.groups, 0)  # exchanges that each neighbour has ended
+        self._given_up: set[int] = set()
+        self._threads = ThreadPoolExecutor(max(1, sum(len(members) for members in neighbours.members.values())),
+                                           thread_name_prefix="turns")
+        port.handle("turn", self._on_turn)
+        port.handle("alive", lambda caller, body: b"")
+
+    def wait(self, step: int, poll: Poll) -> None:
+        """Return when it is this group's turn to exchange in `step`, counted from 0 in the interval."""
+        needed = {**dict.fromkeys(self._neighbours.before, step + 1), **dict.fromkeys(self._neighbours.after, step)}
+        asked_s = time.monotonic()
+        while True:
+            with self._changed:
+                late = [group for group, steps in needed.items()
+                        if self._done[group] < steps and group not in self._given_up]
+                if not late:
+                    return
+                self._changed.wait(_PAUSE_S)
+            poll()
+            if time.monotonic() - asked_s > self._heartbeat_s:
+                for group in late:
+                    self._give_up_if_gone(group)
+                asked_s = time.monotonic()
+
+    def end(self, step: int) -> None:
+        """Tell the neighbours that this group has exchanged in `step`; returns at once."""
+        body = json.dumps({"group": self._group_id, "done": step + 1}).encode()
+        for group in self._neighbours.groups:
+            for member in self._neighbours.members[group]:
+                self._threads.submit(self._tell, member, body)
+
+    def close(self) -> None:
+        """Tell what is still to be told, and end."""
+        self._threads.shutdown(wait=True)
+
+    def _tell(self, member: int, body: bytes) -> None:
+        # Gone, or not there yet: a later step's word will do, or it gives up on us.
+        with suppress(PeerUnreachable, PeerSilent, PeerRefused):
+            self._port.call(member, "turn", body, timeout_s=self._heartbeat_s)
+
+    def _on_turn(self, caller: Caller, body: bytes) -> bytes:
+        told = json.loads(body)
+        with self._changed:
+            group = int(told["group"])
+            if group in self._done:
+                self._done[group] = max(self._done[group], int(told["done"]))
+                self._changed.notify_all()
+        return b""
+
+    def _give_up_if_gone(self, group: int) -> None:
+        if time.monotonic() < self._start_until_s:
+            return
+        for member in self._neighbours.members[group]:
+            try:
+                self._port.call(member, "alive", timeout_s=self._heartbeat_s / 4)
+                return
+            except (PeerUnreachable, PeerSilent, PeerRefused):
+                continue
+        with self._changed:
+            self._given_up.add(group)
+        log(WARNING, "ring: no member of group %d answers; group %d no longer takes turns with it", group,
+            self._group_id)

@@ -1,0 +1,170 @@
+"""Which node is which SoC, which of them are there, and what they say of themselves."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from socflower.cluster import Cluster
+from socflower.cluster.protocol import (
+    ASK,
+    ASK_STATUS,
+    CONFIG,
+    PRICED,
+    QUERY_ACTION,
+    SERVER_ROUND,
+    STATUS,
+    NodeStatus,
+    decode,
+)
+from socflower.errors import ConfigError, InfeasiblePlan
+
+QUERY_TYPE = f"{MessageType.QUERY}.{QUERY_ACTION}"
+_ANSWER_TIMEOUT_S = 180.0  # a process starts for the question, on every node at once
+
+
+class Roster:
+    """The nodes of a training, by SoC.
+
+    Nodes are matched with SoCs by the board and slot of their node config; where they name none, in ascending order of
+    their ids.
+    """
+
+    def __init__(self, cluster: Cluster, socs: Sequence[int]) -> None:
+        self._cluster, self._socs = cluster, tuple(socs)
+        self._node_of: dict[int, int] = {}
+        self._status: dict[int, NodeStatus] = {}  # by SoC
+        self._away: set[int] = set()
+        self._asked_anew: set[int] = set()  # nodes that were asked which SoC they are
+
+    @property
+    def node_of(self) -> Mapping[int, int]:
+        """Node ids by SoC, of all that have ever been there."""
+        return self._node_of
+
+    @property
+    def ring_address_of(self) -> Mapping[int, str]:
+        """Ring addresses by SoC; empty on engines that run a group in one process."""
+        return {soc: status.ring for soc, status in self._status.items() if status.ring}
+
+    def transport(self, wanted: str) -> str:
+        """Return a transport that all nodes allow, the wanted one unless that is "auto"."""
+        offered = [status.transports for status in self._status.values()]
+        for transport in offered[0] if wanted == "auto" else (wanted,):
+            if all(transport in each for each in offered):
+                return transport
+        raise ConfigError(f"SoCFlow: nodes allow no common ring transport ({wanted} was asked for; they offer "
+                          f"{', '.join(sorted({'/'.join(each) for each in offered}))}); give all of them certificates, "
+                          "or none, and the same ring-transport")
+
+    def first_look(self, grid: Grid, *, ask: bool) -> None:
+        """Match nodes with SoCs, asking them who they are if `ask`; `InfeasiblePlan` for too few."""
+        nodes = sorted(grid.get_node_ids())
+        if len(nodes) < len(self._socs):
+            raise InfeasiblePlan(f"SoCFlow: the plan needs {len(self._socs)} nodes and Flower has {len(nodes)}; start "
+                                 f"more SuperNodes, or plan with num_socs={len(nodes)}")
+        told = self._ask(grid, nodes) if ask else {}
+        placed = {node: status for node, status in told.items() if status.board >= 0 and status.slot >= 0}
+        if placed:
+            self._match_by_place(nodes, placed)
+        else:
+            self._node_of = dict(zip(self._socs, nodes, strict=False))
+        self._status = {soc: told[node] for soc, node in self._node_of.items() if node in told}
+        without = [node for soc, node in self._node_of.items() if soc not in self.ring_address_of]
+        if self.ring_address_of and without:
+            raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, without))} have no ring in their node config and "
+                              "others have; start all SuperNodes with --node-config 'ring=\"host:port\"', or none")
+        addresses = list(self.ring_address_of.values())
+        twice = {address for address in addresses if addresses.count(address) > 1}
+        if twice:
+            raise ConfigError(f"SoCFlow: several nodes have the ring address {min(twice)}; give each its own")
+        self._away = {soc for soc, status in self._status.items() if status.preempted}
+
+    def present(self, grid: Grid) -> tuple[int, ...]:
+        """Return the SoCs whose nodes are there and free, ascending."""
+        there = set(grid.get_node_ids())
+        return tuple(soc for soc in self._socs
+                     if self._node_of.get(soc) in there and soc not in self._away)
+
+    def questions(self, grid: Grid, server_round: int) -> list[Message]:
+        """Return messages that ask the nodes which are away whether they are back, and new ones who they are.
+
+        They go out with a round's work, and their answers count from the next round on.
+        """
+        there = set(grid.get_node_ids())
+        away = [self._node_of[soc] for soc in sorted(self._away) if self._node_of[soc] in there]
+        known = set(self._node_of.values())
+        new = sorted(there - known - self._asked_anew) if self.ring_address_of else []
+        self._asked_anew |= set(new)
+        return [_question(node, server_round) for node in (*away, *new)]
+
+    def hear(self, reply: Message) -> list[int]:
+        """Take in the answer to a question; return the SoCs that are back."""
+        if not reply.has_content() or STATUS not in reply.content.config_records:
+            return []
+        status = decode(NodeStatus, reply.content.config_records[STATUS], "status")
+        node = reply.metadata.src_node_id
+        soc = next((soc for soc, known in self._node_of.items() if known == node), None)
+        if soc is None:
+            # A SuperNode that was started anew has a new id, but sits where it sat.
+            soc = self._soc_at(status)
+            if soc is None or soc not in self._socs:
+                return []
+            self._node_of[soc] = node
+            self._status[soc] = status
+            self._away.add(soc)
+        if status.preempted or soc not in self._away:
+            return []
+        self._away.discard(soc)
+        return [soc]
+
+    def leave(self, socs: Collection[int]) -> None:
+        """Note that these SoCs are not to be planned with until they say that they are free."""
+        self._away.update(socs)
+
+    @property
+    def away(self) -> tuple[int, ...]:
+        """SoCs that are not planned with: users have them, or their rings went on without them; ascending."""
+        return tuple(sorted(self._away))
+
+    def _ask(self, grid: Grid, nodes: Sequence[int]) -> dict[int, NodeStatus]:
+        replies = grid.send_and_receive([_question(node, 0) for node in nodes], timeout=_ANSWER_TIMEOUT_S)
+        return {reply.metadata.src_node_id: decode(NodeStatus, reply.content.config_records[STATUS], "status")
+                for reply in replies if reply.has_content() and STATUS in reply.content.config_records}
+
+    def _match_by_place(self, nodes: Sequence[int], placed: Mapping[int, NodeStatus]) -> None:
+        unplaced = [node for node in nodes if node not in placed]
+        if unplaced:
+            raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, unplaced))} have no board and slot in their node "
+                              "config and others have; give them to all, or to none")
+        self._node_of = {}
+        for node in nodes:
+            soc = self._soc_at(placed[node])
+            where = f"board {placed[node].board}, slot {placed[node].slot}"
+            if soc is None:
+                raise ConfigError(f"SoCFlow: node {node} says that it is at {where}, which the cluster does not have; "
+                                  "mend its node config or the cluster file")
+            if soc in self._node_of:
+                raise ConfigError(f"SoCFlow: nodes {self._node_of[soc]} and {node} both say that they are at {where}; "
+                                  "mend their node configs")
+            self._node_of[soc] = node
+        missing = [soc for soc in self._socs if soc not in self._node_of]
+        if missing:
+            raise InfeasiblePlan(f"SoCFlow: the plan needs SoCs {', '.join(map(str, missing))} and no node says that "
+                                 "it is there; start their SuperNodes, or plan with fewer SoCs")
+
+    def _soc_at(self, status: NodeStatus) -> int | None:
+        if not 0 <= status.board < len(self._cluster.boards):
+            return None
+        socs = list(self._cluster.socs_of(status.board))
+        return socs[status.slot] if 0 <= status.slot < len(socs) else None
+
+
+def _question(node: int, server_round: int) -> Message:
+    return Message(RecordDict({CONFIG: ConfigRecord({ASK: ASK_STATUS, SERVER_ROUND: server_round, PRICED: True})}),
+                   node, QUERY_TYPE, group_id=str(server_round))
+
+
+def is_question(message: Message) -> bool:
+    """Return whether a message is one of `Roster.questions`."""
+    return message.metadata.message_type == QUERY_TYPE

@@ -1,0 +1,108 @@
+"""A ClientApp and a strategy for rings of real processes on this machine."""
+
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
+from torch import nn
+
+from socflower.clients import FP32Trainer, cosine_annealing, make_client_app, sgd
+from socflower.cluster import Cluster, parse_cluster
+from socflower.strategies import SoCFlow
+from socflower.strategies.rings import RingSettings
+from socflower.workloads import LabelledData
+
+NUM_SAMPLES = 320
+
+
+def network(*, norm: bool = False) -> nn.Module:
+    torch.manual_seed(3)
+    layers: list[nn.Module] = [nn.Conv2d(1, 8, 3, bias=not norm)]
+    if norm:
+        layers.append(nn.BatchNorm2d(8))
+    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, 40), nn.ReLU(), nn.Linear(40, 4))
+
+
+def samples() -> LabelledData:
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.randint(0, 4, (NUM_SAMPLES,), generator=generator)
+    inputs = torch.randint(0, 256, (NUM_SAMPLES, 1, 8, 8), generator=generator, dtype=torch.uint8)
+    inputs[torch.arange(NUM_SAMPLES), 0, labels, labels] = 255
+    return LabelledData(inputs=inputs, labels=labels, mean=(0.5,), std=(0.5,), num_classes=4)
+
+
+def part(context: Context, partition: int, num_partitions: int) -> LabelledData:
+    data = samples()
+    return data if num_partitions == 1 else data.select(torch.arange(partition, NUM_SAMPLES, num_partitions))
+
+
+def slow_steps(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Let every loss take as long as the run config says, so that a test has time to strike in between."""
+    global _step_s
+    _step_s = float(context.run_config.get("step-s", 0.0))
+    return call_next(message, context)
+
+
+_step_s = 0.0
+
+
+def _loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    time.sleep(_step_s)
+    return nn.functional.cross_entropy(outputs, labels)
+
+
+def client_app() -> ClientApp:
+    def model(context: Context) -> nn.Module:
+        return network(norm=bool(context.run_config.get("norm", False)))
+
+    def trainer(context: Context) -> FP32Trainer:
+        return FP32Trainer(optimizer=sgd(0.05, 0.9), scheduler=cosine_annealing, loss=_loss)
+
+    def ledger(context: Context) -> Path | None:
+        folder = context.run_config.get("ledger")
+        return Path(str(folder)) / f"{context.node_config['partition-id']}.jsonl" if folder else None
+
+    return make_client_app(model, part, trainer, mods=[slow_steps], ring_ledger=ledger)
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def node_configs(cluster: Cluster, **extra: Any) -> list[dict[str, Any]]:
+    """Return a config for every SoC, in an order that is not theirs."""
+    places = [(board, slot) for board in range(len(cluster.boards)) for slot in range(len(cluster.socs_of(board)))]
+    return [{"board": board, "slot": slot, "ring": f"127.0.0.1:{port}", **extra}
+            for (board, slot), port in zip(places, free_ports(len(places)), strict=True)][::-1]
+
+
+def cluster(boards: int = 2, socs_per_board: int = 2) -> Cluster:
+    return parse_cluster({"boards": boards, "socs_per_board": socs_per_board})
+
+
+def strategy(on: Cluster, num_groups: int = 2, *, rings: Mapping[str, Any] | None = None, **changes: Any) -> SoCFlow:
+    settings: dict[str, Any] = {"cluster": on, "num_groups": num_groups, "num_samples": NUM_SAMPLES, "batch_size": 16,
+                                "num_epochs": 2, "interval_epochs": 1.0, "seed": 4}
+    return SoCFlow(**{**settings, **changes}, rings=RingSettings(**{
+        "heartbeat_s": 4.0, "rendezvous_s": 30.0, "leader_grace_s": 5.0, **(rings or {})}))
+
+
+def initial(*, norm: bool = False) -> ArrayRecord:
+    return ArrayRecord({name: Array(tensor.numpy()) for name, tensor in network(norm=norm).state_dict().items()})
+
+
+def no_metrics(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+    return None
