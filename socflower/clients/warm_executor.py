@@ -235,7 +235,7 @@ def main(arguments: Sequence[str]) -> None:
                           f"{TESTED_FLWR_VERSION}; leave it out")
     sys.argv = [shutil.which(command[0]) or command[0], *command[1:]]
     vars(starter)["subprocess"] = (_WarmSuperNode(options) if command[0] == _SUPERNODE
-                                   else _WarmSuperExec([*PRELOAD, *chosen.preload]))
+                                   else _WarmSuperExec([*chosen.preload, *PRELOAD]))
     sys.exit(_function(_console_script(command[0]))())
 
 

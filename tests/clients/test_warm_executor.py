@@ -235,7 +235,8 @@ def test_flowers_clientapp_runs_in_a_fork_also_after_its_zygote_died(tmp_path: P
             assert process.wait(DEADLINE_S) == 0
             assert (tmp_path / str(index)).read_bytes() == fresh.stdout
             zygotes.append(executor._zygote.pid)
-            os.kill(zygotes[-1], signal.SIGKILL)
+            if index == 0:
+                os.kill(zygotes[0], signal.SIGKILL)
         assert zygotes[0] != zygotes[1]
         silent = executor.Popen(["flwr-clientapp", "--help"], stdout=executor.DEVNULL, stderr=executor.DEVNULL)
         assert silent.wait(DEADLINE_S) == 0
@@ -330,6 +331,9 @@ def test_a_killed_fork_is_to_flower_a_clientapp_that_died() -> None:
         assert len(forks) == 1
         forks[0].kill()
         marks = running.result(500.0)
-        said = next(cluster.folder.glob("marks-*.log")).read_text("utf-8", "replace")
+        of_node, of_run = ((cluster.folder / name).read_text("utf-8", "replace")
+                           for name in ("supernode-0.log", "marks-0.log"))
+    num_starts, num_lost = of_node.count("Start `flwr-clientapp`"), of_run.count("aggregate_train: group")
     assert [mark["round"] for mark in marks] == [0, 1, 2]
-    assert said.count("aggregate_train: group") == 1, said
+    # Flower starts it again if it had not yet read its message, and else answers for it with an error.
+    assert (num_starts, num_lost) in ((3, 0), (2, 1))

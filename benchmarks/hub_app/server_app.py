@@ -1,0 +1,53 @@
+"""The server: `num-rounds` synchronisations under one of two strategies, each marked in a file with its time."""
+
+import hashlib
+import json
+import time
+from pathlib import Path
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from task import load_model
+
+from socflower.cluster import parse_cluster
+from socflower.strategies import SoCFlow
+from socflower.workloads import evaluate, load_data
+
+BATCH_SIZE = 64
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Train; the line of round k is written once all replies of round k have been read and aggregated."""
+    config, data = context.run_config, load_data("digits")
+    num_nodes, num_rounds = int(config["num-nodes"]), int(config["num-rounds"])
+    model = load_model(str(config["model"]))
+    marks = Path(str(config["marks"]))
+
+    def mark(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        weights = arrays.to_torch_state_dict()
+        line = {
+            "round": server_round, "time_s": time.time(),
+            "model_bytes": sum(tensor.numel() * tensor.element_size() for tensor in weights.values()),
+            "sha256": hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights.values())).hexdigest(),
+        }
+        if server_round == num_rounds:
+            model.load_state_dict(weights)
+            line["accuracy"] = evaluate(model, data.test).accuracy
+        with marks.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+        return MetricRecord({})
+
+    while len(list(grid.get_node_ids())) < num_nodes:
+        time.sleep(0.5)
+    initial = ArrayRecord(model.state_dict())
+    if config["strategy"] == "fedavg":
+        FedAvg(fraction_evaluate=0.0, min_train_nodes=num_nodes, min_available_nodes=num_nodes).start(
+            grid, initial, num_rounds=num_rounds, evaluate_fn=mark,
+            train_config=ConfigRecord({"local-epochs": 1, "batch-size": BATCH_SIZE}))
+    else:
+        SoCFlow(cluster=parse_cluster({"boards": 1, "socs_per_board": num_nodes}), num_samples=len(data.train),
+                num_groups=int(config["num-groups"]), batch_size=BATCH_SIZE, num_epochs=num_rounds,
+                interval_epochs=1.0).start(grid, initial, num_rounds=num_rounds, evaluate_fn=mark)

@@ -1,0 +1,84 @@
+"""Seconds of a round whose ClientApps are forked from a process with torch loaded, against fresh processes.
+
+Two deployments of four real SuperNodes train LeNet-5 on the digits in turn, so that other work on a machine slows both
+alike. Each round has a message for each node. The first round of a run, in which the nodes may fetch the app, is left
+out of its time. Beside the wall clock stand the processor seconds that all SuperNodes spent in a round, which say more
+on a machine with fewer cores than nodes. The answer is right if all runs end with the same weights, bit for bit.
+"""
+
+import sys
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from benchmarks.harness import Row, main
+from benchmarks.hub_traffic import Deployment, deployed
+
+NUM_NODES, NUM_ROUNDS = 4, 4
+
+
+class Measured:
+    """What the runs of one deployment took so far."""
+
+    def __init__(self, cluster: Deployment) -> None:
+        cluster.wait_until_idle()
+        self._cluster = cluster
+        self.round_s: list[float] = []  # of each round but the first of a run
+        self.cpu_s: list[float] = []  # of all SuperNodes and what they started; a round's share of each run
+        self.weights: set[str] = set()
+
+    def run(self) -> None:
+        """Train once."""
+        before_s = _cpu_s(self._cluster.node_pids)
+        marks = self._cluster.run(strategy="socflow", num_groups=NUM_NODES, num_rounds=NUM_ROUNDS)
+        self._cluster.wait_until_idle()
+        self.cpu_s.append((_cpu_s(self._cluster.node_pids) - before_s) / NUM_ROUNDS)
+        self.round_s += [after["time_s"] - before["time_s"] for before, after in pairwise(marks[1:])]
+        self.weights.add(marks[-1]["sha256"])
+
+    def memory_bytes(self) -> float:
+        """Return that of one SuperNode and what it started, between rounds; pages that are shared count once."""
+        return median(_memory_bytes(pid) for pid in self._cluster.node_pids)
+
+
+def run(quick: bool = False) -> list[Row]:
+    """Return rows for time, processor time and memory."""
+    with ExitStack() as stack:
+        warm, cold = (Measured(stack.enter_context(deployed(NUM_NODES, warm=warm))) for warm in (True, False))
+        for _ in range(1 if quick else 2):
+            warm.run()
+            cold.run()
+        memory_bytes = [measured.memory_bytes() for measured in (warm, cold)]
+    case, ok = f"LeNet-5, {NUM_NODES} SuperNodes: ", len(warm.weights | cold.weights) == 1
+    return [
+        Row(case=case + what, ours=ours, peer="a fresh process for each message", peer_value=peer, unit=unit,
+            ratio=peer / ours, ok=ok)
+        for what, ours, peer, unit in (
+            ("a round, median", median(warm.round_s), median(cold.round_s), "s"),
+            ("a round, fastest", min(warm.round_s), min(cold.round_s), "s"),
+            ("processor time of all nodes in a round, median", median(warm.cpu_s), median(cold.cpu_s), "s"),
+            ("memory of a node between rounds", *memory_bytes, "B"),
+        )
+    ]
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    node = psutil.Process(pid)
+    return [node, *node.children(recursive=True)]
+
+
+def _cpu_s(pids: tuple[int, ...]) -> float:
+    """Return user and system seconds of processes and of all that they have waited for."""
+    return sum(sum(process.cpu_times()[:4]) for pid in pids for process in _family(pid))
+
+
+def _memory_bytes(pid: int) -> float:
+    return float(sum(process.memory_full_info().pss for process in _family(pid)
+                     if process.status() != psutil.STATUS_ZOMBIE and Path(f"/proc/{process.pid}/smaps").exists()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(run))
