@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from socflower.clients.collective import Collective, Poll, never
+from socflower.cluster.protocol import COMPRESSIONS
 from socflower.errors import ConfigError
-
-COMPRESSIONS = ("none", "fp16", "int8", "int8-stochastic", "dgc")
 
 _STATE_SCHEMA = 1
 

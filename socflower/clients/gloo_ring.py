@@ -43,7 +43,8 @@ class GlooRing(Collective):
 
     Returns at once; the group is built in the background, and operations begin when it is. `heartbeat_s` is how long
     the first member may take for an answer meanwhile. A member that dies breaks the ring, one that hangs or is slow
-    does not. Raises `ConfigError` if an address is not private and the port not trusted.
+    does not. Raises `ConfigError` if an address is not private and the port not trusted. A process is one member: its
+    connections are told from those of another member in the same process by nothing.
     """
 
     def __init__(self, port: RingPort, ranks: Sequence[int], generation: int, heartbeat_s: float) -> None:
@@ -118,7 +119,8 @@ class GlooRing(Collective):
             ports = frozenset(
                 port for rank in range(self.size) for port in json.loads(self._store.get(_DEVICE_KEY.format(rank))))
         except Exception as failure:  # gloo has but RuntimeError, with what the store raised inside
-            return self._fail(self._store.failure or f"the ring could not be built: {str(failure).splitlines()[0]}")
+            self._fail(self._store.failure or f"the ring could not be built: {str(failure).splitlines()[0]}")
+            return self._store.give_up()
         with self._lock:
             self._group, self._ports = group, ports
             # The loser of the race against `close` ends here what it has built.
@@ -180,12 +182,16 @@ class _Work(Generic[_Result]):
             try:
                 self._work.wait(timedelta(seconds=POLL_INTERVAL_S))
                 return
-            except RuntimeError as failure:  # also where only the slice is over; the operation goes on
-                if self._work.is_completed():
-                    self._failure = f"a member is gone ({str(failure).splitlines()[0]})"
-                else:
+            except RuntimeError as failure:
+                # Only the slice may be over. Whether the operation has ended is no sign: it may have done so since.
+                if "timed out" in str(failure).lower() and not self._has_failed():
                     poll()
+                else:
+                    self._failure = f"a member is gone ({str(failure).splitlines()[0]})"
         raise PeerLost(self._failure)
+
+    def _has_failed(self) -> bool:
+        return bool(self._work.is_completed()) and not self._work.is_success()
 
     def result(self, poll: Poll) -> _Result:
         """Wait for it and return what it came to."""
@@ -206,6 +212,7 @@ class _PortStore(dist.Store):
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
         self._closed = False
+        self._missing = ""
         port.handle(_METHOD, self._answer)
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -232,12 +239,25 @@ class _PortStore(dist.Store):
             self._closed = True
             self._changed.notify_all()
 
+    def give_up(self) -> None:
+        """Tell the others that this member will not come; else they would wait for its keys."""
+        if self._port.rank != self._keeper:
+            with suppress(PeerUnreachable, PeerSilent, PeerRefused):
+                self._port.call(self._keeper, _METHOD, self._request("give-up", ""), timeout_s=self._heartbeat_s)
+
+    def _request(self, what: str, key: str) -> bytes:
+        return json.dumps([self._generation, what, key]).encode() + b"\n"
+
     def _ask(self, what: str, key: str, value: bytes = b"") -> bytes:
-        request = json.dumps([self._generation, what, key]).encode() + b"\n" + value
+        request = self._request(what, key) + value
         deadline_s: float | None = None
         while not self._closed:
             if self._port.rank == self._keeper:
-                return self._keep(what, key, value, lambda: True)
+                try:
+                    return self._keep(what, key, value, lambda: True)
+                except PeerRefused as failure:
+                    self.failure = str(failure)
+                    raise
             try:
                 return self._port.call(self._keeper, _METHOD, request, timeout_s=self._heartbeat_s + _HOLD_S)
             except PeerNotReady:
@@ -262,6 +282,11 @@ class _PortStore(dist.Store):
             raise PeerNotReady(f"generation {generation} has not begun here")
         if generation < self._generation or self._closed:
             raise PeerRefused(f"generation {generation} is over")
+        if what == "give-up":
+            with self._changed:
+                self._missing = f"rank {caller.rank} left while the ring opened"
+                self._changed.notify_all()
+            return b""
         return self._keep(what, key, value, caller.is_active)
 
     def _keep(self, what: str, key: str, value: bytes, is_wanted: Callable[[], bool]) -> bytes:
@@ -271,9 +296,12 @@ class _PortStore(dist.Store):
             elif what == "add":
                 self._values[key] = str(int(self._values.get(key, b"0")) + int(value)).encode()
             elif what == "get":
-                self._changed.wait_for(lambda: self._closed or key in self._values or not is_wanted(), _HOLD_S)
+                self._changed.wait_for(
+                    lambda: self._closed or self._missing or key in self._values or not is_wanted(), _HOLD_S)
             self._changed.notify_all()
             found = self._values.get(key)
+            if found is None and self._missing:
+                raise PeerRefused(self._missing)
             if what == "add":
                 return found or b""
             return b"0" if found is None else b"1" + found

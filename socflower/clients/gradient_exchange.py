@@ -1,15 +1,18 @@
 """Exchanging a model's gradients over a ring, part by part while the backward pass goes on (F7)."""
 
+import hashlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from socflower.clients.collective import Collective, Poll, Work
+from socflower.clients.collective import POLL_INTERVAL_S, Collective, Poll, Work
 from socflower.clients.compression import GradientCompression
+from socflower.errors import ConfigError
 
 
 @dataclass(slots=True)
@@ -18,8 +21,26 @@ class _Bucket:
 
     parameters: list[nn.Parameter]
     buffer: Tensor  # flat; reduced into, so that a reduction that fails spoils no gradient
-    views: list[Tensor] = field(default_factory=list)  # of the buffer, one like each parameter
-    num_missing: int = 0  # parameters whose gradient is not there yet
+    views: list[Tensor]  # of the buffer, one like each parameter
+    taken: list[bool] = field(default_factory=list)  # by parameter, whether its gradient is in the buffer
+    num_missing: int = 0
+
+    def start(self) -> None:
+        """Forget what is in the buffer."""
+        self.taken = [False] * len(self.parameters)
+        self.num_missing = len(self.parameters)
+
+    def take(self, position: int) -> None:
+        """Move a gradient into the buffer; a member without samples has none, which is zero."""
+        parameter, view = self.parameters[position], self.views[position]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is not view:
+            view.copy_(parameter.grad)
+        # What the backward pass has made is freed at once, and its memory good for the next layer's.
+        parameter.grad = view
+        self.taken[position] = True
+        self.num_missing -= 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,15 +55,17 @@ class GradientExchange:
     """Sums the members' weighted gradients, in `num_buckets` parts of about equal bytes.
 
     Parts go out in the order in which a backward pass ends with them, last layers first, the same in all members.
+    In a part, gradients have the memory layouts of their parameters, so these have to be the same in all members, too.
     """
 
     def __init__(self, model: nn.Module, num_buckets: int) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
         self._buckets = [_bucket(part) for part in _parts(parameters, num_buckets)]
-        self._bucket_of = {id(parameter): index for index, bucket in enumerate(self._buckets)
-                           for parameter in bucket.parameters}
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in parameters]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number, position))
+                       for number, bucket in enumerate(self._buckets)
+                       for position, parameter in enumerate(bucket.parameters)]
         self._step: _Step | None = None
+        self._agreed_on: Collective | None = None  # the ring in which all members have been found to be alike
 
     @property
     def num_buckets(self) -> int:
@@ -55,14 +78,18 @@ class GradientExchange:
     ) -> None:
         """Get ready for a step's backward pass.
 
-        `overlapped` says that gradients are final as soon as the pass has made them; else nothing is sent before
-        `finish`. `poll` is called at each layer of the pass and while waiting; what it raises ends the step.
+        `overlapped` says that gradients are final as soon as the pass has made them, each once; else nothing is sent
+        before `finish`. `poll` is called at each layer of the pass and while waiting; what it raises ends the step.
+        In a ring's first step members make sure that they are alike: raises `ConfigError` if not, `PeerLost`, or what
+        `poll` raises.
         """
+        # A trainer may have given the model another layout; a copy into it would cost as much as a layer.
+        self._buckets = [bucket if _is_laid_out(bucket) else _bucket(bucket.parameters) for bucket in self._buckets]
+        if ring is not self._agreed_on:
+            self._require_alike(ring, poll)
         for bucket in self._buckets:
-            bucket.num_missing = len(bucket.parameters)
-        # Waiting for a turn, or for a compressed exchange, must not hold up the backward pass.
-        in_thread = turn is not None or compression is not None
-        self._step = _Step(ring, poll, overlapped, turn, compression, _Sender() if in_thread else None)
+            bucket.start()
+        self._step = _Step(ring, poll, overlapped, turn, compression)
 
     def finish(self) -> None:
         """Return when all members' gradients are summed; they are the parameters' gradients then.
@@ -72,22 +99,25 @@ class GradientExchange:
         step, self._step = self._step, None
         assert step is not None
         try:
-            while step.num_sent < len(self._buckets):
-                step.send(self._buckets[step.num_sent])
+            for bucket in self._buckets[step.num_sent:]:
+                for position, taken in enumerate(bucket.taken):
+                    if not taken:
+                        bucket.take(position)
+                step.send(bucket)
             step.wait()
         finally:
             step.end()
-        for bucket in self._buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view
 
     def abandon(self) -> None:
-        """Forget a step whose backward pass or exchange failed."""
-        step, self._step = self._step, None
-        if step is not None:
-            step.end()
+        """Forget a step whose backward pass or exchange failed, and its gradients."""
+        if self._step is not None:
+            self._step.end()
+            self._step = None
         # Somebody may still be writing into the old buffers.
         self._buckets = [_bucket(bucket.parameters) for bucket in self._buckets]
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
 
     def close(self) -> None:
         """Let go of the model."""
@@ -97,17 +127,27 @@ class GradientExchange:
         for hook in self._hooks:
             hook.remove()
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        """Note that the backward pass is done with a parameter, and send what is complete."""
+    def _on_gradient(self, number: int, position: int, _: Tensor) -> None:
+        """Take what the backward pass has made of a parameter, while it is in the cache; send what is complete."""
         step = self._step
         if step is None:
             return
         step.poll()
         if not step.overlapped:
             return
-        self._buckets[self._bucket_of[id(parameter)]].num_missing -= 1
+        if self._buckets[number].taken[position]:
+            raise RuntimeError("a gradient was made twice in one step; begin with overlapped=False where passes add up")
+        self._buckets[number].take(position)
         while step.num_sent < len(self._buckets) and not self._buckets[step.num_sent].num_missing:
             step.send(self._buckets[step.num_sent])
+
+    def _require_alike(self, ring: Collective, poll: Poll) -> None:
+        own = hashlib.sha256(repr([(bucket.buffer.dtype, [(tuple(view.shape), view.stride()) for view in bucket.views])
+                                   for bucket in self._buckets]).encode()).digest()
+        if len(set(ring.all_gather(own, poll))) > 1:
+            raise ConfigError("ring: its members differ in their models' parameters, the layout of these in memory, or "
+                              "the number of buckets; give all members of a group the same model and trainer")
+        self._agreed_on = ring
 
 
 class _Step:
@@ -115,41 +155,46 @@ class _Step:
 
     def __init__(
         self, ring: Collective, poll: Poll, overlapped: bool, turn: Turn | None,
-        compression: GradientCompression | None, sender: "_Sender | None",
+        compression: GradientCompression | None,
     ) -> None:
         self.poll, self.overlapped = poll, overlapped
         self.num_sent = 0
-        self._ring, self._turn, self._compression, self._sender = ring, turn, compression, sender
+        self._ring, self._turn, self._compression = ring, turn, compression
         self._works: list[Work] = []
-        if sender is not None and turn is not None:
-            sender.do(turn.begin)
+        # Waiting for a turn, or for a compressed exchange, must not hold up the backward pass.
+        self._sender = None if turn is None and compression is None else _Sender()
+        if self._sender is not None and turn is not None:
+            self._sender.do(turn.begin)
 
     def send(self, bucket: _Bucket) -> None:
         number, self.num_sent = self.num_sent, self.num_sent + 1
-        _fill(bucket)
         if self._sender is None:
-            self._works.append(self._ring.all_reduce(bucket.buffer))
+            self._reduce(bucket)
         elif self._compression is None:
-            self._sender.do(lambda: self._ring.all_reduce(bucket.buffer).wait(self._poll_in_thread))
+            self._sender.do(partial(self._reduce, bucket))
         else:
-            compression = self._compression
-            self._sender.do(lambda: compression.exchange(self._ring, number, bucket.buffer, self._poll_in_thread))
+            self._sender.do(partial(self._compression.exchange, self._ring, number, bucket.buffer,
+                                    self._sender.require_wanted))
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait(self.poll)
-        if self._sender is not None:
-            if self._turn is not None:
-                self._sender.do(self._turn.end)
-            self._sender.wait(self.poll)
+        if self._sender is None:
+            self._wait_for_works(self.poll)
+            return
+        self._sender.do(partial(self._wait_for_works, self._sender.require_wanted))
+        if self._turn is not None:
+            self._sender.do(self._turn.end)
+        self._sender.wait(self.poll)
 
     def end(self) -> None:
         if self._sender is not None:
             self._sender.close()
 
-    def _poll_in_thread(self) -> None:
-        assert self._sender is not None
-        self._sender.require_wanted()
+    def _reduce(self, bucket: _Bucket) -> None:
+        self._works.append(self._ring.all_reduce(bucket.buffer))
+
+    def _wait_for_works(self, poll: Poll) -> None:
+        for work in self._works:
+            work.wait(poll)
 
 
 class _Abandoned(Exception):
@@ -172,7 +217,7 @@ class _Sender:
 
     def wait(self, poll: Poll) -> None:
         self._tasks.put(None)
-        while not self._idle.wait(0.05):
+        while not self._idle.wait(POLL_INTERVAL_S):
             poll()
         if self._failure is not None:
             raise self._failure
@@ -195,28 +240,31 @@ class _Sender:
         self._idle.set()
 
 
-def _fill(bucket: _Bucket) -> None:
-    """Copy the gradients into the buffer; a member without samples has none, which is zero."""
-    for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-        if parameter.grad is None:
-            view.zero_()
-        else:
-            view.copy_(parameter.grad)
-
-
 def _bucket(parameters: Sequence[nn.Parameter]) -> _Bucket:
     buffer = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=parameters[0].dtype)
-    bucket = _Bucket(list(parameters), buffer)
+    views = []
     start = 0
     for parameter in parameters:
-        part = buffer[start:start + parameter.numel()]
-        dense = sorted(parameter.stride()) == sorted(parameter.contiguous().stride()) or parameter.is_contiguous(
-            memory_format=torch.channels_last) if parameter.dim() == 4 else parameter.is_contiguous()
-        # In the parameter's own layout the optimiser reads the gradient in one sweep.
-        bucket.views.append(part.as_strided(parameter.size(), parameter.stride(), part.storage_offset()) if dense
-                            else part.view(parameter.size()))
+        # In the parameter's own layout the gradient is copied, and read by the optimiser, in one sweep.
+        views.append(torch.as_strided(buffer, parameter.size(), _strides(parameter), start))
         start += parameter.numel()
-    return bucket
+    return _Bucket(list(parameters), buffer, views)
+
+
+def _is_laid_out(bucket: _Bucket) -> bool:
+    return all(view.stride() == _strides(parameter)
+               for parameter, view in zip(bucket.parameters, bucket.views, strict=True))
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """Return the strides of a parameter, or contiguous ones if it has gaps or meets itself."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.size(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return torch.empty(parameter.size(), device="meta").stride()
+            expected *= size
+    return parameter.stride()
 
 
 def _parts(parameters: Sequence[nn.Parameter], num_parts: int) -> list[list[nn.Parameter]]:

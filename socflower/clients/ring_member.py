@@ -179,39 +179,50 @@ class _Work:
         A member that failed in a step which the source has applied was part of that step: it had given its gradient,
         or the source could not have got the sum. So the step counts for it as well, and is not done again.
         """
-        assert self._collective is not None
-        source = generation.members.index(generation.source)
-        ours = generation.source == self._ring.participant
-        if self._under_way is not None:
-            self._settle_step_under_way(adopted=generation.num_steps > self._num_steps)
         stands_behind = generation.num_steps != self._num_steps or not self._has_model
-        if not generation.same_model:
-            weights = self._collective.broadcast(_weights_to_bytes(self._model, with_buffers=not self._num_steps)
-                                                 if ours else None, source, self._poll)
-            if not ours:
-                _weights_from_bytes(self._model, weights, with_buffers=not generation.num_steps)
-        if not generation.same_optimizer:
-            state = self._collective.broadcast((self._current_state() or b"") if ours else None, source, self._poll)
-            if not ours:
-                self._state = state or None
-        if not ours and (stands_behind or not generation.same_optimizer):
-            self._num_steps = generation.num_steps
+        if self._under_way is not None and generation.num_steps == self._num_steps:
+            self._undo_step_under_way()
+        weights = None if generation.same_model else self._from(
+            generation.source, lambda: _weights_to_bytes(self._model, with_buffers=not self._num_steps))
+        state = None if generation.same_optimizer else self._from(
+            generation.optimizer_source, lambda: self._current_state() or b"")
+        # From here on nothing can fail. Had the source died between its weights and its optimiser, or before either, a
+        # member that had counted its step already would pass for one that has applied it, and the step would be lost.
+        if weights is not None and generation.source != self._ring.participant:
+            _weights_from_bytes(self._model, weights, with_buffers=not generation.num_steps)
+        if self._under_way is not None:
+            self._adopt_step_under_way()
+        if state is not None and generation.optimizer_source != self._ring.participant:
+            self._state = state or None
             self._drop_session()
+        elif stands_behind:
+            self._drop_session()
+        self._num_steps = generation.num_steps
         self._has_model = True
         if self._session is None:
             self._session = self._start_session()
 
-    def _settle_step_under_way(self, *, adopted: bool) -> None:
-        """Count a step that the others have applied, or undo what its passes have changed, before it is redone."""
+    def _from(self, participant: int, make: Callable[[], bytes]) -> bytes:
+        """Return what a member of the ring makes, in all members."""
+        assert self._collective is not None
+        return self._collective.broadcast(make() if participant == self._ring.participant else None,
+                                          self._members.index(participant), self._poll)
+
+    def _undo_step_under_way(self) -> None:
+        """Undo what a step's passes have changed, before it is redone."""
         assert self._under_way is not None
-        snapshot, own, loss = self._under_way
+        snapshot, _, _ = self._under_way
         self._under_way = None
-        if adopted:
-            if self._compression is not None:
-                self._compression.finish_step()
-            self._count(own, loss, adopted=True)
-        else:
-            _restore(self._model, snapshot)
+        _restore(self._model, snapshot)
+
+    def _adopt_step_under_way(self) -> None:
+        """Count a step that the others have applied."""
+        assert self._under_way is not None
+        _, own, loss = self._under_way
+        self._under_way = None
+        if self._compression is not None:
+            self._compression.finish_step()
+        self._count(own, loss, adopted=True)
 
     def _start_session(self) -> ExchangingSession:
         group, position = self._group, self._group.partitions.index(self._ring.participant)
@@ -293,6 +304,7 @@ class _Work:
 
         def begin() -> None:
             if waits:
+                turns.end(step - 1)  # the member that waited before this one may have died before it could say so
                 turns.wait(step, self._poll)
             ring.broadcast(b"" if waits else None, 0, self._poll)
 
@@ -323,6 +335,7 @@ class _Work:
             raise RuntimeError(f"group {self._group.group_id}: its members have come to different weights; nothing of "
                                "this interval is used")
         self._average(floats, counters, told)
+        self._membership.finish()
         members = self._members
         answering = self._ring.leader if self._ring.leader in members else members[0]
         return MemberEnd(
@@ -351,7 +364,7 @@ class _Work:
     def _outcome(self, outcome: str, *, answers: bool) -> RingOutcome:
         soc_of = dict(zip(self._group.partitions, self._group.members, strict=True))
         return RingOutcome(
-            outcome=outcome, members=tuple(soc_of[participant] for participant in self._members),
+            outcome=outcome, members=tuple(soc_of[participant] for participant in self._membership.finished),
             num_steps=self._num_steps, answers=answers, recoveries_s=tuple(self._recoveries_s),
             preempted=tuple(soc_of[participant] for participant in self._membership.preempted),
             log=self._membership.log_lines)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from logging import WARNING
+from logging import INFO, WARNING
 from typing import Any, TypeVar
 
 from flwr.supercore import log
@@ -48,6 +48,7 @@ class Generation:
     source: int  # the member whose model and steps count; the others take them over
     num_steps: int  # that the source has applied
     same_model: bool  # whether all members have that model, at that step, already
+    optimizer_source: int  # the member whose optimiser counts: a leader that is new to its group has none
     same_optimizer: bool
 
 
@@ -78,18 +79,23 @@ class Membership:
         self._port, self._me = port, participant
         self._patience_s = heartbeat_s / 4  # with one question; so that a hung member costs less than a heartbeat
         self._deadline_s = time.monotonic() + rendezvous_s
-        self._members = tuple(members)  # of the newest decision; at first, of the plan
+        self._planned = tuple(members)
+        self._members = self._planned  # of the newest decision; at first, of the plan
         self._changed = threading.Condition()
         self._joins: dict[int, dict[int, Standing]] = {}  # by generation and participant
         self._decision: Generation | None = None
         self._wanted = 0  # the highest generation that anybody asks for
-        self._gone: dict[int, str] = {}  # members known to have left, and why
+        self._gone: set[int] = set()  # members that said that they leave
+        self._done: set[int] = set()  # members that said that they have all that the interval came to
+        self._seen: set[int] = set()  # members that have been there; one that no longer is has not yet to start
+        self._suspect: int | None = None  # the member that the watchdog found silent
         self._forming = True
         self._closed = False
         self._log: list[str] = []
         port.handle("join", self._on_join)
         port.handle("probe", self._on_probe)
         port.handle("leave", self._on_leave)
+        port.handle("done", self._on_done)
         self._watchdog = threading.Thread(target=self._watch, name="ring-watchdog", daemon=True)
         self._watchdog.start()
 
@@ -104,6 +110,11 @@ class Membership:
         return tuple(sorted(self._gone))
 
     @property
+    def finished(self) -> tuple[int, ...]:
+        """Participants of the ring as it stands, and those that ended with it before this member did."""
+        return tuple(sorted({*self._members, *self._done}, key=self._planned.index))
+
+    @property
     def log_lines(self) -> tuple[str, ...]:
         """What happened to the ring, a line each."""
         return tuple(self._log)
@@ -116,7 +127,9 @@ class Membership:
         with self._changed:
             number = max(self._wanted, 0 if self._decision is None else self._decision.number + 1)
             self._wanted, self._forming = number, True
-        silent: dict[int, int] = {}
+            # The watchdog's verdict counts for one question, so that a hung member costs little more than a heartbeat.
+            silent = {} if self._suspect is None else {self._suspect: 1}
+            self._suspect = None
         while True:
             decision = self._try_candidates(number, standing, silent, poll)
             if decision is None:
@@ -124,7 +137,7 @@ class Membership:
                     number = max(number, self._wanted)
                 continue
             with self._changed:
-                absent = [member for member in self._members if member not in decision.members]
+                absent = [member for member in self._members if member not in {*decision.members, *self._done}]
                 self._decision, self._members, self._forming = decision, decision.members, False
                 self._changed.notify_all()
             if absent:
@@ -143,6 +156,11 @@ class Membership:
         others = [member for member in self._members if member != self._me]
         self._to_all(others, lambda member: self._port.call(member, "leave", timeout_s=_SLICE_S))
 
+    def finish(self) -> None:
+        """Tell the others that this member has the interval's result, so that they do not miss it when it ends."""
+        others = [member for member in self._members if member != self._me and member not in self._done]
+        self._to_all(others, lambda member: self._port.call(member, "done", timeout_s=_SLICE_S))
+
     def close(self) -> None:
         """End the watching; the port is its owner's."""
         self._closed = True
@@ -156,27 +174,44 @@ class Membership:
     ) -> Generation | None:
         """Ask whoever may coordinate, in order, or coordinate; None where the outcome is still open."""
         for candidate in self._members:
-            if candidate in self._gone and candidate != self._me:
+            if candidate != self._me and (candidate in self._gone or candidate in self._done):
                 continue
             poll()
             if candidate == self._me:
                 return self._coordinate(number, standing, silent, poll)
             try:
+                # A probe first: who hangs is found out by a short question, and not by one that may be held.
+                told = json.loads(self._port.call(candidate, "probe", str(number).encode(),
+                                                  timeout_s=self._patience_s))
+                self._seen.add(candidate)
+                if told and _decision_of(told).number >= number:
+                    return self._taken_in(told)
                 answer = json.loads(self._port.call(
                     candidate, "join", json.dumps({"generation": number, **asdict(standing)}).encode(),
                     timeout_s=_SLICE_S + self._patience_s))
-            except (PeerUnreachable, PeerRefused):  # refused by a process of the interval before, which is ending
+            except PeerUnreachable:
+                continue
+            except PeerRefused:
+                self._require_same_interval(number)
                 continue
             except PeerSilent:
                 silent[candidate] = silent.get(candidate, 0) + 1
                 if silent[candidate] < _TIMES_SILENT:
                     return None
                 continue
-            if "wait" in answer:
-                silent.pop(candidate, None)
-                return None
-            return self._taken_in(answer)
+            silent.pop(candidate, None)
+            return None if "wait" in answer else self._taken_in(answer)
         raise AssertionError("a member is among its own ring's members")
+
+    def _require_same_interval(self, number: int) -> None:
+        """Raise `LeftOut` if a member that refuses this one's token must be in an interval after this one.
+
+        At the beginning it may be a process of the interval before, which is ending. Later it cannot: nobody is asked
+        for the next interval before this one has ended. So a member that hung for an interval, and wakes, does not
+        take the others for dead and do the rest of that interval's work alone.
+        """
+        if number or time.monotonic() > self._deadline_s:
+            raise LeftOut("the others have gone on to another interval")
 
     def _taken_in(self, answer: dict[str, Any]) -> Generation:
         decision = _decision_of(answer)
@@ -194,8 +229,8 @@ class Membership:
                 if self._wanted > number:
                     return None
                 joined = dict(self._joins.get(number, {}))
-            missing = [member for member in others if member not in joined and member not in self._gone]
-            absent = self._absent(missing, number, silent) if missing else {}
+            missing = [member for member in others if member not in {*joined, *self._gone, *self._done}]
+            absent = self._absent(missing, number, silent) if missing else set()
             if isinstance(absent, Generation):
                 return self._taken_in(asdict(absent))
             if len(absent) == len(missing):
@@ -205,24 +240,29 @@ class Membership:
             with self._changed:
                 self._changed.wait(_PAUSE_S if number else _START_PAUSE_S)
 
-    def _absent(self, missing: Sequence[int], number: int, silent: dict[int, int]) -> dict[int, str] | Generation:
-        """Return which members will not come, and why; or the decision that was made without this one."""
-        absent: dict[int, str] = {}
+    def _absent(self, missing: Sequence[int], number: int, silent: dict[int, int]) -> set[int] | Generation:
+        """Return which members will not come; or the decision that was made without this one."""
         waiting_for_start = number == 0 and time.monotonic() < self._deadline_s
-        for member, answer in self._probe(missing).items():
+        # Who did not answer while this member looked for a coordinator need not be waited for once more.
+        absent = set() if waiting_for_start else {
+            member for member in missing if silent.get(member, 0) >= _TIMES_SILENT}
+        for member, answer in self._probe([member for member in missing if member not in absent]).items():
             if isinstance(answer, dict):
+                self._seen.add(member)
                 silent.pop(member, None)
                 decision = _decision_of(answer) if answer else None
                 if decision is not None and decision.number >= number:
                     return decision
-            elif waiting_for_start:
+            elif waiting_for_start and not (isinstance(answer, PeerUnreachable) and member in self._seen):
                 continue
             elif isinstance(answer, PeerSilent):
                 silent[member] = silent.get(member, 0) + 1
                 if silent[member] >= _TIMES_SILENT:
-                    absent[member] = "does not answer"
+                    absent.add(member)
             else:
-                absent[member] = "is gone"
+                if isinstance(answer, PeerRefused):
+                    self._require_same_interval(number)
+                absent.add(member)
         return absent
 
     def _decide(self, number: int, standings: dict[int, Standing]) -> Generation:
@@ -230,11 +270,17 @@ class Membership:
         with_model = [member for member in members if standings[member].has_model]
         source = max(with_model, key=lambda member: (standings[member].num_steps, -member), default=-1)
         best = standings[source] if source >= 0 else Standing(num_steps=0, has_model=False, optimizer="")
+        # Before the first step nobody's optimiser has moved, so any will do; a node that comes back has lost its own.
+        optimizer_source = source
+        if not best.num_steps and not best.optimizer:
+            optimizer_source = next((member for member in members if standings[member].optimizer), source)
+        optimizer = standings[optimizer_source].optimizer if optimizer_source >= 0 else ""
         decision = Generation(
             number=number, members=members, source=source, num_steps=best.num_steps,
             same_model=all((standings[member].num_steps, standings[member].has_model) == (best.num_steps, True)
                            for member in members),
-            same_optimizer=all(standings[member].optimizer == best.optimizer for member in members))
+            optimizer_source=optimizer_source,
+            same_optimizer=all(standings[member].optimizer == optimizer for member in members))
         with self._changed:
             self._decision = decision
             self._changed.notify_all()
@@ -242,7 +288,10 @@ class Membership:
 
     def _note(self, absent: Sequence[int], number: int) -> None:
         for member in absent:
-            why = self._gone.get(member, "did not come to the rendezvous" if number == 0 else "is gone or hangs")
+            if member in self._gone:
+                log(INFO, "ring: participant %d has left; the ring goes on with %d", member, len(self._members))
+                continue
+            why = "did not come to the rendezvous" if number == 0 else "is gone or hangs"
             self._log.append(f"participant {member} {why}; the ring goes on with {len(self._members)}")
             log(WARNING, "ring: %s", self._log[-1])
 
@@ -257,6 +306,7 @@ class Membership:
             if number > self._wanted:
                 self._wanted = number
                 self._changed.notify_all()
+            self._seen.add(caller.rank)
             self._joins.setdefault(number, {})[caller.rank] = Standing(
                 num_steps=int(asked["num_steps"]), has_model=bool(asked["has_model"]),
                 optimizer=str(asked["optimizer"]))
@@ -281,9 +331,15 @@ class Membership:
 
     def _on_leave(self, caller: Caller, body: bytes) -> bytes:
         with self._changed:
-            self._gone[caller.rank] = "left for its user's own work"
+            self._gone.add(caller.rank)
             if self._decision is not None and caller.rank in self._decision.members:
                 self._wanted = max(self._wanted, self._decision.number + 1)
+            self._changed.notify_all()
+        return b""
+
+    def _on_done(self, caller: Caller, body: bytes) -> bytes:
+        with self._changed:
+            self._done.add(caller.rank)
             self._changed.notify_all()
         return b""
 
@@ -293,25 +349,31 @@ class Membership:
         """Ask the next member for a sign of life, all the time: a process that hangs breaks no connection."""
         failures = 0
         while not self._closed:
-            time.sleep(self._patience_s)
+            if not failures:
+                time.sleep(self._patience_s)
             with self._changed:
                 decision, forming = self._decision, self._forming
-            if decision is None or forming or len(decision.members) < 2:
+                ring = () if decision is None else tuple(
+                    member for member in decision.members if member not in self._done or member == self._me)
+            if decision is None or forming or len(ring) < 2:
                 failures = 0
+                time.sleep(_PAUSE_S)
                 continue
-            ring = decision.members
             following = ring[(ring.index(self._me) + 1) % len(ring)]
             try:
                 self._port.call(following, "probe", timeout_s=self._patience_s)
                 failures = 0
             except PeerUnreachable:
                 failures = _TIMES_SILENT
-            except (PeerSilent, PeerRefused):
+            except PeerSilent:
                 failures += 1
+            except PeerRefused:  # it is in another interval, so this one is over
+                failures = _TIMES_SILENT
             if failures >= _TIMES_SILENT:
                 with self._changed:
-                    if self._decision is decision:
+                    if self._decision is decision and not self._forming and following not in self._done:
                         self._wanted = max(self._wanted, decision.number + 1)
+                        self._suspect = following
                         self._changed.notify_all()
                 failures = 0
 

@@ -7,7 +7,8 @@ here or elsewhere, and a body cannot be changed. A stream is authenticated when 
 one: they come over the same connection, so that changing them takes somebody in the path; whoever must fear that needs
 TLS, which guards every byte (with TLS both sides show certificates of the ring's authority, besides the token).
 
-A connection that never becomes a call (no certificate, no HTTP/2) is closed below Python; see `ring_strangers`.
+A connection that never becomes a call (no certificate, no HTTP/2) is closed below Python, by gRPC; `ring_strangers`
+looks for those.
 """
 
 import errno
@@ -17,24 +18,29 @@ import os
 import socket
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from threading import Condition, Lock, Thread
+from threading import Lock, Thread
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 import grpc
 
 from socflower.clients.ring_address import require_private, split_address
+from socflower.clients.ring_failures import PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable, failure_of
 from socflower.clients.ring_refusals import Log, Refusals, warn
+from socflower.clients.ring_strangers import StrangerWatch
+from socflower.clients.ring_stream import OutgoingStream
+from socflower.clients.ring_tls import RingTls
 from socflower.errors import ConfigError
 
-CHUNK_BYTES = 1 << 20
-"""The payload of a stream's message, at most; 1 MiB reaches a link's speed, 64 KiB a quarter of it on loopback."""
+__all__ = [
+    "CALL_LIMIT_BYTES", "Admission", "Caller", "Handler", "OutgoingStream", "PeerNotReady", "PeerRefused", "PeerSilent",
+    "PeerUnreachable", "Reader", "RingPort", "RingTls",
+]
+
 CALL_LIMIT_BYTES = 4 << 20
 """The body of a call or of its answer, at most; what is larger goes as a stream."""
 
@@ -46,37 +52,6 @@ _RECONNECT_MS = 100
 _PARTING_S = 1.0
 _GRACE_S = 0.05
 _NEVER = (errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM, errno.EAFNOSUPPORT)
-_QUEUED_MESSAGES = 2  # of a stream, besides the one on its way
-
-
-@dataclass(frozen=True)
-class RingTls:
-    """PEM files of the ring's authority, this member's certificate (with its address as a name) and private key."""
-
-    ca: Path
-    certificate: Path
-    key: Path
-
-    def read(self) -> tuple[bytes, bytes, bytes]:
-        """Return the contents of authority, certificate and key; `ConfigError` if one cannot be read."""
-        return _read_pem("ring-ca", self.ca), _read_pem("ring-certificate", self.certificate), \
-            _read_pem("ring-key", self.key)
-
-
-class PeerUnreachable(Exception):
-    """Nobody listens there, or the connection broke: it has not begun yet, or it is dead."""
-
-
-class PeerNotReady(PeerUnreachable):
-    """It listens but does not take this call yet; try again."""
-
-
-class PeerSilent(Exception):
-    """It does not answer: the time was up, or its machine or process hangs."""
-
-
-class PeerRefused(Exception):
-    """It answered that it does not want this; the text says why. Handlers raise it to say so."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +122,8 @@ class RingPort:
             [(pem[2], pem[1])], root_certificates=pem[0], require_client_auth=True) if pem else None
         self._server, port = self._bind(listen, credentials, time.monotonic() + bind_timeout_s)
         self.host, self.port = host, port
+        self._strangers = StrangerWatch(
+            port, lambda end: self.refused(end, "a connection that made no call a member could make"))
         self._server.start()
 
     def handle(self, method: str, handler: Handler) -> None:
@@ -167,11 +144,11 @@ class RingPort:
             answer, call = self._channel(rank, own=False).unary_unary(f"/{_SERVICE}/{method}").with_call(
                 body, timeout=timeout_s, metadata=((_PASS_KEY, self._pass(method, rank, nonce, body)),))
         except grpc.RpcError as error:
-            raise _failure(peer, error) from None
+            raise failure_of(peer, error) from None
         self._require_proof(peer, call.trailing_metadata(), method, rank, nonce, answer)
         return bytes(answer)
 
-    def open_stream(self, rank: int, method: str, opening: bytes = b"") -> "OutgoingStream":
+    def open_stream(self, rank: int, method: str, opening: bytes = b"") -> OutgoingStream:
         """Return a stream that member `rank` has agreed to read; raise as `call` does.
 
         It has a connection of its own, so that calls and pings do not queue behind its chunks.
@@ -203,6 +180,7 @@ class RingPort:
             if self._closed:
                 return
             self._closed = True
+            self._strangers.close()
             channels = list(self._channels.values())
             self._channels.clear()
         deadline_s = time.monotonic() + _PARTING_S
@@ -241,6 +219,7 @@ class RingPort:
     def _serve(
         self, method: str, metadata: dict[str, bytes], messages: Iterator[bytes], context: grpc.ServicerContext,
     ) -> bytes:
+        self._strangers.called(context.peer())
         sender, nonce, digest = self._authenticate(method, metadata, context)
         caller = Caller(rank=sender, address=context.peer(), is_active=context.is_active)
         try:
@@ -257,12 +236,11 @@ class RingPort:
             handler = self._handlers.get(method)
             if handler is None:
                 raise PeerNotReady(f"{method!r} is not taken here yet")
-            body = next(messages, None)
-            if body is None:
-                if not context.is_active():  # it hung up; or gRPC has refused what it sent
-                    self._refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"a truncated or too long {method!r} "
-                                 f"call of rank {sender} (the limit is {CALL_LIMIT_BYTES} bytes)")
-                self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, f"an empty {method!r} call of rank {sender}")
+            try:
+                body = next(messages)
+            except Exception:  # what broke off or was too long for gRPC looks like an end, or raises a bare exception
+                self._refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"an empty, truncated or too long {method!r} "
+                             f"call of rank {sender} (the limit is {CALL_LIMIT_BYTES} bytes)")
             self._require_digest(body, digest, method, context)
             answer = handler(caller, body)
         except PeerRefused as refusal:
@@ -348,79 +326,6 @@ class RingPort:
         return hmac.digest(self._token, text, "sha256")
 
 
-class OutgoingStream:
-    """A stream of messages to one member, in order; what is written waits while the member does not read."""
-
-    def __init__(self, peer: str, method: grpc.StreamUnaryMultiCallable, metadata: Any) -> None:
-        self._peer = peer
-        self._waiting: deque[bytes] = deque()
-        self._changed = Condition()
-        self._ended: Exception | None = None
-        self._finishing = False
-        self._call = method.future(self._messages(), metadata=metadata)
-        self._call.add_done_callback(self._end)
-
-    def agreement(self) -> Any:
-        """Wait for the other side's answer to the opening and return its metadata; raise what `call` raises."""
-        metadata = self._call.initial_metadata()
-        if not metadata:  # gRPC reports this a little before it reports that, and why, the call has failed
-            with self._changed:
-                self._changed.wait_for(lambda: self._ended, _PARTING_S)
-        if self._ended:
-            raise self._ended
-        return metadata
-
-    def write(self, message: bytes) -> None:
-        """Queue a message; wait while the queue is full; raise `PeerUnreachable`, `PeerSilent` or `PeerRefused`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or len(self._waiting) < _QUEUED_MESSAGES)
-            if self._ended:
-                raise self._ended
-            self._waiting.append(message)
-            self._changed.notify_all()
-
-    def finish(self) -> None:
-        """Write no more: the other side reads what was written, and then the end."""
-        with self._changed:
-            self._finishing = True
-            self._changed.notify_all()
-
-    def wait_finished(self, timeout_s: float) -> None:
-        """Wait, but not long, until a stream that was finished has been read to its end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or not self._finishing, max(0.0, timeout_s))
-
-    def has_ended(self) -> bool:
-        """Whether it is over, for whatever reason."""
-        return self._ended is not None
-
-    def on_end(self, look: Callable[[Exception | None], None]) -> None:
-        """Have `look` called, once, when the stream has ended: with what broke it, None if that was in peace."""
-        self._call.add_done_callback(
-            lambda _: look(None if self._call.code() == grpc.StatusCode.OK else _failure(self._peer, self._call)))
-
-    def cancel(self) -> None:
-        """End it at once."""
-        self._call.cancel()
-
-    def _messages(self) -> Iterator[bytes]:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._ended or self._waiting or self._finishing)
-                if self._ended or not self._waiting:
-                    return
-                message = self._waiting.popleft()
-                self._changed.notify_all()
-            yield message
-
-    def _end(self, _: object) -> None:
-        failure = PeerUnreachable(f"{self._peer} has ended the stream") if self._call.code() == grpc.StatusCode.OK \
-            else _failure(self._peer, self._call)
-        with self._changed:
-            self._ended = failure
-            self._changed.notify_all()
-
-
 class _Dispatch(grpc.GenericRpcHandler):
     """Hands every call, whatever its method, to one function that sees its metadata before its body."""
 
@@ -442,6 +347,8 @@ def _options(heartbeat_s: float) -> list[tuple[str, int]]:
         ("grpc.http2.ping_timeout_ms", half_ms),
         ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 1), ("grpc.http2.max_ping_strikes", 0),
+        # A window of its own would grow with the line's speed, to dozens of MiB on their way to one who does not read.
+        ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4 << 20),
         ("grpc.max_receive_message_length", CALL_LIMIT_BYTES), ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", 16 << 10),
     ]
@@ -455,24 +362,6 @@ def _arriving(messages: Iterator[bytes], context: grpc.ServicerContext) -> Itera
         raise PeerUnreachable("the stream broke off") from None
     if not context.is_active():
         raise PeerUnreachable("the stream broke off")
-
-
-def _failure(peer: str, error: Any) -> Exception:
-    """Say what a call's status means."""
-    code, details = error.code(), error.details() or ""
-    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED,
-                grpc.StatusCode.INVALID_ARGUMENT):
-        return PeerRefused(f"{peer}: {details}")
-    if code == grpc.StatusCode.FAILED_PRECONDITION:
-        return PeerNotReady(f"{peer}: {details}")
-    if code == grpc.StatusCode.UNKNOWN:  # its handler raised
-        return PeerRefused(f"{peer} failed: {details}")
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return PeerSilent(f"{peer} did not answer in time")
-    # gRPC has one code for "refused", "broken" and "hangs"; only its words tell them apart.
-    if any(word in details.lower() for word in ("keepalive", "ping timeout", "timeout", "timed out")):
-        return PeerSilent(f"{peer} hangs ({details})")
-    return PeerUnreachable(f"{peer} cannot be reached ({details})")
 
 
 def _cannot_bind(listen: str) -> str | None:
@@ -492,14 +381,3 @@ def _cannot_bind(listen: str) -> str | None:
                               "this machine") from None
         return f"ring address {listen} is in use"
     return None
-
-
-def _read_pem(name: str, path: Path) -> bytes:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{name}: {path} cannot be read ({error.strerror}); `ring-ca`, `ring-certificate` and "
-                          "`ring-key` name PEM files") from None
-    if b"-----BEGIN" not in content:
-        raise ConfigError(f"{name}: {path} is no PEM file")
-    return content

@@ -1,6 +1,7 @@
 """TRAIN messages that make a node a member of a ring, and the questions by which a strategy gets to know nodes."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,7 +136,7 @@ def _ledger(path: Path | None, server_round: int) -> Callable[[AppliedStep], Non
 
     def note(step: AppliedStep) -> None:
         line = {"round": server_round, "step": step.step, "members": step.members, "samples": step.samples,
-                "adopted": step.adopted}
+                "adopted": step.adopted, "at_s": time.time()}
         with path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
 

@@ -18,20 +18,24 @@ class TrainerState:
 
     def __init__(self, task: GroupTask, message: Message, context: Context, files: StateFiles | None) -> None:
         self._task, self._context, self._files = task, context, files
-        self._required = RESUMED in message.content.config_records.get(CONFIG, ConfigRecord())
+        config = message.content.config_records.get(CONFIG, ConfigRecord())
+        self._resumed, self._required = RESUMED in config, bool(config.get(RESUMED))
         self._begin = Position(task.group_id, task.num_groups, task.total_steps, task.first_step)
         if files is not None and task.first_step == 0:
             files.forget(task.group_id)
 
     def read(self) -> bytes | None:
-        """Return the state to begin with, from memory or else from its file; None where there is none.
+        """Return the state to begin with, from memory, or from its file if the training was resumed; else None.
 
-        A leader that is new to its group has no momentum to go on from, nor has one that last trained by another plan.
+        A leader that is new to its group has no momentum to go on from, nor has one that last trained by another plan;
+        that another node's file is in reach, as where all nodes are on one machine, must make no difference.
         Raises `ConfigError` if there must be a state, since the training was resumed, and nothing is known of it.
         """
         saved = self._context.state.config_records.get(TRAINER_STATE)
         if saved and saved["position"] == list(self._begin):
             return cast(bytes, saved["state"])
+        if not self._resumed or not self._begin.next_step:
+            return None
         cause = "no folder for states was given to make_client_app"
         if self._files is not None:
             cause = f"{self._files.folder} has none"
@@ -41,11 +45,11 @@ class TrainerState:
                 kept, cause = None, str(error)
             if kept is not None:
                 return kept.state
-        if self._required and self._begin.next_step:
-            raise ConfigError(f"group {self._begin.group_id} {LOST_STATE} for step {self._begin.next_step} of "
-                              f"{self._begin.total_steps} to resume from: {cause}; without its momentum the weights "
-                              "would be others, so start the training anew (--fresh)")
-        return None
+        if not self._required:
+            return None
+        raise ConfigError(f"group {self._begin.group_id} {LOST_STATE} for step {self._begin.next_step} of "
+                          f"{self._begin.total_steps} to resume from: {cause}; without its momentum the weights would "
+                          "be others, so start the training anew (--fresh)")
 
     def keep(self, state: bytes | None, mean_loss: float, *, in_file: bool = True) -> None:
         """Keep the state of the task's end; None where there is none to go on from."""

@@ -8,8 +8,6 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from logging import WARNING
 
@@ -19,6 +17,8 @@ from socflower.clients.collective import Poll
 from socflower.clients.ring_port import Caller, PeerRefused, PeerSilent, PeerUnreachable, RingPort
 
 _PAUSE_S = 0.05
+_REPEAT_S = 0.25  # after so long a word that did not arrive is said again
+_PARTING_S = 1.0  # what may be spent, at the end, on words that have not arrived
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +51,8 @@ class Turns:
         self._changed = threading.Condition()
         self._done = dict.fromkeys(neighbours.groups, 0)  # exchanges that each neighbour has ended
         self._given_up: set[int] = set()
-        self._threads = ThreadPoolExecutor(max(1, sum(len(members) for members in neighbours.members.values())),
-                                           thread_name_prefix="turns")
+        self._tellers = [_Teller(port, member, group_id, heartbeat_s / 4)
+                         for group in neighbours.groups for member in neighbours.members[group]]
         port.handle("turn", self._on_turn)
         port.handle("alive", lambda caller, body: b"")
 
@@ -74,20 +74,20 @@ class Turns:
                 asked_s = time.monotonic()
 
     def end(self, step: int) -> None:
-        """Tell the neighbours that this group has exchanged in `step`; returns at once."""
-        body = json.dumps({"group": self._group_id, "done": step + 1}).encode()
-        for group in self._neighbours.groups:
-            for member in self._neighbours.members[group]:
-                self._threads.submit(self._tell, member, body)
+        """Tell the neighbours that this group has exchanged in `step`; returns at once.
+
+        May be said again, also by another member: the first word of a member that has died since may be lost.
+        """
+        for teller in self._tellers:
+            teller.tell(step + 1)
 
     def close(self) -> None:
-        """Tell what is still to be told, and end."""
-        self._threads.shutdown(wait=True)
-
-    def _tell(self, member: int, body: bytes) -> None:
-        # Gone, or not there yet: a later step's word will do, or it gives up on us.
-        with suppress(PeerUnreachable, PeerSilent, PeerRefused):
-            self._port.call(member, "turn", body, timeout_s=self._heartbeat_s)
+        """Tell what is still to be told, for a moment, and end."""
+        for teller in self._tellers:
+            teller.close()
+        until_s = time.monotonic() + _PARTING_S
+        for teller in self._tellers:
+            teller.join(until_s)
 
     def _on_turn(self, caller: Caller, body: bytes) -> bytes:
         told = json.loads(body)
@@ -111,3 +111,49 @@ class Turns:
             self._given_up.add(group)
         log(WARNING, "ring: no member of group %d answers; group %d no longer takes turns with it", group,
             self._group_id)
+
+
+class _Teller:
+    """Tells one member of a neighbouring group how far this group is, until it has arrived.
+
+    Only the newest word counts, so a member that hangs costs one thread and no queue. A word that is lost must be said
+    again, however soon a next one seemed to come: both groups may be waiting for each other's.
+    """
+
+    def __init__(self, port: RingPort, member: int, group_id: int, patience_s: float) -> None:
+        self._port, self._member, self._group_id, self._patience_s = port, member, group_id, patience_s
+        self._changed = threading.Condition()
+        self._done = self._told = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="turns", daemon=True)
+        self._thread.start()
+
+    def tell(self, done: int) -> None:
+        with self._changed:
+            self._done = max(self._done, done)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def join(self, until_s: float) -> None:
+        self._thread.join(max(0.0, until_s - time.monotonic()))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._done > self._told)
+                done, last = self._done, self._closed
+            if done > self._told:
+                try:
+                    self._port.call(self._member, "turn", json.dumps({"group": self._group_id, "done": done}).encode(),
+                                    timeout_s=self._patience_s)
+                    self._told = done
+                except (PeerUnreachable, PeerSilent, PeerRefused):  # not there yet, gone, or in another interval
+                    if not last:
+                        with self._changed:
+                            self._changed.wait_for(lambda: self._closed, _REPEAT_S)
+            if last:
+                return

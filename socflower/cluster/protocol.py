@@ -37,7 +37,9 @@ WARM_UP = "socflower-warm-up"
 """Present in messages of the epochs that only help to choose the number of groups."""
 
 RESUMED = "socflower-resumed"
-"""Present in a group's first message after a resume: its client must have the group's state of the round before."""
+"""In a group's first message after a resume: its client reads the group's state of the round before from its file.
+
+True if it must have one; False where that round dropped the group's reply, which may mean that its client died."""
 
 LOST_STATE = "has no trainer state"
 """In the text of the error of a client that has not."""
@@ -53,6 +55,12 @@ ASK = "socflower-ask"
 ASK_STATUS, ASK_MODEL = "status", "model"
 STATUS = "socflower-status"
 """The record of the answer to either."""
+
+TRANSPORTS = ("auto", "gloo", "grpc")
+"""What carries a ring's gradients; "auto" is what the nodes are configured for."""
+
+COMPRESSIONS = ("none", "fp16", "int8", "int8-stochastic", "dgc")
+"""What a ring may send instead of gradients in float32."""
 
 RING = "ring"
 """The record that makes a TRAIN message one member's part of a group's work, in a ring of real machines."""

@@ -1,54 +1,98 @@
 """The Flower app of every scenario. All engines run these two objects; the run config names the run's folder."""
 
+import os
+import time
 import traceback
+from collections.abc import Callable
 from functools import cache
+from logging import INFO, WARNING
 from pathlib import Path
+from typing import TypeAlias
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.serverapp import Grid, ServerApp
+from flwr.supercore import log
 from torch import nn
 
 from socflower.clients import Trainer, make_client_app
 from socflower.clients.faults import Fault, suffer
 from socflower.cluster.protocol import PARTITION_ID
 from socflower.errors import SocflowerError
+from socflower.scenario.app_bundle import NUM_NODES_KEY, RUN_FOLDER_KEY
 from socflower.scenario.arithmetic import trainer, training_data
-from socflower.scenario.checkpoint import CheckpointFolder
 from socflower.scenario.config import Scenario
 from socflower.scenario.model import initial_model
 from socflower.scenario.run_folder import RunFolder
 from socflower.scenario.training import train
 from socflower.workloads import LabelledData, partition
 
-RUN_FOLDER_KEY = "run-folder"
+FolderOf: TypeAlias = Callable[[Context], RunFolder]
 
-server_app = ServerApp()
-
-
-@server_app.main()
-def main(grid: Grid, context: Context) -> None:
-    """Train as the scenario says; leave the outcome, or the one line that says why there is none."""
-    folder = _folder(context)
-    try:
-        folder.write_outcome(train(folder.read_scenario(), grid, folder))
-    except SocflowerError as error:
-        folder.write_outcome({"error": str(error)})
-    except Exception as error:
-        # A bug of ours; on the simulation engine nobody else would see where it happened.
-        folder.write_outcome({"error": f"{type(error).__name__}: {error}", "bug": traceback.format_exc()})
-        raise
+_NODES_TIMEOUT_S = 120.0
 
 
-def _model(context: Context) -> nn.Module:
-    return initial_model(_scenario(context))
+def scenario_server_app(folder_of: FolderOf) -> ServerApp:
+    """Return the ServerApp that trains as the scenario in a run's folder says, and leaves the outcome there."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        folder = folder_of(context)
+        folder.write_server_process(os.getpid())
+        try:
+            await_nodes(grid, int(context.run_config.get(NUM_NODES_KEY, 0)))
+            folder.write_outcome(train(folder.read_scenario(), grid, folder))
+        except SocflowerError as error:
+            folder.write_outcome({"error": str(error)})
+        except Exception as error:
+            # A bug of ours; where Flower runs the app nobody else would see where it happened.
+            folder.write_outcome({"error": f"{type(error).__name__}: {error}", "bug": traceback.format_exc()})
+            raise
+
+    return app
 
 
-def _data(context: Context, partition_id: int, num_partitions: int) -> LabelledData:
-    if num_partitions == 1:
-        return training_data(_scenario(context))
-    return _part(_folder(context), partition_id, num_partitions)
+def scenario_client_app(folder_of: FolderOf) -> ClientApp:
+    """Return the ClientApp that trains as the scenario in a run's folder says."""
+
+    def scenario_of(context: Context) -> Scenario:
+        return _read(folder_of(context))
+
+    def model(context: Context) -> nn.Module:
+        return initial_model(scenario_of(context))
+
+    def data(context: Context, partition_id: int, num_partitions: int) -> LabelledData:
+        if num_partitions == 1:
+            return training_data(scenario_of(context))
+        return _part(folder_of(context), partition_id, num_partitions)
+
+    def trainer_of(context: Context) -> Trainer:
+        return trainer(scenario_of(context), soc=int(context.node_config[PARTITION_ID]))
+
+    def faults(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        return suffer([Fault(kind=event.kind, soc=event.soc, server_round=event.round, num_rounds=event.rounds,
+                             at=event.at) for event in scenario_of(context).events], message, context, call_next)
+
+    def state_folder(context: Context) -> Path | None:
+        return folder_of(context).clients_folder(context.node_config)
+
+    return make_client_app(model, data, trainer_of, mods=[faults], state_folder=state_folder)
+
+
+def await_nodes(grid: Grid, num_nodes: int, timeout_s: float = _NODES_TIMEOUT_S) -> None:
+    """Wait until so many SuperNodes are connected; after `timeout_s` go on with those there are, and say so."""
+    deadline = time.monotonic() + timeout_s
+    said = False
+    while (connected := len(list(grid.get_node_ids()))) < num_nodes:
+        if time.monotonic() >= deadline:
+            log(WARNING, "Only %d of %d SuperNodes are connected after %g s; going on", connected, num_nodes, timeout_s)
+            return
+        if not said:
+            log(INFO, "Waiting for %d SuperNodes, %d connected", num_nodes, connected)
+            said = True
+        time.sleep(0.5)
 
 
 @cache
@@ -59,39 +103,14 @@ def _part(folder: RunFolder, partition_id: int, num_partitions: int) -> Labelled
     return data.select(parts[partition_id])
 
 
-def _trainer(context: Context) -> Trainer:
-    return trainer(_scenario(context), soc=int(context.node_config[PARTITION_ID]))
-
-
-def _faults(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    events = _scenario(context).events
-    faults = [Fault(kind=event.kind, soc=event.soc, server_round=event.round) for event in events]
-    return suffer(faults, message, context, call_next)
-
-
-def _folder(context: Context) -> RunFolder:
-    return RunFolder(Path(str(context.run_config[RUN_FOLDER_KEY])))
-
-
-def _scenario(context: Context) -> Scenario:
-    return _read(_folder(context))
-
-
-def _state_folder(context: Context) -> Path | None:
-    return _clients_folder(_folder(context))
-
-
-@cache
-def _clients_folder(folder: RunFolder) -> Path | None:
-    # Read once: Flower's processes may outlive the run's folder for some rounds, of which the server keeps checkpoints.
-    checkpointing = folder.read_checkpointing()
-    return None if checkpointing is None else CheckpointFolder(checkpointing.folder).clients
-
-
 @cache
 def _read(folder: RunFolder) -> Scenario:
     return folder.read_scenario()
 
 
-client_app: ClientApp = make_client_app(_model, _data, _trainer, mods=[_faults],
-                                        state_folder=_state_folder)
+def _named_by_run_config(context: Context) -> RunFolder:
+    return RunFolder(Path(str(context.run_config[RUN_FOLDER_KEY])))
+
+
+server_app: ServerApp = scenario_server_app(_named_by_run_config)
+client_app: ClientApp = scenario_client_app(_named_by_run_config)

@@ -37,6 +37,8 @@ class Checkpoint:
     arrays: Mapping[str, NDArray[Any]]
     warm_up: Mapping[str, Any] | None = None
     without_state: list[int] = field(default_factory=list)  # groups that the round dropped: they may have no momentum
+    away: list[int] = field(default_factory=list)  # SoCs that no work was planned for
+    leaders: list[int] | None = None  # SoCs that led the round's groups
     resumed_from: list[int] = field(default_factory=list)
     trace_parts: list[int] = field(default_factory=list)  # rounds whose spans stand in files of their own
 
@@ -154,8 +156,8 @@ class Checkpointing:
 def require_same_run(checkpoint: Checkpoint, scenario: Mapping[str, Any], engine: str, versions: Mapping[str, str],
                      where: Path) -> None:
     """Raise `ConfigError`, naming the first difference, if the checkpoint is not of this very training."""
-    theirs = {**_training_of(checkpoint.scenario), "engine": checkpoint.engine, "versions": checkpoint.versions}
-    ours = {**_training_of(scenario), "engine": engine, "versions": versions}
+    theirs = {**training_of(checkpoint.scenario), "engine": checkpoint.engine, "versions": checkpoint.versions}
+    ours = {**training_of(scenario), "engine": engine, "versions": versions}
     found = difference(theirs, ours)
     if found is not None:
         key, before, now = found
@@ -178,7 +180,8 @@ def difference(left: Any, right: Any, key: str = "") -> tuple[str, Any, Any] | N
     return None if left == right else (key, left, right)
 
 
-def _training_of(document: Mapping[str, Any]) -> dict[str, Any]:
+def training_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a resolved scenario that decides the weights and the virtual time."""
     return {key: value for key, value in document.items() if key not in _FREE_KEYS}
 
 

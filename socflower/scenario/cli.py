@@ -25,7 +25,8 @@ _err = Console(stderr=True)
 ScenarioPath = Annotated[Path, typer.Argument(help="A scenario file (TOML).", show_default=False)]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override one key: table.key=value. Repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-Engine = Annotated[str, typer.Option(help="local (no Ray, virtual time) or simulation (Flower's own, Ray).")]
+Engine = Annotated[str, typer.Option(help="local (no Ray, virtual time), simulation (Flower's own, Ray) or deployment "
+                                          "(SuperLink and SuperNodes, real time).")]
 Workers = Annotated[int | None, typer.Option(help="Worker processes of the local engine; 0 runs all in this one. "
                                                   "Default: one a core.")]
 
@@ -60,9 +61,17 @@ def run(
                                                               "example, to price its clients' work.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start anew where a run was interrupted; without it, the run "
                                                         "goes on.")] = False,
+    superlink: Annotated[str, typer.Option(help="For --engine deployment: submit to this SuperLink, HOST:PORT or a "
+                                                "name in your Flower configuration; default: start one here.")] = "",
+    superlink_ca: Annotated[Path | None, typer.Option(help="Certificate authority of --superlink HOST:PORT.")] = None,
+    restarts: Annotated[int, typer.Option(help="For --engine deployment: how often a run whose ServerApp or SuperLink "
+                                               "died goes on by itself.")] = 3,
+    checkpoint_folder: Annotated[str, typer.Option(help="With --superlink: folder on its machine for checkpoints; "
+                                                        "default none.")] = "",
     as_json: Json = False,
 ) -> None:
     """Run a scenario, write result, trace and report, and check its claims."""
+    _require_deployment(engine, superlink=superlink, superlink_ca=superlink_ca, checkpoint_folder=checkpoint_folder)
     if scenario.is_dir():
         if fresh:
             raise ConfigError("--fresh is for scenarios: the run of an app folder keeps no checkpoints")
@@ -71,19 +80,24 @@ def run(
     if cluster is not None or nodes is not None or training_flops is not None:
         raise ConfigError(f"{scenario} is a scenario: --cluster, --nodes and --training-flops are for the folder of a "
                           "Flower app; a scenario has its own [cluster] and [strategy] socs")
-    from socflower.scenario.runner import check_feasible, checkpoint_folder, kept_line, run_to_folder
+    from socflower.scenario import runner
+    from socflower.scenario.deployment_options import Deployment
     from socflower.scenario.scenario_file import load_scenario
 
+    deployment = Deployment(superlink=superlink, superlink_ca=superlink_ca, restarts=restarts,
+                            checkpoint_folder=checkpoint_folder, fresh=fresh)
     loaded = load_scenario(scenario, set_ or ())
-    check_feasible(loaded, engine)
+    runner.check_feasible(loaded, engine, trains_here=not superlink)
     target = out or Path("out") / loaded.name
     try:
         with _progress(as_json) as bar:
-            result = run_to_folder(loaded, target, engine, num_workers=workers, on_round=bar(loaded.strategy.name),
-                                   resumable=True, fresh=fresh, say=_say)
+            # Checkpoints of a run on a SuperLink of others are there, not here.
+            result = runner.run_to_folder(
+                loaded, target, engine, num_workers=workers, on_round=bar(loaded.strategy.name),
+                resumable=not superlink, fresh=fresh, say=_say, deployment=deployment)
     except KeyboardInterrupt:
-        kept = checkpoint_folder(target)
-        _say(f"interrupted; {kept_line(kept) if kept.rounds() else 'nothing was written'}")
+        kept = runner.checkpoint_folder(target)
+        _say(f"interrupted; {runner.kept_line(kept) if kept.rounds() else 'nothing was written'}")
         raise typer.Exit(130) from None
     if as_json:
         _print_json(result)
@@ -251,6 +265,41 @@ def doctor(as_json: Json = False) -> None:
         terminal.print_findings(_out, findings)
     if any(finding["status"] == "broken" for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command()
+def certificates(
+    hosts: Annotated[list[str], typer.Argument(help="DNS names or IP addresses, as the hosts' peers dial them.",
+                                               show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder of the authority and of all hosts' files; hosts are added to one "
+                                           "that is there.", show_default=False)],
+    valid_days: Annotated[int, typer.Option(help="How long the hosts' certificates are valid.")] = 825,
+    renew: Annotated[bool, typer.Option("--renew", help="Replace keys and certificates that the hosts have "
+                                                        "already.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a private certificate authority, and for each host a certificate and a key, for rings with mutual TLS."""
+    from socflower.scenario.certificates import write_certificates
+
+    written = write_certificates(out, hosts, valid_days=valid_days, renew=renew).values()
+    if as_json:
+        _print_json({"schema": 1, "folder": str(out.absolute()), "hosts": [
+            {"host": one.host, "status": one.status, "ca": str(one.ca), "certificate": str(one.certificate),
+             "key": str(one.key), "not_after": one.not_after.isoformat(), "node_config": one.node_config}
+            for one in written]})
+        return
+    for one in written:
+        line = f"{one.host} ({one.status}, until {one.not_after:%Y-%m-%d}): {one.node_config}"
+        _out.print(terminal.escape(line), soft_wrap=True, highlight=False)
+    _out.print(terminal.escape(f"Copy its three files to each host, and keep {out.absolute() / 'ca.key'} off all of "
+                               "them: it signs new hosts."), soft_wrap=True, highlight=False)
+
+
+def _require_deployment(engine: str, **options: object) -> None:
+    if engine != "deployment":
+        given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+        if given:
+            raise ConfigError(f"{', '.join(given)}: for --engine deployment only, and this is --engine {engine}")
 
 
 def _run_app_folder(

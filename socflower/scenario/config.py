@@ -6,13 +6,14 @@ from dataclasses import MISSING, dataclass, field, fields
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from socflower.cluster.protocol import COMPRESSIONS, TRANSPORTS
 from socflower.cluster.toml_file import reject_unknown_keys
 from socflower.errors import ConfigError
 from socflower.precision import ALGORITHMS, MIXING_RULES
 
 STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
 ARITHMETICS = ("fp32", "int8", "mixed")
-FAULT_KINDS = ("raise", "nan", "hang", "die")
+FAULT_KINDS = ("raise", "nan", "hang", "die", "preempt")
 
 _HELD_OUT = 128
 _LISTS: dict[Any, tuple[type, str]] = {tuple[str, ...]: (str, "names"), tuple[int, ...]: (int, "whole numbers")}
@@ -125,18 +126,42 @@ class StrategyConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RingConfig:
+    """`[ring]`: how groups exchange gradients on engine deployment; one process needs no exchange."""
+
+    transport: str = "auto"
+    compression: str = "none"
+    heartbeat_s: float = 5.0
+    rendezvous_s: float = 90.0
+    leader_grace_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _one_of("[ring] transport", self.transport, TRANSPORTS)
+        _one_of("[ring] compression", self.compression, COMPRESSIONS)
+        for key in ("heartbeat_s", "rendezvous_s", "leader_grace_s"):
+            _above_zero(f"[ring] {key}", getattr(self, key))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EventConfig:
-    """`[[event]]`: a fault that a SoC's client suffers in one round."""
+    """`[[event]]`: what a SoC's client suffers in one round; or "preempt": its user needs the SoC for some rounds."""
 
     kind: str
     soc: int
     round: int
+    rounds: int = 1  # of a preemption: for how many the SoC is away, the one included in which it leaves
+    at: float = 0.5  # of a preemption: after which part of that round's steps it leaves
 
     def __post_init__(self) -> None:
         _one_of("[[event]] kind", self.kind, FAULT_KINDS)
         _above_zero("[[event]] round", self.round)
+        _above_zero("[[event]] rounds", self.rounds)
         if self.soc < 0:
             raise ConfigError(f"[[event]] soc = {self.soc} must be 0 or more")
+        if not 0.0 <= self.at < 1.0:
+            raise ConfigError(f"[[event]] at = {self.at} must be 0 or more and below 1")
+        if self.kind != "preempt" and (self.rounds, self.at) != (1, 0.5):
+            raise ConfigError(f"[[event]] kind = {self.kind!r} takes no rounds and no at; they are for \"preempt\"")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,6 +194,7 @@ class Scenario:
     train: TrainConfig = field(default_factory=TrainConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    ring: RingConfig = field(default_factory=RingConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     events: tuple[EventConfig, ...] = ()
     expect: Mapping[str, float] = field(default_factory=dict)

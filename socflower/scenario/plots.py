@@ -73,11 +73,11 @@ def needs_log(curves: Sequence[Curve]) -> bool:
 
 def accuracy_plot(
     curves: Sequence[Curve], *, quantity: str, targets: Sequence[float], alt: str, prefix: str,
-    label: str = "accuracy on the test data",
+    label: str = "accuracy on the test data", noun: str | None = None,
 ) -> str:
     """Return accuracy, or another share, over virtual time, energy or epochs as SVG.
 
-    `quantity` is "s", "J" or "epoch"; `label` says what the share is.
+    `quantity` is "s", "J" or "epoch"; `label` says what the share is, `noun` what the quantity is if not the usual.
     """
     with _own_style():
         drawing = Figure(figsize=(10.6, 4.4), layout="constrained")
@@ -103,7 +103,7 @@ def accuracy_plot(
             # Otherwise the ticks would need decimals, and noise would look like progress.
             middle = (lowest + highest) / 2
             axes.set_ylim(middle - 0.05, middle + 0.05)
-        _scale_x(axes, quantity, log)
+        _scale_x(axes, quantity, log, noun=noun)
         return _svg(drawing, alt, prefix)
 
 

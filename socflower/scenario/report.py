@@ -77,7 +77,12 @@ def _accuracy_over_time(runs: Sequence[Run]) -> str:
                        for run in runs if run.rows("rounds"))
     if any(curve.xs for curve in curves):
         return section("time", "Accuracy over virtual time", _accuracy_figure(runs, curves, "s"), rounds)
-    # In deployment there is no virtual time; progress can still be shown.
+    # In deployment there is no virtual time, but a real one.
+    curves = [_curve(run, "wall_s") for run in runs]
+    if any(curve.xs for curve in curves):
+        return section("time", "Accuracy over wall time",
+                       '<p class="note">Real time since the command began, the start of Flower included.</p>',
+                       _accuracy_figure(runs, curves, "s", "wall time"), rounds)
     curves = [_curve(run, "epoch") for run in runs]
     if any(curve.xs for curve in curves):
         return section("time", "Accuracy over epochs",
@@ -117,15 +122,17 @@ def _curve(run: Run, key: str, of: str = "accuracy") -> Curve:
     return Curve(look=run.look, xs=tuple(x for x, _ in points), ys=tuple(y for _, y in points))
 
 
-def _accuracy_figure(runs: Sequence[Run], curves: Sequence[Curve], quantity: str) -> str:
+def _accuracy_figure(
+    runs: Sequence[Run], curves: Sequence[Curve], quantity: str, noun: str | None = None,
+) -> str:
     shown = [(run, curve) for run, curve in zip(runs, curves, strict=True) if curve.xs]
     targets = targets_of(runs)
-    noun = {"s": "virtual time", "J": "energy", "epoch": "epochs"}[quantity]
+    over = noun or {"s": "virtual time", "J": "energy", "epoch": "epochs"}[quantity]
     readable = {"s": human_seconds, "J": human_joules, "epoch": plain_number}[quantity]
-    alt = f"Accuracy over {noun}" + (", logarithmic. " if needs_log(curves) else ". ") + "; ".join(
+    alt = f"Accuracy over {over}" + (", logarithmic. " if needs_log(curves) else ". ") + "; ".join(
         f"{run.label}: {percent(curve.ys[-1])} after {readable(curve.xs[-1])}" for run, curve in shown)
     svg = accuracy_plot([curve for _, curve in shown], quantity=quantity, targets=targets, alt=alt,
-                        prefix=f"accuracy-{quantity}")
+                        prefix=f"accuracy-{quantity}", noun=noun)
     return figure(svg, curve_legend([(run.look, run.label) for run, _ in shown], [percent(t) for t in targets]))
 
 
@@ -135,11 +142,18 @@ def _rounds_table(run: Run) -> str:
     # Counted from the end, so that the last round is always among them.
     kept = list(rows[::-1][::stride])[::-1]
     note = f"Every {stride}th of {len(rows)} rounds." if stride > 1 else ""
-    return table(note, ["Round", "Epoch", "Accuracy", "Loss", "Virtual time", "Energy"], [
+    times = {"Wall time": "wall_s", "Predicted time": "predicted_s"} if _is_deployed(run) \
+        else {"Virtual time": "virtual_s"}
+    return table(note, ["Round", "Epoch", "Accuracy", "Loss", *times, "Energy"], [
         [text(row.get("round", MISSING)), text(plain_number(row.get("epoch"))), percent(row.get("accuracy")),
-         text(plain_number(row.get("loss"))), human_seconds(row.get("virtual_s")),
+         text(plain_number(row.get("loss"))), *(human_seconds(row.get(key)) for key in times.values()),
          human_joules(row.get("energy_j"))]
-        for row in kept], numeric=range(6))
+        for row in kept], numeric=range(5 + len(times)))
+
+
+def _is_deployed(run: Run) -> bool:
+    """Return whether time was real, and virtual time a prediction."""
+    return finite(run.get("virtual_s")) is None and finite(run.get("predicted_s")) is not None
 
 
 def _breakdowns(runs: Sequence[Run]) -> str:
@@ -225,15 +239,19 @@ def ranges(numbers: Iterable[Any]) -> str:
 
 
 def _events(runs: Sequence[Run]) -> str:
-    rows = [[text(run.label), text(row.get("round", MISSING)), human_seconds(row.get("virtual_s")),
+    deployed = bool(runs) and all(_is_deployed(run) for run in runs)
+    rows = [[text(run.label), text(row.get("round", MISSING)), human_seconds(row.get("wall_s" if deployed else
+                                                                                       "virtual_s")),
              text(event.get("kind", MISSING)), text(event.get("text", ""))]
             for run in runs for row in run.rows("rounds") for event in row.get("events") or ()]
+    rows += [[text(run.label), text(restart.get("after_round", MISSING)), MISSING, "restart",
+              text(restart.get("cause", ""))] for run in runs for restart in run.rows("restarts")]
     if not rows:
         return section("events", "Events", '<p class="note">Nothing out of the ordinary happened.</p>')
     cut = len(rows) > _MAX_EVENTS
     note = f"The first {_MAX_EVENTS} of {len(rows)} events; result.json has all." if cut else ""
-    shown = table(note, ["Strategy", "Round", "Virtual time", "Kind", "What happened"], rows[:_MAX_EVENTS],
-                  numeric=(1, 2))
+    shown = table(note, ["Strategy", "Round", "Wall time" if deployed else "Virtual time", "Kind", "What happened"],
+                  rows[:_MAX_EVENTS], numeric=(1, 2))
     folded = details(f"{len(rows)} events", shown, is_open=len(rows) <= 20)
     return section("events", "Events", folded)
 

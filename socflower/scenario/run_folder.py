@@ -1,16 +1,18 @@
 """The folder through which a running app and the process that started it speak: scenario in, progress and outcome out.
 
-On the `simulation` engine the ServerApp runs in a process of Flower's; on all engines it uses the same files.
+On the `simulation` and `deployment` engines the ServerApp runs in a process of Flower's; on all engines it uses the
+same files.
 """
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from socflower.scenario.checkpoint import Checkpointing
+from socflower.scenario.checkpoint import CheckpointFolder, Checkpointing
 from socflower.scenario.config import Scenario
 from socflower.scenario.scenario_file import from_document, to_document
 
@@ -47,6 +49,19 @@ class RunFolder:
         document = json.loads(path.read_text("utf-8"))
         return Checkpointing(**{**document, "folder": Path(document["folder"])})
 
+    def clients_folder(self, node_config: Mapping[str, Any]) -> Path | None:
+        """Return where the clients of this run keep their trainers' states; None if nowhere."""
+        return _clients_folder(self)
+
+    def write_server_process(self, pid: int) -> None:
+        """Say which process the ServerApp is, so that its death can be told from its silence."""
+        write_atomically(self.path / "server.json", json.dumps({"pid": pid}))
+
+    def read_server_process(self) -> int | None:
+        """Return the process id of the ServerApp, or None while it has not begun."""
+        path = self.path / "server.json"
+        return int(json.loads(path.read_text("utf-8"))["pid"]) if path.exists() else None
+
     def append_progress(self, entry: dict[str, Any]) -> None:
         """Add a line about the round that just ended."""
         with (self.path / "progress.jsonl").open("a", encoding="utf-8") as stream:
@@ -68,6 +83,13 @@ class RunFolder:
         """Return the outcome, or None while there is none."""
         path = self.path / "outcome.json"
         return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+
+@cache
+def _clients_folder(folder: RunFolder) -> Path | None:
+    # Read once: Flower's processes may outlive the run's folder for some rounds, of which the server keeps checkpoints.
+    checkpointing = folder.read_checkpointing()
+    return None if checkpointing is None else CheckpointFolder(checkpointing.folder).clients
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,15 +15,19 @@ from flwr.app import Context, RecordDict, UserConfig
 
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.precision import Int8Model
-from socflower.scenario.app import RUN_FOLDER_KEY, server_app
+from socflower.scenario.app import server_app
+from socflower.scenario.app_bundle import RUN_FOLDER_KEY
 from socflower.scenario.arithmetic import arithmetic_notes
 from socflower.scenario.checkpoint import CheckpointFolder, Checkpointing, require_same_run
 from socflower.scenario.config import Scenario
+from socflower.scenario.deployment import run_in_deployment
+from socflower.scenario.deployment_options import Deployment
 from socflower.scenario.expectations import check_expectations
 from socflower.scenario.flower_simulation import run_in_flower_simulation
 from socflower.scenario.model import initial_model
 from socflower.scenario.report import write_report
 from socflower.scenario.run_folder import RunFolder, write_atomically
+from socflower.scenario.run_story import Say
 from socflower.scenario.scenario_file import scenario_cluster, to_document
 from socflower.scenario.training import versions
 from socflower.sim.engine import quiet_flower
@@ -30,7 +35,7 @@ from socflower.sim.local_grid import LocalGrid, num_cores
 from socflower.sim.workers import AppReference
 from socflower.workloads import data_shape, load_data, model_names
 
-ENGINES = ("local", "simulation")
+ENGINES = ("local", "simulation", "deployment")
 _TEMPORARY = ".socflower-"  # how the names of folders begin whose files are not finished
 _NEED_WORKERS = ("hang", "die")  # kinds of fault that only a process of its own can suffer
 _NOTES = (
@@ -39,12 +44,22 @@ _NOTES = (
 )
 """What a reader of any result should know of where its figures come from."""
 
+_NOTES_OF_DEPLOYMENT = (
+    "Wall time was measured on this deployment, its start included; predicted time, SoC time, energy and bytes come "
+    "from the cluster model; accuracy comes from real training of this model.",
+    _NOTES[1],
+)
 
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 
+DEFAULT_DEPLOYMENT = Deployment()
 
-def check_feasible(scenario: Scenario, engine: str) -> None:
-    """Raise, before anything starts, if the scenario cannot run: engine, data, model, SoCs, groups, events."""
+
+def check_feasible(scenario: Scenario, engine: str, *, trains_here: bool = True) -> None:
+    """Raise, before anything starts, if the scenario cannot run: engine, data, model, SoCs, groups, events.
+
+    Where others train, whether data and kernels are there shows only when they begin.
+    """
     if engine not in ENGINES:
         raise ConfigError(f"--engine {engine}: unknown; use one of {', '.join(ENGINES)}")
     cluster = scenario_cluster(scenario)
@@ -62,9 +77,10 @@ def check_feasible(scenario: Scenario, engine: str) -> None:
     for event in scenario.events:
         if event.soc >= cluster.num_socs:
             raise ConfigError(f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to {cluster.num_socs - 1}")
-    load_data(scenario.data.name)
-    if scenario.precision.arithmetic != "fp32":
-        _check_int8(scenario)
+    if trains_here:
+        load_data(scenario.data.name)
+        if scenario.precision.arithmetic != "fp32":
+            _check_int8(scenario)
 
 
 def _check_int8(scenario: Scenario) -> None:
@@ -76,14 +92,16 @@ def _check_int8(scenario: Scenario) -> None:
 def run_scenario(
     scenario: Scenario, engine: str = "local", *, num_workers: int | None = None,
     on_round: OnRound = lambda entry: None, trace_to: Path | None = None, checkpointing: Checkpointing | None = None,
+    deployment: Deployment = DEFAULT_DEPLOYMENT, say: Say = lambda line: None,
 ) -> dict[str, Any]:
     """Train and return the result document, expectations checked; the trace goes to `trace_to`.
 
     `num_workers` is the number of worker processes of the local engine (default: one a core; 0: none).
     With `checkpointing`, every synchronisation leaves a checkpoint, and the run may go on from one.
+    `deployment` is for the engine of that name, which tells `say` a line about what it had to mend.
     Raises a `SocflowerError` in one line if the scenario cannot run or failed.
     """
-    check_feasible(scenario, engine)
+    check_feasible(scenario, engine, trains_here=not deployment.superlink)
     if engine == "local" and num_workers == 0 and any(event.kind in _NEED_WORKERS for event in scenario.events):
         raise ConfigError(f"{scenario.name} [[event]]: {' and '.join(_NEED_WORKERS)} would take this process with "
                           "them; use --workers 1 or more")
@@ -95,53 +113,71 @@ def run_scenario(
         with _following(folder, on_round):
             if engine == "local":
                 _run_locally(scenario, folder, num_workers)
+            elif engine == "deployment":
+                run_in_deployment(scenario, folder, deployment, say)
             else:
                 run_in_flower_simulation(folder, _num_nodes(scenario))
         outcome = folder.read_outcome()
         assert outcome is not None
         if "error" in outcome:
             raise TrainingFailed(outcome["error"])
-        if trace_to is not None:
+        if trace_to is not None and folder.trace.exists():
             shutil.copyfile(folder.trace, trace_to)
     result = {"schema": 1, "scenario": to_document(scenario), "engine": engine, **outcome}
+    # Before virtual time becomes a prediction: it is the model's in any case, and so are claims about it.
+    result["expectations"] = check_expectations(scenario.expect, result)
+    if engine == "deployment":
+        result = with_predictions(result)
     result["target_accuracy"] = scenario.compare.target_accuracy
     result["time_to_accuracy_s"] = time_to_accuracy_s(result, scenario.compare.target_accuracy)
-    result["expectations"] = check_expectations(scenario.expect, result)
-    result["notes"] = [*_NOTES, *arithmetic_notes(scenario)]
+    result["notes"] = [*(_NOTES_OF_DEPLOYMENT if engine == "deployment" else _NOTES), *arithmetic_notes(scenario)]
     return result
+
+
+def with_predictions(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of a deployment: what the clock says is a prediction there, and time is what passed."""
+
+    def predicted(entry: dict[str, Any]) -> dict[str, Any]:
+        return {**entry, "virtual_s": None, "predicted_s": entry["virtual_s"]}
+
+    warm_up = result["warm_up"]
+    return {**predicted(result), "rounds": [predicted(entry) for entry in result["rounds"]],
+            "warm_up": None if warm_up is None else predicted(warm_up)}
 
 
 def run_to_folder(
     scenario: Scenario, out: Path, engine: str = "local", *, num_workers: int | None = None,
     on_round: OnRound = lambda entry: None, resumable: bool = False, fresh: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None, deployment: Deployment = DEFAULT_DEPLOYMENT,
 ) -> dict[str, Any]:
     """Run and write `result.json`, `trace.json` and `report.html` into `out`, all three or none.
 
     A `resumable` run keeps checkpoints in `out/checkpoint` until it ends, and goes on from the newest that is there,
     unless it is to start `fresh`; `say` gets a line about that. Raises `ConfigError` for a checkpoint of another run.
     """
+    run = partial(_run_to_folder, scenario, out, engine, num_workers, on_round, say, deployment)
     if not resumable:
-        return _run_to_folder(scenario, out, engine, num_workers, on_round)
+        return run(None)
     with _kept_checkpoints(out, fresh) as kept:
         checkpoint = kept.newest(say)
         if checkpoint is not None:
             require_same_run(checkpoint, to_document(scenario), engine, versions(), kept.path)
             kept.forget_after(checkpoint.server_round)
             say(f"resuming {out} after round {checkpoint.server_round} of {checkpoint.num_rounds}; --fresh starts anew")
-        result = _run_to_folder(scenario, out, engine, num_workers, on_round, Checkpointing(
+        result = run(Checkpointing(
             folder=kept.path, engine=engine, resume_after=None if checkpoint is None else checkpoint.server_round))
         kept.remove()
     return result
 
 
 def _run_to_folder(
-    scenario: Scenario, out: Path, engine: str, num_workers: int | None, on_round: OnRound,
-    checkpointing: Checkpointing | None = None,
+    scenario: Scenario, out: Path, engine: str, num_workers: int | None, on_round: OnRound, say: Say,
+    deployment: Deployment, checkpointing: Checkpointing | None,
 ) -> dict[str, Any]:
     with new_folder(out, within=None if checkpointing is None else checkpointing.folder) as fresh:
         result = run_scenario(scenario, engine, num_workers=num_workers, on_round=on_round,
-                              trace_to=fresh / "trace.json", checkpointing=checkpointing)
+                              trace_to=fresh / "trace.json", checkpointing=checkpointing, deployment=deployment,
+                              say=say)
         write_atomically(fresh / "result.json", json.dumps(result, indent=1))
         write_report(fresh / "report.html", [result], title=scenario.name, question=scenario.question)
     return result
@@ -210,10 +246,16 @@ def new_folder(out: Path, *, within: Path | None = None) -> Iterator[Path]:
 
 
 def time_to_accuracy_s(result: dict[str, Any], target: float | None) -> float | None:
-    """Return the virtual time at the end of the first round that reached `target`, or None."""
+    """Return the time at the end of the first round that reached `target`, or None.
+
+    It is virtual, or real where there is no virtual time.
+    """
     if target is None:
         return None
-    return next((entry["virtual_s"] for entry in result["rounds"] if (entry["accuracy"] or 0.0) >= target), None)
+    entry = next((entry for entry in result["rounds"] if (entry["accuracy"] or 0.0) >= target), None)
+    if entry is None:
+        return None
+    return float(entry["virtual_s"]) if entry["virtual_s"] is not None else entry.get("wall_s")
 
 
 def _run_locally(scenario: Scenario, folder: RunFolder, num_workers: int | None) -> None:

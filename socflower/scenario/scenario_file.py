@@ -15,6 +15,7 @@ from socflower.scenario.config import (
     EventConfig,
     ModelConfig,
     PrecisionConfig,
+    RingConfig,
     Scenario,
     StrategyConfig,
     TrainConfig,
@@ -23,8 +24,8 @@ from socflower.scenario.config import (
 from socflower.scenario.expectations import check_known
 
 _KEYS = (
-    "schema", "seed", "cluster", "board", "device", "model", "data", "train", "precision", "strategy", "compare",
-    "event", "expect",
+    "schema", "seed", "cluster", "board", "device", "model", "data", "train", "precision", "strategy", "ring",
+    "compare", "event", "expect",
 )  # fmt: skip
 
 
@@ -85,6 +86,7 @@ def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, whe
         cluster=document.get("cluster", {}), boards=tuple(boards), devices=devices,
         model=table(ModelConfig, "model"), data=table(DataConfig, "data"), train=table(TrainConfig, "train"),
         precision=table(PrecisionConfig, "precision"), strategy=table(StrategyConfig, "strategy"),
+        ring=table(RingConfig, "ring"),
         compare=table(CompareConfig, "compare"), expect=expect,
         events=tuple(parse_table(EventConfig, event, f"{where} [[event]] {index + 1}")
                      for index, event in enumerate(events)),

@@ -32,8 +32,10 @@ def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
             task = bar.add_task(strategy, total=None, state="starting")
 
             def on_round(entry: dict[str, Any]) -> None:
-                state = (f"accuracy {percent(entry['accuracy'])}  {human_seconds(entry['virtual_s'])} virtual  "
-                         f"{human_joules(entry['energy_j'])}")
+                state = f"accuracy {percent(entry['accuracy'])}"
+                # In a deployment time is real, and the bar shows it.
+                if "wall_s" not in entry:
+                    state += f"  {human_seconds(entry['virtual_s'])} virtual  {human_joules(entry['energy_j'])}"
                 bar.update(task, total=entry["num_rounds"], completed=entry["round"], state=state)
                 for event in entry["events"]:
                     console.print(f"[yellow]{strategy}, round {entry['round']}:[/] {escape(event['text'])}",
@@ -49,13 +51,20 @@ def print_result(console: Console, scenario: Scenario, result: Mapping[str, Any]
     _print_question(console, scenario)
     table = Table("", f"{result['strategy']} on {result['engine']}", show_header=True, header_style="bold")
     table.add_row("accuracy", percent(result["final_accuracy"]))
-    table.add_row("virtual time", human_seconds(result["virtual_s"]))
-    table.add_row("energy", human_joules(result["energy_j"]))
+    deployed = result["virtual_s"] is None
+    if deployed:
+        table.add_row("wall clock here", human_seconds(result["wall_s"]))
+        table.add_row("time, predicted", human_seconds(result["predicted_s"]))
+        table.add_row("restarts", str(len(result["restarts"])))
+    else:
+        table.add_row("virtual time", human_seconds(result["virtual_s"]))
+    table.add_row("energy, predicted" if deployed else "energy", human_joules(result["energy_j"]))
     for tier, num_bytes in result["bytes"].items():
         table.add_row(f"bytes {tier.replace('_', ' ')}", human_bytes(num_bytes))
     for activity, seconds in result["breakdown"]["soc_seconds"].items():
         table.add_row(f"SoC time: {activity}", _share(seconds, result["breakdown"]["soc_seconds"]))
-    table.add_row("wall clock here", human_seconds(result["wall_s"]))
+    if not deployed:
+        table.add_row("wall clock here", human_seconds(result["wall_s"]))
     table.add_row("weights", result["weights_sha256"][:16])
     console.print(table)
     _print_claims(console, result["expectations"])
@@ -85,7 +94,9 @@ def print_comparison(console: Console, scenario: Scenario, document: Mapping[str
                       human_joules(row["energy_j"]).partition(" (")[0], human_bytes(inside),
                       human_bytes(row["bytes"]["hub"]), human_seconds(row["wall_s"]))
     console.print(table)
-    console.print("virtual time to the target accuracy and in all, energy and bytes of the cluster; wall clock here",
+    deployed = any(row["virtual_s"] is None for row in document["rows"])
+    console.print(("wall clock to the target accuracy and here; energy and bytes as predicted" if deployed else
+                   "virtual time to the target accuracy and in all, energy and bytes of the cluster; wall clock here"),
                   style="dim", soft_wrap=True)
     _print_claims(console, document["expectations"])
     console.print(f"report: {escape(str(out / 'report.html'))}", soft_wrap=True, highlight=False)

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict
 from functools import cache
 from importlib import metadata
 from time import perf_counter
@@ -27,6 +28,7 @@ from socflower.sim.priced_grid import PricedGrid
 from socflower.strategies import OrderedFedAvg, RingAllReduce, SingleDevice, SoCFlow, profile_group_count
 from socflower.strategies.records import array_views, to_array_record
 from socflower.strategies.replies import DROPPING, ReplyEvent
+from socflower.strategies.rings import RingSettings
 from socflower.workloads import DataSet, Evaluation, evaluate, load_data
 
 
@@ -63,6 +65,7 @@ class _Training:
         self._resumed_from: list[int] = []
         self._trace_parts: list[int] = []
         self._num_spans_kept = 0
+        self._transport = "in process"
 
     def _kernels(self) -> dict[str, str]:
         kernels = {"fp32": f"torch {torch.__version__}", "aggregation": "native weighted sum, float32"}
@@ -85,7 +88,7 @@ class _Training:
             "strategy": self._scenario.strategy.name,
             "seed": self._scenario.seed,
             "kernels": self._kernels(),
-            "transports": {"inside groups": "in process", "hub": "Flower messages"},
+            "transports": {"inside groups": self._transport, "hub": "Flower messages"},
             "data_source": self._data.source,
             "rounds": self._rounds,
             "warm_up": self._warm_up,
@@ -117,10 +120,13 @@ class _Training:
             return sorted({event.group_id for event in events if event.kind in DROPPING})
 
         if self._resumed is not None:
-            strategy.resume_from(self._resumed.server_round, without_state=self._resumed.without_state)
-        return strategy.start(
+            strategy.resume_from(self._resumed.server_round, without_state=self._resumed.without_state,
+                                 away=self._resumed.away, leaders=self._resumed.leaders)
+        arrays = strategy.start(
             self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
-            evaluate_fn=self._evaluation(round_end, strategy.num_rounds, dropped)).arrays
+            evaluate_fn=self._evaluation(round_end, strategy.num_rounds, dropped, strategy)).arrays
+        self._transport = strategy.transport
+        return arrays
 
     def _num_groups(self, arrays: ArrayRecord) -> int:
         settings = self._scenario.strategy
@@ -148,6 +154,7 @@ class _Training:
             "reshuffle": settings.reshuffle, "model_profile": self._profile,
             "pricing": pricing(self._scenario), "overlap_buckets": settings.overlap_buckets,
             "tolerate_client_errors": settings.tolerate_client_errors,
+            "rings": RingSettings(**asdict(self._scenario.ring)),
         }
         if settings.name == "sgd":
             return SingleDevice(**shared)
@@ -188,11 +195,12 @@ class _Training:
 
     def _evaluation(
         self, round_end: Callable[[int], dict[str, Any]], num_rounds: int,
-        dropped: Callable[[], list[int]] = lambda: [],
+        dropped: Callable[[], list[int]] = lambda: [], strategy: SoCFlow | None = None,
     ) -> Callable[[int, ArrayRecord], MetricRecord | None]:
         """Return the evaluate function of `Strategy.start`; it also records the round and keeps a checkpoint of it.
 
-        `dropped` tells the groups whose reply the round dropped.
+        `dropped` tells the groups whose reply the round dropped; a `strategy` with a plan knows who leads and who is
+        away.
         """
 
         def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -208,13 +216,15 @@ class _Training:
             })
             # Before any training there is nothing to lose, unless the number of groups was tried out.
             if server_round or self._warm_up is not None:
-                self._keep(server_round, num_rounds, arrays, dropped())
+                self._keep(server_round, num_rounds, arrays, dropped(), strategy)
             self._folder.append_progress({**self._rounds[-1], "num_rounds": num_rounds})
             return MetricRecord({"accuracy": outcome.accuracy, "loss": outcome.loss})
 
         return evaluate_round
 
-    def _keep(self, server_round: int, num_rounds: int, arrays: ArrayRecord, dropped: list[int]) -> None:
+    def _keep(
+        self, server_round: int, num_rounds: int, arrays: ArrayRecord, dropped: list[int], strategy: SoCFlow | None,
+    ) -> None:
         """Write a checkpoint of the round that just ended, if the run keeps any."""
         if self._checkpointing is None:
             return
@@ -223,6 +233,7 @@ class _Training:
             server_round=server_round, num_rounds=num_rounds, scenario=to_document(self._scenario),
             engine=self._checkpointing.engine, versions=versions(), rounds=self._rounds, clock=self._clock.state(),
             arrays=array_views(arrays), warm_up=self._warm_up, without_state=dropped,
+            away=list(strategy.away) if strategy else [], leaders=list(strategy.leaders) if strategy else None,
             resumed_from=self._resumed_from, trace_parts=self._trace_parts,
         ), self._trace.state(self._num_spans_kept))
         self._num_spans_kept = self._trace.num_spans

@@ -20,6 +20,7 @@ from socflower.errors import ConfigError
 from socflower.sim.flower_internals import CLIENT_APP_CRASHED, Run, begin_run
 from socflower.sim.workers import ClientAppSource, NodeProcess
 
+_NODE_UNAVAILABLE = 5  # Flower's error code of a node that has left
 _FIRST_NODE_ID = 1000
 _PULL_INTERVAL_S = 0.02
 
@@ -31,7 +32,7 @@ class ProcessGrid(Grid):
 
     A node whose process died answers the message it had with an error, at once, and the next one with a new process
     and the state of its last reply, as a SuperNode does whose ClientApp died. `remove` makes a node vanish, as a
-    SuperNode that died.
+    SuperNode that died: the message it had is never answered, later ones with an error.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class ProcessGrid(Grid):
 
     def remove(self, node_id: int) -> None:
         """Let a node vanish: its process is killed, its message is never answered."""
-        self._processes[node_id].kill()
+        # Gone before its process is: what its thread does when that has died must not bring it back.
         del self._contexts[node_id]
+        self._queues[node_id].shutdown(wait=False, cancel_futures=True)
         for message_id, (message, _) in list(self._running.items()):
             if message.metadata.dst_node_id == node_id:
-                del self._running[message_id]
+                self._running.pop(message_id, None)
+        self._processes[node_id].kill()
 
     def set_run(self, run: Run) -> None:
         """Set the run this grid works for."""
@@ -86,11 +89,11 @@ class ProcessGrid(Grid):
         message_ids = []
         for message in messages:
             node_id = message.metadata.dst_node_id
-            if node_id not in self._contexts:
+            if node_id not in self._processes:
                 raise ConfigError(f"process grid: message to unknown node {node_id}; ask the grid's get_node_ids()")
             message_id = str(uuid4())
             message.metadata.__dict__["_message_id"] = message_id
-            self._running[message_id] = message, self._queues[node_id].submit(self._answer, node_id, message)
+            self._running[message_id] = message, self._begin(node_id, message)
             message_ids.append(message_id)
         return message_ids
 
@@ -116,10 +119,13 @@ class ProcessGrid(Grid):
 
     def close(self) -> None:
         """Kill all processes."""
+        # Messages that wait are not to start processes anew while these are killed.
+        for queue in self._queues.values():
+            queue.shutdown(wait=False, cancel_futures=True)
         for process in self._processes.values():
             process.kill()
         for queue in self._queues.values():
-            queue.shutdown(wait=True, cancel_futures=True)
+            queue.shutdown(wait=True)
 
     def __enter__(self) -> "ProcessGrid":
         return self
@@ -133,10 +139,18 @@ class ProcessGrid(Grid):
         reply.metadata.__dict__["_message_id"] = str(uuid4())
         return reply
 
+    def _begin(self, node_id: int, message: Message) -> Future[Message]:
+        if node_id in self._contexts:
+            return self._queues[node_id].submit(self._answer, node_id, message)
+        gone: Future[Message] = Future()
+        gone.set_result(Message(Error(_NODE_UNAVAILABLE, "the node is gone"), reply_to=message))
+        return gone
+
     def _answer(self, node_id: int, message: Message) -> Message:
         try:
             reply, context = self._processes[node_id].submit(message, self._contexts[node_id]).result()
-            self._contexts[node_id] = context
+            if node_id in self._contexts:
+                self._contexts[node_id] = context
             return reply
         except BrokenProcessPool:
             return Message(Error(CLIENT_APP_CRASHED, "the client's process died"), reply_to=message)

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import INFO
 from typing import TypeAlias
@@ -16,6 +16,7 @@ from socflower.cluster.protocol import (
     ASK,
     ASK_MODEL,
     COMPLETED,
+    COMPRESSIONS,
     CONFIG,
     GROUP,
     LEFT_OUT,
@@ -23,6 +24,7 @@ from socflower.cluster.protocol import (
     OUTCOME,
     PREEMPTED,
     RING,
+    TRANSPORTS,
     GroupTask,
     RingOutcome,
     RingTask,
@@ -33,10 +35,10 @@ from socflower.hierarchy import Group, conflicts
 from socflower.strategies.replies import ReplyEvent, failure_event
 from socflower.strategies.roster import QUERY_TYPE, is_question
 
-TRANSPORTS = ("auto", "gloo", "grpc")
 _TOKEN_BYTES = 32
 _NUM_ATTEMPTS = 3  # at a group's interval, each with those that answered to the one before
 _PULL_INTERVAL_S = 0.25
+_LOOK_INTERVAL_S = 3.0  # between looks at which nodes are still there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +60,9 @@ class RingSettings:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"rings: transport = {self.transport!r} is unknown; use one of {', '.join(TRANSPORTS)}")
+        if self.compression not in COMPRESSIONS:
+            raise ConfigError(f"rings: compression = {self.compression!r} is unknown; use one of "
+                              f"{', '.join(COMPRESSIONS)}")
         for key in ("heartbeat_s", "rendezvous_s", "leader_grace_s"):
             if not 0.0 < getattr(self, key) < float("inf"):
                 raise ConfigError(f"rings: {key} = {getattr(self, key)} must be above 0 and finite")
@@ -86,7 +91,9 @@ class _GroupRound:
     without_model: set[int] = field(default_factory=set)
     fetching: dict[str, int] = field(default_factory=dict)  # questions for a member's model
     fetched_from: set[int] = field(default_factory=set)
-    grace_until_s: float | None = None
+    told_of_leaving: set[int] = field(default_factory=set)  # SoCs whose leaving is an event already
+    grace_until_s: float | None = None  # after this those that have not answered are not waited for
+    fetch_until_s: float = 0.0  # after this another member is asked as well
     model: Message | None = None
     failed: bool = False
 
@@ -141,6 +148,7 @@ class RingRound:
                 entry, soc = socs[message.metadata.dst_node_id]
                 entry.waiting[message_id] = soc
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        look_s = time.monotonic() + _LOOK_INTERVAL_S
         while not all(entry.settled for entry in self._rounds.values()):
             open_ids = {*questions, *(ident for entry in self._rounds.values() if not entry.settled
                                       for ident in (*entry.waiting, *entry.fetching))}
@@ -151,14 +159,22 @@ class RingRound:
                     hear(reply)
                     continue
                 for entry in self._rounds.values():
+                    if entry.settled:  # by another of these replies
+                        continue
                     if message_id in entry.waiting:
                         self._take(entry, entry.waiting.pop(message_id), reply)
                     elif message_id in entry.fetching:
                         self._take_fetched(entry, entry.fetching.pop(message_id), reply)
+            if time.monotonic() > look_s:
+                self._forget_the_gone(set(grid.get_node_ids()))
+                look_s = time.monotonic() + _LOOK_INTERVAL_S
             for entry in self._rounds.values():
                 if not entry.settled:
                     self._go_on(entry, grid)
             if deadline_s is not None and time.monotonic() > deadline_s:
+                # Planned with again, those that hang would cost every round its whole time.
+                self.away |= {soc for entry in self._rounds.values() if not entry.settled
+                              for soc in entry.waiting.values()}
                 break
             time.sleep(_PULL_INTERVAL_S)
         for reply in grid.pull_messages(questions) if questions else ():
@@ -199,8 +215,8 @@ class RingRound:
         entry.group = Group(group_id=group.group_id, members=tuple(survivors), leader=leader, boards=group.boards)
         entry.completed, entry.without_model, entry.grace_until_s = {}, set(), None
         self.away |= set(gone)
-        self._event("member-lost", group, f"SoCs {', '.join(map(str, gone))} did not come, the model among them with "
-                                          f"the leader; asked again, led by SoC {leader}")
+        self._event("member-lost", group, f"the model was lost with SoCs {', '.join(map(str, gone))}; the others are "
+                                          f"asked again, led by SoC {leader}")
         token, self._token = self._token, secrets.token_hex(_TOKEN_BYTES)
         try:
             made = self._group_messages(entry)
@@ -217,7 +233,8 @@ class RingRound:
             event = failure_event(reply, entry.group.group_id, where)
             if event.kind == "client-raised" and not self._tolerate:
                 raise TrainingFailed(event.text)
-            self.events.append(event)
+            # The others go on: the group's work is lost only if nobody answers with it, which is an event of its own.
+            self._event("member-lost", entry.group, event.text.removeprefix(f"group {entry.group.group_id}, "))
             return
         record = reply.content.config_records.get(OUTCOME)
         if record is None:
@@ -230,8 +247,7 @@ class RingRound:
             if outcome.answers and ARRAYS in reply.content.array_records:
                 self._settle(entry, reply, outcome)
         elif outcome.outcome == PREEMPTED:
-            self.away.add(soc)
-            self._event("preempted", entry.group, f"SoC {soc} has left for its user's own work")
+            self._note_leaving(entry, soc)
         elif outcome.outcome == NO_MODEL:
             entry.without_model.add(soc)
         elif outcome.outcome == LEFT_OUT:
@@ -241,10 +257,19 @@ class RingRound:
         entry.model = reply
         # Those that died may come back at once, as new processes; one that hangs still blocks its node.
         self.away |= set(entry.group.members) - set(outcome.members)
+        for soc in outcome.preempted:
+            self._note_leaving(entry, soc)
         for line in outcome.log:
             self._event("member-lost", entry.group, line)
         for seconds in outcome.recoveries_s:
             self._event("ring-formed-again", entry.group, f"training again after {seconds:.2f} s")
+
+    def _note_leaving(self, entry: _GroupRound, soc: int) -> None:
+        """Both the member that leaves and those that stay say so; the first to do it may be the only one."""
+        self.away.add(soc)
+        if soc not in entry.told_of_leaving:
+            entry.told_of_leaving.add(soc)
+            self._event("preempted", entry.group, f"SoC {soc} has left for its user's own work")
 
     def _take_fetched(self, entry: _GroupRound, soc: int, reply: Message) -> None:
         if reply.has_error() or ARRAYS not in reply.content.array_records:
@@ -253,27 +278,47 @@ class RingRound:
         own.content[ARRAYS] = reply.content.array_records[ARRAYS]
         self._event("leader-lost", entry.group, f"the member that should answer did not; SoC {soc} did")
         self._settle(entry, own, decode(RingOutcome, own.content.config_records[OUTCOME], "outcome"))
+        self.away |= set(entry.waiting.values())  # silent for the whole grace
+
+    def _forget_the_gone(self, there: Collection[int]) -> None:
+        """Wait no longer for nodes that have left the federation: nobody will answer for them."""
+        for entry in self._rounds.values():
+            if entry.settled:
+                continue
+            for message_id, soc in list(entry.waiting.items()):
+                if self._places.node_of[soc] not in there:
+                    del entry.waiting[message_id]
+                    self._event("member-lost", entry.group, f"SoC {soc}: its node "
+                                                            f"{self._places.node_of[soc]} is gone")
+            entry.fetching = {message_id: soc for message_id, soc in entry.fetching.items()
+                              if self._places.node_of[soc] in there}
 
     def _go_on(self, entry: _GroupRound, grid: Grid) -> None:
         """Ask again, or another member, where the answers that are there say that no model will come."""
+        now_s = time.monotonic()
+        nobody_left = not entry.waiting
+        if entry.grace_until_s is None and (entry.completed or entry.without_model):
+            entry.grace_until_s = now_s + self._settings.leader_grace_s
+        grace_over = entry.grace_until_s is not None and now_s > entry.grace_until_s
         if entry.completed:
-            now_s = time.monotonic()
-            if entry.grace_until_s is None:
-                entry.grace_until_s = now_s + self._settings.leader_grace_s
-            nobody_left = not entry.waiting
-            if (nobody_left or now_s > entry.grace_until_s) and not entry.fetching:
-                candidates = [soc for soc in entry.completed if soc not in entry.fetched_from]
-                if candidates:
-                    self._fetch(entry, grid, candidates[0])
-                elif nobody_left:
-                    entry.failed = True
-        elif entry.without_model and not set(entry.waiting.values()) - entry.without_model - {entry.group.leader}:
-            survivors = [soc for soc in entry.group.members if soc in entry.without_model]
+            if not (nobody_left or grace_over):
+                return
+            candidates = [soc for soc in entry.completed if soc not in entry.fetched_from]
+            if candidates and not (entry.fetching and now_s < entry.fetch_until_s):
+                entry.fetch_until_s = now_s + self._settings.leader_grace_s
+                self._fetch(entry, grid, candidates[0])
+            elif nobody_left and not entry.fetching:
+                entry.failed = True
+        elif entry.without_model:
+            # Without the leader there is no model, so nobody waits for it; for the others a while.
+            others = set(entry.waiting.values()) - {entry.group.leader}
+            if others and not grace_over:
+                return
             if entry.attempt + 1 < _NUM_ATTEMPTS:
-                self._ask_again(entry, grid, survivors)
+                self._ask_again(entry, grid, [soc for soc in entry.group.members if soc in entry.without_model])
             else:
                 entry.failed = True
-        elif not entry.waiting:
+        elif nobody_left:
             entry.failed = True
 
     def _fetch(self, entry: _GroupRound, grid: Grid, soc: int) -> None:

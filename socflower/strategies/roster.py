@@ -78,7 +78,7 @@ class Roster:
         twice = {address for address in addresses if addresses.count(address) > 1}
         if twice:
             raise ConfigError(f"SoCFlow: several nodes have the ring address {min(twice)}; give each its own")
-        self._away = {soc for soc, status in self._status.items() if status.preempted}
+        self._away |= {soc for soc, status in self._status.items() if status.preempted}
 
     def present(self, grid: Grid) -> tuple[int, ...]:
         """Return the SoCs whose nodes are there and free, ascending."""

@@ -129,6 +129,7 @@ class SoCFlow(Resumable):
         self._tolerate_client_errors = tolerate_client_errors
         self._group_of_node: dict[int, Group] = {}
         self._without_state: frozenset[int] = frozenset()
+        self._leaders_before: tuple[int, ...] | None = None  # of a training that is resumed
         self._rings = rings
         self._overlap_buckets = overlap_buckets
         # What SoCs are numbered by in data and rings stays, however groups are formed anew.
@@ -141,14 +142,17 @@ class SoCFlow(Resumable):
 
     def resume_from(
         self, server_round: int, *, without_state: Collection[int] = (), away: Collection[int] = (),
+        leaders: Sequence[int] | None = None,
     ) -> None:
         """Let `start` go on after `server_round`; see `Resumable.resume_from`.
 
         Clients must have their groups' states of that round's end, or they raise: without momentum the weights would
         be others. `without_state` are ids of groups that may have none, as those whose reply that round dropped;
-        `away` are the SoCs that no work was planned for.
+        `away` are the SoCs that no work was planned for, `leaders` those that led the groups, if not all of them did
+        as planned at first: a group with another leader than before begins with a new optimiser.
         """
         super().resume_from(server_round)
+        self._leaders_before = None if leaders is None else tuple(leaders)
         self._without_state = frozenset(without_state)
         self._roster.leave(away)
 
@@ -160,6 +164,11 @@ class SoCFlow(Resumable):
         """Run all rounds, as Flower does; see `Strategy.start`."""
         through = RoundGrid(grid, self._exchange)
         return super().start(through, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The SoCs that lead the groups, by group."""
+        return tuple(group.leader for group in self.plan.groups)
 
     @property
     def away(self) -> tuple[int, ...]:
@@ -283,11 +292,15 @@ class SoCFlow(Resumable):
     def _configs(self, server_round: int, config: ConfigRecord) -> dict[int, ConfigRecord]:
         """Return each group's settings; those that must have a state to resume from are told so."""
         settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
-        resumed = ConfigRecord({**settings, RESUMED: True})
-        must_have_state = {group.group_id for group in self.plan.groups} - self._without_state \
-            if self.resumed_after and server_round == self.resumed_after + 1 else set()
-        return {group.group_id: resumed if group.group_id in must_have_state else settings
-                for group in self.plan.groups}
+        configs = {group.group_id: settings for group in self.plan.groups}
+        before = self._leaders_before or tuple(group.leader for group in self._whole_plan.groups)
+        if self.resumed_after and server_round == self.resumed_after + 1 and len(before) == len(configs):
+            for group in self.plan.groups:
+                # As without the interruption: whoever led another group, or none, has no momentum for this one.
+                if group.leader == before[group.group_id]:
+                    configs[group.group_id] = ConfigRecord(
+                        {**settings, RESUMED: group.group_id not in self._without_state})
+        return configs
 
     def _exchange(self, grid: Grid, messages: Iterable[Message], timeout_s: float | None) -> Iterable[Message]:
         """Send a round's messages and return the replies to its work; those to questions are heard here."""

@@ -50,7 +50,7 @@ class Peer:
         files = [str(tls.ca), str(tls.certificate), str(tls.key)] if tls else None
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, json.dumps([role, rank, addresses, heartbeat_s, files])],
-            stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
 
     def __enter__(self) -> "Peer":
         return self
@@ -58,8 +58,9 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self.kill()
         self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
 
     def said(self) -> str:
         """Return the next line it prints."""
@@ -91,6 +92,8 @@ def main(role: str, rank: int, addresses: list[str], heartbeat_s: float, files: 
     elif role == "caller":
         print("ready", flush=True)
         port.call(0, "hold", timeout_s=600)
+    elif role.startswith("peace-"):
+        leave_in_peace(port, role.removeprefix("peace-"), list(range(len(addresses))), heartbeat_s)
     else:  # a transport's name: reduce until something ends it
         reduce_on(port, role, list(range(len(addresses))), heartbeat_s)
 
@@ -106,6 +109,28 @@ def reduce_on(port: RingPort, transport: str, ranks: list[int], heartbeat_s: flo
     print("ready", flush=True)
     while True:
         ring.all_reduce(torch.ones(250_000)).wait()
+
+
+def leave_in_peace(port: RingPort, transport: str, ranks: list[int], heartbeat_s: float) -> None:
+    """Reduce once in each of ten generations and leave at once; print the sums, or what went wrong."""
+    import torch
+
+    from socflower.clients.transports import open_ring
+
+    meet(port, ranks)
+    sums = []
+    for generation in range(10):
+        ring = open_ring(transport, port, ranks, generation, heartbeat_s)
+        buffer = torch.ones(100_000)
+        try:
+            ring.all_reduce(buffer).wait()
+        except Exception as error:
+            print(repr(error), flush=True)
+            raise
+        ring.close()
+        sums.append(float(buffer[-1]))
+    print(sums, flush=True)
+    sys.stdin.read()  # until all have met and printed
 
 
 if __name__ == "__main__":

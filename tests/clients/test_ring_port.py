@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 import pytest
 
-from socflower.clients import ring_port
 from socflower.clients.ring_port import (
     CALL_LIMIT_BYTES,
     Caller,
@@ -347,15 +346,31 @@ def test_strangers_are_hung_up_on_and_the_run_is_unharmed(ports: Ports, tmp_path
     ports.echoing(tls=tls)
     host, number = ports.addresses[0].split(":")
     for junk in JUNK.values():
-        with socket.create_connection((host, int(number)), timeout=PATIENCE_S) as stranger:
+        stranger = socket.create_connection((host, int(number)), timeout=PATIENCE_S)
+        with stranger, suppress(OSError):  # it may be hung up on at any of these
             stranger.sendall(junk)
             stranger.shutdown(socket.SHUT_WR)
-            try:
-                while stranger.recv(4096):
-                    pass
-            except ConnectionResetError:
+            while stranger.recv(4096):
                 pass
     assert_unharmed(ports.open(1, tls=tls))
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc/net/tcp to find strangers in")
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
+def test_a_stranger_is_logged_once_and_a_member_never(ports: Ports, tmp_path: Path, with_tls: bool) -> None:
+    tls = Authority(tmp_path).member("member") if with_tls else None
+    ports.echoing(tls=tls)
+    member = ports.open(1, tls=tls)
+    assert_unharmed(member)
+    host, number = ports.addresses[0].split(":")
+    with socket.create_connection((host, int(number)), timeout=PATIENCE_S) as stranger:
+        stranger.sendall(JUNK["http1"])
+        name = "{}:{}".format(*stranger.getsockname())
+        wait_until(lambda: ports.lines)
+        time.sleep(2.5)  # two more looks
+    assert len(ports.lines) == 1
+    assert f"refused a connection that made no call a member could make from {name}; the run is" in ports.lines[0]
+    assert_unharmed(member)
 
 
 # ----------------------------------------------------------------------------------------------------- TLS
@@ -379,11 +394,13 @@ def test_without_a_certificate_the_handshake_fails(ports: Ports, tmp_path: Path)
     context = ssl.create_default_context(cafile=str(member.ca))
     context.set_alpn_protocols(["h2"])
     host, number = ports.addresses[0].split(":")
-    with socket.create_connection((host, int(number)), timeout=PATIENCE_S) as plain, \
-            pytest.raises((ssl.SSLError, ConnectionResetError)), \
-            context.wrap_socket(plain, server_hostname="127.0.0.1") as stranger:
-        assert stranger.recv(100), "closed without a word"
-        raise AssertionError("a stranger without certificate was let in")
+    with socket.create_connection((host, int(number)), timeout=PATIENCE_S) as plain:
+        try:
+            with context.wrap_socket(plain, server_hostname="127.0.0.1") as stranger:
+                answer = stranger.recv(100)  # in TLS 1.3 the refusal follows the handshake
+        except (ssl.SSLError, ConnectionResetError):
+            answer = b""
+    assert answer == b""
 
 
 def test_a_certificate_for_another_address_is_not_believed(ports: Ports, tmp_path: Path) -> None:
@@ -451,7 +468,3 @@ def test_pings_between_calls_do_no_harm(ports: Ports) -> None:
     assert_unharmed(member)
     time.sleep(3)  # a dozen pings in each direction
     assert_unharmed(member)
-
-
-def test_the_chunk_fits_the_limit() -> None:
-    assert ring_port.CHUNK_BYTES < CALL_LIMIT_BYTES

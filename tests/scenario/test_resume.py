@@ -66,6 +66,8 @@ def with_precision(scenario: Scenario, **precision: Any) -> Scenario:
 CASES: dict[str, Scenario] = {
     "socflow": small(interval=0.25),
     "socflow without reshuffling": small(interval=0.5, reshuffle=False, epochs=2),
+    "preempted": small(epochs=3, events=(
+        EventConfig(kind="preempt", soc=1, round=2, rounds=2), EventConfig(kind="preempt", soc=0, round=3))),
     "ring": small("ring", epochs=3),
     "sgd": small("sgd", epochs=3),
     "fedavg": small("fedavg", epochs=3),

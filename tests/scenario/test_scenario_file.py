@@ -146,7 +146,7 @@ def test_the_leading_comment_is_the_question(write: Write, text: str, question: 
     ("[train]\nlearning_rat = 0.1", "learning_rat", "0.1", "learning_rate"),
     ("[strategy]\ngroup = 2", "group", "2", "groups"),
     ("[compare]\nstrategy = ['sgd']", "strategy", "['sgd']", "strategies"),
-    ("[[event]]\nkind = 'nan'\nsoc = 0\nround = 1\nrounds = 2", "rounds", "2", "round"),
+    ("[[event]]\nkind = 'nan'\nsoc = 0\nround = 1\nround_ = 2", "round_", "2", "round"),
     ("[expect]\nmin_acuracy = 0.9", "min_acuracy", "0.9", "min_accuracy"),
 ])
 def test_an_unknown_key_is_named_with_its_value_and_what_was_meant(

@@ -1,6 +1,9 @@
 """A ClientApp and a strategy for rings of real processes on this machine."""
 
+import json
+import os
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +17,7 @@ from torch import nn
 
 from socflower.clients import FP32Trainer, cosine_annealing, make_client_app, sgd
 from socflower.cluster import Cluster, parse_cluster
+from socflower.cluster.protocol import CONFIG, GROUP, SERVER_ROUND, GroupTask
 from socflower.strategies import SoCFlow
 from socflower.strategies.rings import RingSettings
 from socflower.workloads import LabelledData
@@ -42,18 +46,64 @@ def part(context: Context, partition: int, num_partitions: int) -> LabelledData:
     return data if num_partitions == 1 else data.select(torch.arange(partition, NUM_SAMPLES, num_partitions))
 
 
-def slow_steps(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Let every loss take as long as the run config says, so that a test has time to strike in between."""
-    global _step_s
-    _step_s = float(context.run_config.get("step-s", 0.0))
-    return call_next(message, context)
+def disturbed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Give a test time to strike, and places to do it.
+
+    The run config's `step-s` is how long a loss takes, `slower` of a node's config a factor of that. In the round
+    `disturbed-round` (default 1) a node waits `begin-delay-s` before it trains and `end-delay-s` before it replies, and
+    raises in the phase `raises-in`. Where there is a ledger, what a node has been asked for and how far it has come
+    stands beside it, in files.
+    """
+    global _step_s, _raises_at_step
+    node = context.node_config
+    _step_s = float(context.run_config.get("step-s", 0.0)) * float(node.get("slower", 1))
+    if GROUP not in message.content.config_records:
+        return call_next(message, context)
+    server_round = int(message.content.config_records[CONFIG][SERVER_ROUND])
+    strikes = server_round == int(node.get("disturbed-round", 1))
+    raises_in = node.get("raises-in") if strikes else None
+    _raises_at_step = 3 if raises_in == "mid-batch" else 0
+    _mark(context, server_round, "asked", json.dumps(GroupTask.decode(message.content.config_records[GROUP]).encode()))
+    time.sleep(float(node.get("begin-delay-s", 0.0)) if strikes else 0.0)
+    if raises_in == "rendezvous":
+        raise ValueError("raised before its ring")
+    reply = call_next(message, context)
+    _mark(context, server_round, "trained", json.dumps(resources()))
+    time.sleep(float(node.get("end-delay-s", 0.0)) if strikes else 0.0)
+    if raises_in == "synchronisation":
+        raise ValueError("raised after its ring")
+    return reply
+
+
+def resources() -> dict[str, int]:
+    """Return what a process must not have more and more of."""
+    return {"threads": threading.active_count(), "files": len(os.listdir("/proc/self/fd")),
+            "kib": int(next(line for line in Path("/proc/self/status").read_text().splitlines()
+                            if line.startswith("VmRSS")).split()[1])}
+
+
+def mark_of(folder: Path, partition: int, server_round: int, what: str) -> Path:
+    """Return the file in which a node says that it has been "asked", or has "trained", a line for each time."""
+    return folder / f"{partition}.{server_round}.{what}"
+
+
+def _mark(context: Context, server_round: int, what: str, text: str) -> None:
+    folder = context.run_config.get("ledger")
+    if folder:
+        with mark_of(Path(str(folder)), int(context.node_config["partition-id"]), server_round, what).open("a") as to:
+            to.write(text + "\n")
 
 
 _step_s = 0.0
+_raises_at_step = 0
 
 
 def _loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    global _raises_at_step
     time.sleep(_step_s)
+    _raises_at_step -= 1
+    if _raises_at_step == 0:
+        raise ValueError("raised in a step")
     return nn.functional.cross_entropy(outputs, labels)
 
 
@@ -68,7 +118,7 @@ def client_app() -> ClientApp:
         folder = context.run_config.get("ledger")
         return Path(str(folder)) / f"{context.node_config['partition-id']}.jsonl" if folder else None
 
-    return make_client_app(model, part, trainer, mods=[slow_steps], ring_ledger=ledger)
+    return make_client_app(model, part, trainer, mods=[disturbed], ring_ledger=ledger)
 
 
 def free_ports(count: int) -> list[int]:
@@ -82,11 +132,13 @@ def free_ports(count: int) -> list[int]:
             probe.close()
 
 
-def node_configs(cluster: Cluster, **extra: Any) -> list[dict[str, Any]]:
-    """Return a config for every SoC, in an order that is not theirs."""
+def node_configs(
+    cluster: Cluster, of_soc: Mapping[int, Mapping[str, Any]] | None = None, **extra: Any,
+) -> list[dict[str, Any]]:
+    """Return a config for every SoC, in an order that is not theirs: the last one's first."""
     places = [(board, slot) for board in range(len(cluster.boards)) for slot in range(len(cluster.socs_of(board)))]
-    return [{"board": board, "slot": slot, "ring": f"127.0.0.1:{port}", **extra}
-            for (board, slot), port in zip(places, free_ports(len(places)), strict=True)][::-1]
+    return [{"board": board, "slot": slot, "ring": f"127.0.0.1:{port}", **extra, **(of_soc or {}).get(soc, {})}
+            for soc, ((board, slot), port) in enumerate(zip(places, free_ports(len(places)), strict=True))][::-1]
 
 
 def cluster(boards: int = 2, socs_per_board: int = 2) -> Cluster:

@@ -1,0 +1,123 @@
+"""The scenario's app where it runs far from whoever submitted it: scenario beside it, outcome by its log.
+
+On the SuperLink's machine a temporary folder takes the place of the run's folder. Checkpoints stay there too, in the
+folder that the run config names, and are removed when the run has ended well.
+"""
+
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from socflower.scenario.app import scenario_client_app, scenario_server_app
+from socflower.scenario.app_bundle import CHECKPOINT_FOLDER_KEY, FRESH_KEY, SCENARIO_FILE
+from socflower.scenario.checkpoint import CheckpointFolder, Checkpointing, require_same_run, training_of
+from socflower.scenario.config import Scenario
+from socflower.scenario.outcome_lines import to_lines
+from socflower.scenario.run_folder import RunFolder
+from socflower.scenario.scenario_file import from_document, to_document
+from socflower.scenario.training import versions
+
+ENGINE = "deployment"
+STATE_FOLDER_KEY = "state-folder"
+"""In a SuperNode's config: where its machine keeps the states of trainers between runs."""
+
+_MOST_TRACE_BYTES = 64 * 2**20  # a longer one stays where it is: it would fill the SuperLink's database
+
+
+def bundled_server_app(bundle: Path) -> ServerApp:
+    """Return the ServerApp of the scenario that lies in `bundle`."""
+
+    def folder_of(context: Context) -> RunFolder:
+        kept = str(context.run_config.get(CHECKPOINT_FOLDER_KEY, ""))
+        return BundledRunFolder(
+            path=Path(tempfile.mkdtemp(prefix="socflower-")), bundle=bundle, kept=Path(kept) if kept else None,
+            fresh=bool(context.run_config.get(FRESH_KEY, False)), say=_say)
+
+    return scenario_server_app(folder_of)
+
+
+def bundled_client_app(bundle: Path) -> ClientApp:
+    """Return the ClientApp of the scenario that lies in `bundle`."""
+    folder = BundledRunFolder(path=bundle, bundle=bundle, kept=None, fresh=False, say=_say)
+    return scenario_client_app(lambda context: folder)
+
+
+@dataclass(frozen=True, slots=True)
+class BundledRunFolder(RunFolder):
+    """A run's folder on the SuperLink's machine, of which whoever submitted the run sees the log."""
+
+    bundle: Path
+    kept: Path | None  # checkpoints
+    fresh: bool
+    say: Callable[[str], None]
+
+    def read_scenario(self) -> Scenario:
+        """Return the scenario of the bundle."""
+        return _scenario(self.bundle)
+
+    def read_checkpointing(self) -> Checkpointing | None:
+        """Return where checkpoints are kept, and the one to go on from; `ConfigError` if they are of another run."""
+        if self.kept is None:
+            return None
+        kept, scenario = CheckpointFolder(self.kept), to_document(self.read_scenario())
+        if self.fresh:
+            kept.remove()
+        kept.create()
+        checkpoint = kept.newest(self.say)
+        if checkpoint is None:
+            self._log("resumed", {"after_round": 0})
+            return Checkpointing(folder=self.kept, engine=ENGINE)
+        require_same_run(checkpoint, scenario, ENGINE, versions(), self.kept)
+        self._log("resumed", {"after_round": checkpoint.server_round})
+        kept.forget_after(checkpoint.server_round)
+        return Checkpointing(folder=self.kept, engine=ENGINE, resume_after=checkpoint.server_round)
+
+    def clients_folder(self, node_config: Mapping[str, Any]) -> Path | None:
+        """Return where this node keeps trainers' states, a folder for each training; None if it has no such place."""
+        named = str(node_config.get(STATE_FOLDER_KEY, ""))
+        if not named:
+            return None
+        training = json.dumps(training_of(to_document(self.read_scenario())), sort_keys=True)
+        folder = Path(named) / hashlib.sha256(training.encode()).hexdigest()[:16]
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def append_progress(self, entry: dict[str, Any]) -> None:
+        """Log a line about the round that just ended."""
+        self._log("progress", entry)
+
+    def write_outcome(self, outcome: dict[str, Any]) -> None:
+        """Log what the app found, the trace before it; after success there is no need for checkpoints."""
+        if self.trace.exists():
+            if self.trace.stat().st_size <= _MOST_TRACE_BYTES:
+                self._log("trace", json.loads(self.trace.read_text("utf-8")))
+            else:
+                self.say(f"the trace is long and stays on the SuperLink's machine: {self.trace}")
+        self._log("outcome", outcome)
+        if self.kept is not None and "error" not in outcome:
+            CheckpointFolder(self.kept).remove()
+
+    def _log(self, kind: str, document: Any) -> None:
+        for line in to_lines(kind, document):
+            self.say(line)
+
+
+@cache
+def _scenario(bundle: Path) -> Scenario:
+    return from_document(json.loads((bundle / SCENARIO_FILE).read_text("utf-8")))
+
+
+def _say(line: str) -> None:
+    # In one call, so that no other thread's words come between a line and its end.
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

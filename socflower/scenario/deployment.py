@@ -1,0 +1,126 @@
+"""Engine `deployment`: the scenario's app on a SuperLink and SuperNodes, of this machine or of a rack somewhere.
+
+Without a SuperLink's address the engine starts one, and a SuperNode for each SoC that takes part, and ends them. When
+the ServerApp or the SuperLink dies, the run is submitted again, and goes on from its newest checkpoint.
+"""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from socflower.errors import TrainingFailed
+from socflower.scenario.app_bundle import write_app
+from socflower.scenario.checkpoint import CheckpointFolder, Checkpointing
+from socflower.scenario.config import Scenario
+from socflower.scenario.deployment_options import Deployment
+from socflower.scenario.deployment_processes import CONNECTION, ENGINE, LocalFlower, local_flower
+from socflower.scenario.far_deployment import run_far_away
+from socflower.scenario.flower_processes import tail
+from socflower.scenario.run_folder import RunFolder
+from socflower.scenario.run_story import RunStory, Say
+from socflower.scenario.submitted_run import FlwrClient, RunLog
+
+_POLL_S = 0.2
+_ASK_S = 5.0  # between two questions to Flower, each of which starts a process
+
+
+def run_in_deployment(scenario: Scenario, folder: RunFolder, deployment: Deployment, say: Say) -> None:
+    """Run the scenario, whose run's folder is `folder`, and leave the outcome there.
+
+    `say` gets a line about each thing that went wrong and was made good. Raises `ConfigError` for a SuperLink that is
+    not known and `TrainingFailed` where no attempt came to an outcome.
+    """
+    story = RunStory(folder)
+    if deployment.superlink:
+        story.end(*run_far_away(scenario, folder.path, story, deployment, say))
+    else:
+        story.end(*_run_here(scenario, folder, story, deployment.restarts, say))
+
+
+def _run_here(
+    scenario: Scenario, folder: RunFolder, story: RunStory, restarts: int, say: Say,
+) -> tuple[dict[str, Any], Path]:
+    checkpointing = folder.read_checkpointing() or Checkpointing(folder=folder.path / "checkpoint", engine=ENGINE)
+    kept = CheckpointFolder(checkpointing.folder)
+    kept.create()
+    with local_flower(folder.path, scenario, say) as flower:
+        flwr = FlwrClient(flower.environment, CONNECTION, folder.path)
+        while True:
+            attempt = RunFolder(folder.path / f"attempt-{len(story.restarts) + 1}")
+            attempt.path.mkdir()
+            attempt.write_scenario(scenario)
+            attempt.write_checkpointing(checkpointing)
+            cause, run_id = _attempt_here(attempt, flower, flwr, story)
+            outcome = attempt.read_outcome()
+            if cause is None and outcome is not None:
+                return outcome, attempt.trace
+            checkpoint = kept.newest(say)
+            after = 0 if checkpoint is None else checkpoint.server_round
+            story.restart(after, str(cause), restarts, say)
+            flower.restart_superlink()
+            if run_id is not None:
+                # Else its messages would still be handed to the nodes.
+                flwr.stop(run_id)
+            kept.forget_after(after)
+            checkpointing = replace(checkpointing, resume_after=None if checkpoint is None else after)
+
+
+def _attempt_here(
+    attempt: RunFolder, flower: LocalFlower, flwr: FlwrClient, story: RunStory,
+) -> tuple[str | None, int | None]:
+    """Submit the run and follow it until there is an outcome; return why there will be none, and Flower's run id.
+
+    After that the attempt's ServerApp runs no more, though its clients may.
+    """
+    app = attempt.path / "app"
+    write_app(app, attempt.path, num_nodes=len(flower.node_pids))
+    log, num_told, asked_s = flwr.submit(app), 0, 0.0
+    try:
+        while True:
+            flower.look_after_nodes()
+            cause = flower.superlink_death()
+            pid = attempt.read_server_process()
+            if cause is None and pid is not None and not _is_running(pid):
+                cause = "the ServerApp's process died"
+            if cause is None and log.ended() and time.monotonic() - asked_s >= _ASK_S:
+                cause, asked_s = _verdict(log, flwr, begun=pid is not None), time.monotonic()
+            # In this order: whoever died may have left an outcome before, and progress before that.
+            has_outcome = attempt.read_outcome() is not None
+            for entry in attempt.read_progress(num_told):
+                num_told += 1
+                story.tell(entry)
+            list(log.new_lines())
+            if has_outcome:
+                return None, log.run_id
+            if cause is not None:
+                if pid is not None and _is_running(pid):
+                    os.kill(pid, signal.SIGKILL)  # it hangs, or does not know yet that its SuperLink is gone
+                return cause, log.run_id
+            time.sleep(_POLL_S)
+    finally:
+        log.close()
+
+
+def _verdict(log: RunLog, flwr: FlwrClient, *, begun: bool) -> str | None:
+    """Return why a run has ended whose log has, or None if Flower says that it goes on."""
+    list(log.new_lines())
+    status = None if log.run_id is None else flwr.status(log.run_id)
+    if status is not None and not status.startswith("finished"):
+        return None
+    if not begun:
+        # The next attempt would fare no better.
+        raise TrainingFailed(f"engine {ENGINE}: Flower did not start the run; its last words: {tail(log.path)}")
+    return f"Flower ended the run ({status or 'it does not answer'})"
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether a process is there, and not only its exit status."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

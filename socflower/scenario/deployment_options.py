@@ -1,0 +1,46 @@
+"""What may be said of a deployment on the command line: where it is, and what it does when something dies."""
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from socflower.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deployment:
+    """Where to run, and how often to try again."""
+
+    superlink: str = ""  # HOST:PORT, or a name in the user's Flower configuration; "": start one here
+    superlink_ca: Path | None = None  # the certificate authority of a SuperLink given by its address
+    restarts: int = 3
+    checkpoint_folder: str = ""  # on the machine of a SuperLink that is not ours; "": none
+    fresh: bool = False  # forget what is in it
+
+    def __post_init__(self) -> None:
+        if self.restarts < 0:
+            raise ConfigError(f"--restarts {self.restarts}: must be 0 or more")
+        if self.superlink_ca is not None and not self.is_address:
+            raise ConfigError("--superlink-ca belongs to a --superlink HOST:PORT; a connection of the Flower "
+                              "configuration names its own root-certificates")
+        if self.superlink_ca is not None and not self.superlink_ca.is_file():
+            raise ConfigError(f"--superlink-ca {self.superlink_ca}: no such file")
+        if self.checkpoint_folder and not self.superlink:
+            raise ConfigError("--checkpoint-folder is a folder on the machine of --superlink; without one, checkpoints "
+                              "are in the folder of --out")
+        if self.is_address and self.superlink_ca is None and not _is_loopback(self.superlink):
+            raise ConfigError(f"--superlink {self.superlink}: plain HTTP is for 127.0.0.1 only; name the SuperLink's "
+                              "certificate authority with --superlink-ca FILE")
+
+    @property
+    def is_address(self) -> bool:
+        """Whether `superlink` is an address, and not a name."""
+        return ":" in self.superlink
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,137 @@
+"""A SuperLink and SuperNodes as processes of this machine: one node for each SoC that takes part, all on 127.0.0.1."""
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from socflower.cluster import sustained_rates
+from socflower.errors import TrainingFailed
+from socflower.hierarchy import plan_groups
+from socflower.scenario.arithmetic import pricing
+from socflower.scenario.config import Scenario
+from socflower.scenario.flower_processes import (
+    Process,
+    flower_environment,
+    free_ports,
+    own_processes,
+    require_command,
+    start,
+    wait_until_healthy,
+    write_connection,
+)
+from socflower.scenario.process_guard import end_marked, marked
+from socflower.scenario.scenario_file import scenario_cluster
+
+ENGINE = "deployment"
+CONNECTION = "scenario"
+_SUPERLINK = "superlink"
+
+
+def participants(scenario: Scenario) -> tuple[int, ...]:
+    """Return the SoCs that the scenario's plan uses; where only training decides the plan, the first ones."""
+    cluster, settings = scenario_cluster(scenario), scenario.strategy
+    num_socs = 1 if settings.name == "sgd" else settings.socs or cluster.num_socs
+    if settings.name == "fedavg" or (settings.name == "socflow" and settings.groups == "auto"):
+        return tuple(range(num_socs))
+    num_groups = settings.groups if settings.name == "socflow" and isinstance(settings.groups, int) else 1
+    rates = sustained_rates(cluster, scenario.model.name, pricing(scenario))
+    return plan_groups(cluster, num_groups, num_socs, rates).participants
+
+
+def node_configs(scenario: Scenario, ring_ports: Sequence[int]) -> list[str]:
+    """Return `--node-config` of each SuperNode: its part of the data, its place in the rack, where its ring listens."""
+    cluster, socs = scenario_cluster(scenario), participants(scenario)
+    configs = []
+    for index, (soc, port) in enumerate(zip(socs, ring_ports, strict=True)):
+        board = cluster.board_of(soc)
+        configs.append(f"partition-id={index} num-partitions={len(socs)} board={board} "
+                       f'slot={soc - cluster.socs_of(board).start} ring="127.0.0.1:{port}"')
+    return configs
+
+
+class LocalFlower:
+    """A SuperLink on a database, so that it can be started again, and its SuperNodes."""
+
+    def __init__(
+        self, folder: Path, configs: Sequence[str], ports: Sequence[int], mark: str, say: Callable[[str], None],
+    ) -> None:
+        self.environment = marked(flower_environment(folder), mark, "command")
+        self._folder = folder
+        self._mark = mark
+        self._say = say
+        self._port = ports[0]
+        for command in ("flower-superlink", "flower-supernode", "flwr"):
+            require_command(command, self.environment, ENGINE)
+        write_connection(Path(self.environment["FLWR_HOME"]), CONNECTION, f"127.0.0.1:{self._port}")
+        self._superlink = self._start_superlink()
+        self._nodes = {config: self._start_node(index, config, port)
+                       for index, (config, port) in enumerate(zip(configs, ports[1:], strict=True))}
+
+    @property
+    def superlink_pid(self) -> int:
+        """Process id of the SuperLink that runs now."""
+        return self._superlink.pid
+
+    @property
+    def node_pids(self) -> tuple[int, ...]:
+        """Process ids of the SuperNodes that are left."""
+        return tuple(process.pid for process in self._nodes.values())
+
+    def superlink_death(self) -> str | None:
+        """Return how the SuperLink ended, or None while it runs."""
+        code = self._superlink.poll()
+        return None if code is None else f"the SuperLink ended ({_how(code)})"
+
+    def look_after_nodes(self) -> None:
+        """Say a line about each SuperNode that has ended since; `TrainingFailed` if none is left.
+
+        A dead node is not started again: that a machine is gone is what the strategy has to deal with.
+        """
+        for config, process in list(self._nodes.items()):
+            code = process.poll()
+            if code is not None:
+                del self._nodes[config]
+                self._say(f"SuperNode {process.pid} ({config}) ended ({_how(code)}); {len(self._nodes)} left")
+        if not self._nodes:
+            raise TrainingFailed(f"engine {ENGINE}: no SuperNode is left; run the same command again")
+
+    def restart_superlink(self) -> None:
+        """Start the SuperLink again, on the same port and database, if it has ended; SuperNodes reconnect."""
+        if self._superlink.poll() is None:
+            return
+        # What it had started must not go on beside what comes now.
+        end_marked(self._mark, _SUPERLINK)
+        self._superlink = self._start_superlink()
+
+    def _start_superlink(self) -> Process:
+        log = self._folder / "superlink.log"
+        # The ServerApp is looked for more often than every second, which matters at the start of short runs.
+        environment = {**marked(self.environment, self._mark, _SUPERLINK), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
+        process = start(
+            ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self._port),
+             "--database", str(self._folder / "superlink.sqlite")], environment, log, self._folder, append=True)
+        wait_until_healthy(self._port, process, log, ENGINE)
+        return process
+
+    def _start_node(self, index: int, config: str, port: int) -> Process:
+        home = self._folder / f"supernode-{index}"
+        home.mkdir()
+        environment = {**marked(self.environment, self._mark, f"supernode-{index}"), "FLWR_HOME": str(home),
+                       "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
+        return start(["flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{self._port}",
+                      "--port", str(port), "--node-config", config], environment, home / "log", self._folder)
+
+
+@contextmanager
+def local_flower(folder: Path, scenario: Scenario, say: Callable[[str], None]) -> Iterator[LocalFlower]:
+    """Keep a SuperLink and the scenario's SuperNodes running in `folder`; at the end nothing of them is left."""
+    num_nodes = len(participants(scenario))
+    ports = free_ports(2 * num_nodes + 1)
+    configs = node_configs(scenario, ports[:num_nodes])
+    with own_processes() as mark:
+        yield LocalFlower(folder, configs, ports[num_nodes:], mark, say)
+
+
+def _how(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
