@@ -72,6 +72,11 @@ class GradientExchange:
         """How many parts there are: at most one a parameter."""
         return len(self._buckets)
 
+    @property
+    def bucket_sizes(self) -> tuple[int, ...]:
+        """How many elements each part has, in the order in which they go out."""
+        return tuple(bucket.buffer.numel() for bucket in self._buckets)
+
     def begin(
         self, ring: Collective, poll: Poll, *, overlapped: bool = True, turn: Turn | None = None,
         compression: GradientCompression | None = None,

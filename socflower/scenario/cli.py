@@ -68,9 +68,12 @@ def run(
                                                "died goes on by itself.")] = 3,
     checkpoint_folder: Annotated[str, typer.Option(help="With --superlink: folder on its machine for checkpoints; "
                                                         "default none.")] = "",
+    save_model: Annotated[Path | None, typer.Option(help="File for the trained model, FILE.npz: arrays by the names "
+                                                         "of the state dict.")] = None,
     as_json: Json = False,
 ) -> None:
     """Run a scenario, write result, trace and report, and check its claims."""
+    _require_model_file(save_model, scenario, superlink)
     _require_deployment(engine, superlink=superlink, superlink_ca=superlink_ca, checkpoint_folder=checkpoint_folder)
     if scenario.is_dir():
         if fresh:
@@ -94,7 +97,7 @@ def run(
             # Checkpoints of a run on a SuperLink of others are there, not here.
             result = runner.run_to_folder(
                 loaded, target, engine, num_workers=workers, on_round=bar(loaded.strategy.name),
-                resumable=not superlink, fresh=fresh, say=_say, deployment=deployment)
+                resumable=not superlink, fresh=fresh, say=_say, deployment=deployment, save_model=save_model)
     except KeyboardInterrupt:
         kept = runner.checkpoint_folder(target)
         _say(f"interrupted; {runner.kept_line(kept) if kept.rounds() else 'nothing was written'}")
@@ -293,6 +296,17 @@ def certificates(
         _out.print(terminal.escape(line), soft_wrap=True, highlight=False)
     _out.print(terminal.escape(f"Copy its three files to each host, and keep {out.absolute() / 'ca.key'} off all of "
                                "them: it signs new hosts."), soft_wrap=True, highlight=False)
+
+
+def _require_model_file(save_model: Path | None, scenario: Path, superlink: str) -> None:
+    """Refuse a file for the model that nothing could be written to at the end of a long training."""
+    if save_model is None:
+        return
+    if save_model.suffix != ".npz" or not save_model.parent.is_dir():
+        raise ConfigError(f"--save-model {save_model}: name a file FILE.npz in a folder that exists")
+    if scenario.is_dir() or superlink:
+        raise ConfigError("--save-model: an app of your own, or a SuperLink elsewhere, keeps its model there; leave it "
+                          "out")
 
 
 def _require_deployment(engine: str, **options: object) -> None:

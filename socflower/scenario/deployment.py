@@ -58,6 +58,8 @@ def _run_here(
             cause, run_id = _attempt_here(attempt, flower, flwr, story)
             outcome = attempt.read_outcome()
             if cause is None and outcome is not None:
+                if attempt.model.exists():
+                    attempt.model.replace(folder.model)
                 return outcome, attempt.trace
             checkpoint = kept.newest(say)
             after = 0 if checkpoint is None else checkpoint.server_round

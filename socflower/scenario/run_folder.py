@@ -12,6 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from socflower.scenario.checkpoint import CheckpointFolder, Checkpointing
 from socflower.scenario.config import Scenario
 from socflower.scenario.scenario_file import from_document, to_document
@@ -74,6 +77,15 @@ class RunFolder:
             for line in path.read_text("utf-8").splitlines(keepends=True)[first:]:
                 if line.endswith("\n"):
                     yield json.loads(line)
+
+    @property
+    def model(self) -> Path:
+        """The file of the trained model."""
+        return self.path / "model.npz"
+
+    def write_model(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Leave the trained model: its arrays by the names of the state dict."""
+        np.savez(self.model, **arrays)  # type: ignore[arg-type]
 
     def write_outcome(self, outcome: dict[str, Any]) -> None:
         """Leave what the app found, or `{"error": …}`."""

@@ -92,9 +92,9 @@ def _check_int8(scenario: Scenario) -> None:
 def run_scenario(
     scenario: Scenario, engine: str = "local", *, num_workers: int | None = None,
     on_round: OnRound = lambda entry: None, trace_to: Path | None = None, checkpointing: Checkpointing | None = None,
-    deployment: Deployment = DEFAULT_DEPLOYMENT, say: Say = lambda line: None,
+    deployment: Deployment = DEFAULT_DEPLOYMENT, say: Say = lambda line: None, model_to: Path | None = None,
 ) -> dict[str, Any]:
-    """Train and return the result document, expectations checked; the trace goes to `trace_to`.
+    """Train and return the result document, expectations checked; trace and model go to `trace_to` and `model_to`.
 
     `num_workers` is the number of worker processes of the local engine (default: one a core; 0: none).
     With `checkpointing`, every synchronisation leaves a checkpoint, and the run may go on from one.
@@ -123,6 +123,8 @@ def run_scenario(
             raise TrainingFailed(outcome["error"])
         if trace_to is not None and folder.trace.exists():
             shutil.copyfile(folder.trace, trace_to)
+        if model_to is not None:
+            shutil.copyfile(folder.model, model_to)
     result = {"schema": 1, "scenario": to_document(scenario), "engine": engine, **outcome}
     # Before virtual time becomes a prediction: it is the model's in any case, and so are claims about it.
     result["expectations"] = check_expectations(scenario.expect, result)
@@ -148,14 +150,15 @@ def with_predictions(result: dict[str, Any]) -> dict[str, Any]:
 def run_to_folder(
     scenario: Scenario, out: Path, engine: str = "local", *, num_workers: int | None = None,
     on_round: OnRound = lambda entry: None, resumable: bool = False, fresh: bool = False,
-    say: Say = lambda line: None, deployment: Deployment = DEFAULT_DEPLOYMENT,
+    say: Say = lambda line: None, deployment: Deployment = DEFAULT_DEPLOYMENT, save_model: Path | None = None,
 ) -> dict[str, Any]:
     """Run and write `result.json`, `trace.json` and `report.html` into `out`, all three or none.
 
     A `resumable` run keeps checkpoints in `out/checkpoint` until it ends, and goes on from the newest that is there,
-    unless it is to start `fresh`; `say` gets a line about that. Raises `ConfigError` for a checkpoint of another run.
+    unless it is to start `fresh`; `say` gets a line about that. `save_model` is a file for the trained model. Raises
+    `ConfigError` for a checkpoint of another run.
     """
-    run = partial(_run_to_folder, scenario, out, engine, num_workers, on_round, say, deployment)
+    run = partial(_run_to_folder, scenario, out, engine, num_workers, on_round, say, deployment, save_model)
     if not resumable:
         return run(None)
     with _kept_checkpoints(out, fresh) as kept:
@@ -172,12 +175,14 @@ def run_to_folder(
 
 def _run_to_folder(
     scenario: Scenario, out: Path, engine: str, num_workers: int | None, on_round: OnRound, say: Say,
-    deployment: Deployment, checkpointing: Checkpointing | None,
+    deployment: Deployment, save_model: Path | None, checkpointing: Checkpointing | None,
 ) -> dict[str, Any]:
     with new_folder(out, within=None if checkpointing is None else checkpointing.folder) as fresh:
         result = run_scenario(scenario, engine, num_workers=num_workers, on_round=on_round,
                               trace_to=fresh / "trace.json", checkpointing=checkpointing, deployment=deployment,
-                              say=say)
+                              say=say, model_to=None if save_model is None else fresh / "model.npz")
+        if save_model is not None:
+            (fresh / "model.npz").replace(save_model)
         write_atomically(fresh / "result.json", json.dumps(result, indent=1))
         write_report(fresh / "report.html", [result], title=scenario.name, question=scenario.question)
     return result

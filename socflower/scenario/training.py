@@ -83,6 +83,7 @@ class _Training:
         if not final:
             raise TrainingFailed("Flower returned no model: every client failed; see the log for the first cause")
         self._trace.write(self._folder.trace)
+        self._folder.write_model(array_views(final))
         usage = self._clock.usage
         return {
             "strategy": self._scenario.strategy.name,
