@@ -162,7 +162,8 @@ def deployed(num_nodes: int, *, warm: bool = False) -> Iterator[Deployment]:
         folder = Path(stack.enter_context(
             tempfile.TemporaryDirectory(prefix="socflower-hub-", ignore_cleanup_errors=True)))
         environment = flower_environment(folder)
-        link_port, *node_ports = free_ports(1 + num_nodes)
+        link_port, *ports = free_ports(1 + 2 * num_nodes)
+        node_ports, ring_ports = ports[:num_nodes], ports[num_nodes:]
         write_connection(folder / "flwr-home", "lab", f"127.0.0.1:{link_port}")
         link = start(["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(link_port)],
                      environment, folder / "superlink.log", folder)
@@ -172,7 +173,8 @@ def deployed(num_nodes: int, *, warm: bool = False) -> Iterator[Deployment]:
         nodes = []
         for index, (port, proxy_port) in enumerate(zip(node_ports, proxies.ports, strict=True)):
             args = ["--insecure", "--superlink", f"127.0.0.1:{proxy_port}", "--host", "127.0.0.1", "--port", str(port),
-                    "--node-config", f"partition-id={index} num-partitions={num_nodes}"]
+                    "--node-config", f'partition-id={index} num-partitions={num_nodes} '
+                    f'ring="127.0.0.1:{ring_ports[index]}"']
             command = warm_supernode_command(args) if warm else ["flower-supernode", *args]
             nodes.append(start(command, environment, folder / f"supernode-{index}.log", folder))
             stack.callback(end, nodes[-1])

@@ -68,13 +68,16 @@ def run(
                                                "died goes on by itself.")] = 3,
     checkpoint_folder: Annotated[str, typer.Option(help="With --superlink: folder on its machine for checkpoints; "
                                                         "default none.")] = "",
+    warm: Annotated[bool, typer.Option("--warm", help="For --engine deployment: fork clients from processes that have "
+                                                      "torch loaded; uses Flower's internals.")] = False,
     save_model: Annotated[Path | None, typer.Option(help="File for the trained model, FILE.npz: arrays by the names "
                                                          "of the state dict.")] = None,
     as_json: Json = False,
 ) -> None:
     """Run a scenario, write result, trace and report, and check its claims."""
     _require_model_file(save_model, scenario, superlink)
-    _require_deployment(engine, superlink=superlink, superlink_ca=superlink_ca, checkpoint_folder=checkpoint_folder)
+    _require_deployment(engine, superlink=superlink, superlink_ca=superlink_ca, checkpoint_folder=checkpoint_folder,
+                        warm=warm)
     if scenario.is_dir():
         if fresh:
             raise ConfigError("--fresh is for scenarios: the run of an app folder keeps no checkpoints")
@@ -88,7 +91,7 @@ def run(
     from socflower.scenario.scenario_file import load_scenario
 
     deployment = Deployment(superlink=superlink, superlink_ca=superlink_ca, restarts=restarts,
-                            checkpoint_folder=checkpoint_folder, fresh=fresh)
+                            checkpoint_folder=checkpoint_folder, fresh=fresh, warm=warm)
     loaded = load_scenario(scenario, set_ or ())
     runner.check_feasible(loaded, engine, trains_here=not superlink)
     target = out or Path("out") / loaded.name

@@ -39,16 +39,16 @@ def run_in_deployment(scenario: Scenario, folder: RunFolder, deployment: Deploym
     if deployment.superlink:
         story.end(*run_far_away(scenario, folder.path, story, deployment, say))
     else:
-        story.end(*_run_here(scenario, folder, story, deployment.restarts, say))
+        story.end(*_run_here(scenario, folder, story, deployment, say))
 
 
 def _run_here(
-    scenario: Scenario, folder: RunFolder, story: RunStory, restarts: int, say: Say,
+    scenario: Scenario, folder: RunFolder, story: RunStory, deployment: Deployment, say: Say,
 ) -> tuple[dict[str, Any], Path]:
     checkpointing = folder.read_checkpointing() or Checkpointing(folder=folder.path / "checkpoint", engine=ENGINE)
     kept = CheckpointFolder(checkpointing.folder)
     kept.create()
-    with local_flower(folder.path, scenario, say) as flower:
+    with local_flower(folder.path, scenario, say, warm=deployment.warm) as flower:
         flwr = FlwrClient(flower.environment, CONNECTION, folder.path)
         while True:
             attempt = RunFolder(folder.path / f"attempt-{len(story.restarts) + 1}")
@@ -63,7 +63,7 @@ def _run_here(
                 return outcome, attempt.trace
             checkpoint = kept.newest(say)
             after = 0 if checkpoint is None else checkpoint.server_round
-            story.restart(after, str(cause), restarts, say)
+            story.restart(after, str(cause), deployment.restarts, say)
             flower.restart_superlink()
             if run_id is not None:
                 # Else its messages would still be handed to the nodes.

@@ -16,10 +16,14 @@ class Deployment:
     restarts: int = 3
     checkpoint_folder: str = ""  # on the machine of a SuperLink that is not ours; "": none
     fresh: bool = False  # forget what is in it
+    warm: bool = False  # fork clients from processes that have torch loaded; see `clients.warm_executor`
 
     def __post_init__(self) -> None:
         if self.restarts < 0:
             raise ConfigError(f"--restarts {self.restarts}: must be 0 or more")
+        if self.warm and self.superlink:
+            raise ConfigError("--warm is for SuperNodes that are started here; those of --superlink are warm if "
+                              "they were started so (docs/warm-executor.md)")
         if self.superlink_ca is not None and not self.is_address:
             raise ConfigError("--superlink-ca belongs to a --superlink HOST:PORT; a connection of the Flower "
                               "configuration names its own root-certificates")

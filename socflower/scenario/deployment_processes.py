@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from socflower.clients.warm_executor import warm_supernode_command
 from socflower.cluster import sustained_rates
 from socflower.errors import TrainingFailed
 from socflower.hierarchy import plan_groups
@@ -54,12 +55,14 @@ class LocalFlower:
     """A SuperLink on a database, so that it can be started again, and its SuperNodes."""
 
     def __init__(
-        self, folder: Path, configs: Sequence[str], ports: Sequence[int], mark: str, say: Callable[[str], None],
+        self, folder: Path, configs: Sequence[str], ports: Sequence[int], mark: str, say: Callable[[str], None], *,
+        warm: bool = False,
     ) -> None:
         self.environment = marked(flower_environment(folder), mark, "command")
         self._folder = folder
         self._mark = mark
         self._say = say
+        self._warm = warm
         self._port = ports[0]
         for command in ("flower-superlink", "flower-supernode", "flwr"):
             require_command(command, self.environment, ENGINE)
@@ -119,18 +122,21 @@ class LocalFlower:
         home.mkdir()
         environment = {**marked(self.environment, self._mark, f"supernode-{index}"), "FLWR_HOME": str(home),
                        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
-        return start(["flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{self._port}",
-                      "--port", str(port), "--node-config", config], environment, home / "log", self._folder)
+        args = ["--insecure", "--superlink", f"127.0.0.1:{self._port}", "--port", str(port), "--node-config", config]
+        command = warm_supernode_command(args) if self._warm else ["flower-supernode", *args]
+        return start(command, environment, home / "log", self._folder)
 
 
 @contextmanager
-def local_flower(folder: Path, scenario: Scenario, say: Callable[[str], None]) -> Iterator[LocalFlower]:
+def local_flower(
+    folder: Path, scenario: Scenario, say: Callable[[str], None], *, warm: bool = False,
+) -> Iterator[LocalFlower]:
     """Keep a SuperLink and the scenario's SuperNodes running in `folder`; at the end nothing of them is left."""
     num_nodes = len(participants(scenario))
     ports = free_ports(2 * num_nodes + 1)
     configs = node_configs(scenario, ports[:num_nodes])
     with own_processes() as mark:
-        yield LocalFlower(folder, configs, ports[num_nodes:], mark, say)
+        yield LocalFlower(folder, configs, ports[num_nodes:], mark, say, warm=warm)
 
 
 def _how(code: int) -> str:
