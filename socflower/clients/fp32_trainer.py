@@ -13,8 +13,11 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from socflower.clients.member_buffers import MemberBuffers, depends_on_batch
+from socflower.clients.ring_order import RingOrder
 from socflower.clients.trainer import Part, SessionEnd, TrainingSpan
 from socflower.errors import ConfigError
+
+MEMBER_PASSES = ("auto", "always", "ring")
 
 OptimizerFn: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFn: TypeAlias = Callable[[torch.optim.Optimizer, int], LRScheduler]
@@ -39,7 +42,8 @@ class FP32Trainer:
     `channels_last` keeps 4-d weights and inputs in the layout in which convolutions run faster on most CPUs.
     `member_passes`: "auto" gives each member a pass of its own only where that changes the result, that is for
     models with batch-dependent layers; elsewhere one pass over the whole batch has the same gradient (F4).
-    "always" runs every member's pass, as a real ring does.
+    "always" runs every member's pass, as a real ring does; "ring" sums their gradients in a ring's order as well, in
+    `num_buckets` parts, which gives the very bits of a gRPC ring (and of a gloo ring of two).
     """
 
     optimizer: OptimizerFn = field(default_factory=sgd)
@@ -47,10 +51,12 @@ class FP32Trainer:
     loss: LossFn = functional.cross_entropy
     channels_last: bool = True
     member_passes: str = "auto"
+    num_buckets: int = 1
 
     def __post_init__(self) -> None:
-        if self.member_passes not in ("auto", "always"):
-            raise ConfigError(f"FP32Trainer: member_passes = {self.member_passes!r}; use 'auto' or 'always'")
+        if self.member_passes not in MEMBER_PASSES:
+            raise ConfigError(f"FP32Trainer: member_passes = {self.member_passes!r}; use one of "
+                              f"{', '.join(MEMBER_PASSES)}")
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "FP32Session":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
@@ -74,8 +80,10 @@ class FP32Session:
         # Before a state is restored, in which somebody else may have taken it over.
         self._momentum = float(self._optimizer.param_groups[0].get("momentum", 0.0))
         self._scheduler = trainer.scheduler(self._optimizer, total_steps) if trainer.scheduler else None
-        each_member_alone = trainer.member_passes == "always" or depends_on_batch(model)
-        self._buffers = MemberBuffers(model, num_members) if each_member_alone and num_members > 1 else None
+        each_member_alone = num_members > 1 and (trainer.member_passes != "auto" or depends_on_batch(model))
+        self._buffers = MemberBuffers(model, num_members) if each_member_alone else None
+        self._ring_order = RingOrder(model, num_members, trainer.num_buckets) \
+            if each_member_alone and trainer.member_passes == "ring" else None
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step of the group; see `TrainingSession.step`."""
@@ -106,10 +114,16 @@ class FP32Session:
             inputs, labels = present[0] if len(present) == 1 else _joined(present)
             return self._backward(inputs, labels, weight=len(labels) / num_samples)
         loss = torch.zeros(())
+        if self._ring_order is not None:
+            self._ring_order.begin()
         for member, (inputs, labels) in enumerate(parts):
             if len(labels):
                 self._buffers.use(member, len(labels))
                 loss = loss + self._backward(inputs, labels, weight=len(labels) / num_samples)
+                if self._ring_order is not None:
+                    self._ring_order.take(member)
+        if self._ring_order is not None:
+            self._ring_order.finish()
         return loss
 
     def apply(self) -> None:

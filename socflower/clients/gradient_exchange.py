@@ -16,14 +16,19 @@ from socflower.errors import ConfigError
 
 
 @dataclass(slots=True)
-class _Bucket:
+class Bucket:
     """Parameters whose gradients travel together, and the buffer in which they do."""
 
     parameters: list[nn.Parameter]
     buffer: Tensor  # flat; reduced into, so that a reduction that fails spoils no gradient
     views: list[Tensor]  # of the buffer, one like each parameter
+    strides: list[tuple[int, ...]]  # of the parameters when the views were made
     taken: list[bool] = field(default_factory=list)  # by parameter, whether its gradient is in the buffer
     num_missing: int = 0
+
+    def fits(self) -> bool:
+        """Whether the parameters still have the layout that the views have."""
+        return [parameter.stride() for parameter in self.parameters] == self.strides
 
     def start(self) -> None:
         """Forget what is in the buffer."""
@@ -59,8 +64,7 @@ class GradientExchange:
     """
 
     def __init__(self, model: nn.Module, num_buckets: int) -> None:
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
-        self._buckets = [_bucket(part) for part in _parts(parameters, num_buckets)]
+        self._buckets = make_buckets(model, num_buckets)
         self._hooks = [parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number, position))
                        for number, bucket in enumerate(self._buckets)
                        for position, parameter in enumerate(bucket.parameters)]
@@ -88,8 +92,8 @@ class GradientExchange:
         In a ring's first step members make sure that they are alike: raises `ConfigError` if not, `PeerLost`, or what
         `poll` raises.
         """
-        # A trainer may have given the model another layout; a copy into it would cost as much as a layer.
-        self._buckets = [bucket if _is_laid_out(bucket) else _bucket(bucket.parameters) for bucket in self._buckets]
+        # A trainer may have given the model another layout; gradients would have to be turned round in every step.
+        self._buckets = [bucket if bucket.fits() else _bucket(bucket.parameters) for bucket in self._buckets]
         if ring is not self._agreed_on:
             self._require_alike(ring, poll)
         for bucket in self._buckets:
@@ -118,6 +122,7 @@ class GradientExchange:
         if self._step is not None:
             self._step.end()
             self._step = None
+        self._agreed_on = None
         # Somebody may still be writing into the old buffers.
         self._buckets = [_bucket(bucket.parameters) for bucket in self._buckets]
         for bucket in self._buckets:
@@ -171,7 +176,7 @@ class _Step:
         if self._sender is not None and turn is not None:
             self._sender.do(turn.begin)
 
-    def send(self, bucket: _Bucket) -> None:
+    def send(self, bucket: Bucket) -> None:
         number, self.num_sent = self.num_sent, self.num_sent + 1
         if self._sender is None:
             self._reduce(bucket)
@@ -194,7 +199,7 @@ class _Step:
         if self._sender is not None:
             self._sender.close()
 
-    def _reduce(self, bucket: _Bucket) -> None:
+    def _reduce(self, bucket: Bucket) -> None:
         self._works.append(self._ring.all_reduce(bucket.buffer))
 
     def _wait_for_works(self, poll: Poll) -> None:
@@ -245,7 +250,13 @@ class _Sender:
         self._idle.set()
 
 
-def _bucket(parameters: Sequence[nn.Parameter]) -> _Bucket:
+def make_buckets(model: nn.Module, num_buckets: int) -> list[Bucket]:
+    """Return a model's parameters in the parts in which their gradients travel, those of the last layers first."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
+    return [_bucket(part) for part in _parts(parameters, num_buckets)]
+
+
+def _bucket(parameters: Sequence[nn.Parameter]) -> Bucket:
     buffer = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=parameters[0].dtype)
     views = []
     start = 0
@@ -253,12 +264,7 @@ def _bucket(parameters: Sequence[nn.Parameter]) -> _Bucket:
         # In the parameter's own layout the gradient is copied, and read by the optimiser, in one sweep.
         views.append(torch.as_strided(buffer, parameter.size(), _strides(parameter), start))
         start += parameter.numel()
-    return _Bucket(list(parameters), buffer, views)
-
-
-def _is_laid_out(bucket: _Bucket) -> bool:
-    return all(view.stride() == _strides(parameter)
-               for parameter, view in zip(bucket.parameters, bucket.views, strict=True))
+    return Bucket(list(parameters), buffer, views, [parameter.stride() for parameter in parameters])
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:

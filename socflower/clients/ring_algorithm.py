@@ -68,6 +68,18 @@ def all_reduce(buffer: _Array, rank: int, size: int, links: Links) -> None:
     _exchange(outgoing, incoming, chunks_per_part, links)
 
 
+def sum_in_ring_order(buffers: Sequence[_Array]) -> _Array:
+    """Return what `all_reduce` leaves in every member's buffer, bit for bit, from the buffers of all members."""
+    total, size = np.empty_like(buffers[0]), len(buffers)
+    bounds = [len(total) * part // size for part in range(size + 1)]
+    for part in range(size):
+        within = slice(bounds[part], bounds[part + 1])
+        total[within] = buffers[part][within]
+        for step in range(1, size):
+            total[within] += buffers[(part + step) % size][within]
+    return total
+
+
 def all_gather(own: bytes, rank: int, size: int, links: Links) -> list[bytes]:
     """Return every member's bytes, by rank; lengths may differ. Every member calls it."""
     lengths = np.zeros(size, np.int64)

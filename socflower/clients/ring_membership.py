@@ -157,9 +157,16 @@ class Membership:
         self._to_all(others, lambda member: self._port.call(member, "leave", timeout_s=_SLICE_S))
 
     def finish(self) -> None:
-        """Tell the others that this member has the interval's result, so that they do not miss it when it ends."""
-        others = [member for member in self._members if member != self._me and member not in self._done]
-        self._to_all(others, lambda member: self._port.call(member, "done", timeout_s=_SLICE_S))
+        """Tell the others that this member has the interval's result, and wait a moment until they have it, too.
+
+        They are in the same last operation, and a ring that one member leaves may break for those still in it: it would
+        form again for nothing. Who is gone, or hangs, is not waited for any longer than that.
+        """
+        others = [member for member in self._members if member != self._me]
+        told = self._to_all(others, lambda member: self._port.call(member, "done", timeout_s=self._patience_s))
+        there = {member for member, answer in told.items() if not isinstance(answer, Exception)}
+        with self._changed:
+            self._changed.wait_for(lambda: there <= {*self._done, *self._gone}, self._patience_s)
 
     def close(self) -> None:
         """End the watching; the port is its owner's."""
@@ -228,7 +235,8 @@ class Membership:
             with self._changed:
                 if self._wanted > number:
                     return None
-                joined = dict(self._joins.get(number, {}))
+                joined = {member: theirs for member, theirs in self._joins.get(number, {}).items()
+                          if member not in self._gone}
             missing = [member for member in others if member not in {*joined, *self._gone, *self._done}]
             absent = self._absent(missing, number, silent) if missing else set()
             if isinstance(absent, Generation):

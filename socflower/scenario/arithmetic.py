@@ -78,7 +78,7 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
     fp32 = FP32Trainer(
         optimizer=sgd(settings.learning_rate, settings.momentum, settings.weight_decay),
         scheduler=cosine_annealing if settings.schedule == "cosine" else None,
-        member_passes=settings.member_passes,
+        member_passes=settings.member_passes, num_buckets=scenario.strategy.overlap_buckets,
     )
     if precision.arithmetic == "fp32":
         return fp32

@@ -56,7 +56,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _one_of("[train] schedule", self.schedule, ("cosine", "constant"))
-        _one_of("[train] member_passes", self.member_passes, ("auto", "always"))
+        _one_of("[train] member_passes", self.member_passes, ("auto", "always", "ring"))
         for key in ("epochs", "batch_size", "learning_rate", "local_epochs", "reply_timeout_s"):
             _above_zero(f"[train] {key}", getattr(self, key))
         if not (0 <= self.momentum < 1 and 0 <= self.weight_decay < math.inf):

@@ -134,3 +134,9 @@ def test_a_broadcast_reaches_everybody_from_every_source(size: int, length: int)
         received, _ = run_ring(size, lambda rank, link, source=source: ring_algorithm.broadcast(
             payload if rank == source else None, source, rank, size, link))
         assert received == [payload] * size
+
+
+@given(size=st.integers(1, 7), length=st.integers(0, 40), seed=st.integers(0, 99))
+def test_one_process_can_sum_as_a_ring_does(size: int, length: int, seed: int) -> None:
+    buffers = list(np.random.default_rng(seed).standard_normal((size, length)).astype(np.float32))
+    assert np.array_equal(ring_algorithm.sum_in_ring_order(buffers), in_ring_order(buffers))

@@ -112,7 +112,8 @@ def client_app() -> ClientApp:
         return network(norm=bool(context.run_config.get("norm", False)))
 
     def trainer(context: Context) -> FP32Trainer:
-        return FP32Trainer(optimizer=sgd(0.05, 0.9), scheduler=cosine_annealing, loss=_loss)
+        return FP32Trainer(optimizer=sgd(0.05, 0.9), scheduler=cosine_annealing, loss=_loss, num_buckets=2,
+                           member_passes=str(context.run_config.get("member-passes", "auto")))
 
     def ledger(context: Context) -> Path | None:
         folder = context.run_config.get("ledger")
