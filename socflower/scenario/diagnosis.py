@@ -2,6 +2,8 @@
 
 import os
 import platform
+import shutil
+import sysconfig
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +22,8 @@ _TESTED_FLWR = "1.41"
 
 def diagnose() -> list[dict[str, Any]]:
     """Return findings: name, status ("ok", "missing" or "broken"), detail, and a remedy where one is needed."""
-    return [_machine(), _flower(), _kernel(), *_int8_kernels(), _gloo(), _ray(), _sensors(), *(_data(name) for name in
-                                                                             ("digits", "mnist", "cifar10"))]
+    return [_machine(), _flower(), _kernel(), *_int8_kernels(), *_rings(), _ray(), _sensors(),
+            *(_data(name) for name in ("digits", "mnist", "cifar10"))]
 
 
 def _finding(name: str, status: str, detail: str, remedy: str = "") -> dict[str, Any]:
@@ -72,12 +74,30 @@ def _int8_kernels() -> list[dict[str, Any]]:
     return [*findings, _finding("int8 training", "ok", f"uses {chosen}; SOCFLOWER_KERNEL names another path")]
 
 
+def _rings() -> list[dict[str, Any]]:
+    """Check what rings of real devices need: gloo, gRPC, and Flower's services."""
+    import grpc
+
+    findings = [_gloo(), _finding("ring over gRPC", "ok", f"grpcio {grpc.__version__}; socflower certificates makes "
+                                                          "what it needs")]
+    missing = [command for command in ("flower-superlink", "flower-supernode", "flwr")
+               if shutil.which(command, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]))
+               is None]
+    findings.append(_finding("engine deployment", "ok", "SuperLink and SuperNode are here") if not missing else _finding(
+        "engine deployment", "missing", f"{', '.join(missing)} not on the PATH", "pip install flwr"))
+    return findings
+
+
 def _gloo() -> dict[str, Any]:
-    available = torch.distributed.is_available() and torch.distributed.is_gloo_available()
-    if available:
-        return _finding("torch.distributed gloo", "ok", "present; this version forms no rings of real devices yet")
-    return _finding("torch.distributed gloo", "missing", "this torch has none; this version does not need it yet",
-                    "install torch from a wheel with gloo (any CPU wheel for Linux)")
+    try:
+        from torch import distributed
+
+        group = distributed.ProcessGroupGloo(distributed.HashStore(), 0, 1)
+        group.allreduce([torch.ones(4)]).wait()
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return _finding("ring over gloo", "missing", f"torch.distributed has no gloo that works here: {error}",
+                        "use rings over gRPC, or a torch build with gloo")
+    return _finding("ring over gloo", "ok", "self-test passed; unencrypted, for networks that are trusted")
 
 
 def _ray() -> dict[str, Any]:
