@@ -78,21 +78,22 @@ def _rings() -> list[dict[str, Any]]:
     """Check what rings of real devices need: gloo, gRPC, and Flower's services."""
     import grpc
 
-    findings = [_gloo(), _finding("ring over gRPC", "ok", f"grpcio {grpc.__version__}; socflower certificates makes "
+    findings = [_gloo(), _finding("ring over gRPC", "ok", f"grpcio {grpc.__version__}; `socflower certificates` makes "
                                                           "what it needs")]
     missing = [command for command in ("flower-superlink", "flower-supernode", "flwr")
                if shutil.which(command, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]))
                is None]
-    findings.append(_finding("engine deployment", "ok", "SuperLink and SuperNode are here") if not missing else _finding(
-        "engine deployment", "missing", f"{', '.join(missing)} not on the PATH", "pip install flwr"))
-    return findings
+    if missing:
+        return [*findings, _finding("engine deployment", "missing", f"{', '.join(missing)} not on the PATH",
+                                    "pip install flwr")]
+    return [*findings, _finding("engine deployment", "ok", "SuperLink and SuperNode are here")]
 
 
 def _gloo() -> dict[str, Any]:
     try:
         from torch import distributed
 
-        group = distributed.ProcessGroupGloo(distributed.HashStore(), 0, 1)
+        group: Any = distributed.ProcessGroupGloo(distributed.HashStore(), 0, 1)
         group.allreduce([torch.ones(4)]).wait()
     except (ImportError, AttributeError, RuntimeError) as error:
         return _finding("ring over gloo", "missing", f"torch.distributed has no gloo that works here: {error}",
