@@ -143,6 +143,7 @@ class Membership:
             if absent:
                 self._note(absent, number)
             if decision.source < 0:
+                self.finish()  # the others hear the decision from this port, which must not close before they have
                 raise NoModel
             return decision
 

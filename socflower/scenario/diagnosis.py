@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import sysconfig
+from datetime import timedelta
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,7 +94,7 @@ def _gloo() -> dict[str, Any]:
     try:
         from torch import distributed
 
-        group: Any = distributed.ProcessGroupGloo(distributed.HashStore(), 0, 1)
+        group: Any = distributed.ProcessGroupGloo(distributed.HashStore(), 0, 1, timedelta(seconds=10))
         group.allreduce([torch.ones(4)]).wait()
     except (ImportError, AttributeError, RuntimeError) as error:
         return _finding("ring over gloo", "missing", f"torch.distributed has no gloo that works here: {error}",

@@ -1,0 +1,68 @@
+"""SoCs that their users need: a scenario's event makes them leave within a round, and come back later."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.scenario.config import EventConfig
+from socflower.scenario.runner import run_scenario
+from tests.scenario.small_runs import small, small_result
+
+
+def preempt(soc: int, server_round: int, rounds: int = 1, at: float = 0.5) -> EventConfig:
+    return EventConfig(kind="preempt", soc=soc, round=server_round, rounds=rounds, at=at)
+
+
+def kinds(result: dict[str, Any]) -> list[list[str]]:
+    return [[event["kind"] for event in entry["events"]] for entry in result["rounds"]]
+
+
+def test_a_soc_leaves_is_planned_without_and_comes_back() -> None:
+    result = small_result(boards=(4, 4), epochs=3, interval=0.5, events=(preempt(1, 2, rounds=2),))
+    assert kinds(result) == [[], [], ["preempted"], ["planned-anew"], ["returned"], ["planned-anew"], []]
+    texts = [event["text"] for entry in result["rounds"] for event in entry["events"]]
+    assert texts[:2] == ["group 0: SoC 1 has left for its user's own work",
+                         "planned anew: 2 groups of 7 SoCs, without 1"]
+    assert texts[-1] == "planned anew: 2 groups of 8 SoCs"
+
+
+def test_leaving_costs_time_but_not_the_gradient_of_a_group() -> None:
+    """The members that stay take over the whole batch (F4): the round's weights differ by rounding only."""
+    left, undisturbed = (small_result(boards=(4, 4), epochs=1, interval=0.5, events=events)
+                         for events in ((preempt(1, 1, at=0.0),), ()))
+    assert left["rounds"][1]["loss"] == pytest.approx(undisturbed["rounds"][1]["loss"], rel=1e-3)
+    assert left["rounds"][1]["events"]
+
+
+def test_a_group_all_of_whose_socs_leave_is_left_out_and_the_others_go_on() -> None:
+    events = tuple(preempt(soc, 1) for soc in (0, 1))
+    result = small_result(epochs=2, interval=1.0, events=events)
+    assert kinds(result)[1] == ["preempted", "preempted", "group-left"]
+    assert "planned-anew" in kinds(result)[2]
+    assert np.isfinite(result["final_accuracy"])
+
+
+def test_with_nobody_left_the_training_ends_with_a_line() -> None:
+    with pytest.raises(TrainingFailed, match="have left for their users' own work"):
+        run_scenario(small(events=tuple(preempt(soc, 1) for soc in range(4))), num_workers=0)
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"kind": "preempt", "soc": 0, "round": 1, "rounds": 0}, r"rounds = 0 must be above 0"),
+    ({"kind": "preempt", "soc": 0, "round": 1, "at": 1.0}, r"at = 1.0 must be 0 or more and below 1"),
+    ({"kind": "nan", "soc": 0, "round": 1, "rounds": 2}, r"kind = 'nan' takes no rounds and no at"),
+])
+def test_events_that_cannot_be_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EventConfig(**settings)
+
+
+def test_the_trained_model_can_be_kept(tmp_path: Path) -> None:
+    file = tmp_path / "model.npz"
+    run_scenario(small(), num_workers=0, model_to=file)
+    with np.load(file) as arrays:
+        assert sum(arrays[name].size for name in arrays.files) == 61_706
+        assert all(np.isfinite(arrays[name]).all() for name in arrays.files)

@@ -1,0 +1,133 @@
+"""Which node is which SoC: what nodes say of themselves, and what cannot be."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+
+from socflower.cluster import parse_cluster
+from socflower.cluster.protocol import STATUS, NodeStatus, encode
+from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.strategies.roster import Roster, is_question
+
+CLUSTER = parse_cluster({"boards": [2, 3]})
+SOCS = range(5)
+
+
+class AskedGrid:
+    """Nodes that answer questions; None is a ClientApp that does not know them."""
+
+    def __init__(self, statuses: Mapping[int, NodeStatus | None]) -> None:
+        self.statuses = dict(statuses)
+        self.asked: list[int] = []
+
+    def get_node_ids(self) -> list[int]:
+        return list(self.statuses)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        return [self.answer(message) for message in messages]
+
+    def answer(self, message: Message) -> Message:
+        assert is_question(message)
+        node = message.metadata.dst_node_id
+        self.asked.append(node)
+        status = self.statuses[node]
+        if status is None:
+            return Message(Error(1, "no such function"), reply_to=message)
+        return Message(RecordDict({STATUS: ConfigRecord(encode(status))}), reply_to=message)
+
+
+def at(board: int, slot: int, port: int = 0, **changes: Any) -> NodeStatus:
+    ring = f"10.0.0.{board * 10 + slot + 1}:{port or 28200}"
+    return NodeStatus(**{"ring": ring, "board": board, "slot": slot, "transports": ("gloo", "grpc"), **changes})
+
+
+PLACES = [at(1, 2), at(0, 1), at(1, 0), at(0, 0), at(1, 1)]
+
+
+def roster_of(statuses: Iterable[NodeStatus | None]) -> tuple[Roster, AskedGrid]:
+    grid = AskedGrid({100 + index: status for index, status in enumerate(statuses)})
+    roster = Roster(CLUSTER, SOCS)
+    roster.first_look(grid, ask=True)  # type: ignore[arg-type]
+    return roster, grid
+
+
+def test_nodes_are_matched_by_where_they_sit() -> None:
+    roster, _ = roster_of(PLACES)
+    assert dict(roster.node_of) == {4: 100, 1: 101, 2: 102, 0: 103, 3: 104}
+    assert roster.ring_address_of[2] == "10.0.0.11:28200"
+
+
+def test_apps_that_do_not_answer_are_matched_in_order_and_form_no_rings() -> None:
+    roster, grid = roster_of([None] * 5)
+    assert dict(roster.node_of) == {soc: 100 + soc for soc in SOCS}
+    assert not roster.ring_address_of
+    assert roster.present(grid) == tuple(SOCS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("statuses", "says"), [
+    ([*PLACES[:4], at(1, 0, 1)], "nodes 102 and 104 both say that they are at board 1, slot 0"),
+    ([*PLACES[:4], at(2, 0)], "node 104 says that it is at board 2, slot 0, which the cluster does not have"),
+    ([*PLACES[:4], at(1, 3)], "board 1, slot 3, which the cluster does not have"),
+    ([*PLACES[:4], at(-1, -1)], "nodes 104 have no board and slot"),
+    ([*PLACES[:4], at(1, 1, ring="")], "nodes 104 have no ring in their node config"),
+    ([*PLACES[:4], at(1, 1, ring="10.0.0.1:28200")], "several nodes have the ring address 10.0.0.1:28200"),
+])
+def test_contradictions_are_named(statuses: list[NodeStatus], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        roster_of(statuses)
+
+
+def test_too_few_nodes_are_refused_with_both_numbers() -> None:
+    with pytest.raises(InfeasiblePlan, match="needs 5 nodes and Flower has 4"):
+        roster_of(PLACES[:4])
+
+
+@pytest.mark.parametrize(("offered", "wanted", "chosen"), [
+    ([("gloo", "grpc")] * 5, "auto", "gloo"), ([("gloo", "grpc")] * 5, "grpc", "grpc"),
+    ([("grpc",)] * 4 + [("gloo", "grpc")], "auto", "grpc"), ([("grpc",)] * 5, "gloo", None),
+    ([("grpc",)] * 4 + [("gloo",)], "auto", None),
+])
+def test_a_transport_is_one_that_all_nodes_allow(
+    offered: list[tuple[str, ...]], wanted: str, chosen: str | None,
+) -> None:
+    roster, _ = roster_of([at(place.board, place.slot, transports=each)
+                           for place, each in zip(PLACES, offered, strict=True)])
+    if chosen is None:
+        with pytest.raises(ConfigError, match="no common ring transport"):
+            roster.transport(wanted)
+    else:
+        assert roster.transport(wanted) == chosen
+
+
+def test_who_is_away_is_asked_every_round_until_it_is_free() -> None:
+    roster, grid = roster_of(PLACES)
+    roster.leave([2])
+    assert roster.present(grid) == (0, 1, 3, 4)  # type: ignore[arg-type]
+    grid.statuses[102] = at(1, 0, preempted=True)
+    for status, back in ((at(1, 0, preempted=True), []), (at(1, 0), [2])):
+        grid.statuses[102] = status
+        (question,) = roster.questions(grid, 3)  # type: ignore[arg-type]
+        assert question.metadata.dst_node_id == 102
+        assert roster.hear(grid.answer(question)) == back
+    assert roster.present(grid) == tuple(SOCS)  # type: ignore[arg-type]
+    assert roster.questions(grid, 4) == []  # type: ignore[arg-type]
+
+
+def test_a_node_that_vanished_may_come_back_under_another_id() -> None:
+    roster, grid = roster_of(PLACES)
+    del grid.statuses[102]
+    assert roster.present(grid) == (0, 1, 3, 4)  # type: ignore[arg-type]
+    grid.statuses[900] = at(1, 0, 28300)
+    (question,) = roster.questions(grid, 3)  # type: ignore[arg-type]
+    assert roster.hear(grid.answer(question)) == [2]
+    assert roster.node_of[2] == 900
+    assert roster.ring_address_of[2].endswith(":28300")
+    assert roster.questions(grid, 4) == []  # type: ignore[arg-type]
+
+
+def test_a_node_that_is_preempted_when_training_begins_is_planned_without() -> None:
+    roster, grid = roster_of([*PLACES[:4], at(1, 1, preempted=True)])
+    assert roster.away == (3,)
+    assert roster.present(grid) == (0, 1, 2, 4)  # type: ignore[arg-type]
