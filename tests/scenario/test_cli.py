@@ -232,3 +232,25 @@ def test_a_run_that_failed_goes_on_after_its_last_good_round_or_starts_fresh(
 def test_an_app_folder_has_nothing_to_start_fresh_from(socflower: Socflower, tmp_path: Path) -> None:
     (tmp_path / "app").mkdir()
     is_mistake(socflower("run", "app", "--fresh"), "--fresh is for scenarios")
+
+
+def test_a_file_for_the_model_is_refused_before_anything_is_trained(
+    socflower: Socflower, scenario: Path, tmp_path: Path,
+) -> None:
+    is_mistake(socflower("run", scenario, "--save-model", "model.pt"), "--save-model model.pt", "FILE.npz")
+    is_mistake(socflower("run", scenario, "--save-model", "nowhere/model.npz"), "in a folder that exists")
+    assert not (tmp_path / "out").exists()
+    assert socflower("run", scenario, "--workers", 0, "--save-model", "model.npz").status == 0
+    assert (tmp_path / "model.npz").is_file()
+
+
+@pytest.mark.parametrize("option", [("--warm",), ("--superlink", "127.0.0.1:1")])
+def test_options_of_a_deployment_are_for_that_engine(
+    socflower: Socflower, scenario: Path, option: tuple[str, ...],
+) -> None:
+    is_mistake(socflower("run", scenario, *option), option[0], "for --engine deployment only")
+
+
+def test_a_warm_deployment_elsewhere_is_refused(socflower: Socflower, scenario: Path) -> None:
+    is_mistake(socflower("run", scenario, "--engine", "deployment", "--superlink", "127.0.0.1:1", "--warm"),
+               "--warm is for SuperNodes that are started here")
