@@ -42,5 +42,5 @@ class Times:
     forward_s: tuple[float, ...]  # only of a member on its own
     backward_s: tuple[float, ...]
     sent_bytes: tuple[int, ...]  # that left through the interface, all headers included
-    difference: float  # from DDP's weights after the steps before the first round, the largest; NaN without DDP
+    difference: float  # from DDP's weights after the first step, the largest; NaN without DDP
     same_on_all: bool  # whether all members had the same weights, bit for bit, at the end

@@ -1,0 +1,166 @@
+"""A training step in a ring of real processes against plain `DistributedDataParallel` over gloo, in the same processes.
+
+Every entry trains the same model from the same weights on the same batches with one thread a process, and entries take
+turns: some steps of the one, the same steps of the next, round after round. A figure is the median of the rounds, a
+ratio the median of each round's own, so that a machine that is shared slows both sides of it. Weights must equal DDP's
+within 1e-6 after the first step, from which on training amplifies what is rounded differently, and be the same bits on
+all members at the end; where gradients are compressed, only the latter can be asked for.
+
+On loopback bandwidth is nearly free and all members share this machine's cores, so what shows there is the cost of the
+exchange itself. What overlap and compression are good for shows where members are behind links of 400 Mbit/s; the
+simulator's steps (F7), with the passes as one member alone has them, are beside those measured. That needs user
+namespaces; `peers` says where they are missing.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from os import getloadavg
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.harness import Row, main
+from benchmarks.ring_contest.launch import on_link, on_loopback
+from benchmarks.ring_contest.plan import Contest, Entry, Times
+from socflower.clients.compression import make_compression
+from socflower.clients.gradient_exchange import GradientExchange
+from socflower.cluster import StepCost
+from socflower.hierarchy import Exchange, step_graph
+from socflower.sim import EventClock
+from socflower.workloads import build_model
+from tests.testbed.prediction import plan_of
+from tests.testbed.testbed import missing
+from tests.testbed.topology import Rack
+
+NUM_BUCKETS = 4
+LINK_BIT_PER_S = 400_000_000
+TOLERANCE = 1e-6
+_PEER = "torch DistributedDataParallel, gloo"
+_PREDICTED_STEPS = 20
+
+DDP = Entry(name="DDP", transport="ddp")
+ALONE = Entry(name="a member on its own", transport="none")
+GLOO_WHOLE = Entry(name="gloo, 1 bucket", transport="gloo")
+GLOO = Entry(name=f"gloo, {NUM_BUCKETS} buckets", transport="gloo", num_buckets=NUM_BUCKETS)
+GRPC = Entry(name=f"grpc, {NUM_BUCKETS} buckets", transport="grpc", num_buckets=NUM_BUCKETS)
+TLS = Entry(name=f"grpc with TLS, {NUM_BUCKETS} buckets", transport="grpc", num_buckets=NUM_BUCKETS, tls=True)
+COMPRESSED = tuple(Entry(name=f"gloo, {NUM_BUCKETS} buckets, {name}", transport="gloo", num_buckets=NUM_BUCKETS,
+                         compression=name) for name in ("fp16", "int8", "dgc"))
+
+_load: dict[str, list[float]] = {}
+
+
+def run(quick: bool = False) -> list[Row]:
+    """Return rows of step times, of processor times, of bytes that left a member, and of the simulator's steps."""
+    _load["before"] = list(getloadavg())
+    uncompressed = (DDP, GLOO_WHOLE, GLOO, GRPC, TLS)
+    rounds = 3 if quick else 11
+    rows = []
+    for model, samples, num_members, steps in (
+            ("lenet5", 32, 2, 20), ("vgg11", 8, 2, 2), ("resnet18", 4, 2, 1), ("lenet5", 32, 4, 20), ("vgg11", 4, 4, 1),
+    )[:2 if quick else None]:
+        contest = Contest(model=model, samples=samples, entries=uncompressed, rounds=rounds, steps=steps,
+                          interface="lo")
+        place = f"{model}, {num_members} members x {samples} samples, loopback"
+        times = on_loopback(contest, num_members)
+        rows += _step_rows(place, contest, times) + _cpu_rows(place, contest, times)
+    if missing() is None:
+        rows += _on_link("vgg11", 64, 2, rounds=3 if quick else 7, steps=1)
+        if not quick:
+            rows += _on_link("vgg11", 32, 4, rounds=5, steps=1)
+            rows += _on_link("lenet5", 64, 2, rounds=rounds, steps=20)
+    _load["after"] = list(getloadavg())
+    return rows
+
+
+def peers() -> dict[str, object]:
+    """Return how the peer was set up, and how busy the machine was."""
+    return {
+        "DistributedDataParallel": f"torch {torch.__version__}, backend gloo, all settings as they come; SGD with "
+                                   "momentum, channels_last and one thread a process on both sides",
+        "link": missing() or f"{LINK_BIT_PER_S / 1e6:.0f} Mbit/s in each direction, network namespaces",
+        "load_average": dict(_load),
+    }
+
+
+def _on_link(model: str, samples: int, num_members: int, *, rounds: int, steps: int) -> list[Row]:
+    entries = (DDP, GLOO_WHOLE, GLOO, GRPC, TLS, *COMPRESSED, ALONE)
+    contest = Contest(model=model, samples=samples, entries=entries, rounds=rounds, steps=steps, interface="eth0")
+    place = f"{model}, {num_members} members x {samples} samples, {LINK_BIT_PER_S / 1e6:.0f} Mbit/s"
+    times = on_link(contest, num_members, LINK_BIT_PER_S)
+    return [*_step_rows(place, contest, times), *_simulated_rows(place, contest, times, num_members),
+            *_byte_rows(place, contest, times, num_members)]
+
+
+def _step_rows(place: str, contest: Contest, times: Sequence[Times]) -> list[Row]:
+    """Return what a step takes until the last member is done."""
+    rows = [_row(f"{place}: {entry.name}", own.step_s, times[0].step_s, "ms", _is_right(entry, own))
+            for entry, own in zip(contest.entries, times, strict=True) if entry not in (DDP, ALONE)]
+    whole, parts = (times[contest.entries.index(entry)] for entry in (GLOO_WHOLE, GLOO))
+    return [*rows, _row(f"{place}: gloo, overlap", parts.step_s, whole.step_s, "ms",
+                        _is_right(GLOO, parts) and _is_right(GLOO_WHOLE, whole), peer="gloo, 1 bucket")]
+
+
+def _cpu_rows(place: str, contest: Contest, times: Sequence[Times]) -> list[Row]:
+    """Return what a step takes of one member's processors: what is left to compare where others use them, too."""
+    return [_row(f"{place}: {entry.name}, processor time", own.cpu_s, times[0].cpu_s, "ms", _is_right(entry, own))
+            for entry, own in zip(contest.entries, times, strict=True) if entry != DDP]
+
+
+def _byte_rows(place: str, contest: Contest, times: Sequence[Times], num_members: int) -> list[Row]:
+    """Return what leaves a member's interface in a step, headers and acknowledgements included."""
+    model = build_model(contest.model, in_channels=3, image_size=32, num_classes=10, seed=1)
+    rows = []
+    for entry, own in zip(contest.entries, times, strict=True):
+        if entry == GLOO or entry in COMPRESSED:
+            exchange = GradientExchange(model, entry.num_buckets)
+            compression = make_compression(entry.compression)
+            sizes = exchange.bucket_sizes
+            limit = sum(compression.wire_bytes(size, num_members) for size in sizes) if compression is not None \
+                else sum(4 * size * 2 * (num_members - 1) / num_members for size in sizes)
+            exchange.close()
+            rows.append(_row(f"{place}: {entry.name}, bytes sent", own.sent_bytes, times[0].sent_bytes, "bytes",
+                             _is_right(entry, own), scale=1.0, limit=limit))
+    return rows
+
+
+def _simulated_rows(place: str, contest: Contest, times: Sequence[Times], num_members: int) -> list[Row]:
+    """Return the steps measured beside those that the simulator has for the passes of a member on its own (F7)."""
+    model = build_model(contest.model, in_channels=3, image_size=32, num_classes=10, seed=1)
+    parameters = list(model.parameters())
+    alone = times[contest.entries.index(ALONE)]
+    forward_s, backward_s = statistics.median(alone.forward_s), statistics.median(alone.backward_s)
+    cost = StepCost(forward_s=forward_s, backward_s=backward_s, processor="cpu",
+                    update_s=max(statistics.median(alone.step_s) - forward_s - backward_s, 0.0))
+    cluster = Rack(slots_per_board=(num_members,), soc_bit_per_s=LINK_BIT_PER_S,
+                   uplink_bit_per_s=LINK_BIT_PER_S).cluster()
+    plan = plan_of(cluster, [range(num_members)])
+    exchange = Exchange(num_bytes=sum(parameter.nbytes for parameter in parameters), num_tensors=len(parameters))
+    rows = []
+    for entry in (GLOO_WHOLE, GLOO):
+        graph = step_graph(plan, dict.fromkeys(plan.participants, cost), exchange, overlap_buckets=entry.num_buckets)
+        simulated_s = EventClock(cluster).run(graph, repeat=_PREDICTED_STEPS).duration_s / _PREDICTED_STEPS
+        own = times[contest.entries.index(entry)]
+        rows.append(_row(f"{place}: {entry.name}, simulated", own.step_s, [simulated_s] * len(own.step_s), "ms",
+                         _is_right(entry, own), peer="simulator"))
+    return rows
+
+
+def _row(
+    case: str, ours: Sequence[float], theirs: Sequence[float], unit: str, ok: bool, *, peer: str = _PEER,
+    scale: float = 1e3, limit: float | None = None,
+) -> Row:
+    median: Callable[[Sequence[float]], float] = statistics.median
+    return Row(case=case, ours=scale * median(ours), peer=peer, peer_value=scale * median(theirs), unit=unit,
+               ratio=median([their / own for own, their in zip(ours, theirs, strict=True)]), limit=limit, ok=ok)
+
+
+def _is_right(entry: Entry, times: Times) -> bool:
+    return times.same_on_all and (entry.compression != "none" or times.difference <= TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, peers))
