@@ -1,0 +1,254 @@
+"""Members of a ring in threads of this process, struck at moments that no kill of a process can be timed to."""
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from socflower.clients import FP32Trainer, cosine_annealing, sgd
+from socflower.clients import ring_member as ring_member_module
+from socflower.clients.collective import Collective, PeerLost, Poll, Work, never
+from socflower.clients.group import train_group
+from socflower.clients.preemption import PreemptionSwitch
+from socflower.clients.ring_member import AppliedStep, MemberEnd, RingMember
+from socflower.clients.ring_port import RingPort
+from socflower.clients.transports import open_ring
+from socflower.cluster.protocol import COMPLETED, GroupTask, RingTask
+from socflower.workloads import LabelledData
+from tests.clients.ring_peers import TOKEN, free_addresses
+
+WAIT_S = 90.0
+NUM_SAMPLES, NUM_STEPS = 96, 6
+Strike = Callable[[int, int, str, int], None]
+"""Called as (rank, generation, operation, number of that operation) after a member's operation has succeeded there."""
+
+
+class Died(Exception):
+    """What a member that is to die raises: its port closes, as that of a process that was killed."""
+
+
+class StruckRing(Collective):
+    """A real ring, at whose operations a test may strike."""
+
+    def __init__(self, ring: Collective, participant: int, generation: int, strike: Strike) -> None:
+        self._ring, self._participant, self._generation, self._strike = ring, participant, generation, strike
+        self.rank, self.size, self.transport = ring.rank, ring.size, ring.transport
+        self._numbers: dict[str, int] = {}
+
+    def all_reduce(self, buffer: Tensor) -> Work:
+        return _StruckWork(self._ring.all_reduce(buffer), lambda: self._done("all_reduce"))
+
+    def all_gather(self, payload: bytes, poll: Poll = never) -> list[bytes]:
+        gathered = self._ring.all_gather(payload, poll)
+        self._done("all_gather")
+        return gathered
+
+    def broadcast(self, payload: bytes | None, source: int, poll: Poll = never) -> bytes:
+        content = self._ring.broadcast(payload, source, poll)
+        self._done("broadcast")
+        return content
+
+    def close(self) -> None:
+        self._ring.close()
+
+    def _done(self, operation: str) -> None:
+        number = self._numbers[operation] = self._numbers.get(operation, 0) + 1
+        self._strike(self._participant, self._generation, operation, number)
+
+
+class _StruckWork:
+    def __init__(self, work: Work, done: Callable[[], None]) -> None:
+        self._work, self._done = work, done
+
+    def wait(self, poll: Poll = never) -> None:
+        self._work.wait(poll)
+        self._done()
+
+
+def model(*, norm: bool = False) -> nn.Module:
+    torch.manual_seed(2)
+    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(16, 12)]
+    if norm:
+        layers.append(nn.BatchNorm1d(12))
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(12, 3))
+
+
+def samples() -> LabelledData:
+    generator = torch.Generator().manual_seed(1)
+    return LabelledData(
+        inputs=torch.randint(0, 256, (NUM_SAMPLES, 1, 4, 4), generator=generator, dtype=torch.uint8),
+        labels=torch.randint(0, 3, (NUM_SAMPLES,), generator=generator), mean=(0.5,), std=(0.5,), num_classes=3)
+
+
+def task(size: int) -> GroupTask:
+    return GroupTask(
+        group_id=0, num_groups=1, members=tuple(range(size)), partitions=tuple(range(size)), num_partitions=size,
+        capacities=(1.0,) * size, first_step=0, num_steps=NUM_STEPS, steps_per_epoch=NUM_STEPS, total_steps=NUM_STEPS,
+        batch_size=NUM_SAMPLES // NUM_STEPS, reshuffle=True, deal_epoch=0, seed=3, num_samples=NUM_SAMPLES)
+
+
+def trainer() -> FP32Trainer:
+    return FP32Trainer(optimizer=sgd(0.1, 0.9), scheduler=cosine_annealing)
+
+
+class Members:
+    """What came of every member of a group."""
+
+    def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch, strike: Strike, *, norm: bool = False) -> None:
+        def struck(transport: str, port: RingPort, ranks: Any, generation: int, heartbeat_s: float) -> Collective:
+            return StruckRing(open_ring(transport, port, ranks, generation, heartbeat_s), port.rank, generation, strike)
+
+        monkeypatch.setattr(ring_member_module, "open_ring", struck)
+        self._addresses, self._task, self._norm = tuple(free_addresses(size)), task(size), norm
+        self.models = {rank: model(norm=norm) for rank in range(size)}
+        self.ledgers: dict[int, list[AppliedStep]] = {rank: [] for rank in range(size)}
+        # gRPC alone: a gloo ring that is closed shuts the process's connections to its ports, so a process has but one.
+        with ThreadPoolExecutor(size) as threads:
+            self._ends = {rank: threads.submit(self._train, rank) for rank in range(size)}
+
+    def _train(self, rank: int) -> MemberEnd:
+        ring = RingTask(participant=rank, leader=0, addresses=self._addresses, token=TOKEN.hex(), transport="grpc",
+                        num_buckets=1, compression="none", heartbeat_s=4.0, rendezvous_s=60.0)
+        port = RingPort(self._addresses[rank], rank=rank, addresses=self._addresses, token=TOKEN, tls=None,
+                        heartbeat_s=4.0)
+        try:
+            return RingMember(model=self.models[rank], has_model=rank == 0, data=samples(), group=self._task, ring=ring,
+                              trainer=trainer(), port=port, switch=PreemptionSwitch(),
+                              on_step=self.ledgers[rank].append).train()
+        finally:
+            port.close()
+
+    @property
+    def ends(self) -> Mapping[int, MemberEnd]:
+        """Ends of the members that did not die."""
+        return {rank: self._end(future) for rank, future in self._ends.items()
+                if not isinstance(future.exception(timeout=WAIT_S), Died)}
+
+    @staticmethod
+    def _end(future: "Future[MemberEnd]") -> MemberEnd:
+        return future.result(timeout=WAIT_S)
+
+    def check(self) -> None:
+        """Check that survivors have all steps once, the same weights, and those of an undisturbed training."""
+        reference = model(norm=self._norm)
+        train_group(reference, [samples()], self._task, trainer(), None)
+        survivors = list(self.ends)
+        for rank in survivors:
+            assert self.ends[rank].outcome.outcome == COMPLETED
+            assert [line.step for line in self.ledgers[rank]] == list(range(NUM_STEPS))
+            for ours, first, undisturbed in zip(self.models[rank].parameters(), self.models[survivors[0]].parameters(),
+                                                reference.parameters(), strict=True):
+                assert torch.equal(ours, first)
+                if not self._norm:
+                    np.testing.assert_allclose(ours.detach(), undisturbed.detach(), atol=1e-6, rtol=1e-4)
+        assert sum(self.ends[rank].outcome.answers for rank in survivors) == 1
+
+
+def nothing(rank: int, generation: int, operation: str, number: int) -> None:
+    """Strike never."""
+
+
+def test_undisturbed_members_train_what_one_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = Members(3, monkeypatch, nothing)
+    members.check()
+    assert all(end.outcome.recoveries_s == () for end in members.ends.values())
+
+
+@pytest.mark.parametrize("behind", [(0,), (2,), (1, 2)])
+def test_a_member_a_step_behind_takes_over_what_came_of_the_step(
+    monkeypatch: pytest.MonkeyPatch, behind: tuple[int, ...],
+) -> None:
+    """It gave its gradient, the others applied the sum, and it never got it: it may not do the step again."""
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if rank in behind and (generation, operation, number) == (0, "all_reduce", 3):
+            raise PeerLost("struck")
+
+    members = Members(3, monkeypatch, strike)
+    members.check()
+    for rank in range(3):
+        adopted = [line.step for line in members.ledgers[rank] if line.adopted]
+        assert adopted == ([2] if rank in behind else [])
+
+
+def test_a_step_that_all_lost_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (generation, operation, number) == (0, "all_reduce", 3):
+            raise PeerLost("struck")
+
+    members = Members(3, monkeypatch, strike)
+    members.check()
+    assert not any(line.adopted for ledger in members.ledgers.values() for line in ledger)
+
+
+@pytest.mark.parametrize("num_taken", [1, 2])
+def test_a_step_whose_only_holder_dies_while_it_hands_it_over_is_done_again(
+    monkeypatch: pytest.MonkeyPatch, num_taken: int,
+) -> None:
+    """Member 2 alone has applied a step, and dies after its weights, or weights and optimiser, have arrived at some.
+
+    Who has the weights alone must not pass for one that has done the step.
+    """
+    dead = threading.Event()
+
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if rank in (0, 1) and (generation, operation, number) == (0, "all_reduce", 3):
+            raise PeerLost("struck")
+        if generation > 0 and not dead.is_set() and operation == "broadcast" and number == num_taken:
+            if rank == 2:
+                dead.set()
+                raise Died
+            if num_taken == 2 and rank == 1:
+                # It has both; the other one's last message was lost.
+                return
+            raise PeerLost("the source is gone")
+
+    members = Members(3, monkeypatch, strike)
+    assert list(members.ends) == [0, 1]
+    members.check()
+
+
+def test_a_leader_that_dies_with_the_model_on_its_way_leaves_it_with_those_that_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (generation, operation, number) == (0, "broadcast", 1) and rank != 1:
+            raise Died if rank == 0 else PeerLost("struck")
+
+    members = Members(3, monkeypatch, strike)
+    assert list(members.ends) == [1, 2]
+    members.check()
+    assert members.ends[1].outcome.answers
+
+
+def test_running_statistics_see_each_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is done again, and one that is adopted, count once in BatchNorm's statistics too."""
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (generation, operation, number) == (0, "all_reduce", 2) or (
+                rank == 1 and generation == 1 and (operation, number) == ("all_reduce", 2)):
+            raise PeerLost("struck")
+
+    disturbed, quiet = Members(2, monkeypatch, strike, norm=True), Members(2, monkeypatch, nothing, norm=True)
+    disturbed.check()
+    assert [line.step for line in disturbed.ledgers[1] if line.adopted] == [2]
+    for ours, reference in zip(disturbed.models[0].buffers(), quiet.models[0].buffers(), strict=True):
+        np.testing.assert_allclose(ours, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_forming_anew_twenty_times_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_threads: dict[int, int] = {}
+
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if generation < 20 and (operation, number) == ("all_reduce", 1):
+            num_threads[generation] = threading.active_count()
+            raise PeerLost("struck")
+
+    members = Members(2, monkeypatch, strike)
+    members.check()
+    assert len(members.ends[0].outcome.recoveries_s) >= 20
+    assert max(num_threads[generation] for generation in (17, 18, 19) if generation in num_threads) \
+        <= max(num_threads[generation] for generation in (1, 2, 3) if generation in num_threads) + 6
