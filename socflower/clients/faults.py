@@ -69,7 +69,7 @@ def suffer(faults: Sequence[Fault], message: Message, context: Context, call_nex
     if "die" in kinds:
         os._exit(1)
     reply = call_next(message, context)
-    if "nan" in kinds and reply.has_content():
+    if "nan" in kinds and reply.has_content() and ARRAYS in reply.content.array_records:
         arrays = reply.content.array_records[ARRAYS]
         name = next(iter(arrays))
         spoilt = np.full(arrays[name].shape, np.nan, np.float32)

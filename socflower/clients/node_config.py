@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from socflower.clients.ring_port import RingTls
-from socflower.cluster.protocol import NodeStatus
+from socflower.cluster.protocol import GRPC_WITH_TLS, NodeStatus
 from socflower.errors import ConfigError
 
 NodeConfig: TypeAlias = Mapping[str, str | int | float | bool]
@@ -55,7 +55,10 @@ def ring_node(node_config: NodeConfig) -> RingNode | None:
         raise ConfigError(f"node config: ring-transport = {transport!r} is unknown; use gloo or grpc")
     tls = RingTls(*(Path(str(node_config[key])) for key in _TLS_KEYS)) if given else None
     # Who gives certificates wants encryption, and gloo has none.
-    transports = (str(transport),) if transport else ("grpc",) if tls else ("gloo", "grpc")
+    over_grpc = GRPC_WITH_TLS if tls else "grpc"
+    transports = ("gloo", over_grpc) if transport is None else (over_grpc if transport == "grpc" else "gloo",)
+    if tls and transport is None:
+        transports = (over_grpc,)
     return RingNode(
         address=str(address), listen=str(node_config.get("ring-bind") or address), tls=tls,
         trusted=bool(node_config.get("ring-trusted", False)), board=_index(node_config, "board"),

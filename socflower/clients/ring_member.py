@@ -156,7 +156,8 @@ class _Work:
         switch = self._member.switch
         standing = Standing(num_steps=self._num_steps, has_model=self._has_model, optimizer=self._optimizer_digest())
         generation = self._membership.form(standing, switch.raise_if_active)
-        self._collective = open_ring(self._ring.transport, self._port, generation.members, generation.number,
+        transport = self._ring.transport.partition("+")[0]  # whether the port has TLS is the port's business
+        self._collective = open_ring(transport, self._port, generation.members, generation.number,
                                      self._ring.heartbeat_s)
         self._members = generation.members
         if not self._group.reshuffle:

@@ -16,10 +16,13 @@ TRAINER_STATE = "socflower-trainer"
 class TrainerState:
     """The optimiser's state of one group's task, at this node; momentum stays local (F3)."""
 
-    def __init__(self, task: GroupTask, message: Message, context: Context, files: StateFiles | None) -> None:
+    def __init__(
+        self, task: GroupTask, message: Message, context: Context, files: StateFiles | None, *, leads: bool = True,
+    ) -> None:
         self._task, self._context, self._files = task, context, files
         config = message.content.config_records.get(CONFIG, ConfigRecord())
-        self._resumed, self._required = RESUMED in config, bool(config.get(RESUMED))
+        # Members of a ring get the optimiser from the one that leads it.
+        self._resumed, self._required = RESUMED in config, leads and bool(config.get(RESUMED))
         self._begin = Position(task.group_id, task.num_groups, task.total_steps, task.first_step)
         if files is not None and task.first_step == 0:
             files.forget(task.group_id)

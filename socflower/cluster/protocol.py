@@ -59,6 +59,9 @@ STATUS = "socflower-status"
 TRANSPORTS = ("auto", "gloo", "grpc")
 """What carries a ring's gradients; "auto" is what the nodes are configured for."""
 
+GRPC_WITH_TLS = "grpc+tls"
+"""What nodes with certificates offer: they and those without cannot form a ring."""
+
 COMPRESSIONS = ("none", "fp16", "int8", "int8-stochastic", "dgc")
 """What a ring may send instead of gradients in float32."""
 
@@ -136,7 +139,7 @@ class RingTask:
     leader: int  # the participant that has the model, and answers with it
     addresses: tuple[str, ...]  # host:port of the members' ring ports, in the order of the group's members
     token: str  # hexadecimal, secret, of all rings of this interval only
-    transport: str  # "gloo" or "grpc"
+    transport: str  # "gloo", "grpc" or "grpc+tls"
     num_buckets: int  # parts of the gradient whose exchange overlaps with the backward pass (F7)
     compression: str  # "none", "fp16", "int8" or "dgc"
     heartbeat_s: float  # after so long without a sign of life a member is taken for hung

@@ -75,7 +75,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run a scenario, write result, trace and report, and check its claims."""
-    _require_model_file(save_model, scenario, superlink)
+    _require_model_file(save_model, scenario, out, superlink)
     _require_deployment(engine, superlink=superlink, superlink_ca=superlink_ca, checkpoint_folder=checkpoint_folder,
                         warm=warm)
     if scenario.is_dir():
@@ -301,11 +301,12 @@ def certificates(
                                "them: it signs new hosts."), soft_wrap=True, highlight=False)
 
 
-def _require_model_file(save_model: Path | None, scenario: Path, superlink: str) -> None:
+def _require_model_file(save_model: Path | None, scenario: Path, out: Path | None, superlink: str) -> None:
     """Refuse a file for the model that nothing could be written to at the end of a long training."""
     if save_model is None:
         return
-    if save_model.suffix != ".npz" or not save_model.parent.is_dir():
+    folder = save_model.parent
+    if save_model.suffix != ".npz" or not (folder.is_dir() or (out is not None and folder.resolve() == out.resolve())):
         raise ConfigError(f"--save-model {save_model}: name a file FILE.npz in a folder that exists")
     if scenario.is_dir() or superlink:
         raise ConfigError("--save-model: an app of your own, or a SuperLink elsewhere, keeps its model there; leave it "

@@ -182,7 +182,8 @@ def _run_to_folder(
                               trace_to=fresh / "trace.json", checkpointing=checkpointing, deployment=deployment,
                               say=say, model_to=None if save_model is None else fresh / "model.npz")
         if save_model is not None:
-            (fresh / "model.npz").replace(save_model)
+            within_out = save_model.parent.resolve() == out.resolve()
+            (fresh / "model.npz").replace(fresh / save_model.name if within_out else save_model)
         write_atomically(fresh / "result.json", json.dumps(result, indent=1))
         write_report(fresh / "report.html", [result], title=scenario.name, question=scenario.question)
     return result

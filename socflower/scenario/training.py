@@ -118,7 +118,7 @@ class _Training:
 
         def dropped() -> list[int]:
             events = strategy.reports[-1].events if strategy.reports else ()
-            return sorted({event.group_id for event in events if event.kind in DROPPING})
+            return sorted({event.group_id for event in events if event.kind in DROPPING} | strategy.led_by_others)
 
         if self._resumed is not None:
             strategy.resume_from(self._resumed.server_round, without_state=self._resumed.without_state,

@@ -116,6 +116,7 @@ class RingRound:
         arrays: ArrayRecord, *, sequenced: bool, num_buckets: int, group_id: str, tolerate_errors: bool,
     ) -> None:
         self._rounds = {group.group_id: _GroupRound(group) for group in groups}
+        self._leader_of = {group.group_id: group.leader for group in groups}  # as planned
         self._turn_of = {ident: turn for turn, ids in enumerate(communication_groups) for ident in ids}
         self._conflicts = conflicts(groups) if sequenced else {}
         self._places, self._settings, self._transport = places, settings, transport
@@ -123,6 +124,7 @@ class RingRound:
         self._num_buckets, self._group_id, self._tolerate = num_buckets, group_id, tolerate_errors
         self._token = secrets.token_hex(_TOKEN_BYTES)
         self.events: list[ReplyEvent] = []
+        self.led_by_others: set[int] = set()  # groups for which another member than their leader has answered
         self.away: set[int] = set()  # SoCs that left, or that their rings went on without
 
     def messages(self) -> list[Message]:
@@ -131,19 +133,20 @@ class RingRound:
 
     def exchange(
         self, grid: Grid, messages: Sequence[Message], timeout_s: float | None, hear: Callable[[Message], None],
+        questions: dict[str, int],
     ) -> list[Message]:
         """Send the messages, see the round through and return a reply with a model for each group that has one.
 
         `messages` are those of `messages()` and questions of the roster, whose answers go to `hear`. Ends as soon as
-        all groups have answered, whatever else is still on its way.
+        all groups have answered, whatever else is still on its way: `questions` are those that were open, message ids
+        and nodes, and is left with those that still are.
         """
         ids = list(grid.push_messages(messages))
         socs = {self._places.node_of[soc]: (entry, soc) for entry in self._rounds.values()
                 for soc in entry.group.members}
-        questions = set()
         for message_id, message in zip(ids, messages, strict=True):
             if is_question(message):
-                questions.add(message_id)
+                questions[message_id] = message.metadata.dst_node_id
             else:
                 entry, soc = socs[message.metadata.dst_node_id]
                 entry.waiting[message_id] = soc
@@ -155,7 +158,7 @@ class RingRound:
             for reply in grid.pull_messages(open_ids):
                 message_id = reply.metadata.reply_to_message_id
                 if message_id in questions:
-                    questions.discard(message_id)
+                    del questions[message_id]
                     hear(reply)
                     continue
                 for entry in self._rounds.values():
@@ -177,7 +180,8 @@ class RingRound:
                               for soc in entry.waiting.values()}
                 break
             time.sleep(_PULL_INTERVAL_S)
-        for reply in grid.pull_messages(questions) if questions else ():
+        for reply in grid.pull_messages(list(questions)) if questions else ():
+            questions.pop(reply.metadata.reply_to_message_id, None)
             hear(reply)
         return [entry.model for entry in self._rounds.values() if entry.model is not None]
 
@@ -255,6 +259,8 @@ class RingRound:
 
     def _settle(self, entry: _GroupRound, reply: Message, outcome: RingOutcome) -> None:
         entry.model = reply
+        if reply.metadata.src_node_id != self._places.node_of[self._leader_of[entry.group.group_id]]:
+            self.led_by_others.add(entry.group.group_id)
         # Those that died may come back at once, as new processes; one that hangs still blocks its node.
         self.away |= set(entry.group.members) - set(outcome.members)
         for soc in outcome.preempted:

@@ -50,8 +50,8 @@ class Roster:
     def transport(self, wanted: str) -> str:
         """Return a transport that all nodes allow, the wanted one unless that is "auto"."""
         offered = [status.transports for status in self._status.values()]
-        for transport in offered[0] if wanted == "auto" else (wanted,):
-            if all(transport in each for each in offered):
+        for transport in offered[0]:
+            if wanted in ("auto", transport.partition("+")[0]) and all(transport in each for each in offered):
                 return transport
         raise ConfigError(f"SoCFlow: nodes allow no common ring transport ({wanted} was asked for; they offer "
                           f"{', '.join(sorted({'/'.join(each) for each in offered}))}); give all of them certificates, "
@@ -72,8 +72,9 @@ class Roster:
         self._status = {soc: told[node] for soc, node in self._node_of.items() if node in told}
         without = [node for soc, node in self._node_of.items() if soc not in self.ring_address_of]
         if self.ring_address_of and without:
-            raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, without))} have no ring in their node config and "
-                              "others have; start all SuperNodes with --node-config 'ring=\"host:port\"', or none")
+            raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, without))} have no ring in their node config, or "
+                              f"did not answer within {_ANSWER_TIMEOUT_S:g} s, and others have one; start all "
+                              "SuperNodes with --node-config 'ring=\"host:port\"', or none")
         addresses = list(self.ring_address_of.values())
         twice = {address for address in addresses if addresses.count(address) > 1}
         if twice:
@@ -86,12 +87,13 @@ class Roster:
         return tuple(soc for soc in self._socs
                      if self._node_of.get(soc) in there and soc not in self._away)
 
-    def questions(self, grid: Grid, server_round: int) -> list[Message]:
+    def questions(self, grid: Grid, server_round: int, asked: Collection[int] = ()) -> list[Message]:
         """Return messages that ask the nodes which are away whether they are back, and new ones who they are.
 
-        They go out with a round's work, and their answers count from the next round on.
+        They go out with a round's work, and their answers count from the next round on. Nodes that were `asked` and
+        have not answered yet are not asked again.
         """
-        there = set(grid.get_node_ids())
+        there = set(grid.get_node_ids()) - set(asked)
         away = [self._node_of[soc] for soc in sorted(self._away) if self._node_of[soc] in there]
         known = set(self._node_of.values())
         new = sorted(there - known - self._asked_anew) if self.ring_address_of else []

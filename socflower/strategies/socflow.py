@@ -137,6 +137,8 @@ class SoCFlow(Resumable):
         self._participant_of = {soc: index for index, soc in enumerate(self.plan.participants)}
         self._roster = Roster(cluster, self.plan.participants)
         self._ring_round: RingRound | None = None
+        self._open_questions: dict[str, int] = {}  # to nodes that have not answered yet, by message id
+        self._led_by_others: frozenset[int] = frozenset()
         self._events: list[ReplyEvent] = []  # of the round, beside those of its replies
         self.transport = "in process"
 
@@ -169,6 +171,11 @@ class SoCFlow(Resumable):
     def leaders(self) -> tuple[int, ...]:
         """The SoCs that lead the groups, by group."""
         return tuple(group.leader for group in self.plan.groups)
+
+    @property
+    def led_by_others(self) -> frozenset[int]:
+        """Groups of the newest round for which not their leader answered: it has no state to resume from."""
+        return self._led_by_others
 
     @property
     def away(self) -> tuple[int, ...]:
@@ -209,7 +216,7 @@ class SoCFlow(Resumable):
         self._group_of_node = {nodes[soc]: group for group in self.plan.groups for soc in group.members}
         interval = self._interval(server_round)
         configs = self._configs(server_round, config)
-        questions = self._roster.questions(grid, server_round)
+        questions = self._roster.questions(grid, server_round, self._open_questions.values())
         addresses = self._roster.ring_address_of
         if addresses:
             self.transport = self._roster.transport(self._rings.transport)
@@ -240,6 +247,7 @@ class SoCFlow(Resumable):
         if self._ring_round is not None:
             self._events += self._ring_round.events
             self._roster.leave(self._ring_round.away)
+            self._led_by_others = frozenset(self._ring_round.led_by_others)
             self._ring_round = None
         else:
             self._take_leave({soc for reply in replies if (outcome := outcome_of(reply)) for soc in outcome.preempted})
@@ -306,7 +314,7 @@ class SoCFlow(Resumable):
         """Send a round's messages and return the replies to its work; those to questions are heard here."""
         sent = list(messages)
         if self._ring_round is not None:
-            return self._ring_round.exchange(grid, sent, timeout_s, self._hear)
+            return self._ring_round.exchange(grid, sent, timeout_s, self._hear, self._open_questions)
         replies = list(grid.send_and_receive(sent, timeout=timeout_s))
         for reply in replies:
             if is_question(reply):

@@ -115,11 +115,16 @@ def client_app() -> ClientApp:
         return FP32Trainer(optimizer=sgd(0.05, 0.9), scheduler=cosine_annealing, loss=_loss, num_buckets=2,
                            member_passes=str(context.run_config.get("member-passes", "auto")))
 
+    def states(context: Context) -> Path | None:
+        """Return this node's own folder, as on a machine of its own."""
+        folder = context.run_config.get("states")
+        return Path(str(folder)) / str(context.node_config["partition-id"]) if folder else None
+
     def ledger(context: Context) -> Path | None:
         folder = context.run_config.get("ledger")
         return Path(str(folder)) / f"{context.node_config['partition-id']}.jsonl" if folder else None
 
-    return make_client_app(model, part, trainer, mods=[disturbed], ring_ledger=ledger)
+    return make_client_app(model, part, trainer, mods=[disturbed], ring_ledger=ledger, state_folder=states)
 
 
 def free_ports(count: int) -> list[int]:

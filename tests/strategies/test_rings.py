@@ -1,11 +1,13 @@
 """Groups of real processes with real rings, against the same groups in one process."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord
 
+from socflower.scenario.certificates import HostCertificate, write_certificates
 from socflower.sim.local_grid import LocalGrid
 from socflower.sim.process_grid import ProcessGrid
 from tests.strategies import ring_app
@@ -55,6 +57,46 @@ def test_one_process_can_train_the_very_bits_of_a_ring(norm: bool) -> None:
             assert np.array_equal(ours[name].numpy(), reference[name].numpy()), name
         else:
             np.testing.assert_allclose(ours[name].numpy(), reference[name].numpy(), rtol=1e-5, atol=1e-7)
+
+
+def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(tmp_path: Path) -> None:
+    config = {"states": str(tmp_path), "norm": False}
+    cluster = ring_app.cluster()
+    with ProcessGrid(ring_app.client_app, ring_app.node_configs(cluster), run_config=config) as grid:
+        unbroken, _ = train(grid)
+    kept: dict[int, ArrayRecord] = {}
+
+    def keep(server_round: int, arrays: ArrayRecord) -> None:
+        kept[server_round] = arrays
+
+    with ProcessGrid(ring_app.client_app, ring_app.node_configs(cluster), run_config=config) as grid:
+        first = ring_app.strategy(cluster)
+        first.start(grid, ring_app.initial(), num_rounds=first.num_rounds, timeout=120, evaluate_fn=keep)
+    # All processes and their memory are gone now; what is left is on the machines' disks.
+    for later in tmp_path.glob(f"*/*-at-{first.intervals[-1].first_step + first.intervals[-1].num_steps}.state"):
+        later.unlink()
+    with ProcessGrid(ring_app.client_app, ring_app.node_configs(cluster), run_config=config) as grid:
+        second = ring_app.strategy(cluster)
+        second.resume_from(1, leaders=first.leaders)
+        resumed = second.start(grid, kept[1], num_rounds=second.num_rounds, timeout=120).arrays
+    assert_close(resumed, unbroken, tolerance=0.0)
+
+
+def test_rings_with_certificates_take_in_nobody_of_another_authority(tmp_path: Path) -> None:
+    """One of four has a certificate that the others do not trust: they go on without it, and the run does not mind."""
+    ours, theirs = (write_certificates(tmp_path / name, ["127.0.0.1"])["127.0.0.1"] for name in ("ours", "theirs"))
+
+    def paths(own: HostCertificate) -> dict[str, str]:
+        return {"ring-ca": str(own.ca), "ring-certificate": str(own.certificate), "ring-key": str(own.key)}
+
+    cluster = ring_app.cluster()
+    configs = ring_app.node_configs(cluster, {soc: paths(theirs if soc == 3 else ours) for soc in range(4)})
+    with ProcessGrid(ring_app.client_app, configs) as grid:
+        trained, strategy = train(grid, rings={"rendezvous_s": 8.0})
+    assert strategy.transport == "grpc+tls"
+    texts = [event.text for report in strategy.reports for event in report.events]
+    assert "group 1: participant 3 did not come to the rendezvous; the ring goes on with 1" in texts
+    assert_close(trained, in_one_process())
 
 
 def test_members_keep_their_own_batch_norm_statistics_within_an_interval() -> None:

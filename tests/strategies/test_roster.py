@@ -87,7 +87,8 @@ def test_too_few_nodes_are_refused_with_both_numbers() -> None:
 @pytest.mark.parametrize(("offered", "wanted", "chosen"), [
     ([("gloo", "grpc")] * 5, "auto", "gloo"), ([("gloo", "grpc")] * 5, "grpc", "grpc"),
     ([("grpc",)] * 4 + [("gloo", "grpc")], "auto", "grpc"), ([("grpc",)] * 5, "gloo", None),
-    ([("grpc",)] * 4 + [("gloo",)], "auto", None),
+    ([("grpc",)] * 4 + [("gloo",)], "auto", None), ([("grpc+tls",)] * 5, "grpc", "grpc+tls"),
+    ([("grpc+tls",)] * 4 + [("gloo", "grpc")], "auto", None), ([("grpc+tls",)] * 4 + [("gloo", "grpc")], "grpc", None),
 ])
 def test_a_transport_is_one_that_all_nodes_allow(
     offered: list[tuple[str, ...]], wanted: str, chosen: str | None,
