@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from logging import INFO
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.supercore import log
 from torch import Tensor, nn
@@ -17,6 +16,15 @@ from socflower.clients.batches import BatchSchedule
 from socflower.clients.collective import Collective, PeerLost
 from socflower.clients.compression import GradientCompression, make_compression
 from socflower.clients.gradient_exchange import GradientExchange, Turn
+from socflower.clients.model_state import (
+    Snapshot,
+    restore,
+    split_buffers,
+    take_snapshot,
+    weights_digest,
+    weights_from_bytes,
+    weights_to_bytes,
+)
 from socflower.clients.preemption import Preempted, PreemptionSwitch
 from socflower.clients.random_state import own_random_state
 from socflower.clients.ring_membership import Generation, LeftOut, Membership, NoModel, Standing
@@ -88,14 +96,6 @@ class RingMember:
             work.close()
 
 
-@dataclass(slots=True)
-class _Snapshot:
-    """What a pass changes that is neither a gradient nor a weight: redone, it must not change it twice."""
-
-    buffers: list[Tensor]
-    random: Tensor
-
-
 class _Work:
     """The state of a member's part."""
 
@@ -116,7 +116,7 @@ class _Work:
         self._schedule = BatchSchedule(group, [len(member.data)] if group.reshuffle else [])
         self._num_steps = self._num_samples = self._num_own_samples = 0
         self._losses: list[Tensor] = []
-        self._under_way: tuple[_Snapshot, list[int], Tensor] | None = None  # of a step that is not applied yet
+        self._under_way: tuple[Snapshot, list[int], Tensor] | None = None  # of a step that is not applied yet
         self._members: tuple[int, ...] = ()
         self._lost_s: float | None = None
         self._recoveries_s: list[float] = []
@@ -184,13 +184,13 @@ class _Work:
         if self._under_way is not None and generation.num_steps == self._num_steps:
             self._undo_step_under_way()
         weights = None if generation.same_model else self._from(
-            generation.source, lambda: _weights_to_bytes(self._model, with_buffers=not self._num_steps))
+            generation.source, lambda: weights_to_bytes(self._model, with_buffers=not self._num_steps))
         state = None if generation.same_optimizer else self._from(
             generation.optimizer_source, lambda: self._current_state() or b"")
         # From here on nothing can fail. Had the source died between its weights and its optimiser, or before either, a
         # member that had counted its step already would pass for one that has applied it, and the step would be lost.
         if weights is not None and generation.source != self._ring.participant:
-            _weights_from_bytes(self._model, weights, with_buffers=not generation.num_steps)
+            weights_from_bytes(self._model, weights, with_buffers=not generation.num_steps)
         if self._under_way is not None:
             self._adopt_step_under_way()
         if state is not None and generation.optimizer_source != self._ring.participant:
@@ -214,7 +214,7 @@ class _Work:
         assert self._under_way is not None
         snapshot, _, _ = self._under_way
         self._under_way = None
-        _restore(self._model, snapshot)
+        restore(self._model, snapshot)
 
     def _adopt_step_under_way(self) -> None:
         """Count a step that the others have applied."""
@@ -266,7 +266,7 @@ class _Work:
                 self._num_steps += 1
                 continue
             inputs, labels = self._member.data.batch(torch.from_numpy(shares[position]))
-            snapshot = _snapshot(self._model)
+            snapshot = take_snapshot(self._model)
             if self._compression is not None:
                 self._compression.start_step(group.first_step + self._num_steps)
             self._exchange.begin(self._collective, self._poll, overlapped=session.final_in_backward,
@@ -326,10 +326,10 @@ class _Work:
         assert self._session is not None and self._collective is not None
         if self._end is None:
             self._end = self._session.finish()
-        floats, counters = _buffers(self._model)
+        floats, counters = split_buffers(self._model)
         losses = float(torch.stack(self._losses).mean()) if self._losses else 0.0
         told = [json.loads(payload) for payload in self._collective.all_gather(json.dumps({
-            "weights": _digest(self._model), "steps": self._num_steps, "loss": losses,
+            "weights": weights_digest(self._model), "steps": self._num_steps, "loss": losses,
             "samples": self._num_own_samples, "counters": [counter.tolist() for counter in counters],
         }).encode(), self._poll)]
         if len({(entry["weights"], entry["steps"]) for entry in told}) > 1:
@@ -391,46 +391,3 @@ def _turns(port: RingPort, group: GroupTask, ring: RingTask) -> Turns | None:
     return Turns(port, group.group_id,
                  Neighbours(before=ring.groups_before, after=ring.groups_after, members=members),
                  heartbeat_s=ring.heartbeat_s, rendezvous_s=ring.rendezvous_s)
-
-
-def _snapshot(model: nn.Module) -> _Snapshot:
-    return _Snapshot([buffer.clone() for buffer in model.buffers()], torch.get_rng_state())
-
-
-def _restore(model: nn.Module, snapshot: _Snapshot) -> None:
-    for buffer, saved in zip(model.buffers(), snapshot.buffers, strict=True):
-        buffer.copy_(saved)
-    torch.set_rng_state(snapshot.random)
-
-
-def _buffers(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the buffers that are averaged, and those that count."""
-    buffers = list(model.buffers())
-    return ([buffer for buffer in buffers if buffer.is_floating_point()],
-            [buffer for buffer in buffers if not buffer.is_floating_point()])
-
-
-def _digest(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _tensors(model: nn.Module, *, with_buffers: bool) -> list[Tensor]:
-    parameters = [parameter.detach() for parameter in model.parameters()]
-    return [*parameters, *model.buffers()] if with_buffers else parameters
-
-
-def _weights_to_bytes(model: nn.Module, *, with_buffers: bool) -> bytes:
-    return b"".join(tensor.contiguous().numpy().tobytes() for tensor in _tensors(model, with_buffers=with_buffers))
-
-
-def _weights_from_bytes(model: nn.Module, payload: bytes, *, with_buffers: bool) -> None:
-    """Take over weights, and at an interval's begin also buffers, which later are each member's own."""
-    start = 0
-    for tensor in _tensors(model, with_buffers=with_buffers):
-        dtype = tensor.numpy().dtype
-        array = np.frombuffer(payload, dtype, tensor.numel(), start).reshape(tensor.shape)
-        tensor.copy_(torch.from_numpy(array.copy()))
-        start += array.nbytes
