@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from flwr.supercore import log
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from socflower.clients.batches import BatchSchedule
 from socflower.clients.collective import Collective, PeerLost
@@ -120,6 +121,7 @@ class _Work:
         self._members: tuple[int, ...] = ()
         self._lost_s: float | None = None
         self._recoveries_s: list[float] = []
+        self._hooks: list[RemovableHandle] = []
 
     def run(self) -> MemberEnd:
         """Form the ring, train, and both again as often as needed."""
@@ -145,6 +147,8 @@ class _Work:
     def close(self) -> None:
         """Let go of ring and model."""
         self._exchange.close()
+        for hook in self._hooks:
+            hook.remove()
         self._close_ring()
         if self._turns is not None:
             self._turns.close()
@@ -241,6 +245,10 @@ class _Work:
                 warm_up_steps=_WARM_UP_EPOCHS * group.steps_per_epoch)
             if self._compression is not None and self._member.compression_state is not None:
                 self._compression.restore(self._member.compression_state)
+        if session.final_in_backward and not self._hooks:
+            # A pass of a large model on a small SoC takes longer than its user wants to wait: look at every layer.
+            self._hooks = [module.register_forward_pre_hook(lambda module, inputs: self._poll())
+                           for module in self._model.modules() if not any(True for _ in module.children())]
         return session
 
     def _optimizer_digest(self) -> str:

@@ -71,6 +71,9 @@ def check_feasible(scenario: Scenario, engine: str, *, trains_here: bool = True)
     if isinstance(groups, int) and groups > num_socs:
         raise InfeasiblePlan(f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; use "
                              f"groups = {num_socs} or fewer")
+    if engine == "deployment" and scenario.precision.arithmetic == "int8" and scenario.strategy.name != "fedavg":
+        raise ConfigError(f"{scenario.name} [precision] arithmetic = 'int8' hands out no gradients that machines could "
+                          "exchange; use arithmetic = 'mixed' with rule = 'int8', or another engine")
     if scenario.model.name not in model_names():
         raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r} is unknown; use one of "
                           + ", ".join(model_names()))

@@ -1,6 +1,7 @@
 """Members of a ring in threads of this process, struck at moments that no kill of a process can be timed to."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,7 +19,7 @@ from socflower.clients.preemption import PreemptionSwitch
 from socflower.clients.ring_member import AppliedStep, MemberEnd, RingMember
 from socflower.clients.ring_port import RingPort
 from socflower.clients.transports import open_ring
-from socflower.cluster.protocol import COMPLETED, GroupTask, RingTask
+from socflower.cluster.protocol import COMPLETED, PREEMPTED, GroupTask, RingTask
 from socflower.workloads import LabelledData
 from tests.clients.ring_peers import TOKEN, free_addresses
 
@@ -252,3 +253,44 @@ def test_forming_anew_twenty_times_leaves_nothing_behind(monkeypatch: pytest.Mon
     assert len(members.ends[0].outcome.recoveries_s) >= 20
     assert max(num_threads[generation] for generation in (17, 18, 19) if generation in num_threads) \
         <= max(num_threads[generation] for generation in (1, 2, 3) if generation in num_threads) + 6
+
+
+class _SlowLayer(nn.Module):
+    """A layer that takes its time, and says that it was run."""
+
+    def __init__(self, seconds: float, ran: list[float]) -> None:
+        super().__init__()
+        self._seconds, self._ran = seconds, ran
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self._ran.append(time.monotonic())
+        time.sleep(self._seconds)
+        return inputs
+
+
+def test_a_device_is_left_within_a_layer_not_after_a_step() -> None:
+    """A step of eight layers of 0.4 s: whoever asks in the second one does not wait for the eighth."""
+    ran: list[float] = []
+    slow = nn.Sequential(nn.Flatten(), *(_SlowLayer(0.4, ran) for _ in range(8)), nn.Linear(16, 3))
+    address = free_addresses(1)[0]
+    ring = RingTask(participant=0, leader=0, addresses=(address,), token=TOKEN.hex(), transport="grpc", num_buckets=1,
+                    compression="none", heartbeat_s=4.0, rendezvous_s=60.0)
+    port = RingPort(address, rank=0, addresses=[address], token=TOKEN, tls=None, heartbeat_s=4.0)
+    switch = PreemptionSwitch()
+
+    def ask() -> None:
+        while len(ran) < 2:
+            time.sleep(0.01)
+        switch.leave()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        end = RingMember(model=slow, has_model=True, data=samples(), group=task(1), ring=ring, trainer=trainer(),
+                         port=port, switch=switch).train()
+    finally:
+        port.close()
+    asking.join()
+    assert end.outcome.outcome == PREEMPTED
+    assert end.outcome.num_steps == 0
+    assert len(ran) <= 4, f"{len(ran)} of 8 layers ran before the device was left"

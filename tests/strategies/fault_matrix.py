@@ -51,7 +51,8 @@ class Row:
     event: str
     phase: str
     transport: str
-    recovery_s: float | None  # from the strike to the first step of a ring without the struck; None: none was needed
+    recovery_s: float | None  # from the strike to the first step of a ring without the struck; None: none was needed.
+    # Of a member that is wanted: until it had left
     target_s: float | None
     events: list[str]  # kinds of the strategy's
 
@@ -114,6 +115,23 @@ def run_cell(cell: Cell, folder: Path) -> Row:
     return Row(event=event, phase=cell.phase, transport=cell.transport,
                recovery_s=None if recovery_s is None else round(max(0.0, recovery_s), 2), target_s=_target_s(cell),
                events=kinds)
+
+
+def run_wanted(transport: str, folder: Path) -> Row:
+    """Run a training in whose first round a user wants a member's device; return how long the member took to leave."""
+    wanted = folder / "wanted"
+    with FaultyRun(folder, transport=transport, num_epochs=1, interval_epochs=0.5, step_s=0.3,
+                   of_soc={_MEMBER: {"preempt-file": str(wanted)}}) as run:
+        run.wait_steps(_MEMBER, 1, 3)
+        wanted.touch()
+        asked_s = time.monotonic()
+        run.wait_mark(_MEMBER, 1, "trained")
+        left_s = time.monotonic() - asked_s
+        run.check_weights()
+        kinds = run.kinds()
+    assert "preempted" in kinds and "member-lost" not in kinds, kinds
+    return Row(event="member wanted by its user", phase="mid-batch", transport=transport, recovery_s=round(left_s, 2),
+               target_s=2.0, events=kinds)
 
 
 def _delays(cell: Cell) -> dict[int, dict[str, Any]]:
@@ -185,10 +203,12 @@ def _target_s(cell: Cell) -> float | None:
 
 def main(target: Path) -> int:
     """Run all cells; return how many were late."""
+    runs = [*(functools.partial(run_cell, cell) for cell in cells()),
+            *(functools.partial(run_wanted, transport) for transport in ("gloo", "grpc"))]
     rows = []
-    for cell in cells():
+    for run in runs:
         with tempfile.TemporaryDirectory() as folder:
-            row = run_cell(cell, Path(folder))
+            row = run(Path(folder))
         rows.append(row)
         print(f"{row.event:16} {row.phase:22} {row.transport:5} {row.recovery_s} of {row.target_s} s  "
               f"{' '.join(sorted(set(row.events)))}", flush=True)
