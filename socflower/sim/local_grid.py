@@ -2,22 +2,18 @@
 
 import itertools
 import os
-import secrets
 from collections.abc import Iterable, Mapping
 from time import monotonic
 from uuid import uuid4
 
 from flwr.app import Context, Message, RecordDict, UserConfig
-from flwr.serverapp import Grid
 
 from socflower.errors import ConfigError
-from socflower.sim.flower_internals import Run, begin_run
+from socflower.sim.engine_grid import FIRST_NODE_ID, EngineGrid
 from socflower.sim.workers import ClientAppSource, InProcessWorkers, ProcessWorkers, Work
 
-_FIRST_NODE_ID = 1000
 
-
-class LocalGrid(Grid):
+class LocalGrid(EngineGrid):
     """Runs unmodified ClientApps for `num_nodes` nodes; a node's `Context.state` lives as long as the grid.
 
     Node ids ascend with the SoC index, and `node_config` has `partition-id` and `num-partitions` as in Flower's
@@ -33,8 +29,8 @@ class LocalGrid(Grid):
     ) -> None:
         if num_nodes < 1:
             raise ConfigError(f"local engine: num_nodes must be 1 or more, got {num_nodes}")
-        self._run = begin_run(secrets.randbits(62))
-        node_ids = itertools.count(_FIRST_NODE_ID)
+        super().__init__()
+        node_ids = itertools.count(FIRST_NODE_ID)
         self._contexts = {
             node_id: Context(run_id=self._run.run_id, node_id=node_id, state=RecordDict(),
                              node_config={"partition-id": index, "num-partitions": num_nodes},
@@ -44,21 +40,6 @@ class LocalGrid(Grid):
         count = num_cores() if num_workers is None else num_workers
         self._workers = ProcessWorkers(client_app, count) if count else InProcessWorkers(client_app)
         self._pushed: dict[str, Message] = {}
-
-    def set_run(self, run: Run) -> None:
-        """Set the run this grid works for."""
-        self._run = run
-
-    @property
-    def run(self) -> Run:
-        """The run this grid works for."""
-        return self._run
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None,
-    ) -> Message:
-        """Return a new message to a node."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> list[int]:
         """Return the node ids in the order of their SoCs."""

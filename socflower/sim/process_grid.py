@@ -6,7 +6,6 @@ benchmarks of what happens between the nodes.
 """
 
 import itertools
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -14,20 +13,19 @@ from time import monotonic, sleep
 from uuid import uuid4
 
 from flwr.app import Context, Error, Message, RecordDict, UserConfig
-from flwr.serverapp import Grid
 
 from socflower.errors import ConfigError
-from socflower.sim.flower_internals import CLIENT_APP_CRASHED, Run, begin_run
+from socflower.sim.engine_grid import FIRST_NODE_ID, EngineGrid
+from socflower.sim.flower_internals import CLIENT_APP_CRASHED
 from socflower.sim.workers import ClientAppSource, NodeProcess
 
 _NODE_UNAVAILABLE = 5  # Flower's error code of a node that has left
-_FIRST_NODE_ID = 1000
 _PULL_INTERVAL_S = 0.02
 
 NodeConfigs = Sequence[Mapping[str, str | int | float | bool]]
 
 
-class ProcessGrid(Grid):
+class ProcessGrid(EngineGrid):
     """Runs a ClientApp for nodes with the given configs, each in its own process.
 
     A node whose process died answers the message it had with an error, at once, and the next one with a new process
@@ -38,12 +36,12 @@ class ProcessGrid(Grid):
     def __init__(
         self, client_app: ClientAppSource, node_configs: NodeConfigs, *, run_config: UserConfig | None = None,
     ) -> None:
-        self._run = begin_run(secrets.randbits(62))
+        super().__init__()
         self._contexts = {
             node_id: Context(run_id=self._run.run_id, node_id=node_id, state=RecordDict(),
                              node_config={"partition-id": index, "num-partitions": len(node_configs), **node_config},
                              run_config=dict(run_config or {}))
-            for (index, node_config), node_id in zip(enumerate(node_configs), itertools.count(_FIRST_NODE_ID),
+            for (index, node_config), node_id in zip(enumerate(node_configs), itertools.count(FIRST_NODE_ID),
                                                      strict=False)
         }
         self._processes = {node_id: NodeProcess(client_app) for node_id in self._contexts}
@@ -64,21 +62,6 @@ class ProcessGrid(Grid):
             if message.metadata.dst_node_id == node_id:
                 self._running.pop(message_id, None)
         self._processes[node_id].kill()
-
-    def set_run(self, run: Run) -> None:
-        """Set the run this grid works for."""
-        self._run = run
-
-    @property
-    def run(self) -> Run:
-        """The run this grid works for."""
-        return self._run
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None,
-    ) -> Message:
-        """Return a new message to a node."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> list[int]:
         """Return the ids of the nodes that are there."""

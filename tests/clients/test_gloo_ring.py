@@ -16,31 +16,6 @@ from tests.clients.ring_contract import on_all, reduce_several, ring_of_threads,
 from tests.clients.ring_peers import TOKEN, free_addresses
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_operations(size: int) -> None:
-    ring_contract.check_operations("gloo", size)
-
-
-def test_every_type_sums() -> None:
-    ring_contract.check_types("gloo")
-
-
-def test_leaving_in_peace_takes_nothing_from_others() -> None:
-    ring_contract.check_leaving_in_peace("gloo")
-
-
-def test_survivors_form_again() -> None:
-    ring_contract.check_survivors_form_again("gloo")
-
-
-def test_a_killed_member_is_lost() -> None:
-    ring_contract.check_death("gloo")
-
-
-def test_a_stopped_member_ends_the_wait_only_through_the_poll() -> None:
-    ring_contract.check_hang("gloo")
-
-
 def test_a_member_that_is_slow_is_not_lost() -> None:
     with ring_of_threads("gloo", 2) as (_, rings):
         early, late = torch.ones(1000), torch.ones(1000)

@@ -19,11 +19,6 @@ from tests.clients.ring_contract import on_all, reduce_several, ring_of_threads,
 from tests.clients.ring_peers import TOKEN, free_addresses
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_operations(size: int) -> None:
-    ring_contract.check_operations("grpc", size)
-
-
 def test_operations_over_tls(tmp_path: Path) -> None:
     ring_contract.check_operations("grpc", 2, Authority(tmp_path).member("member"))
 
@@ -35,26 +30,6 @@ def test_the_bits_are_those_of_the_in_process_ring() -> None:
     references = on_all(in_process_rings(4), lambda ring: reduce_several(ring, lengths))
     for found, reference in zip(sums, references, strict=True):
         assert all(torch.equal(*pair) for pair in zip(found, reference, strict=True))
-
-
-def test_every_type_sums() -> None:
-    ring_contract.check_types("grpc")
-
-
-def test_leaving_in_peace_takes_nothing_from_others() -> None:
-    ring_contract.check_leaving_in_peace("grpc")
-
-
-def test_survivors_form_again() -> None:
-    ring_contract.check_survivors_form_again("grpc")
-
-
-def test_a_killed_member_is_lost() -> None:
-    ring_contract.check_death("grpc")
-
-
-def test_a_stopped_member_ends_the_wait_only_through_the_poll() -> None:
-    ring_contract.check_hang("grpc")
 
 
 def test_a_member_that_computes_longer_than_the_heartbeat_is_not_lost() -> None:
