@@ -27,10 +27,20 @@ def write_sealed(path: Path, header: Mapping[str, Any], payload: Iterable[bytes 
     for piece in pieces:
         digest.update(piece)
     first_line = f"{_MAGIC} {digest.hexdigest()} {sum(memoryview(piece).nbytes for piece in pieces)}\n"
+    write_whole(path, (first_line.encode(), *pieces))
+    if sync_folder:
+        _sync_folder(path.parent)
+
+
+def write_whole(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int = 0o666) -> None:
+    """Write a file that is whole or not there, and at no time readable by more than `mode` and the umask allow.
+
+    Raises `OSError` where it cannot be written.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial.unlink(missing_ok=True)  # of a process that was killed, and had this number
     try:
-        with partial.open("wb") as stream:
-            stream.write(first_line.encode())
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
             stream.writelines(pieces)
             stream.flush()
             # Without this a power failure can leave the new name on an empty file.
@@ -39,8 +49,6 @@ def write_sealed(path: Path, header: Mapping[str, Any], payload: Iterable[bytes 
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    if sync_folder:
-        _sync_folder(path.parent)
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Any], memoryview]:

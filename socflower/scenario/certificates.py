@@ -5,7 +5,6 @@ The authority is private: what it has signed may take part, nobody else may, and
 """
 
 import ipaddress
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from socflower.cluster.sealed_file import write_whole
 from socflower.errors import ConfigError
 
 _CA_DAYS = 3650
@@ -233,8 +233,8 @@ def _make_authority(folder: Path) -> _Authority:
         .add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
         .sign(key, hashes.SHA256())
     )
-    _write(folder / "ca.key", _pem_of_key(key), mode=0o600)
-    _write(folder / "ca.pem", certificate.public_bytes(serialization.Encoding.PEM), mode=0o644)
+    write_whole(folder / "ca.key", [_pem_of_key(key)], mode=0o600)
+    write_whole(folder / "ca.pem", [certificate.public_bytes(serialization.Encoding.PEM)], mode=0o644)
     return _Authority(folder / "ca.pem", certificate, key)
 
 
@@ -243,8 +243,8 @@ def _issue(folder: Path, host: str, authority: _Authority, valid_days: int) -> H
     status = "renewed" if key_path.exists() or path.exists() else "new"
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = authority.sign(host, key, valid_days)
-    _write(key_path, _pem_of_key(key), mode=0o600)
-    _write(path, certificate.public_bytes(serialization.Encoding.PEM), mode=0o644)
+    write_whole(key_path, [_pem_of_key(key)], mode=0o600)
+    write_whole(path, [certificate.public_bytes(serialization.Encoding.PEM)], mode=0o644)
     return HostCertificate(host=host, ca=authority.path, certificate=path, key=key_path,
                            not_after=certificate.not_valid_after_utc, status=status)
 
@@ -275,20 +275,6 @@ def _name(text: str) -> x509.Name:
 def _pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
                              serialization.NoEncryption())
-
-
-def _write(path: Path, content: bytes, *, mode: int) -> None:
-    """Write a file that is whole or not there, and never readable by more than `mode` says."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _now() -> datetime:
