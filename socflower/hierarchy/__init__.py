@@ -12,6 +12,7 @@ from socflower.hierarchy.lowering import deal_graph, exchange_graph, step_graph,
 from socflower.hierarchy.mapping import integrity_greedy, map_groups
 from socflower.hierarchy.placement import Placement
 from socflower.hierarchy.plan import Group, GroupPlan, plan_groups
+from socflower.hierarchy.replanning import plan_without
 from socflower.hierarchy.shares import member_weights, split_batch
 from socflower.hierarchy.training_work import Phase, TrainingWork
 
@@ -36,6 +37,7 @@ __all__ = [
     "map_groups",
     "member_weights",
     "plan_groups",
+    "plan_without",
     "split_batch",
     "step_graph",
     "sync_schedule",

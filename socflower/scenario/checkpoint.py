@@ -38,7 +38,7 @@ class Checkpoint:
     warm_up: Mapping[str, Any] | None = None
     without_state: list[int] = field(default_factory=list)  # groups that the round dropped: they may have no momentum
     away: list[int] = field(default_factory=list)  # SoCs that no work was planned for
-    leaders: list[int] | None = None  # SoCs that led the round's groups
+    planned_without: list[int] = field(default_factory=list)  # SoCs that the round was planned without
     resumed_from: list[int] = field(default_factory=list)
     trace_parts: list[int] = field(default_factory=list)  # rounds whose spans stand in files of their own
 

@@ -122,7 +122,7 @@ class _Training:
 
         if self._resumed is not None:
             strategy.resume_from(self._resumed.server_round, without_state=self._resumed.without_state,
-                                 away=self._resumed.away, leaders=self._resumed.leaders)
+                                 away=self._resumed.away, planned_without=self._resumed.planned_without)
         arrays = strategy.start(
             self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
             evaluate_fn=self._evaluation(round_end, strategy.num_rounds, dropped, strategy)).arrays
@@ -234,7 +234,8 @@ class _Training:
             server_round=server_round, num_rounds=num_rounds, scenario=to_document(self._scenario),
             engine=self._checkpointing.engine, versions=versions(), rounds=self._rounds, clock=self._clock.state(),
             arrays=array_views(arrays), warm_up=self._warm_up, without_state=dropped,
-            away=list(strategy.away) if strategy else [], leaders=list(strategy.leaders) if strategy else None,
+            away=list(strategy.away) if strategy else [],
+            planned_without=list(strategy.planned_without) if strategy else [],
             resumed_from=self._resumed_from, trace_parts=self._trace_parts,
         ), self._trace.state(self._num_spans_kept))
         self._num_spans_kept = self._trace.num_spans

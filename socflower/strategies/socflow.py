@@ -25,7 +25,7 @@ from socflower.cluster.protocol import (
     SERVER_ROUND,
     GroupTask,
 )
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import (
     Group,
     GroupPlan,
@@ -34,6 +34,7 @@ from socflower.hierarchy import (
     TrainingWork,
     group_steps_per_epoch,
     plan_groups,
+    plan_without,
     sync_schedule,
 )
 from socflower.precision.pricing import MixedPricing
@@ -129,7 +130,7 @@ class SoCFlow(Resumable):
         self._tolerate_client_errors = tolerate_client_errors
         self._group_of_node: dict[int, Group] = {}
         self._without_state: frozenset[int] = frozenset()
-        self._leaders_before: tuple[int, ...] | None = None  # of a training that is resumed
+        self._leaders_before: tuple[int, ...] = ()  # of a training that is resumed, by group
         self._rings = rings
         self._overlap_buckets = overlap_buckets
         # What SoCs are numbered by in data and rings stays, however groups are formed anew.
@@ -144,17 +145,18 @@ class SoCFlow(Resumable):
 
     def resume_from(
         self, server_round: int, *, without_state: Collection[int] = (), away: Collection[int] = (),
-        leaders: Sequence[int] | None = None,
+        planned_without: Collection[int] = (),
     ) -> None:
         """Let `start` go on after `server_round`; see `Resumable.resume_from`.
 
         Clients must have their groups' states of that round's end, or they raise: without momentum the weights would
         be others. `without_state` are ids of groups that may have none, as those whose reply that round dropped;
-        `away` are the SoCs that no work was planned for, `leaders` those that led the groups, if not all of them did
-        as planned at first: a group with another leader than before begins with a new optimiser.
+        `away` are the SoCs that are not to be planned with, `planned_without` those that the round had not: a group
+        with another leader than in that round begins with a new optimiser.
         """
         super().resume_from(server_round)
-        self._leaders_before = None if leaders is None else tuple(leaders)
+        self._take_plan(plan_without(self._whole_plan, self._cluster, self._rates, planned_without))
+        self._leaders_before = tuple(group.leader for group in self.plan.groups)
         self._without_state = frozenset(without_state)
         self._roster.leave(away)
 
@@ -168,9 +170,9 @@ class SoCFlow(Resumable):
         return super().start(through, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
 
     @property
-    def leaders(self) -> tuple[int, ...]:
-        """The SoCs that lead the groups, by group."""
-        return tuple(group.leader for group in self.plan.groups)
+    def planned_without(self) -> tuple[int, ...]:
+        """SoCs that the newest round was planned without, ascending."""
+        return tuple(sorted(set(self._whole_plan.participants) - set(self.plan.participants)))
 
     @property
     def led_by_others(self) -> frozenset[int]:
@@ -301,7 +303,7 @@ class SoCFlow(Resumable):
         """Return each group's settings; those that must have a state to resume from are told so."""
         settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
         configs = {group.group_id: settings for group in self.plan.groups}
-        before = self._leaders_before or tuple(group.leader for group in self._whole_plan.groups)
+        before = self._leaders_before
         if self.resumed_after and server_round == self.resumed_after + 1 and len(before) == len(configs):
             for group in self.plan.groups:
                 # As without the interruption: whoever led another group, or none, has no momentum for this one.
@@ -335,28 +337,26 @@ class SoCFlow(Resumable):
                 text=f"group {group.group_id}: SoC {soc} has left for its user's own work"))
 
     def _plan_for(self, present: Sequence[int]) -> None:
-        """Plan with the SoCs that are there, by the same rules (F5, F6); with all of them, as at first.
+        """Plan with the SoCs that are there; `TrainingFailed` if nobody is.
 
         With fewer SoCs than groups there are fewer groups, whose batches are larger: an epoch keeps its steps.
-        Raises `TrainingFailed` if nobody is there.
         """
+        away = sorted(set(self._whole_plan.participants) - set(present))
         if set(present) == set(self.plan.participants):
             return
-        if not present:
-            raise TrainingFailed("SoCFlow: no SoC is left to train: all are gone, or wanted by their users")
-        away = sorted(set(self._whole_plan.participants) - set(present))
-        if away:
-            rates = [rate if soc in present else 0.0 for soc, rate in enumerate(self._rates)]
-            num_groups = min(len(self._whole_plan.groups), len(present))
-            self.plan = plan_groups(self._cluster, num_groups, None, rates)
-        else:
-            self.plan = self._whole_plan
-        if self._work is not None:
-            self._work = replace(self._work, plan=self.plan)
+        try:
+            self._take_plan(plan_without(self._whole_plan, self._cluster, self._rates, away))
+        except InfeasiblePlan as error:
+            raise TrainingFailed(f"SoCFlow: {error}") from None
         self._events.append(ReplyEvent(
             kind="planned-anew", group_id=0,
             text=f"planned anew: {len(self.plan.groups)} groups of {len(present)} SoCs"
                  + (f", without {', '.join(map(str, away))}" if away else "")))
+
+    def _take_plan(self, plan: GroupPlan) -> None:
+        self.plan = plan
+        if self._work is not None:
+            self._work = replace(self._work, plan=plan)
 
     def _task(self, group: Group, interval: SyncInterval) -> GroupTask:
         return GroupTask(

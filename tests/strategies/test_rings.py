@@ -77,7 +77,7 @@ def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(tmp_pat
         later.unlink()
     with ProcessGrid(ring_app.client_app, ring_app.node_configs(cluster), run_config=config) as grid:
         second = ring_app.strategy(cluster)
-        second.resume_from(1, leaders=first.leaders)
+        second.resume_from(1)
         resumed = second.start(grid, kept[1], num_rounds=second.num_rounds, timeout=120).arrays
     assert_close(resumed, unbroken, tolerance=0.0)
 
