@@ -64,6 +64,9 @@ class Roster:
             raise InfeasiblePlan(f"SoCFlow: the plan needs {len(self._socs)} nodes and Flower has {len(nodes)}; start "
                                  f"more SuperNodes, or plan with num_socs={len(nodes)}")
         told = self._ask(grid, nodes) if ask else {}
+        if any(status.ring for status in told.values()):
+            # Who has died over the question may well live: it has a new process by now.
+            told |= self._ask(grid, [node for node in nodes if node not in told])
         placed = {node: status for node, status in told.items() if status.board >= 0 and status.slot >= 0}
         if placed:
             self._match_by_place(nodes, placed)
@@ -130,6 +133,8 @@ class Roster:
         return tuple(sorted(self._away))
 
     def _ask(self, grid: Grid, nodes: Sequence[int]) -> dict[int, NodeStatus]:
+        if not nodes:
+            return {}
         replies = grid.send_and_receive([_question(node, 0) for node in nodes], timeout=_ANSWER_TIMEOUT_S)
         return {reply.metadata.src_node_id: decode(NodeStatus, reply.content.config_records[STATUS], "status")
                 for reply in replies if reply.has_content() and STATUS in reply.content.config_records}

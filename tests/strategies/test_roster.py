@@ -59,6 +59,21 @@ def test_nodes_are_matched_by_where_they_sit() -> None:
     assert roster.ring_address_of[2] == "10.0.0.11:28200"
 
 
+def test_who_dies_over_the_first_question_is_asked_again() -> None:
+    class DyingOnce(AskedGrid):
+        def answer(self, message: Message) -> Message:
+            if message.metadata.dst_node_id == 102 and 102 not in self.asked:
+                self.asked.append(102)
+                return Message(Error(8, "the client's process died"), reply_to=message)
+            return super().answer(message)
+
+    grid = DyingOnce({100 + index: status for index, status in enumerate(PLACES)})
+    roster = Roster(CLUSTER, SOCS)
+    roster.first_look(grid, ask=True)  # type: ignore[arg-type]
+    assert roster.node_of[2] == 102
+    assert grid.asked.count(102) == 2 and grid.asked.count(100) == 1
+
+
 def test_apps_that_do_not_answer_are_matched_in_order_and_form_no_rings() -> None:
     roster, grid = roster_of([None] * 5)
     assert dict(roster.node_of) == {soc: 100 + soc for soc in SOCS}
