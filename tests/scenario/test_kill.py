@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,11 +41,11 @@ class Runs:
         self.scenario = folder / "survive.toml"
         self.scenario.write_text(SCENARIO.format(epochs=epochs))
         self.out = folder / "out"
-        (folder / "tmp").mkdir()
+        # What a killed process leaves in its temporary folder goes with this one. Sockets in it need a short path.
+        self._temporary = tempfile.TemporaryDirectory(prefix="kill-", ignore_cleanup_errors=True)
 
     def start(self, *options: str) -> "subprocess.Popen[str]":
-        # What a killed process leaves in its temporary folder goes with the test's. Ray's sockets need a short path.
-        temporary = {} if "simulation" in options else {"TMPDIR": str(self.folder / "tmp")}
+        temporary = {} if "simulation" in options else {"TMPDIR": self._temporary.name}
         return subprocess.Popen(
             [COMMAND, "run", self.scenario, "--out", self.out, "--workers", "2", *options], cwd=self.folder, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,

@@ -92,7 +92,7 @@ def test_rings_with_certificates_take_in_nobody_of_another_authority(tmp_path: P
     cluster = ring_app.cluster()
     configs = ring_app.node_configs(cluster, {soc: paths(theirs if soc == 3 else ours) for soc in range(4)})
     with ProcessGrid(ring_app.client_app, configs) as grid:
-        trained, strategy = train(grid, rings={"rendezvous_s": 8.0})
+        trained, strategy = train(grid, rings={"rendezvous_s": 15.0})
     assert strategy.transport == "grpc+tls"
     texts = [event.text for report in strategy.reports for event in report.events]
     assert "group 1: participant 3 did not come to the rendezvous; the ring goes on with 1" in texts
