@@ -15,8 +15,7 @@ from tests.strategies.faulty_run import FaultyRun
 
 pytestmark = pytest.mark.timeout(240)
 
-FAST = {("leader killed", "mid-batch", "grpc"), ("leader killed", "synchronisation", "gloo"),
-        ("leader stopped", "mid-batch", "gloo")}
+FAST = {("leader killed", "mid-batch", "grpc"), ("leader killed", "synchronisation", "gloo")}
 ALL_ROUNDS = range(1, 20)
 
 
