@@ -41,6 +41,7 @@ from socflower.cluster.protocol import (
     GroupTask,
     RingOutcome,
     RingTask,
+    decode,
     encode,
 )
 from socflower.errors import ConfigError
@@ -157,7 +158,7 @@ def _train_in_ring(
 ) -> Message:
     """Be one member of a group on real machines; only the leader's message has the model, and so its reply (F8)."""
     records = message.content.config_records
-    task, ring = GroupTask.decode(records[GROUP]), RingTask.decode(records[RING])
+    task, ring = GroupTask.decode(records[GROUP]), decode(RingTask, records[RING], "ring")
     has_model = ARRAYS in message.content.array_records
     if has_model:
         _load(model, message)

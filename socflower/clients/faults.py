@@ -24,6 +24,7 @@ from socflower.cluster.protocol import (
     WARM_UP,
     GroupTask,
     RingTask,
+    decode,
 )
 
 _HANG_S = 3600.0
@@ -85,7 +86,7 @@ def _socs(message: Message, context: Context) -> Sequence[int]:
     task = GroupTask.decode(records[GROUP])
     if RING not in records:
         return task.members
-    return (task.members[task.partitions.index(RingTask.decode(records[RING]).participant)],)
+    return (task.members[task.partitions.index(decode(RingTask, records[RING], "ring").participant)],)
 
 
 def _status(faults: Sequence[Fault], socs: Sequence[int], server_round: int, reply: Message) -> Message:

@@ -149,15 +149,6 @@ class RingTask:
     groups_after: tuple[int, ...] = ()
     neighbours: tuple[str, ...] = ()  # of all those groups' members: "group participant address"
 
-    def encode(self) -> dict[str, Any]:
-        """Return the task as a Flower record's scalars and lists."""
-        return encode(self)
-
-    @classmethod
-    def decode(cls, record: Mapping[str, Any]) -> "RingTask":
-        """Return the task of a record; `ConfigError` names what is missing or too much."""
-        return decode(cls, record, "ring")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeStatus:

@@ -29,6 +29,7 @@ from socflower.cluster.protocol import (
     RingOutcome,
     RingTask,
     decode,
+    encode,
 )
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import Group, conflicts
@@ -204,7 +205,7 @@ class RingRound:
                 heartbeat_s=self._settings.heartbeat_s, rendezvous_s=self._settings.rendezvous_s,
                 groups_before=tuple(before), groups_after=tuple(after), neighbours=neighbours)
             content = RecordDict({CONFIG: self._configs[group.group_id], GROUP: ConfigRecord(task.encode()),
-                                  RING: ConfigRecord(ring.encode())})
+                                  RING: ConfigRecord(encode(ring))})
             if soc == group.leader:
                 content[ARRAYS] = self._arrays
             made.append((Message(content, places.node_of[soc], MessageType.TRAIN, group_id=self._group_id), soc))
