@@ -1,20 +1,32 @@
-"""What all Grids that are engines of ours have in common: the run they work for, and how messages are made."""
+"""What all Grids that are engines of ours have in common: their run, their nodes, and how messages are made."""
 
 import secrets
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
-from flwr.app import Message, RecordDict
+from flwr.app import Context, Message, RecordDict, UserConfig
 from flwr.serverapp import Grid
 
 from socflower.sim.flower_internals import Run, begin_run
 
-FIRST_NODE_ID = 1000
+NodeConfigs: TypeAlias = Sequence[Mapping[str, str | int | float | bool]]
+
+_FIRST_NODE_ID = 1000
 
 
 class EngineGrid(Grid):
     """A Grid that is not connected to any SuperLink, and has a run of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, node_configs: NodeConfigs, run_config: UserConfig | None) -> None:
+        """Make the contexts of the nodes; their ids ascend, and each knows its partition if its config names none."""
         self._run = begin_run(secrets.randbits(62))
+        self._contexts = {
+            _FIRST_NODE_ID + index: Context(
+                run_id=self._run.run_id, node_id=_FIRST_NODE_ID + index, state=RecordDict(),
+                node_config={"partition-id": index, "num-partitions": len(node_configs), **node_config},
+                run_config=dict(run_config or {}))
+            for index, node_config in enumerate(node_configs)
+        }
 
     def set_run(self, run: Run) -> None:
         """Set the run this grid works for."""

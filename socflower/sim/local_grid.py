@@ -1,15 +1,14 @@
 """A Flower Grid without Ray: nodes are contexts, messages run in worker processes of this machine."""
 
-import itertools
 import os
 from collections.abc import Iterable, Mapping
 from time import monotonic
 from uuid import uuid4
 
-from flwr.app import Context, Message, RecordDict, UserConfig
+from flwr.app import Message, UserConfig
 
 from socflower.errors import ConfigError
-from socflower.sim.engine_grid import FIRST_NODE_ID, EngineGrid
+from socflower.sim.engine_grid import EngineGrid
 from socflower.sim.workers import ClientAppSource, InProcessWorkers, ProcessWorkers, Work
 
 
@@ -29,14 +28,7 @@ class LocalGrid(EngineGrid):
     ) -> None:
         if num_nodes < 1:
             raise ConfigError(f"local engine: num_nodes must be 1 or more, got {num_nodes}")
-        super().__init__()
-        node_ids = itertools.count(FIRST_NODE_ID)
-        self._contexts = {
-            node_id: Context(run_id=self._run.run_id, node_id=node_id, state=RecordDict(),
-                             node_config={"partition-id": index, "num-partitions": num_nodes},
-                             run_config=dict(run_config or {}))
-            for index, node_id in zip(range(num_nodes), node_ids, strict=False)
-        }
+        super().__init__([{}] * num_nodes, run_config)
         count = num_cores() if num_workers is None else num_workers
         self._workers = ProcessWorkers(client_app, count) if count else InProcessWorkers(client_app)
         self._pushed: dict[str, Message] = {}

@@ -5,25 +5,21 @@ form real rings. What it leaves out is Flower's processes and polling, which tak
 benchmarks of what happens between the nodes.
 """
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from time import monotonic, sleep
 from uuid import uuid4
 
-from flwr.app import Context, Error, Message, RecordDict, UserConfig
+from flwr.app import Error, Message, UserConfig
 
 from socflower.errors import ConfigError
-from socflower.sim.engine_grid import FIRST_NODE_ID, EngineGrid
+from socflower.sim.engine_grid import EngineGrid, NodeConfigs
 from socflower.sim.flower_internals import CLIENT_APP_CRASHED
 from socflower.sim.workers import ClientAppSource, NodeProcess
 
 _NODE_UNAVAILABLE = 5  # Flower's error code of a node that has left
 _PULL_INTERVAL_S = 0.02
-
-NodeConfigs = Sequence[Mapping[str, str | int | float | bool]]
-
 
 class ProcessGrid(EngineGrid):
     """Runs a ClientApp for nodes with the given configs, each in its own process.
@@ -36,14 +32,7 @@ class ProcessGrid(EngineGrid):
     def __init__(
         self, client_app: ClientAppSource, node_configs: NodeConfigs, *, run_config: UserConfig | None = None,
     ) -> None:
-        super().__init__()
-        self._contexts = {
-            node_id: Context(run_id=self._run.run_id, node_id=node_id, state=RecordDict(),
-                             node_config={"partition-id": index, "num-partitions": len(node_configs), **node_config},
-                             run_config=dict(run_config or {}))
-            for (index, node_config), node_id in zip(enumerate(node_configs), itertools.count(FIRST_NODE_ID),
-                                                     strict=False)
-        }
+        super().__init__(node_configs, run_config)
         self._processes = {node_id: NodeProcess(client_app) for node_id in self._contexts}
         # One thread a node: its messages run one after the other, each with the state that the one before left.
         self._queues = {node_id: ThreadPoolExecutor(1, f"node-{node_id}") for node_id in self._contexts}
