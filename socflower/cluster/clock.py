@@ -1,8 +1,8 @@
 """Protocols between who plans and who keeps virtual time: neither imports the other, `scenario` joins them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from socflower.cluster.tasks import Activity, TaskGraph
 from socflower.cluster.topology import Tier
@@ -46,8 +46,29 @@ class VirtualClock(Protocol):
         """Virtual seconds since the clock's start."""
         ...
 
+    @property
+    def changes(self) -> bool:
+        """Whether speeds and users of SoCs change with time; if not, neither of the following has anything to say."""
+        ...
+
+    def speed_factors(self) -> Sequence[float]:
+        """Return each SoC's present speed as a fraction of its profile's, in SoC order, as its step times show it."""
+        ...
+
+    def taken_socs(self) -> Collection[int]:
+        """Return the SoCs that training has to leave to their users now."""
+        ...
+
     def run(self, graph: TaskGraph, *, repeat: int = 1, label: str = "") -> Usage:
         """Execute `graph` `repeat` times, repetitions overlapping as its dependencies allow, and advance."""
+        ...
+
+    def run_while_steady(self, graph: TaskGraph, *, at_most: int, label: str = "") -> tuple[int, Usage]:
+        """Execute `graph` until speeds or users change, once at least; return how often, and what it took."""
+        ...
+
+    def rest(self, socs: Sequence[int]) -> Usage:
+        """Let `socs` idle until speeds or users change, and advance."""
         ...
 
 
@@ -58,12 +79,28 @@ class DeviceDynamics(Protocol):
         """Return each SoC's present speed as a fraction of its profile's, in SoC order; each above 0."""
         ...
 
-    def steady_s(self, power_w: Sequence[float]) -> float:
-        """Return how long the present factors hold under this load (watts per SoC); `math.inf` if for good."""
+    def power_factors(self) -> Sequence[float]:
+        """Return what work draws above idle on each SoC at present, as a fraction of its profile's."""
         ...
 
-    def advance(self, duration_s: float, power_w: Sequence[float]) -> None:
-        """Let `duration_s` pass under this mean load (watts per SoC)."""
+    def taken_socs(self) -> Collection[int]:
+        """Return the SoCs that training has to leave to their users now."""
+        ...
+
+    def steady_s(self, power_w: Sequence[float]) -> float:
+        """Return how long all of these hold under this load (watts per SoC); `math.inf` if for good."""
+        ...
+
+    def advance(self, duration_s: float, power_w: Sequence[float]) -> float:
+        """Let `duration_s` pass under this mean load (watts per SoC); return the joules of cooling."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return all that the future depends on, as plain values that JSON keeps exactly."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Stand where others of the same description stood."""
         ...
 
 

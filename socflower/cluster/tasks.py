@@ -21,6 +21,11 @@ class Activity(StrEnum):
     SYNCHRONISATION = "synchronisation"
     UPDATE = "update"
     IDLE = "idle"
+    COOLING = "cooling"  # the rack's fans: joules, but no SoC's seconds
+
+
+SOC_ACTIVITIES: tuple[Activity, ...] = tuple(activity for activity in Activity if activity != Activity.COOLING)
+"""What SoCs spend their time on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

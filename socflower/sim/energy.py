@@ -59,14 +59,17 @@ class StateMeter:
             self._since_s[soc] = now_s
 
 
-def power_w(state: State, device: Device) -> float:
-    """Return a device's watts in a state: active processors add what they draw above idle, the network its own."""
+def power_w(state: State, device: Device, factor: float = 1.0) -> float:
+    """Return a device's watts in a state: active processors add what they draw above idle, the network its own.
+
+    `factor` is what is left of the former at the present clocks.
+    """
     loads, networking = state
     active_w = sum(device.processor(processor).active_w - device.idle_w for processor, _ in loads)
-    return device.idle_w + active_w + (device.network_w if networking else 0.0)
+    return device.idle_w + factor * active_w + (device.network_w if networking else 0.0)
 
 
-def split_state(state: State, device: Device) -> Iterator[tuple[Activity, float, float]]:
+def split_state(state: State, device: Device, factor: float = 1.0) -> Iterator[tuple[Activity, float, float]]:
     """Yield activity, its share of the time and its watts; shares sum to 1 and watts to `power_w`.
 
     Processors that work together share time and idle watts evenly. A transfer during work costs no time,
@@ -75,7 +78,8 @@ def split_state(state: State, device: Device) -> Iterator[tuple[Activity, float,
     loads, networking = state
     for processor, activity in loads:
         share = 1.0 / len(loads)
-        yield activity, share, device.processor(processor).active_w - device.idle_w * (1.0 - share)
+        above_idle_w = device.processor(processor).active_w - device.idle_w
+        yield activity, share, factor * above_idle_w + device.idle_w * share
     if networking:
         alone = not loads
         yield Activity.SYNCHRONISATION, float(alone), device.network_w + (device.idle_w if alone else 0.0)
@@ -84,9 +88,9 @@ def split_state(state: State, device: Device) -> Iterator[tuple[Activity, float,
 
 
 def add_activities(seconds: Mapping[State, float], device: Device, soc_seconds: dict[Activity, float],
-                   energy_j: dict[Activity, float]) -> None:
+                   energy_j: dict[Activity, float], factor: float = 1.0) -> None:
     """Add one SoC's time in states to the sums of seconds and joules by activity."""
     for state, spent_s in seconds.items():
-        for activity, share, watts in split_state(state, device):
+        for activity, share, watts in split_state(state, device, factor):
             soc_seconds[activity] += share * spent_s
             energy_j[activity] += watts * spent_s

@@ -1,7 +1,9 @@
 """Exact event logs and hand-calculated contention on graphs small enough to follow."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -280,16 +282,84 @@ def test_a_restored_clock_goes_on_to_the_last_bit(before: list[int], after: list
     assert restored.state() == whole.state()
 
 
-def test_a_clock_with_dynamics_cannot_be_kept(make_cluster: MakeCluster) -> None:
-    class Steady:
-        def speed_factors(self) -> list[float]:
-            return [1.0]
+class Switching:
+    """SoC 0 runs at half speed and a third of its watts for 2 s, then at full; fans draw 10 W."""
 
-        def steady_s(self, power_w: Sequence[float]) -> float:
-            return 1.0
+    def __init__(self) -> None:
+        self.now_s = 0.0
 
-        def advance(self, duration_s: float, power_w: Sequence[float]) -> None:
-            pass
+    def speed_factors(self) -> list[float]:
+        return [0.5 if self.now_s < 2.0 else 1.0, 1.0, 1.0, 1.0]
 
-    with pytest.raises(ConfigError, match="state of their own"):
-        EventClock(make_cluster(), dynamics=Steady()).state()
+    def power_factors(self) -> list[float]:
+        return [1.0 / 3.0 if self.now_s < 2.0 else 1.0, 1.0, 1.0, 1.0]
+
+    def taken_socs(self) -> frozenset[int]:
+        return frozenset({3} if self.now_s < 2.0 else ())
+
+    def steady_s(self, power_w: Sequence[float]) -> float:
+        return 2.0 - self.now_s if self.now_s < 2.0 else inf
+
+    def advance(self, duration_s: float, power_w: Sequence[float]) -> float:
+        self.now_s += duration_s
+        return 10.0 * duration_s
+
+    def state(self) -> dict[str, Any]:
+        return {"now_s": self.now_s}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.now_s = state["now_s"]
+
+
+def switching_clock(make_cluster: MakeCluster) -> EventClock:
+    return EventClock(make_cluster([4]), dynamics=Switching())
+
+
+def test_watts_above_idle_follow_the_dynamics_and_cooling_is_an_activity_of_its_own(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster([4])
+    device = cluster.device_of(0)
+    builder = GraphBuilder()
+    builder.compute("work", 0, 1.0)
+    clock = EventClock(cluster, dynamics=Switching())
+    usage = clock.run(builder.build([0]), repeat=3)  # 2 s at half speed, then 2 s at full
+    above_idle_w = device.processor(device.default_processor).active_w - device.idle_w
+    assert usage.duration_s == pytest.approx(4.0)
+    assert usage.energy_j[Activity.COMPUTE] == pytest.approx(4.0 * device.idle_w + 2.0 * above_idle_w * (1 / 3 + 1))
+    assert usage.energy_j[Activity.COOLING] == pytest.approx(40.0)
+    assert Activity.COOLING not in usage.soc_seconds
+
+
+def test_running_while_steady_ends_at_the_change_and_says_how_often(make_cluster: MakeCluster) -> None:
+    clock = switching_clock(make_cluster)
+    builder = GraphBuilder()
+    builder.compute("work", 0, 0.25)
+    graph = builder.build([0])
+    repetitions, usage = clock.run_while_steady(graph, at_most=100)
+    assert (repetitions, usage.duration_s) == (4, pytest.approx(2.0))
+    assert clock.run_while_steady(graph, at_most=7)[0] == 7
+    with pytest.raises(ConfigError, match="at_most must be 1"):
+        clock.run_while_steady(graph, at_most=0)
+
+
+def test_resting_lasts_until_something_changes_and_costs_idle_watts_and_fans(make_cluster: MakeCluster) -> None:
+    clock = switching_clock(make_cluster)
+    assert clock.taken_socs() == {3}
+    usage = clock.rest([0, 1])
+    device = make_cluster([4]).device_of(0)
+    assert usage.duration_s == clock.now_s == 2.0
+    assert usage.energy_j == {Activity.IDLE: pytest.approx(4.0 * device.idle_w), Activity.COOLING: 20.0}
+    assert clock.taken_socs() == frozenset()
+    with pytest.raises(ConfigError, match="would never end"):
+        clock.rest([0])
+    with pytest.raises(ConfigError, match="would never end"):
+        EventClock(make_cluster()).rest([0])
+
+
+def test_a_clock_keeps_its_dynamics(make_cluster: MakeCluster) -> None:
+    builder = GraphBuilder()
+    builder.compute("work", 0, 0.75)
+    graph = builder.build([0])
+    whole, restored = switching_clock(make_cluster), switching_clock(make_cluster)
+    whole.run(graph)
+    restored.restore(json.loads(json.dumps(whole.state())))
+    assert restored.run(graph, repeat=5) == whole.run(graph, repeat=5)

@@ -1,8 +1,9 @@
 """Repetition: what is not simulated again must not show in the result."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -155,12 +156,25 @@ class SlowDown:
     def speed_factors(self) -> list[float]:
         return [0.5 if soc == 3 and self.now_s >= self.at_s - 1e-9 else 1.0 for soc in range(self.num_socs)]
 
+    def power_factors(self) -> list[float]:
+        return [1.0] * self.num_socs
+
+    def taken_socs(self) -> frozenset[int]:
+        return frozenset()
+
     def steady_s(self, power_w: Sequence[float]) -> float:
         return self.at_s - self.now_s if self.now_s < self.at_s - 1e-9 else math.inf
 
-    def advance(self, duration_s: float, power_w: Sequence[float]) -> None:
+    def advance(self, duration_s: float, power_w: Sequence[float]) -> float:
         self.now_s += duration_s
         self.loads.append(power_w)
+        return 0.0
+
+    def state(self) -> dict[str, Any]:
+        return {"now_s": self.now_s}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.now_s = state["now_s"]
 
 
 def synchronous_pair(first: int, second: int) -> TaskGraph:

@@ -1,0 +1,119 @@
+"""Who else wants the SoCs: games that come and go with the tide of a day, and windows in which training may run."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from socflower.errors import ConfigError
+from socflower.thermal.steps import Steps, always, changes
+
+DAY_S = 86400.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UserLoad:
+    """What users have of one SoC at a time."""
+
+    share: float = 0.0  # of its processors, 0 to 1; training gets the rest
+    power_w: float = 0.0  # that it draws for them, beside what training draws
+    taken: bool = False  # training has to leave
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.share < 1.0 or not 0.0 <= self.power_w < math.inf:
+            raise ConfigError(f"user load: share = {self.share} must be 0 or more and below 1, power_w = "
+                              f"{self.power_w} finite and not negative")
+
+
+NOBODY = UserLoad()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Game:
+    """What a co-located game is to a SoC: it takes a share of it, or all of it."""
+
+    share: float = 0.5
+    power_w: float = 2.5
+    takes_soc: bool = False
+
+    @property
+    def load(self) -> UserLoad:
+        """Return it as a user's load."""
+        return UserLoad(share=self.share, power_w=self.power_w, taken=self.takes_soc)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tide:
+    """Games over a day, as cloud gaming has them: few before dawn, most in the evening.
+
+    The part of SoCs that are in a game follows a cosine between `low` at `low_hour` and `high` twelve hours later;
+    sessions last `mean_session_s` on average, exponentially distributed, and are drawn for each SoC from `seed`.
+    """
+
+    low: float = 0.05
+    high: float = 0.6
+    low_hour: float = 5.0
+    mean_session_s: float = 2400.0
+    game: Game = Game()
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.low <= self.high < 1.0:
+            raise ConfigError(f"tide: need 0 <= low <= high < 1, got {self.low} and {self.high}")
+        if not self.mean_session_s > 0.0:
+            raise ConfigError(f"tide: mean_session_s = {self.mean_session_s} must be above 0")
+
+    def part_busy(self, hour: float) -> float:
+        """Return the part of SoCs that are in a game at an hour of the day, on average."""
+        return self.low + (self.high - self.low) * 0.5 * (1.0 - math.cos(2.0 * math.pi * (hour - self.low_hour) / 24.0))
+
+    def loads(self, num_socs: int, duration_s: float, start_hour: float, seed: int) -> tuple[Steps[UserLoad], ...]:
+        """Return each SoC's users from `start_hour` on for `duration_s`; equal seeds give equal games."""
+        return tuple(self._of_one(np.random.default_rng([seed, soc]), duration_s, start_hour)
+                     for soc in range(num_socs))
+
+    def _of_one(self, random: np.random.Generator, duration_s: float, start_hour: float) -> Steps[UserLoad]:
+        """A two-state chain whose mean follows the tide: idle times are as long as that takes at their beginning."""
+        busy = bool(random.random() < self.part_busy(start_hour))
+        first = self.game.load if busy else NOBODY
+        time_s, later = 0.0, list[tuple[float, UserLoad]]()
+        while True:
+            part = self.part_busy(start_hour + time_s / 3600.0)
+            mean_s = self.mean_session_s if busy else self.mean_session_s * (1.0 - part) / max(part, 1e-6)
+            # An idle time is cut at an hour, so that it follows the tide.
+            drawn_s = float(random.exponential(mean_s))
+            if not busy and drawn_s > 3600.0:
+                time_s += 3600.0
+                if time_s >= duration_s:
+                    break
+                continue
+            time_s += drawn_s
+            if time_s >= duration_s:
+                break
+            busy = not busy
+            later.append((time_s, self.game.load if busy else NOBODY))
+        return changes(first, later)
+
+
+def idle_windows(windows: Sequence[tuple[float, float]], duration_s: float, start_hour: float) -> Steps[bool]:
+    """Return whether training may run: only within the daily windows, hours (from, to) that may pass midnight.
+
+    Raises `ConfigError` for hours that are not between 0 and 24.
+    """
+    if not windows:
+        return always(True)
+    for begin, end in windows:
+        if not (0.0 <= begin <= 24.0 and 0.0 <= end <= 24.0) or begin == end:
+            raise ConfigError(f"idle window: hours must lie between 0 and 24 and differ, got {begin} to {end}")
+
+    def is_open(hour: float) -> bool:
+        return any(begin <= hour < end if begin < end else hour >= begin or hour < end for begin, end in windows)
+
+    edges = sorted({hour % 24.0 for window in windows for hour in window})
+    later = []
+    for day in range(-1, math.ceil(duration_s / DAY_S) + 1):
+        for hour in edges:
+            time_s = (day * 24.0 + hour - start_hour) * 3600.0
+            if 0.0 < time_s < duration_s:
+                later.append((time_s, is_open(hour)))
+    return changes(is_open(start_hour % 24.0), later)
