@@ -71,6 +71,9 @@ RING = "ring"
 OUTCOME = "socflower-outcome"
 """The record of a ring member's reply that says how the ring ended for it; see `RingOutcome`."""
 
+HEAT = "socflower-heat"
+"""The record of a reply that says how hot its device was and what it did about it; see `HeatReport`."""
+
 
 def encode(values: Any) -> dict[str, Any]:
     """Return a dataclass as a Flower record's scalars and lists."""
@@ -148,6 +151,12 @@ class RingTask:
     groups_before: tuple[int, ...] = ()
     groups_after: tuple[int, ...] = ()
     neighbours: tuple[str, ...] = ()  # of all those groups' members: "group participant address"
+    rebalance_steps: int = 0  # shares follow measured capacities every so many steps, if data are dealt; 0: never
+
+    def __post_init__(self) -> None:
+        if self.rebalance_steps < 0:
+            raise ConfigError(f"ring: rebalance_steps = {self.rebalance_steps} must be a number of steps, or 0 for "
+                              "shares that stay")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,3 +184,38 @@ class RingOutcome:
     recoveries_s: tuple[float, ...] = ()  # how long each re-forming took, from noticing to training again
     preempted: tuple[int, ...] = ()  # SoCs that left on a user's wish
     log: tuple[str, ...] = ()  # what happened to the ring, a line each
+    rates: tuple[float, ...] = ()  # samples per second of each of `members`, while it waited for nobody; 0: unknown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeatReport:
+    """How a device was while it answered a message. What it does not say is None, and has no key in the record."""
+
+    temperature_c: float | None = None  # at the end
+    peak_c: float | None = None
+    clock_factor: float | None = None  # mean of present clock over the highest while it worked, 0 to 1
+    throttled_s: float | None = None  # for how long the device said that heat or power held its clocks down
+    share: float = 1.0  # mean of the part of its power that it gave to training, above 0
+    battery_fraction: float | None = None  # charge, 0 to 1, at the end
+    user_load: float | None = None  # part of the processors that others used at the end, 0 to 1
+    paused_s: float = 0.0  # for how long the message was held before its work began
+    triggered: bool = False  # whether the device asks for shares to be balanced anew
+    notes: tuple[str, ...] = ()  # what is wrong with sensors, a line each
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share <= 1.0:
+            raise ConfigError(f"heat record: share = {self.share} must lie above 0 and not above 1")
+        for key in ("clock_factor", "battery_fraction", "user_load"):
+            value = getattr(self, key)
+            if value is not None and not 0.0 <= value <= 1.0:
+                raise ConfigError(f"heat record: {key.replace('_', '-')} = {value} must lie between 0 and 1")
+
+    def encode(self) -> dict[str, Any]:
+        """Return the report as a Flower record's scalars and lists."""
+        return {key: value for key, value in encode(self).items() if value is not None}
+
+    @classmethod
+    def decode(cls, record: Mapping[str, Any]) -> "HeatReport":
+        """Return the report of a record; `ConfigError` for a key or a value that cannot be."""
+        unsaid = {entry.name.replace("_", "-"): None for entry in fields(cls) if entry.default is None}
+        return decode(cls, {**unsaid, **record}, "heat")

@@ -12,17 +12,20 @@ from socflower.hierarchy.lowering import deal_graph, exchange_graph, step_graph,
 from socflower.hierarchy.mapping import integrity_greedy, map_groups
 from socflower.hierarchy.placement import Placement
 from socflower.hierarchy.plan import Group, GroupPlan, plan_groups
+from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, reordered
 from socflower.hierarchy.replanning import plan_without
 from socflower.hierarchy.shares import member_weights, split_batch
 from socflower.hierarchy.training_work import Phase, TrainingWork
 
 __all__ = [
+    "CapacitiesInUse",
     "Exchange",
     "Group",
     "GroupCountChoice",
     "GroupPlan",
     "Phase",
     "Placement",
+    "Rebalancing",
     "SyncInterval",
     "TrainingWork",
     "choose_group_count",
@@ -38,6 +41,7 @@ __all__ = [
     "member_weights",
     "plan_groups",
     "plan_without",
+    "reordered",
     "split_batch",
     "step_graph",
     "sync_schedule",

@@ -4,7 +4,7 @@ The numbers of SoCs that each group takes of each board are the mapping's and st
 contention and communication groups.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 
 from socflower.hierarchy.placement import Pieces
@@ -27,13 +27,13 @@ def deal_in_order(groups: Sequence[Pieces], socs: Mapping[int, Sequence[int]]) -
     return [[next(decks[board]) for board, count in pieces for _ in range(count)] for pieces in groups]
 
 
-def even_out(members: Sequence[Sequence[int]], board_of: Mapping[int, int],
-             capacities: Sequence[float]) -> list[list[int]]:
+def even_out(members: Sequence[Sequence[int]], board_of: Mapping[int, int], capacities: Sequence[float],
+             fixed: Collection[int] = ()) -> list[list[int]]:
     """Return the groups after exchanges of SoCs on the same board that even out the groups' total capacities.
 
     All groups have the same batch and wait for each other at synchronisations, and a group's step takes as long as
     the batch over its total capacity (F4). Each exchange lowers the sum of squared totals; ends where none does.
-    With equal capacities nothing moves.
+    With equal capacities nothing moves, and `fixed` SoCs never do.
     """
     groups = [list(group) for group in members]
     totals = [sum(capacities[soc] for soc in group) for group in groups]
@@ -41,6 +41,8 @@ def even_out(members: Sequence[Sequence[int]], board_of: Mapping[int, int],
     seats: dict[int, list[tuple[int, int]]] = {}
     for index, group in enumerate(groups):
         for position, soc in enumerate(group):
+            if soc in fixed:
+                continue
             seats.setdefault(board_of[soc], []).append((index, position))
     pairs = [(one, other) for own in seats.values() for one, other in combinations(own, 2) if one[0] != other[0]]
     improved = True

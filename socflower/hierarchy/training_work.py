@@ -20,6 +20,7 @@ from socflower.hierarchy.collectives import Exchange
 from socflower.hierarchy.delayed_sync import SyncInterval
 from socflower.hierarchy.lowering import deal_graph, step_graph, synchronisation_graph
 from socflower.hierarchy.plan import GroupPlan
+from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, without_members
 from socflower.hierarchy.shares import split_batch
 
 Phase: TypeAlias = tuple[int, Mapping[int, Pricing]]
@@ -40,25 +41,35 @@ class TrainingWork:
     sequenced: bool = True
     overlap_buckets: int = 1
     pricing: Pricing = FP32  # of the arithmetic that members train in
+    rebalancing: Rebalancing | None = None
+
+    @cached_property
+    def _rates(self) -> tuple[float, ...]:
+        return sustained_rates(self.cluster, self.profile.name, self.pricing)
 
     @cached_property
     def shares(self) -> Mapping[int, int]:
-        """Samples of a group's batch by member, in proportion to capacity (F4)."""
-        rates = sustained_rates(self.cluster, self.profile.name, self.pricing)
-        return {soc: share for group in self.plan.groups for soc, share in zip(
-            group.members, split_batch(self.batch_size, [rates[soc] for soc in group.members]), strict=True)}
+        """Samples of a group's batch by member, in proportion to nominal capacity (F4)."""
+        return self.shares_of(self.plan, {})
+
+    def shares_of(self, plan: GroupPlan, parts: Mapping[int, float]) -> Mapping[int, int]:
+        """Return the shares where SoCs have parts of their nominal capacity; those that are not named have all."""
+        return {soc: share for group in plan.groups for soc, share in zip(
+            group.members, split_batch(self.batch_size, [self._rates[soc] * parts.get(soc, 1.0)
+                                                         for soc in group.members]), strict=True)}
 
     @cached_property
     def costs(self) -> Mapping[int, StepCost]:
         """What a step takes each member."""
-        return self._costs({})
+        return self._costs(self.plan, self.shares, {})
 
-    def _costs(self, pricings: Mapping[int, Pricing]) -> Mapping[int, StepCost]:
+    def _costs(self, plan: GroupPlan, shares: Mapping[int, int], pricings: Mapping[int, Pricing],
+               ) -> Mapping[int, StepCost]:
         """Return the members' costs where some groups have a pricing of their own."""
         return {
             soc: pricings.get(group.group_id, self.pricing).step_cost(
-                self.profile, self.cluster.device_of(soc), self.shares[soc])
-            for group in self.plan.groups for soc in group.members
+                self.profile, self.cluster.device_of(soc), shares[soc])
+            for group in plan.groups for soc in group.members
         }
 
     @cached_property
@@ -71,7 +82,7 @@ class TrainingWork:
 
         `sequenced` overrides whether communication groups take turns, `pricings` what the groups that it names cost.
         """
-        costs = self._costs(pricings) if pricings else self.costs
+        costs = self._costs(self.plan, self.shares, pricings) if pricings else self.costs
         return step_graph(self.plan, costs, self.exchange, overlap_buckets=self.overlap_buckets,
                           sequenced=self.sequenced if sequenced is None else sequenced)
 
@@ -84,18 +95,73 @@ class TrainingWork:
         is_new = interval.index > 0 and interval.first_step == interval.deal_epoch * self.steps_per_epoch
         return self.reshuffle and is_new and len(self.plan.groups) > 1
 
-    def run(self, interval: SyncInterval, clock: VirtualClock, phases: Sequence[Phase] = ()) -> Usage:
+    def run(self, interval: SyncInterval, clock: VirtualClock, phases: Sequence[Phase] = (),
+            capacities: CapacitiesInUse | None = None) -> Usage:
         """Let an interval and the synchronisation that ends it pass on the clock.
 
-        `phases` say what steps cost where that changed within the interval; together they have all its steps.
+        `phases` say what steps cost where that changed within the interval; together they have all its steps. On a
+        clock on which speeds change, `capacities` are those in use at its beginning, and at its end.
         """
         usage = Usage()
         if self.begins_with_deal(interval):
             bytes_per_soc = self.num_samples / len(self.plan.participants) * self.profile.input_bytes
             usage += clock.run(deal_graph(self.plan, bytes_per_soc), label="deal data")
+        label = f"to epoch {interval.epoch_end:g}"
         for num_steps, pricings in phases or [(interval.num_steps, {})]:
-            usage += clock.run(self.step(pricings=pricings), repeat=num_steps, label=f"to epoch {interval.epoch_end:g}")
+            if clock.changes:
+                usage += _ChangingSteps(self, clock, capacities or CapacitiesInUse(1.0), pricings).run(num_steps, label)
+            else:
+                usage += clock.run(self.step(pricings=pricings), repeat=num_steps, label=label)
         synchronisation = self.synchronisation()
         if synchronisation is not None:
             usage += clock.run(synchronisation, label="synchronisation")
         return usage
+
+
+class _ChangingSteps:
+    """Steps of an interval while SoCs get slower and faster, and users come and go.
+
+    A member that a user takes leaves its group, which shares its batch among those that stay; while a group has nobody
+    left, all rest. With re-balancing inside groups, shares follow a new speed after as many steps as lie between two
+    looks of a ring.
+    """
+
+    def __init__(self, work: TrainingWork, clock: VirtualClock, capacities: CapacitiesInUse,
+                 pricings: Mapping[int, Pricing]) -> None:
+        self._work, self._clock, self._pricings = work, clock, pricings
+        self._capacities = capacities
+        balancing = work.rebalancing
+        self._look_steps = balancing.steps if balancing is not None and balancing.within_groups else 0
+        self._graphs: dict[tuple[tuple[int, int], ...], TaskGraph] = {}
+
+    def run(self, num_steps: int, label: str) -> Usage:
+        """Let the steps pass."""
+        work, clock, usage, left = self._work, self._clock, Usage(), num_steps
+        num_behind = 0  # steps since speeds were off
+        while left:
+            plan = without_members(work.plan, clock.taken_socs())
+            if plan is None:
+                usage += clock.rest(work.plan.participants)
+                continue
+            speeds = clock.speed_factors()
+            measured = {soc: speeds[soc] for soc in plan.participants}
+            is_off = self._look_steps > 0 and self._capacities.is_off(measured)
+            if is_off and num_behind >= self._look_steps:
+                self._capacities.take(measured)
+                is_off, num_behind = False, 0
+            done, used = clock.run_while_steady(
+                self._graph(plan), at_most=min(left, self._look_steps - num_behind) if is_off else left, label=label)
+            num_behind = num_behind + done if is_off else 0
+            usage += used
+            left -= done
+        return usage
+
+    def _graph(self, plan: GroupPlan) -> TaskGraph:
+        work = self._work
+        shares = work.shares_of(plan, self._capacities.parts)
+        key = tuple(shares.items())
+        if key not in self._graphs:
+            self._graphs[key] = step_graph(
+                plan, work._costs(plan, shares, self._pricings), work.exchange, sequenced=work.sequenced,
+                overlap_buckets=work.overlap_buckets)
+        return self._graphs[key]

@@ -39,6 +39,7 @@ class Checkpoint:
     without_state: list[int] = field(default_factory=list)  # groups that the round dropped: they may have no momentum
     away: list[int] = field(default_factory=list)  # SoCs that no work was planned for
     planned_without: list[int] = field(default_factory=list)  # SoCs that the round was planned without
+    balance: Mapping[str, Any] = field(default_factory=dict)  # what re-balancing has come to
     resumed_from: list[int] = field(default_factory=list)
     trace_parts: list[int] = field(default_factory=list)  # rounds whose spans stand in files of their own
 

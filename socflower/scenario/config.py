@@ -10,13 +10,16 @@ from socflower.cluster.protocol import COMPRESSIONS, TRANSPORTS
 from socflower.cluster.toml_file import reject_unknown_keys
 from socflower.errors import ConfigError
 from socflower.precision import ALGORITHMS, MIXING_RULES
+from socflower.scenario.thermal_config import Pairs, ThermalConfig, UsersConfig
 
 STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
 ARITHMETICS = ("fp32", "int8", "mixed")
+REBALANCE = ("off", "shares", "groups", "both")
 FAULT_KINDS = ("raise", "nan", "hang", "die", "preempt")
 
 _HELD_OUT = 128
 _LISTS: dict[Any, tuple[type, str]] = {tuple[str, ...]: (str, "names"), tuple[int, ...]: (int, "whole numbers")}
+_NUMBER = (int, float)
 _Table = TypeVar("_Table")
 
 
@@ -109,9 +112,14 @@ class StrategyConfig:
     sequenced: bool = True
     overlap_buckets: int = 1
     tolerate_client_errors: bool = False
+    rebalance: str = "off"  # what follows measured capacity
+    rebalance_steps: int = 10  # between looks at how fast the members of a group are; 0: only between rounds
 
     def __post_init__(self) -> None:
         _one_of("[strategy] name", self.name, STRATEGIES)
+        _one_of("[strategy] rebalance", self.rebalance, REBALANCE)
+        if self.rebalance_steps < 0:
+            raise ConfigError(f"[strategy] rebalance_steps = {self.rebalance_steps} must not be negative")
         if isinstance(self.groups, str):
             _one_of("[strategy] groups", self.groups, ("auto",))
         else:
@@ -197,6 +205,8 @@ class Scenario:
     ring: RingConfig = field(default_factory=RingConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     events: tuple[EventConfig, ...] = ()
+    thermal: ThermalConfig | None = None  # without it nothing ever gets hot
+    users: UsersConfig | None = None  # without it nobody else comes
     expect: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -226,6 +236,11 @@ def _converted(value: object, expected: Any, where: str) -> object:
     """Return a TOML value as the field's type: whole numbers are numbers, lists are tuples; nothing else bends."""
     allowed = get_args(expected) if isinstance(expected, UnionType) else (expected,)
     plain = tuple(kind for kind in allowed if isinstance(kind, type) and kind is not type(None))
+    if isinstance(value, list) and expected == Pairs:
+        if not all(isinstance(pair, list) and len(pair) == 2 and all(
+                isinstance(number, _NUMBER) and not isinstance(number, bool) for number in pair) for pair in value):
+            raise ConfigError(f"{where} = {value!r} must be a list of pairs of numbers")
+        return tuple((float(first), float(second)) for first, second in value)
     if isinstance(value, list) and expected in _LISTS:
         kind, items = _LISTS[expected]
         if not all(isinstance(item, kind) and not isinstance(item, bool) for item in value):

@@ -18,6 +18,9 @@ _OF_ONE_RUN: Mapping[str, Callable[[Result], float | None]] = {
     "events": lambda result: float(sum(len(entry["events"]) for entry in result["rounds"])),
     "idle_fraction": lambda result: _ratio(result["breakdown"]["soc_seconds"].get("idle", 0.0),
                                            sum(result["breakdown"]["soc_seconds"].values())),
+    "peak_c": lambda result: _heat(result, "peak_c"),
+    "cooling_j": lambda result: _heat(result, "cooling_j"),
+    "slowdown": lambda result: _heat(result, "slowdown"),
     "contention": lambda result: result["plan"] and result["plan"]["contention"],
     "communication_groups": lambda result: result["plan"] and len(result["plan"]["communication_groups"]),
     "groups": lambda result: result["plan"] and len(result["plan"]["groups"]),  # fedavg has no plan
@@ -68,6 +71,12 @@ def _check(key: str, expected: float, result: Result, others: Mapping[str, Resul
         return {"name": key, "expected": expected, "observed": None, "holds": False}
     return {"name": key, "expected": expected, "observed": observed,
             "holds": observed >= expected if bound == "min" else observed <= expected}
+
+
+def _heat(result: Result, key: str) -> float | None:
+    """Return what a result says of heat; None where nothing could get hot."""
+    heat = result.get("heat")
+    return heat[key] if heat else None
 
 
 def _time_s(result: Result) -> float | None:

@@ -1,10 +1,12 @@
 """The plan of a scenario without training: who works with whom, and what the clock predicts of it."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from socflower.cluster import Activity, Usage, sustained_rates
+from socflower.cluster import Activity, Cluster, Usage, sustained_rates
 from socflower.errors import ConfigError
-from socflower.hierarchy import TrainingWork, group_steps_per_epoch, plan_groups, sync_schedule
+from socflower.hierarchy import SyncInterval, TrainingWork, group_steps_per_epoch, plan_groups, sync_schedule
 from socflower.precision.mixing import RULES_BY_THROUGHPUT
 from socflower.precision.pricing import MixedPricing
 from socflower.scenario.arithmetic import mixing_note, num_training_samples, pricing
@@ -15,6 +17,22 @@ from socflower.sim import EventClock
 from socflower.workloads import data_shape
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedTraining:
+    """What a whole training is planned to take where nothing gets hot and nobody else comes."""
+
+    duration_s: float
+    energy_j: float
+    socs: tuple[int, ...]  # that take part
+
+
+def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
+    """Return the prediction for a strategy that has groups; with `groups = "auto"` for one group per board."""
+    work = _planned_work(scenario, cluster)
+    usage = _training_usage(work, _intervals(scenario, work))
+    return PlannedTraining(duration_s=usage.duration_s, energy_j=usage.total_energy_j, socs=work.plan.participants)
+
+
 def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     """Return the plan document of `socflower plan`: groups on boards, communication groups, predictions.
 
@@ -23,23 +41,11 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     training can decide (F2), the plan is that of one group per board, and `notes` says so.
     """
     cluster = scenario_cluster(scenario)
-    settings, notes = scenario.strategy, []
-    if settings.name == "fedavg":
-        raise ConfigError("plan: fedavg has no groups to plan; use strategy.name = 'socflow', 'ring' or 'sgd'")
-    num_socs = 1 if settings.name == "sgd" else settings.socs
-    num_groups = settings.groups if settings.name == "socflow" else 1
-    if isinstance(num_groups, str):
-        num_groups = min(len(cluster.boards), num_socs or cluster.num_socs)
-        notes.append(f"groups = 'auto' is decided by training an epoch with each candidate; planned with {num_groups}, "
-                     "one group per board")
-    cost = pricing(scenario)
-    plan = plan_groups(cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost))
-    num_samples = num_training_samples(scenario, data_shape(scenario.data.name).num_train)
-    work = TrainingWork(
-        cluster=cluster, plan=plan, profile=model_profile(scenario), num_samples=num_samples,
-        batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, sequenced=settings.sequenced,
-        overlap_buckets=settings.overlap_buckets, pricing=cost,
-        steps_per_epoch=group_steps_per_epoch(num_samples, len(plan.groups), scenario.train.batch_size))
+    work, notes = _planned_work(scenario, cluster), []
+    plan, cost = work.plan, work.pricing
+    if scenario.strategy.name == "socflow" and scenario.strategy.groups == "auto":
+        notes.append("groups = 'auto' is decided by training an epoch with each candidate; planned with "
+                     f"{len(plan.groups)}, one group per board")
     if isinstance(cost, MixedPricing):
         if cost.rule in RULES_BY_THROUGHPUT:
             notes.append("planned at alpha = 1, the most that int8 can be trusted; a run measures alpha")
@@ -53,17 +59,45 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     return {"schema": 1, "work": what, **plan.to_document(), "predicted": _predict(scenario, work), "notes": notes}
 
 
-def _predict(scenario: Scenario, work: TrainingWork) -> dict[str, float]:
-    epochs = scenario.train.epochs
+def _planned_work(scenario: Scenario, cluster: Cluster) -> TrainingWork:
+    settings = scenario.strategy
+    if settings.name == "fedavg":
+        raise ConfigError("plan: fedavg has no groups to plan; use strategy.name = 'socflow', 'ring' or 'sgd'")
+    num_socs = 1 if settings.name == "sgd" else settings.socs
+    num_groups = settings.groups if settings.name == "socflow" else 1
+    if isinstance(num_groups, str):
+        num_groups = min(len(cluster.boards), num_socs or cluster.num_socs)
+    cost = pricing(scenario)
+    plan = plan_groups(cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost))
+    num_samples = num_training_samples(scenario, data_shape(scenario.data.name).num_train)
+    return TrainingWork(
+        cluster=cluster, plan=plan, profile=model_profile(scenario), num_samples=num_samples,
+        batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, sequenced=settings.sequenced,
+        overlap_buckets=settings.overlap_buckets, pricing=cost,
+        steps_per_epoch=group_steps_per_epoch(num_samples, len(plan.groups), scenario.train.batch_size))
+
+
+def _intervals(scenario: Scenario, work: TrainingWork) -> Sequence[SyncInterval]:
     # One group's weights are the same everywhere: its rounds only mark when it is evaluated.
     interval_epochs = scenario.strategy.sync_interval_epochs if scenario.strategy.name == "socflow" else 1.0
-    intervals = sync_schedule(epochs, work.steps_per_epoch, interval_epochs)
+    return sync_schedule(scenario.train.epochs, work.steps_per_epoch, interval_epochs)
+
+
+def _training_usage(work: TrainingWork, intervals: Sequence[SyncInterval]) -> Usage:
+    """Return what all intervals take; equal ones are priced once."""
     training, known = Usage(), dict[tuple[int, bool], Usage]()
     for interval in intervals:
         kind = (interval.num_steps, work.begins_with_deal(interval))
         if kind not in known:
             known[kind] = work.run(interval, EventClock(work.cluster))
         training += known[kind]
+    return training
+
+
+def _predict(scenario: Scenario, work: TrainingWork) -> dict[str, float]:
+    epochs = scenario.train.epochs
+    intervals = _intervals(scenario, work)
+    training = _training_usage(work, intervals)
     steps = work.steps_per_epoch
     synchronisation = work.synchronisation()
     busy = sum(training.soc_seconds.values())

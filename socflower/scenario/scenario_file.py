@@ -22,10 +22,11 @@ from socflower.scenario.config import (
     parse_table,
 )
 from socflower.scenario.expectations import check_known
+from socflower.scenario.thermal_config import ThermalConfig, UsersConfig
 
 _KEYS = (
     "schema", "seed", "cluster", "board", "device", "model", "data", "train", "precision", "strategy", "ring",
-    "compare", "event", "expect",
+    "compare", "event", "thermal", "users", "expect",
 )  # fmt: skip
 
 
@@ -88,6 +89,8 @@ def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, whe
         precision=table(PrecisionConfig, "precision"), strategy=table(StrategyConfig, "strategy"),
         ring=table(RingConfig, "ring"),
         compare=table(CompareConfig, "compare"), expect=expect,
+        thermal=table(ThermalConfig, "thermal") if "thermal" in document else None,
+        users=table(UsersConfig, "users") if "users" in document else None,
         events=tuple(parse_table(EventConfig, event, f"{where} [[event]] {index + 1}")
                      for index, event in enumerate(events)),
     )
@@ -109,6 +112,10 @@ def to_document(scenario: Scenario) -> dict[str, Any]:
     document["expect"] = dict(scenario.expect)
     document["compare"]["strategies"] = list(scenario.compare.strategies)
     document["precision"]["gradient_bits"] = list(scenario.precision.gradient_bits)
+    for name in ("thermal", "users"):
+        table = document.pop(name)
+        if table is not None:
+            document[name] = {key: _lists(value) for key, value in table.items()}
     return {key: _without_none(value) for key, value in document.items()}
 
 
@@ -139,6 +146,11 @@ def _leading_comment(text: str) -> str:
             break
         lines.append(line.lstrip("#").strip())
     return " ".join(lines).strip()
+
+
+def _lists(value: Any) -> Any:
+    """Return tuples as the lists that TOML and JSON have."""
+    return [_lists(entry) for entry in value] if isinstance(value, tuple) else value
 
 
 def _without_none(value: Any) -> Any:

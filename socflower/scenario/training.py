@@ -16,10 +16,11 @@ from flwr.serverapp import Grid
 from socflower import __version__, _int8
 from socflower.cluster import Cluster, Usage
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.hierarchy import GroupPlan, default_candidates
+from socflower.hierarchy import GroupPlan, Rebalancing, default_candidates
 from socflower.scenario.arithmetic import num_training_samples, pricing, uses_int8
 from socflower.scenario.checkpoint import Checkpoint, CheckpointFolder
 from socflower.scenario.config import Scenario
+from socflower.scenario.heat import cold_training_s, heat_document, rack_dynamics
 from socflower.scenario.model import initial_model, model_profile
 from socflower.scenario.run_folder import RunFolder
 from socflower.scenario.scenario_file import scenario_cluster, to_document
@@ -56,7 +57,8 @@ class _Training:
         self._model = initial_model(scenario)
         self._profile = model_profile(scenario)
         self._trace = Trace()
-        self._clock = EventClock(self._cluster, trace=self._trace)
+        self._rack = rack_dynamics(scenario, self._cluster)
+        self._clock = EventClock(self._cluster, dynamics=self._rack, trace=self._trace)
         self._rounds: list[dict[str, Any]] = []
         self._warm_up: dict[str, Any] | None = None
         self._plan: GroupPlan | None = None
@@ -101,6 +103,8 @@ class _Training:
             "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
                           "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
             "weights_sha256": weights_sha256(final),
+            "heat": heat_document(self._rack, self._clock.now_s, cold_training_s(self._scenario, self._cluster))
+            if self._rack else None,
             "plan": self._plan.to_document() if self._plan else None,
             "resumed_from": self._resumed_from,
             "versions": versions(),
@@ -122,7 +126,8 @@ class _Training:
 
         if self._resumed is not None:
             strategy.resume_from(self._resumed.server_round, without_state=self._resumed.without_state,
-                                 away=self._resumed.away, planned_without=self._resumed.planned_without)
+                                 away=self._resumed.away, planned_without=self._resumed.planned_without,
+                                 balance=self._resumed.balance)
         arrays = strategy.start(
             self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
             evaluate_fn=self._evaluation(round_end, strategy.num_rounds, dropped, strategy)).arrays
@@ -155,7 +160,7 @@ class _Training:
             "reshuffle": settings.reshuffle, "model_profile": self._profile,
             "pricing": pricing(self._scenario), "overlap_buckets": settings.overlap_buckets,
             "tolerate_client_errors": settings.tolerate_client_errors,
-            "rings": RingSettings(**asdict(self._scenario.ring)),
+            "rings": RingSettings(**asdict(self._scenario.ring)), "rebalancing": rebalancing(self._scenario),
         }
         if settings.name == "sgd":
             return SingleDevice(**shared)
@@ -213,7 +218,7 @@ class _Training:
                 "round": server_round, "epoch": training.pop("epoch"), "accuracy": outcome.accuracy,
                 "loss": outcome.loss if math.isfinite(outcome.loss) else None,  # JSON has no NaN
                 "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
-                "bytes": _bytes(self._clock.usage), **training,
+                "bytes": _bytes(self._clock.usage), **training, **self._heat(),
             })
             # Before any training there is nothing to lose, unless the number of groups was tried out.
             if server_round or self._warm_up is not None:
@@ -222,6 +227,13 @@ class _Training:
             return MetricRecord({"accuracy": outcome.accuracy, "loss": outcome.loss})
 
         return evaluate_round
+
+    def _heat(self) -> dict[str, float]:
+        """Return how hot the rack is at a round's end, where that is known."""
+        if self._rack is None:
+            return {}
+        now = self._rack.present
+        return {"hottest_c": now.hottest_c, "mean_clock": now.mean_clock, "fan_rpm": now.rpm}
 
     def _keep(
         self, server_round: int, num_rounds: int, arrays: ArrayRecord, dropped: list[int], strategy: SoCFlow | None,
@@ -236,6 +248,7 @@ class _Training:
             arrays=array_views(arrays), warm_up=self._warm_up, without_state=dropped,
             away=list(strategy.away) if strategy else [],
             planned_without=list(strategy.planned_without) if strategy else [],
+            balance=strategy.balance_state if strategy else {},
             resumed_from=self._resumed_from, trace_parts=self._trace_parts,
         ), self._trace.state(self._num_spans_kept))
         self._num_spans_kept = self._trace.num_spans
@@ -267,6 +280,15 @@ def weights_sha256(arrays: ArrayRecord) -> str:
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
+
+
+def rebalancing(scenario: Scenario) -> Rebalancing | None:
+    """Return what the scenario lets move."""
+    settings = scenario.strategy
+    if settings.rebalance == "off":
+        return None
+    return Rebalancing(within_groups=settings.rebalance != "groups", across_groups=settings.rebalance != "shares",
+                       steps=settings.rebalance_steps)
 
 
 def _documents(events: Iterable[ReplyEvent]) -> list[dict[str, str]]:

@@ -115,6 +115,7 @@ class RingRound:
         self, groups: Sequence[Group], communication_groups: Sequence[Sequence[int]], places: Places,
         settings: RingSettings, transport: str, task_of: TaskOf, configs: Mapping[int, ConfigRecord],
         arrays: ArrayRecord, *, sequenced: bool, num_buckets: int, group_id: str, tolerate_errors: bool,
+        rebalance_steps: int = 0,
     ) -> None:
         self._rounds = {group.group_id: _GroupRound(group) for group in groups}
         self._leader_of = {group.group_id: group.leader for group in groups}  # as planned
@@ -123,6 +124,7 @@ class RingRound:
         self._places, self._settings, self._transport = places, settings, transport
         self._task_of, self._configs, self._arrays = task_of, configs, arrays
         self._num_buckets, self._group_id, self._tolerate = num_buckets, group_id, tolerate_errors
+        self._rebalance_steps = rebalance_steps
         self._token = secrets.token_hex(_TOKEN_BYTES)
         self.events: list[ReplyEvent] = []
         self.led_by_others: set[int] = set()  # groups for which another member than their leader has answered
@@ -203,7 +205,8 @@ class RingRound:
                 addresses=tuple(places.address_of[member] for member in group.members), token=self._token,
                 transport=self._transport, num_buckets=self._num_buckets, compression=self._settings.compression,
                 heartbeat_s=self._settings.heartbeat_s, rendezvous_s=self._settings.rendezvous_s,
-                groups_before=tuple(before), groups_after=tuple(after), neighbours=neighbours)
+                rebalance_steps=self._rebalance_steps, groups_before=tuple(before), groups_after=tuple(after),
+                neighbours=neighbours)
             content = RecordDict({CONFIG: self._configs[group.group_id], GROUP: ConfigRecord(task.encode()),
                                   RING: ConfigRecord(encode(ring))})
             if soc == group.leader:

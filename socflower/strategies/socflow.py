@@ -1,9 +1,9 @@
 """SoCFlow: synchronous SGD inside groups, delayed synchronisation between them (SoCFlow+ section 3.1)."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
-from typing import cast
+from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -30,6 +30,7 @@ from socflower.hierarchy import (
     Group,
     GroupPlan,
     Phase,
+    Rebalancing,
     SyncInterval,
     TrainingWork,
     group_steps_per_epoch,
@@ -38,6 +39,7 @@ from socflower.hierarchy import (
     sync_schedule,
 )
 from socflower.precision.pricing import MixedPricing
+from socflower.strategies.balancing import Balancer
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric, mixed_phases
 from socflower.strategies.records import aggregate_records
 from socflower.strategies.replies import ReplyEvent, sort_replies
@@ -96,6 +98,9 @@ class SoCFlow(Resumable):
         Communication groups take turns (F6); gradient buckets that overlap with the backward pass (F7).
     rings : RingSettings
         How groups exchange gradients on real machines, where nodes have a ring address in their node config.
+    rebalancing : Rebalancing, optional
+        Let shares of a batch follow the members' measured speeds (F4), and SoCs change groups within their boards so
+        that groups are about equally fast (F20). In virtual time speeds are the clock's, in rings what members measure.
     tolerate_client_errors : bool
         Drop and report a client that raises, as one that dies or answers NaN always is, instead of ending the run.
     """
@@ -106,6 +111,7 @@ class SoCFlow(Resumable):
         plan: GroupPlan | None = None, clock: VirtualClock | None = None, model_profile: ModelProfile | None = None,
         sequenced: bool = True, overlap_buckets: int = 1, tolerate_client_errors: bool = False,
         pricing: Pricing = FP32, rings: RingSettings = RingSettings(),  # noqa: B008 - a frozen value
+        rebalancing: Rebalancing | None = None,
     ) -> None:
         if clock is not None and model_profile is None:
             raise ConfigError("SoCFlow: a clock needs a model_profile to price; make one with profile_module(model, …)")
@@ -119,7 +125,9 @@ class SoCFlow(Resumable):
         self._work = None if model_profile is None else TrainingWork(
             cluster=cluster, plan=self.plan, profile=model_profile, num_samples=num_samples, batch_size=batch_size,
             steps_per_epoch=self.steps_per_epoch, reshuffle=reshuffle, sequenced=sequenced,
-            overlap_buckets=overlap_buckets, pricing=pricing)
+            overlap_buckets=overlap_buckets, pricing=pricing, rebalancing=rebalancing)
+        self._balancer = Balancer(cluster, self._rates, rebalancing)
+        self._rest = Usage()  # before the round, while users had all SoCs
         self._pricing = pricing
         self._num_samples = num_samples
         self._batch_size = batch_size
@@ -145,7 +153,7 @@ class SoCFlow(Resumable):
 
     def resume_from(
         self, server_round: int, *, without_state: Collection[int] = (), away: Collection[int] = (),
-        planned_without: Collection[int] = (),
+        planned_without: Collection[int] = (), balance: Mapping[str, Any] | None = None,
     ) -> None:
         """Let `start` go on after `server_round`; see `Resumable.resume_from`.
 
@@ -173,6 +181,11 @@ class SoCFlow(Resumable):
     def planned_without(self) -> tuple[int, ...]:
         """SoCs that the newest round was planned without, ascending."""
         return tuple(sorted(set(self._whole_plan.participants) - set(self.plan.participants)))
+
+    @property
+    def balance_state(self) -> Mapping[str, Any]:
+        """What re-balancing has come to, as plain values for `resume_from`."""
+        return self._balancer.state(self.plan)
 
     @property
     def led_by_others(self) -> frozenset[int]:
@@ -213,7 +226,11 @@ class SoCFlow(Resumable):
         self._events = []
         if not self._roster.node_of:
             self._roster.first_look(getattr(grid, "inner", grid), ask=not getattr(grid, "in_one_process", False))
-        self._plan_for(self._roster.present(grid))
+        self._plan_for(self._free(self._roster.present(grid)))
+        self._balancer.look(self._clock, self.plan.participants)
+        plan, events = self._balancer.rearranged(self.plan)
+        self._take_plan(plan)
+        self._events += events
         nodes = self._roster.node_of
         self._group_of_node = {nodes[soc]: group for group in self.plan.groups for soc in group.members}
         interval = self._interval(server_round)
@@ -227,7 +244,7 @@ class SoCFlow(Resumable):
                 Places(node_of=nodes, address_of=addresses, participant_of=self._participant_of), self._rings,
                 self.transport, lambda group: self._task(group, interval), configs, arrays, sequenced=self._sequenced,
                 num_buckets=self._overlap_buckets, group_id=str(server_round),
-                tolerate_errors=self._tolerate_client_errors)
+                tolerate_errors=self._tolerate_client_errors, rebalance_steps=self._balancer.ring_steps)
             return [*self._ring_round.messages(), *questions]
         self._group_of_node = {nodes[group.leader]: group for group in self.plan.groups}
         return [
@@ -253,6 +270,8 @@ class SoCFlow(Resumable):
             self._ring_round = None
         else:
             self._take_leave({soc for reply in replies if (outcome := outcome_of(reply)) for soc in outcome.preempted})
+        for reply in replies:
+            self._balancer.hear(outcome_of(reply))
         usable, dropped = sort_replies(replies, self._group_of_node, tolerate_errors=self._tolerate_client_errors)
         events = (*self._events, *dropped)
         for reply in usable:
@@ -363,16 +382,12 @@ class SoCFlow(Resumable):
             group_id=group.group_id, num_groups=len(self.plan.groups), members=group.members,
             partitions=tuple(self._participant_of[soc] for soc in group.members),
             num_partitions=len(self._participant_of),
-            capacities=self._capacities(group), first_step=interval.first_step, num_steps=interval.num_steps,
+            capacities=self._balancer.capacities(group), first_step=interval.first_step, num_steps=interval.num_steps,
             steps_per_epoch=self.steps_per_epoch, total_steps=self.intervals[-1].first_step
             + self.intervals[-1].num_steps, batch_size=self._batch_size, reshuffle=self._reshuffle,
             deal_epoch=interval.deal_epoch, seed=self._seed, num_samples=self._num_samples,
             npu_ratios=self._npu_ratios(group),
         )
-
-    def _capacities(self, group: Group) -> tuple[float, ...]:
-        """Return each member's sustained rate on the model, so that unequal devices get unequal shares (F4)."""
-        return tuple(self._rates[soc] for soc in group.members)
 
     def _npu_ratios(self, group: Group) -> tuple[float, ...]:
         """Return each member's beta by the catalogue (F10); none where clients should measure, or need none."""
@@ -386,7 +401,20 @@ class SoCFlow(Resumable):
         phases: Sequence[Phase] = ()
         if isinstance(self._pricing, MixedPricing):
             phases = mixed_phases(replies, interval.num_steps, self._pricing)
-        return self._work.run(interval, self._clock, phases)
+        rest, self._rest = self._rest, Usage()
+        return rest + self._work.run(interval, self._clock, phases, self._balancer.in_use)
+
+    def _free(self, present: Sequence[int]) -> Sequence[int]:
+        """Return the SoCs that no user has, in virtual time after a rest if they have all."""
+        clock = self._clock
+        if clock is None or not clock.changes:
+            return present
+        while True:
+            taken = set(clock.taken_socs())
+            free = [soc for soc in present if soc not in taken]
+            if free or not present:
+                return free
+            self._rest += clock.rest(self._whole_plan.participants)
 
 
 def _described(cluster: Cluster) -> str:

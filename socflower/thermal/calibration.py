@@ -131,7 +131,8 @@ def fit_chassis_j_per_k(fans: FanCurve) -> float:
 def onset_s(experiment: Experiment, rpm: float, fans: FanCurve | None = None, *, rack: Rack | None = None,
             tick_s: float = 5.0) -> float:
     """Return after how long constant load first slows a SoC down, from `START_C`; infinity if it never does."""
-    dynamics = RackDynamics(rack or experiment.rack, FixedSpeed(fixed_rpm=rpm), fans=fans, start_c=START_C, tick_s=tick_s)
+    dynamics = RackDynamics(rack or experiment.rack, FixedSpeed(fixed_rpm=rpm), fans=fans, start_c=START_C,
+                            tick_s=tick_s)
     power_w = experiment.power_w(dynamics.power_factors())
     passed_s = 0.0
     while min(dynamics.speed_factors()) == 1.0:

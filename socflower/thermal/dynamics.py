@@ -26,7 +26,7 @@ _LOG_ENTRIES = 4000
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What happens to a rack from outside; each holds from a moment of virtual time on."""
+    """What happens to a rack from outside; each holds from the first look at or after a moment of virtual time on."""
 
     ambient_c: Steps[float] = field(default_factory=lambda: always(25.0))
     fans_working: Steps[float] = field(default_factory=lambda: always(1.0))  # part of the fans that turn
@@ -89,30 +89,30 @@ class RackDynamics:
         """Return each SoC's clock over its highest, times what users leave of it."""
         clocks = np.array(self._governor.clock_factors)[self._state.levels]
         return [float(clock) * (1.0 - load.share)
-                for clock, load in zip(clocks, self._loads(self._state.time_s), strict=True)]
+                for clock, load in zip(clocks, self._loads(self._state), strict=True)]
 
     def power_factors(self) -> list[float]:
         """Return what training draws above idle on each SoC, over what it draws at full clock and alone."""
         powers = np.array(self._governor.power_factors)[self._state.levels]
         return [float(power) * (1.0 - load.share)
-                for power, load in zip(powers, self._loads(self._state.time_s), strict=True)]
+                for power, load in zip(powers, self._loads(self._state), strict=True)]
 
     def taken_socs(self) -> frozenset[int]:
         """Return the SoCs that training has to leave to their users now; all of them outside of its windows."""
-        if not self._around.open.at(self._state.time_s):
+        if not self._around.open.at(self._look_s(self._state)):
             return frozenset(range(self._rack.num_socs))
-        return frozenset(soc for soc, load in enumerate(self._loads(self._state.time_s)) if load.taken)
+        return frozenset(soc for soc, load in enumerate(self._loads(self._state)) if load.taken)
 
     # ---------------------------------------------------------------------------------------------------- time
 
     def steady_s(self, power_w: Sequence[float]) -> float:
         """Return how long all of this holds under this load; no more is looked ahead than half an hour."""
         state = self._state
-        node_w, users_w = self._node_power(power_w), self._loads(state.time_s)
+        node_w, users_w = self._node_power(power_w), self._loads(state)
         begin_s, factors = state.time_s, self._visible(state)
         while state.time_s < begin_s + _LOOK_AHEAD_S:
             state, _ = self._to_next_look(state, node_w, math.inf)
-            if self._visible(state) != factors or self._loads(state.time_s) != users_w:
+            if self._visible(state) != factors or self._loads(state) != users_w:
                 return state.time_s - begin_s
         return state.time_s - begin_s
 
@@ -132,13 +132,21 @@ class RackDynamics:
 
     def _to_next_look(self, state: _State, node_w: Vector, end_s: float) -> tuple[_State, bool]:
         """Return the state at the next look, or at `end_s` if that comes first; and whether there was a look."""
-        look_s = (math.floor(state.time_s / self._tick_s + 1e-9) + 1.0) * self._tick_s
-        until_s = min(look_s, end_s)
-        heat_w = node_w + self._user_w(state.time_s)
+        number = self._num_looks(state.time_s) + 1
+        until_s = min(number * self._tick_s, end_s)
+        heat_w = node_w + self._user_w(state)
         passage = self._network(state).pass_time(
-            state.temperatures_c, heat_w, self._around.ambient_c.at(state.time_s), until_s - state.time_s)
+            state.temperatures_c, heat_w, self._around.ambient_c.at(self._look_s(state)), until_s - state.time_s)
         state = replace(state, time_s=until_s, temperatures_c=passage.temperatures_c)
-        return (self._look(state), True) if until_s == look_s else (state, False)
+        return (self._look(state), True) if self._num_looks(until_s) >= number else (state, False)
+
+    def _num_looks(self, time_s: float) -> int:
+        """Return how many looks there were after the first; sums of times that end a rounding short of one count."""
+        return math.floor(time_s / self._tick_s + 1e-9)
+
+    def _look_s(self, state: _State) -> float:
+        """Return when the last look was, since when the surroundings are as they were then."""
+        return self._num_looks(state.time_s) * self._tick_s
 
     def _look(self, state: _State) -> _State:
         """Let governors and fans react to what they see."""
@@ -147,37 +155,40 @@ class RackDynamics:
         step_c = self._sensor_step_c
         hottest_c = float(socs_c.max())
         seen_c = round(hottest_c / step_c) * step_c if step_c else hottest_c
-        rpm = self._policy.rpm(FanObservation(at_s=state.time_s, hottest_c=seen_c, rpm=state.rpm))
+        rpm = self._policy.rpm(FanObservation(
+            at_s=state.time_s, hottest_c=seen_c, rpm=state.rpm, num_throttled=int((levels > 0).sum())))
         rpm = min(max(math.ceil(rpm / _RPM_STEP) * _RPM_STEP, self._fans.min_rpm), self._fans.max_rpm)
         return replace(state, levels=levels, rpm=rpm)
 
     def _visible(self, state: _State) -> tuple[bytes, bool]:
-        return state.levels.tobytes(), self._around.open.at(state.time_s)
+        return state.levels.tobytes(), self._around.open.at(self._look_s(state))
 
     # ------------------------------------------------------------------------------------------------- details
 
     def _network(self, state: _State) -> ThermalNetwork:
-        conductance = self._fans.conductance_w_per_k(state.rpm, self._around.fans_working.at(state.time_s))
+        conductance = self._fans.conductance_w_per_k(state.rpm, self._around.fans_working.at(self._look_s(state)))
         network = self._networks.get(conductance)
         if network is None:
             network = self._networks[conductance] = self._rack.network(conductance)
         return network
 
     def _fan_w(self, state: _State) -> float:
-        return self._fans.power_w(state.rpm, self._around.fans_working.at(state.time_s))
+        return self._fans.power_w(state.rpm, self._around.fans_working.at(self._look_s(state)))
 
-    def _loads(self, time_s: float) -> list[UserLoad]:
+    def _loads(self, state: _State) -> list[UserLoad]:
         if not self._around.users:
             return [_NOBODY] * self._rack.num_socs
-        return [users.at(time_s) for users in self._around.users]
+        look_s = self._look_s(state)
+        return [users.at(look_s) for users in self._around.users]
 
     def _node_power(self, power_w: Sequence[float]) -> Vector:
         return np.array(self._rack.node_power_w(power_w))
 
-    def _user_w(self, time_s: float) -> Vector:
+    def _user_w(self, state: _State) -> Vector:
         heat: NDArray[np.float64] = np.zeros(self._rack.num_nodes)
+        look_s = self._look_s(state)
         for soc, users in enumerate(self._around.users):
-            heat[soc] = users.at(time_s).power_w
+            heat[soc] = users.at(look_s).power_w
         return heat
 
     # ---------------------------------------------------------------------------------------------------- seeing
@@ -192,15 +203,22 @@ class RackDynamics:
         """How the rack went through time; long times are thinned out evenly."""
         return tuple(self._log)
 
+    @property
+    def present(self) -> RackRecord:
+        """The rack as it is now."""
+        return self._record(self._state)
+
+    def _record(self, state: _State) -> RackRecord:
+        clocks = np.array(self._governor.clock_factors)[state.levels]
+        return RackRecord(at_s=state.time_s, hottest_c=float(state.temperatures_c[:self._rack.num_socs].max()),
+                          mean_clock=float(clocks.mean()), rpm=state.rpm, fan_w=self._fan_w(state))
+
     def _note(self, state: _State) -> None:
-        socs_c = state.temperatures_c[:self._rack.num_socs]
-        hottest_c = float(socs_c.max())
-        self.peak_c = max(self.peak_c, hottest_c)
+        record = self._record(state)
+        self.peak_c = max(self.peak_c, record.hottest_c)
         if self._log and state.time_s < self._log[-1].at_s + self._log_every_s - 1e-9:
             return
-        clocks = np.array(self._governor.clock_factors)[state.levels]
-        self._log.append(RackRecord(at_s=state.time_s, hottest_c=hottest_c, mean_clock=float(clocks.mean()),
-                                    rpm=state.rpm, fan_w=self._fan_w(state)))
+        self._log.append(record)
         if len(self._log) > _LOG_ENTRIES:
             self._log_every_s *= 2.0
             self._log = self._log[::2]

@@ -57,8 +57,9 @@ class ClockGovernor:
     def next_levels(self, levels: Levels, temperature_c: Sequence[float] | NDArray[np.float64]) -> Levels:
         """Return the levels after a look at the SoCs' temperatures; NaN changes nothing."""
         temperatures = np.asarray(temperature_c, float)
-        trips = np.array([*self.trip_c, math.inf])
-        resumes = np.array([-math.inf, *self.resume_c])
+        # Nothing, not even infinity, leads off either end.
+        trips = np.array([*self.trip_c, math.nan])
+        resumes = np.array([math.nan, *self.resume_c])
         down = temperatures >= trips[levels]
         up = temperatures <= resumes[levels]
         changed: Levels = levels + down.astype(np.int64) - up.astype(np.int64)

@@ -106,6 +106,8 @@ def idle_windows(windows: Sequence[tuple[float, float]], duration_s: float, star
         if not (0.0 <= begin <= 24.0 and 0.0 <= end <= 24.0) or begin == end:
             raise ConfigError(f"idle window: hours must lie between 0 and 24 and differ, got {begin} to {end}")
 
+    start_hour %= 24.0
+
     def is_open(hour: float) -> bool:
         return any(begin <= hour < end if begin < end else hour >= begin or hour < end for begin, end in windows)
 
@@ -116,4 +118,4 @@ def idle_windows(windows: Sequence[tuple[float, float]], duration_s: float, star
             time_s = (day * 24.0 + hour - start_hour) * 3600.0
             if 0.0 < time_s < duration_s:
                 later.append((time_s, is_open(hour)))
-    return changes(is_open(start_hour % 24.0), later)
+    return changes(is_open(start_hour), later)

@@ -1,0 +1,114 @@
+"""Re-balancing: shares follow measured capacity inside a group (F4), SoCs change groups within their board (F20)."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from socflower.cluster import Cluster
+from socflower.errors import ConfigError
+from socflower.hierarchy.balance import even_out
+from socflower.hierarchy.plan import GroupPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rebalancing:
+    """What measured capacities may move, and how little moves nothing.
+
+    `within_groups`: shares of a group's batch, every `steps` steps (0: only between intervals). `across_groups`: SoCs
+    of one board change groups, between intervals. A capacity that is less than `tolerance` away from the one in use
+    counts as unchanged, and a change of groups has to speed the slowest one up by as much.
+    """
+
+    within_groups: bool = True
+    across_groups: bool = True
+    steps: int = 10
+    tolerance: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ConfigError(f"re-balancing: steps = {self.steps} must not be negative; 0 means only between "
+                              "intervals")
+        if not 0.0 < self.tolerance < 1.0:
+            raise ConfigError(f"re-balancing: tolerance = {self.tolerance} must lie between 0 and 1")
+
+
+@dataclass(slots=True)
+class CapacitiesInUse:
+    """Which part of its nominal capacity each SoC is taken to have; those that are not named have all of it."""
+
+    tolerance: float
+    parts: dict[int, float] = field(default_factory=dict)
+
+    def part(self, soc: int) -> float:
+        """Return the part of a SoC."""
+        return self.parts.get(soc, 1.0)
+
+    def is_off(self, measured: Mapping[int, float]) -> bool:
+        """Whether a measured part differs from the one in use by more than the tolerance."""
+        return any(self._is_off(soc, part) for soc, part in measured.items())
+
+    def take(self, measured: Mapping[int, float]) -> list[int]:
+        """Use the measured parts that differ by more than the tolerance; return their SoCs."""
+        moved = [soc for soc, part in measured.items() if self._is_off(soc, part)]
+        for soc in moved:
+            self.parts[soc] = measured[soc]
+        return moved
+
+    def _is_off(self, soc: int, part: float) -> bool:
+        if not 0.0 < part < math.inf:
+            raise ConfigError(f"re-balancing: SoC {soc} has a measured capacity of {part} of its nominal one; need one "
+                              "above 0")
+        return abs(part / self.part(soc) - 1.0) > self.tolerance
+
+
+def reordered(plan: GroupPlan, cluster: Cluster, capacities: Sequence[float], min_gain: float = 0.0) -> GroupPlan:
+    """Return the plan after exchanges of SoCs of one board that even out the groups' capacities (F20).
+
+    How many SoCs a group has on which board stays, and so do contention and communication groups (F5, F6). Leaders stay
+    in their groups: they have its optimiser. Returns `plan` itself unless the slowest group gains more than `min_gain`.
+    `capacities` has one entry for each SoC of the cluster.
+    """
+    if len(capacities) != cluster.num_socs:
+        raise ConfigError(f"re-balancing: need {cluster.num_socs} capacities, got {len(capacities)}")
+    board_of = {soc: cluster.board_of(soc) for soc in plan.participants}
+    leaders = {group.leader for group in plan.groups}
+    members = even_out([group.members for group in plan.groups], board_of, capacities, fixed=leaders)
+    before = slowest(capacities, (group.members for group in plan.groups))
+    if slowest(capacities, members) <= before * (1.0 + min_gain):
+        return plan
+    groups = tuple(replace(group, members=tuple(sorted(socs)))
+                   for group, socs in zip(plan.groups, members, strict=True))
+    return replace(plan, groups=groups)
+
+
+def slowest(capacities: Sequence[float], groups: Iterable[Sequence[int]]) -> float:
+    """Return the capacity of the slowest group."""
+    return min(sum(capacities[soc] for soc in group) for group in groups)
+
+
+def with_members(plan: GroupPlan, members: Sequence[Sequence[int]]) -> GroupPlan:
+    """Return the plan with the members that `reordered` gave its groups earlier, in group order."""
+    groups = tuple(replace(group, members=tuple(socs)) for group, socs in zip(plan.groups, members, strict=True))
+    if sorted(soc for group in groups for soc in group.members) != list(plan.participants) or any(
+            group.leader not in group.members for group in groups):
+        raise ConfigError(f"re-balancing: members {[list(socs) for socs in members]} are not those of this plan")
+    return replace(plan, groups=groups)
+
+
+def without_members(plan: GroupPlan, taken: Iterable[int]) -> GroupPlan | None:
+    """Return the plan while SoCs are taken from its groups, which go on without them; None if a group has nobody left.
+
+    For virtual time: a ring goes on in just this way until the next plan.
+    """
+    gone = set(taken)
+    if not gone.intersection(plan.participants):
+        return plan
+    groups = []
+    for group in plan.groups:
+        members = tuple(soc for soc in group.members if soc not in gone)
+        if not members:
+            return None
+        leader = group.leader if group.leader in members else members[0]
+        groups.append(replace(group, members=members, leader=leader))
+    return replace(plan, groups=tuple(groups),
+                   participants=tuple(soc for soc in plan.participants if soc not in gone))

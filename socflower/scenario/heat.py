@@ -1,0 +1,98 @@
+"""The rack of a scenario: what its `[thermal]` and `[users]` tables make of the cluster in virtual time."""
+
+from typing import Any
+
+import numpy as np
+
+from socflower.cluster import Cluster
+from socflower.errors import ConfigError
+from socflower.scenario.config import Scenario
+from socflower.scenario.planning import planned_training
+from socflower.scenario.thermal_config import ThermalConfig, UsersConfig
+from socflower.thermal.dynamics import RackDynamics, Surroundings
+from socflower.thermal.fan_policy import FanPolicy, FixedSpeed, PassiveCooling, PlannedLoad, PredictiveCooling
+from socflower.thermal.rack import Rack
+from socflower.thermal.steps import changes
+from socflower.thermal.users import DAY_S, Game, Tide, idle_windows
+
+_HORIZON_S = 14.0 * DAY_S  # for so long games are drawn; after that nobody comes any more
+
+
+def rack_dynamics(scenario: Scenario, cluster: Cluster) -> RackDynamics | None:
+    """Return how the cluster's SoCs run as they heat up and users come and go; None where no table asks for it."""
+    if scenario.thermal is None and scenario.users is None:
+        return None
+    # Where only users matter, the air is so cold that nothing ever trips.
+    thermal = scenario.thermal or ThermalConfig(ambient_c=-20.0, start_c=-20.0)
+    users = scenario.users or UsersConfig()
+    games: Any = ()
+    if users.games == "tidal":
+        games = Tide(low=users.low, high=users.high, low_hour=users.low_hour, mean_session_s=users.mean_session_s,
+                     game=Game(share=users.share, power_w=users.power_w, takes_soc=users.takes_soc),
+                     ).loads(cluster.num_socs, _HORIZON_S, users.start_hour, scenario.seed)
+    rack = _rack(thermal, cluster, scenario.seed)
+    return RackDynamics(
+        rack, _policy(thermal, scenario, cluster, rack), start_c=thermal.start_c, start_rpm=thermal.rpm,
+        surroundings=Surroundings(
+            ambient_c=changes(thermal.ambient_c, thermal.ambient_changes),
+            fans_working=changes(1.0, thermal.fans_working_changes), users=games,
+            open=idle_windows(users.idle_windows, _HORIZON_S, users.start_hour)))
+
+
+def heat_document(rack: RackDynamics, virtual_s: float, cold_s: float | None) -> dict[str, Any]:
+    """Return the part of a result that tells of heat. `cold_s` is what the training takes where nothing gets hot."""
+    history = rack.history
+    return {
+        "peak_c": rack.peak_c,
+        "cooling_j": rack.cooling_j,
+        "slowdown": virtual_s / cold_s - 1.0 if cold_s else None,
+        "history": {"at_s": [entry.at_s for entry in history], "hottest_c": [entry.hottest_c for entry in history],
+                    "mean_clock": [entry.mean_clock for entry in history], "rpm": [entry.rpm for entry in history],
+                    "fan_w": [entry.fan_w for entry in history]},
+    }
+
+
+def cold_training_s(scenario: Scenario, cluster: Cluster) -> float | None:
+    """Return the virtual seconds of the planned training where nothing gets hot; None for what has no plan."""
+    if scenario.strategy.name == "fedavg":
+        return None
+    return planned_training(scenario, cluster).duration_s
+
+
+def _rack(thermal: ThermalConfig, cluster: Cluster, seed: int) -> Rack:
+    for board in thermal.hot_boards:
+        if not 0 <= board < len(cluster.boards):
+            raise ConfigError(f"[thermal] hot_boards: there is no board {board}; the cluster has 0 to "
+                              f"{len(cluster.boards) - 1}")
+    random = np.random.default_rng([seed, 1])
+    coupling = {} if not thermal.spread else {
+        soc: float(np.exp(thermal.spread * random.standard_normal())) for soc in range(cluster.num_socs)}
+    return Rack(slots_per_board=cluster.slots_per_board, coupling=coupling,
+                airflow=dict.fromkeys(thermal.hot_boards, thermal.hot_board_airflow))
+
+
+def _policy(thermal: ThermalConfig, scenario: Scenario, cluster: Cluster, rack: Rack) -> FanPolicy:
+    if thermal.fan == "fixed":
+        return FixedSpeed(fixed_rpm=thermal.rpm)
+    if thermal.fan == "passive":
+        return PassiveCooling(low_rpm=thermal.rpm, high_rpm=thermal.high_rpm, hot_c=thermal.hot_c,
+                              cool_c=thermal.cool_c)
+    return PredictiveCooling(load=planned_load(scenario, cluster, rack), ambient_c=thermal.ambient_c,
+                             low_rpm=thermal.rpm, max_slowdown=thermal.max_slowdown)
+
+
+def planned_load(scenario: Scenario, cluster: Cluster, rack: Rack) -> PlannedLoad:
+    """Return the heat that the scenario's training is planned to make, on the clock of its run."""
+    idle_w = [cluster.device_of(soc).idle_w for soc in range(cluster.num_socs)]
+    if scenario.strategy.name == "fedavg":  # has no plan: everybody works all the time
+        num_socs = scenario.strategy.socs or cluster.num_socs
+        busy = [cluster.device_of(soc) for soc in range(num_socs)]
+        busy_w = sum(device.processor(device.default_processor).active_w for device in busy)
+        return PlannedLoad(rack_w=busy_w + sum(idle_w[num_socs:]),
+                           local_rise_c=rack.local_rise_c(busy_w / num_socs, max(cluster.slots_per_board)))
+    training = planned_training(scenario, cluster)
+    busy_w = training.energy_j / training.duration_s
+    others_w = sum(idle_w) - sum(idle_w[soc] for soc in training.socs)
+    return PlannedLoad(
+        rack_w=busy_w + others_w, end_s=training.duration_s,
+        local_rise_c=rack.local_rise_c(busy_w / len(training.socs), max(cluster.slots_per_board)))

@@ -1,0 +1,71 @@
+"""`[thermal]` and `[users]` of a scenario: heat, fans, surroundings, and who else wants the SoCs."""
+
+import math
+from dataclasses import dataclass
+
+from socflower.errors import ConfigError
+
+FAN_POLICIES = ("fixed", "passive", "predictive")
+GAMES = ("none", "tidal")
+
+Pairs = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThermalConfig:
+    """`[thermal]`: without this table SoCs never get hot."""
+
+    fan: str = "fixed"
+    rpm: float = 3250.0  # of a fixed fan; the low speed of the others
+    high_rpm: float = 11000.0  # of the passive one
+    hot_c: float = 35.0  # passive: from here fast, until
+    cool_c: float = 34.0
+    max_slowdown: float = 0.0  # predictive: what of the time may be lost to lower clocks, to spare the fans
+    ambient_c: float = 25.0
+    ambient_changes: Pairs = ()  # [seconds, degrees]
+    fans_working_changes: Pairs = ()  # [seconds, part of the fans that turn]
+    start_c: float = 28.0
+    hot_boards: tuple[int, ...] = ()  # behind a blocked grille
+    hot_board_airflow: float = 0.1  # what they have of the others' conductance to the air
+    spread: float = 0.0  # of the SoCs' conductances to their boards, relative; drawn from the scenario's seed
+
+    def __post_init__(self) -> None:
+        if self.fan not in FAN_POLICIES:
+            raise ConfigError(f"[thermal] fan = {self.fan!r} is unknown; use one of {', '.join(FAN_POLICIES)}")
+        for key in ("rpm", "high_rpm", "hot_board_airflow"):
+            if not 0.0 < getattr(self, key) < math.inf:
+                raise ConfigError(f"[thermal] {key} = {getattr(self, key)} must be above 0 and finite")
+        if not self.cool_c < self.hot_c:
+            raise ConfigError(f"[thermal] cool_c = {self.cool_c} must be below hot_c = {self.hot_c}")
+        if not 0.0 <= self.max_slowdown < 1.0 or not 0.0 <= self.spread < 1.0:
+            raise ConfigError(f"[thermal] max_slowdown = {self.max_slowdown} and spread = {self.spread} must be 0 or "
+                              "more and below 1")
+        for key in ("ambient_changes", "fans_working_changes"):
+            if any(time_s < 0.0 for time_s, _ in getattr(self, key)):
+                raise ConfigError(f"[thermal] {key}: times must not be negative, got {list(getattr(self, key))}")
+        if any(not 0.0 <= part <= 1.0 for _, part in self.fans_working_changes):
+            raise ConfigError("[thermal] fans_working_changes: parts must lie between 0 and 1, got "
+                              f"{list(self.fans_working_changes)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UsersConfig:
+    """`[users]`: games that share SoCs with training or take them, and hours in which training may run."""
+
+    games: str = "none"
+    start_hour: float = 0.0  # of the day, at the training's beginning
+    low: float = 0.05  # part of the SoCs in a game at low_hour
+    high: float = 0.6  # and twelve hours later
+    low_hour: float = 5.0
+    mean_session_s: float = 2400.0
+    share: float = 0.5  # that a game has of its SoC's processors
+    power_w: float = 2.5  # that it draws
+    takes_soc: bool = False  # training has to leave the SoC
+    idle_windows: Pairs = ()  # [from hour, to hour]; none: the whole day
+
+    def __post_init__(self) -> None:
+        if self.games not in GAMES:
+            raise ConfigError(f"[users] games = {self.games!r} is unknown; use one of {', '.join(GAMES)}")
+        if not (0.0 <= self.start_hour < 24.0 and 0.0 <= self.low_hour < 24.0):
+            raise ConfigError(f"[users] start_hour = {self.start_hour} and low_hour = {self.low_hour} must be 0 or "
+                              "more and below 24")
