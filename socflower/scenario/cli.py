@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from socflower import __version__
 from socflower.errors import ConfigError, SocflowerError
-from socflower.scenario import terminal
+from socflower.scenario import heat_commands, terminal
 
 app = typer.Typer(
     name="socflower", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -271,6 +271,9 @@ def doctor(as_json: Json = False) -> None:
         terminal.print_findings(_out, findings)
     if any(finding["status"] == "broken" for finding in findings):
         raise typer.Exit(1)
+
+
+app.command()(heat_commands.heat)
 
 
 @app.command()

@@ -7,7 +7,6 @@ import sysconfig
 from datetime import timedelta
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,9 @@ import torch
 
 from socflower import _int8
 from socflower.hierarchy import weighted_average
+from socflower.scenario.heat_watch import sensors_line
 from socflower.sim.local_grid import num_cores
+from socflower.thermal.sensors import LinuxSensors
 from socflower.workloads import load_data
 
 _TESTED_FLWR = "1.41"
@@ -110,11 +111,15 @@ def _ray() -> dict[str, Any]:
 
 
 def _sensors() -> dict[str, Any]:
-    zones = sorted(Path("/sys/class/thermal").glob("thermal_zone*"))
-    if zones:
-        return _finding("temperature sensors", "ok", f"{len(zones)} thermal zones")
-    return _finding("temperature sensors", "missing", "no /sys/class/thermal zones", "none on most virtual machines; "
-                    "a real SoC shows them")
+    sensors = LinuxSensors()
+    found, reading = sensors.found, sensors.read()
+    line = sensors_line(found)
+    if reading.temperature_c is not None:
+        return _finding("temperature sensors", "ok", f"{line}; now {reading.temperature_c:.1f} °C")
+    if found.temperatures:
+        return _finding("temperature sensors", "missing", line, f"{found.temperatures[0].name} "
+                        f"{found.temperatures[0].trouble}; `socflower heat` shows them all")
+    return _finding("temperature sensors", "missing", line, "none on most virtual machines; step times show heat there")
 
 
 def _data(name: str) -> dict[str, Any]:
