@@ -274,6 +274,7 @@ def doctor(as_json: Json = False) -> None:
 
 
 app.command()(heat_commands.heat)
+app.command()(heat_commands.fan)
 
 
 @app.command()

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 _out = Console()
+_err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -20,3 +21,24 @@ def heat(
     from socflower.scenario.heat_watch import show_heat
 
     show_heat(_out, watch_s=watch, record_to=record, as_json=as_json)
+
+
+def fan(
+    config: Annotated[Path, typer.Argument(help="A fan configuration (TOML); docs/fans.md.", show_default=False)],
+    once: Annotated[bool, typer.Option("--once", help="Look once, set the fans, print, and give them back.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Set nothing.")] = False,
+    restore: Annotated[bool, typer.Option("--restore", help="Only give the fans back, as after a daemon that was "
+                                                            "killed.")] = False,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Only measure the fans' speeds by duty, and print the "
+                                                                "keys that say so.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Set the fans of a rack by the temperatures of its SoCs, until a signal; then give them back."""
+    from socflower.scenario.fan_command import run_fan
+
+    def say(line: str) -> None:
+        _err.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    if not run_fan(config, once=once, dry_run=dry_run, restore=restore, calibrate_fans=calibrate, as_json=as_json,
+                   say=say):
+        raise typer.Exit(1)

@@ -1,0 +1,198 @@
+"""What a fan can be told, whatever it is; how speed and duty belong together; a fan in a simulation.
+
+Real ones are in `hwmon_pwm` and `ipmi_command`. None of them is ever told to stand still: a duty below `min_duty` is
+not written, whatever speed is asked for.
+"""
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from socflower.errors import ConfigError
+
+MIN_DUTY = 0.2
+"""Below about this part of full power many fans stop, and some do not start again."""
+
+_SETTLE_S = 6.0
+_CALIBRATION_DUTIES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+
+
+class FanFailure(Exception):
+    """A fan that could not be set, measured or given back; the text says which one and why."""
+
+
+class FanOutput(Protocol):
+    """A fan, or several that turn alike."""
+
+    def set_rpm(self, rpm: float) -> None:
+        """Make the fan turn at about this speed, above 0. Raises `FanFailure`."""
+        ...
+
+    def measured_rpm(self) -> float | None:
+        """Return how fast it turns, None where that is not known. Never raises."""
+        ...
+
+    def restore(self) -> None:
+        """Give the fan back to what controlled it before. Raises `FanFailure`, also where there was nothing."""
+        ...
+
+    def describe(self) -> str:
+        """Return what fan this is, in a few words."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DutyCurve:
+    """How fast a fan turns at which part of full power, as points (duty, rpm); straight lines between them."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.points) < 2:
+            raise ConfigError(f"fan curve: {len(self.points)} points are too few; give two or more")
+        for duty, rpm in self.points:
+            if not (0.0 < duty <= 1.0 and 0.0 < rpm < math.inf):
+                raise ConfigError(f"fan curve: {rpm:g} rpm at {100 * duty:g} % cannot be; give speeds above 0 at "
+                                  "duties above 0 up to 100 %")
+        for (low, slow), (high, fast) in zip(self.points, self.points[1:], strict=False):
+            if not (low < high and slow < fast):
+                raise ConfigError(f"fan curve: {slow:g} rpm at {100 * low:g} % and then {fast:g} rpm at {100 * high:g} "
+                                  "% do not rise; sort the points, and leave out those between which nothing changes")
+
+    @classmethod
+    def linear(cls, min_rpm: float, max_rpm: float, min_duty: float = MIN_DUTY) -> "DutyCurve":
+        """Return the straight line from `min_rpm` at the lowest duty to `max_rpm` at full power."""
+        if not 0.0 < min_rpm < max_rpm < math.inf:
+            raise ConfigError(f"fan: need 0 < min_rpm < max_rpm, got {min_rpm:g} and {max_rpm:g}")
+        return cls(((checked_min_duty(min_duty), min_rpm), (1.0, max_rpm)))
+
+    def duty(self, rpm: float) -> float:
+        """Return the part of full power for a speed; the ends of the curve for what lies beyond them."""
+        speeds = [speed for _, speed in self.points]
+        after = min(max(bisect_left(speeds, rpm), 1), len(speeds) - 1)
+        (low, slow), (high, fast) = self.points[after - 1], self.points[after]
+        part = min(max((rpm - slow) / (fast - slow), 0.0), 1.0)
+        return min(low + (high - low) * part, high)  # rounding must not lead beyond the end
+
+
+class SimulatedFan:
+    """A fan in a simulation: it needs time to change its speed, and breaks when told to.
+
+    Parameters
+    ----------
+    max_rpm : float
+        Its fastest; what it turns at when given back, as a rack's firmware lets it.
+    rpm_per_s : float
+        How fast its speed can change.
+    failure : str
+        "" for a whole fan, "stopped" for one that stands still, "stuck" for one that keeps the speed it has.
+    clock : Callable
+        Seconds; only goes forward.
+    """
+
+    def __init__(
+        self, max_rpm: float, *, rpm_per_s: float = 2000.0, failure: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not (0.0 < max_rpm < math.inf and rpm_per_s > 0.0):
+            raise ConfigError(f"simulated fan: max_rpm = {max_rpm:g} and rpm_per_s = {rpm_per_s:g} must be above 0, "
+                              "max_rpm finite")
+        self._max_rpm, self._rpm_per_s, self._clock = max_rpm, rpm_per_s, clock
+        self._rpm = self._target_rpm = max_rpm
+        self._at_s = clock()
+        self._failure = ""
+        self.fail(failure)
+
+    def fail(self, failure: str) -> None:
+        """Break, or with "" be whole again."""
+        if failure not in ("", "stopped", "stuck"):
+            raise ConfigError(f"simulated fan: failure = {failure!r} is unknown; use stopped, stuck or nothing")
+        self._advance()
+        self._failure = failure
+
+    def set_rpm(self, rpm: float) -> None:
+        """Turn towards this speed, or the fastest."""
+        self._advance()
+        self._target_rpm = min(checked_speed(rpm), self._max_rpm)
+
+    def measured_rpm(self) -> float:
+        """Return how fast it turns now."""
+        self._advance()
+        return self._rpm
+
+    def restore(self) -> None:
+        """Turn towards the fastest speed."""
+        self.set_rpm(self._max_rpm)
+
+    def describe(self) -> str:
+        """Return what it is."""
+        return f"simulated fan{f', {self._failure}' if self._failure else ''}"
+
+    def _advance(self) -> None:
+        now_s = self._clock()
+        most = self._rpm_per_s * max(0.0, now_s - self._at_s)
+        self._at_s = now_s
+        if self._failure != "stuck":
+            target = 0.0 if self._failure == "stopped" else self._target_rpm
+            self._rpm += min(max(target - self._rpm, -most), most)
+
+
+@runtime_checkable
+class DutyOutput(FanOutput, Protocol):
+    """A fan whose part of full power can be set too: `HwmonPwm`, `IpmiCommand`."""
+
+    def set_duty(self, duty: float) -> None:
+        """Set a part of full power. Raises `FanFailure`."""
+        ...
+
+
+def calibrate(
+    output: DutyOutput, *, duties: Sequence[float] = _CALIBRATION_DUTIES, settle_s: float = _SETTLE_S,
+    sleep: Callable[[float], object] = time.sleep,
+) -> DutyCurve:
+    """Return the speeds that the fan really turns at, duty by duty from the fastest; it turns at full power after that.
+
+    Ends at the first duty at which the fan stands still: lower ones would only keep it so. Where a lower duty is not
+    slower, as below what a fan obeys, its point is left out. Raises `FanFailure` where no speed is shown or none
+    changes. To be done while nothing is hot.
+    """
+    points: list[tuple[float, float]] = []
+    try:
+        for duty in sorted(set(duties), reverse=True):
+            output.set_duty(duty)
+            sleep(settle_s)
+            rpm = output.measured_rpm()
+            if rpm is None or not math.isfinite(rpm):
+                raise FanFailure(f"{output.describe()}: does not show how fast it turns, so it cannot be calibrated")
+            if rpm <= 0.0:
+                break
+            if not points or rpm < points[-1][1]:
+                points.append((duty, rpm))
+    finally:
+        output.set_duty(1.0)
+    if len(points) < 2:
+        raise FanFailure(f"{output.describe()}: turns equally fast at every duty, or hardly at all; is it the fan of "
+                         "that output?")
+    return DutyCurve(tuple(reversed(points)))
+
+
+def checked_speed(rpm: float) -> float:
+    """Return a speed that a fan may be told; `FanFailure` for any other."""
+    if not 0.0 < rpm < math.inf:
+        raise FanFailure(f"a fan was to turn at {rpm} rpm, which is not above 0 and finite")
+    return rpm
+
+
+def checked_min_duty(min_duty: float) -> float:
+    """Return the part of full power below which nothing is set; `ConfigError` if it is none."""
+    if not 0.0 < min_duty < 1.0:
+        raise ConfigError(f"fan: min_duty = {min_duty:g} must lie between 0 and 1; {MIN_DUTY} suits most fans")
+    return min_duty
+
+
+def reason(error: Exception) -> str:
+    """Return in a few words why a file or a program could not be used."""
+    return (error.strerror or type(error).__name__).lower() if isinstance(error, OSError) else str(error)
