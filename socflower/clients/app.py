@@ -15,6 +15,7 @@ from torch import nn
 from socflower.clients.batches import local_batches
 from socflower.clients.fp32_trainer import FP32Trainer
 from socflower.clients.group import train_group
+from socflower.clients.heat_guard import paced
 from socflower.clients.random_state import own_random_state
 from socflower.clients.ring_training import MemberTraining, answer_query, member_reply, server_round_of
 from socflower.clients.state_files import StateFiles
@@ -219,7 +220,7 @@ def _train_alone(
     batches = local_batches(len(data), batch_size, num_epochs, seed=(setting("seed", 1), partition_id),
                             first_epoch=earlier_rounds * num_epochs)
     with own_random_state(setting("seed", 1), partition_id, earlier_rounds * steps):
-        losses = [session.step([data.batch(torch.from_numpy(indices))]) for indices in batches]
+        losses = [session.step([data.batch(torch.from_numpy(indices))]) for indices in paced(batches)]
     metrics: Metrics = {"train-loss": float(torch.stack(losses).mean()), NUM_EXAMPLES: len(data) * num_epochs}
     return metrics, session.finish()
 

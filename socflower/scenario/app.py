@@ -18,6 +18,7 @@ from torch import nn
 
 from socflower.clients import Trainer, make_client_app
 from socflower.clients.faults import Fault, suffer
+from socflower.clients.node_heat import node_heat_mod
 from socflower.cluster.protocol import PARTITION_ID
 from socflower.errors import SocflowerError
 from socflower.scenario.app_bundle import NUM_NODES_KEY, RUN_FOLDER_KEY
@@ -78,7 +79,7 @@ def scenario_client_app(folder_of: FolderOf) -> ClientApp:
     def state_folder(context: Context) -> Path | None:
         return folder_of(context).clients_folder(context.node_config)
 
-    return make_client_app(model, data, trainer_of, mods=[faults], state_folder=state_folder)
+    return make_client_app(model, data, trainer_of, mods=[faults, node_heat_mod], state_folder=state_folder)
 
 
 def await_nodes(grid: Grid, num_nodes: int, timeout_s: float = _NODES_TIMEOUT_S) -> None:

@@ -10,6 +10,7 @@ from flwr.serverapp.strategy import FedAvg
 from socflower.cluster import Cluster
 from socflower.cluster.protocol import ALPHA, CPU_SHARE, EVENTS, METRICS
 from socflower.errors import TrainingFailed
+from socflower.strategies.heat_replies import heat_events
 from socflower.strategies.mixed_replies import client_events, mean_metric
 from socflower.strategies.replies import ReplyEvent, fault_of, no_reply
 from socflower.strategies.resuming import Resumable
@@ -70,7 +71,8 @@ class OrderedFedAvg(Resumable, FedAvg):
         for soc, node_id in enumerate(self._nodes):
             if faults[node_id] is None:
                 where = f"SoC {soc} (node {node_id})"
-                self.events = (*self.events, *client_events(answers[node_id], soc, where))
+                self.events = (*self.events, *client_events(answers[node_id], soc, where),
+                               *heat_events(answers[node_id], soc, where))
         self.alpha, self.cpu_share = mean_metric(usable, ALPHA), mean_metric(usable, CPU_SHARE)
         return super().aggregate_train(server_round, [_without_lists(reply) for reply in usable])
 

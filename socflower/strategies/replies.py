@@ -25,8 +25,9 @@ DROPPING = frozenset({"client-raised", "no-reply", "not-finite", "malformed", "n
 class ReplyEvent:
     """A reply that was not averaged in, or something else that happened to a group and was made good."""
 
-    kind: str  # one of DROPPING; "backend-dropped" (an accelerator failed); "preempted", "returned", "planned-anew";
-    # in rings "member-lost", "left-out", "leader-lost", "ring-formed-again"
+    kind: str  # one of DROPPING; "backend-dropped" (an accelerator failed); "preempted", "returned", "planned-anew",
+    # "re-balanced", "hot" (a device that held itself back); in rings "member-lost", "left-out", "leader-lost",
+    # "ring-formed-again"
     group_id: int  # of a client that trains alone: its SoC
     text: str
 

@@ -25,7 +25,7 @@ from socflower.cluster.protocol import (
     SERVER_ROUND,
     GroupTask,
 )
-from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
+from socflower.errors import ConfigError
 from socflower.hierarchy import (
     Group,
     GroupPlan,
@@ -35,17 +35,17 @@ from socflower.hierarchy import (
     TrainingWork,
     group_steps_per_epoch,
     plan_groups,
-    plan_without,
     sync_schedule,
 )
 from socflower.precision.pricing import MixedPricing
-from socflower.strategies.balancing import Balancer
+from socflower.strategies.changing_plan import ChangingPlan
+from socflower.strategies.heat_replies import heat_events
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric, mixed_phases
 from socflower.strategies.records import aggregate_records
 from socflower.strategies.replies import ReplyEvent, sort_replies
 from socflower.strategies.resuming import EvaluateFn, Resumable
 from socflower.strategies.rings import Places, RingRound, RingSettings, outcome_of
-from socflower.strategies.roster import Roster, is_question
+from socflower.strategies.roster import is_question
 from socflower.strategies.round_grid import RoundGrid
 
 
@@ -116,8 +116,9 @@ class SoCFlow(Resumable):
         if clock is not None and model_profile is None:
             raise ConfigError("SoCFlow: a clock needs a model_profile to price; make one with profile_module(model, …)")
         self._model_name = model_profile.name if model_profile else ""
-        self._rates = sustained_rates(cluster, self._model_name, pricing)
-        self.plan = plan or plan_groups(cluster, num_groups, num_socs, self._rates)
+        rates = sustained_rates(cluster, self._model_name, pricing)
+        self._planning = ChangingPlan(
+            cluster, plan or plan_groups(cluster, num_groups, num_socs, rates), rates, rebalancing)
         self.steps_per_epoch = group_steps_per_epoch(num_samples, len(self.plan.groups), batch_size)
         self.intervals: Sequence[SyncInterval] = sync_schedule(num_epochs, self.steps_per_epoch, interval_epochs)
         self.reports: list[RoundReport] = []
@@ -126,8 +127,6 @@ class SoCFlow(Resumable):
             cluster=cluster, plan=self.plan, profile=model_profile, num_samples=num_samples, batch_size=batch_size,
             steps_per_epoch=self.steps_per_epoch, reshuffle=reshuffle, sequenced=sequenced,
             overlap_buckets=overlap_buckets, pricing=pricing, rebalancing=rebalancing)
-        self._balancer = Balancer(cluster, self._rates, rebalancing)
-        self._rest = Usage()  # before the round, while users had all SoCs
         self._pricing = pricing
         self._num_samples = num_samples
         self._batch_size = batch_size
@@ -141,14 +140,9 @@ class SoCFlow(Resumable):
         self._leaders_before: tuple[int, ...] = ()  # of a training that is resumed, by group
         self._rings = rings
         self._overlap_buckets = overlap_buckets
-        # What SoCs are numbered by in data and rings stays, however groups are formed anew.
-        self._whole_plan = self.plan
-        self._participant_of = {soc: index for index, soc in enumerate(self.plan.participants)}
-        self._roster = Roster(cluster, self.plan.participants)
         self._ring_round: RingRound | None = None
         self._open_questions: dict[str, int] = {}  # to nodes that have not answered yet, by message id
         self._led_by_others: frozenset[int] = frozenset()
-        self._events: list[ReplyEvent] = []  # of the round, beside those of its replies
         self.transport = "in process"
 
     def resume_from(
@@ -160,13 +154,12 @@ class SoCFlow(Resumable):
         Clients must have their groups' states of that round's end, or they raise: without momentum the weights would
         be others. `without_state` are ids of groups that may have none, as those whose reply that round dropped;
         `away` are the SoCs that are not to be planned with, `planned_without` those that the round had not: a group
-        with another leader than in that round begins with a new optimiser.
+        with another leader than in that round begins with a new optimiser. `balance` is `balance_state` of then.
         """
         super().resume_from(server_round)
-        self._take_plan(plan_without(self._whole_plan, self._cluster, self._rates, planned_without))
+        self._planning.resume(away=away, planned_without=planned_without, balance=balance or {})
         self._leaders_before = tuple(group.leader for group in self.plan.groups)
         self._without_state = frozenset(without_state)
-        self._roster.leave(away)
 
     def start(
         self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, timeout: float = 3600,
@@ -178,14 +171,19 @@ class SoCFlow(Resumable):
         return super().start(through, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
 
     @property
+    def plan(self) -> GroupPlan:
+        """The plan of the newest round."""
+        return self._planning.now
+
+    @property
     def planned_without(self) -> tuple[int, ...]:
         """SoCs that the newest round was planned without, ascending."""
-        return tuple(sorted(set(self._whole_plan.participants) - set(self.plan.participants)))
+        return self._planning.planned_without
 
     @property
     def balance_state(self) -> Mapping[str, Any]:
         """What re-balancing has come to, as plain values for `resume_from`."""
-        return self._balancer.state(self.plan)
+        return self._planning.balancer.state(self.plan)
 
     @property
     def led_by_others(self) -> frozenset[int]:
@@ -195,7 +193,7 @@ class SoCFlow(Resumable):
     @property
     def away(self) -> tuple[int, ...]:
         """SoCs that no work is planned for: users have them, or their rings went on without them."""
-        return self._roster.away
+        return self._planning.roster.away
 
     @property
     def num_rounds(self) -> int:
@@ -223,28 +221,23 @@ class SoCFlow(Resumable):
         """
         if self._clock is None:
             self._use_clock_of(grid)
-        self._events = []
-        if not self._roster.node_of:
-            self._roster.first_look(getattr(grid, "inner", grid), ask=not getattr(grid, "in_one_process", False))
-        self._plan_for(self._free(self._roster.present(grid)))
-        self._balancer.look(self._clock, self.plan.participants)
-        plan, events = self._balancer.rearranged(self.plan)
-        self._take_plan(plan)
-        self._events += events
-        nodes = self._roster.node_of
+        planning, roster = self._planning, self._planning.roster
+        planning.take_events()
+        planning.for_round(grid, self._clock)
+        nodes = roster.node_of
         self._group_of_node = {nodes[soc]: group for group in self.plan.groups for soc in group.members}
         interval = self._interval(server_round)
         configs = self._configs(server_round, config)
-        questions = self._roster.questions(grid, server_round, self._open_questions.values())
-        addresses = self._roster.ring_address_of
+        questions = roster.questions(grid, server_round, self._open_questions.values())
+        addresses = roster.ring_address_of
         if addresses:
-            self.transport = self._roster.transport(self._rings.transport)
+            self.transport = roster.transport(self._rings.transport)
             self._ring_round = RingRound(
                 self.plan.groups, self.plan.communication_groups,
-                Places(node_of=nodes, address_of=addresses, participant_of=self._participant_of), self._rings,
+                Places(node_of=nodes, address_of=addresses, participant_of=planning.participant_of), self._rings,
                 self.transport, lambda group: self._task(group, interval), configs, arrays, sequenced=self._sequenced,
                 num_buckets=self._overlap_buckets, group_id=str(server_round),
-                tolerate_errors=self._tolerate_client_errors, rebalance_steps=self._balancer.ring_steps)
+                tolerate_errors=self._tolerate_client_errors, rebalance_steps=planning.balancer.ring_steps)
             return [*self._ring_round.messages(), *questions]
         self._group_of_node = {nodes[group.leader]: group for group in self.plan.groups}
         return [
@@ -262,24 +255,25 @@ class SoCFlow(Resumable):
 
         Raises `TrainingFailed` if none is left, or if a client raised and that is not tolerated.
         """
-        replies = list(replies)
+        replies, planning = list(replies), self._planning
         if self._ring_round is not None:
-            self._events += self._ring_round.events
-            self._roster.leave(self._ring_round.away)
+            planning.events += self._ring_round.events
+            planning.roster.leave(self._ring_round.away)
             self._led_by_others = frozenset(self._ring_round.led_by_others)
             self._ring_round = None
         else:
-            self._take_leave({soc for reply in replies if (outcome := outcome_of(reply)) for soc in outcome.preempted})
+            planning.take_leave({soc for reply in replies if (outcome := outcome_of(reply))
+                                 for soc in outcome.preempted})
         for reply in replies:
-            self._balancer.hear(outcome_of(reply))
+            planning.balancer.hear(outcome_of(reply))
         usable, dropped = sort_replies(replies, self._group_of_node, tolerate_errors=self._tolerate_client_errors)
-        events = (*self._events, *dropped)
+        events = (*planning.take_events(), *dropped)
         for reply in usable:
             group_id = group_id_of(reply)
-            events = (*events, *client_events(reply, group_id, f"group {group_id}"))
+            events = (*events, *client_events(reply, group_id, f"group {group_id}"),
+                      *heat_events(reply, group_id, f"group {group_id}"))
         for event in events:
             log(WARNING, "aggregate_train: %s", event.text)
-        self._events = []
         interval = self._interval(server_round)
         self.reports.append(RoundReport(
             server_round=server_round, epoch=interval.epoch_end, events=events, usage=self._price(interval, usable),
@@ -335,56 +329,22 @@ class SoCFlow(Resumable):
         """Send a round's messages and return the replies to its work; those to questions are heard here."""
         sent = list(messages)
         if self._ring_round is not None:
-            return self._ring_round.exchange(grid, sent, timeout_s, self._hear, self._open_questions)
+            return self._ring_round.exchange(grid, sent, timeout_s, self._planning.hear, self._open_questions)
         replies = list(grid.send_and_receive(sent, timeout=timeout_s))
         for reply in replies:
             if is_question(reply):
-                self._hear(reply)
+                self._planning.hear(reply)
         return [reply for reply in replies if not is_question(reply)]
-
-    def _hear(self, reply: Message) -> None:
-        for soc in self._roster.hear(reply):
-            self._events.append(ReplyEvent(kind="returned", group_id=0, text=f"SoC {soc} is back, and takes part from "
-                                                                             "the next synchronisation on"))
-
-    def _take_leave(self, socs: Collection[int]) -> None:
-        self._roster.leave(socs)
-        for soc in sorted(socs):
-            group = next(group for group in self.plan.groups if soc in group.members)
-            self._events.append(ReplyEvent(
-                kind="preempted", group_id=group.group_id,
-                text=f"group {group.group_id}: SoC {soc} has left for its user's own work"))
-
-    def _plan_for(self, present: Sequence[int]) -> None:
-        """Plan with the SoCs that are there; `TrainingFailed` if nobody is.
-
-        With fewer SoCs than groups there are fewer groups, whose batches are larger: an epoch keeps its steps.
-        """
-        away = sorted(set(self._whole_plan.participants) - set(present))
-        if set(present) == set(self.plan.participants):
-            return
-        try:
-            self._take_plan(plan_without(self._whole_plan, self._cluster, self._rates, away))
-        except InfeasiblePlan as error:
-            raise TrainingFailed(f"SoCFlow: {error}") from None
-        self._events.append(ReplyEvent(
-            kind="planned-anew", group_id=0,
-            text=f"planned anew: {len(self.plan.groups)} groups of {len(present)} SoCs"
-                 + (f", without {', '.join(map(str, away))}" if away else "")))
-
-    def _take_plan(self, plan: GroupPlan) -> None:
-        self.plan = plan
-        if self._work is not None:
-            self._work = replace(self._work, plan=plan)
 
     def _task(self, group: Group, interval: SyncInterval) -> GroupTask:
         return GroupTask(
             group_id=group.group_id, num_groups=len(self.plan.groups), members=group.members,
-            partitions=tuple(self._participant_of[soc] for soc in group.members),
-            num_partitions=len(self._participant_of),
-            capacities=self._balancer.capacities(group), first_step=interval.first_step, num_steps=interval.num_steps,
-            steps_per_epoch=self.steps_per_epoch, total_steps=self.intervals[-1].first_step
-            + self.intervals[-1].num_steps, batch_size=self._batch_size, reshuffle=self._reshuffle,
+            partitions=tuple(self._planning.participant_of[soc] for soc in group.members),
+            num_partitions=len(self._planning.participant_of),
+            capacities=self._planning.balancer.capacities(group), first_step=interval.first_step,
+            num_steps=interval.num_steps, steps_per_epoch=self.steps_per_epoch,
+            total_steps=self.intervals[-1].first_step + self.intervals[-1].num_steps,
+            batch_size=self._batch_size, reshuffle=self._reshuffle,
             deal_epoch=interval.deal_epoch, seed=self._seed, num_samples=self._num_samples,
             npu_ratios=self._npu_ratios(group),
         )
@@ -401,20 +361,10 @@ class SoCFlow(Resumable):
         phases: Sequence[Phase] = ()
         if isinstance(self._pricing, MixedPricing):
             phases = mixed_phases(replies, interval.num_steps, self._pricing)
-        rest, self._rest = self._rest, Usage()
-        return rest + self._work.run(interval, self._clock, phases, self._balancer.in_use)
-
-    def _free(self, present: Sequence[int]) -> Sequence[int]:
-        """Return the SoCs that no user has, in virtual time after a rest if they have all."""
-        clock = self._clock
-        if clock is None or not clock.changes:
-            return present
-        while True:
-            taken = set(clock.taken_socs())
-            free = [soc for soc in present if soc not in taken]
-            if free or not present:
-                return free
-            self._rest += clock.rest(self._whole_plan.participants)
+        if self._work.plan is not self.plan:
+            self._work = replace(self._work, plan=self.plan)
+        return self._planning.take_rest() + self._work.run(interval, self._clock, phases,
+                                                           self._planning.balancer.in_use)
 
 
 def _described(cluster: Cluster) -> str:

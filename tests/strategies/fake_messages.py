@@ -36,6 +36,11 @@ def answer_error(message: Message, code: int, reason: str) -> Message:
     return Message(Error(code, reason), reply_to=message)
 
 
+def reply_with(content: RecordDict) -> Message:
+    """Return a reply of nothing but `content`."""
+    return Message(content, reply_to=Message(RecordDict(), NODES[0], "train"))
+
+
 def values(arrays: ArrayRecord | None) -> list[float]:
     assert arrays is not None
     return [float(value) for value in arrays["w"].numpy()]
