@@ -148,16 +148,18 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show the groups on their boards, their communication groups, and predicted time, energy and memory."""
+    from socflower.scenario.heat import predicted_heat
     from socflower.scenario.planning import plan_scenario
     from socflower.scenario.scenario_file import load_scenario, scenario_cluster
 
     overrides = [*(set_ or ()), *([f"strategy.groups={groups}"] if groups is not None else ())]
     loaded = load_scenario(scenario, overrides)
-    document = plan_scenario(loaded)
+    cluster = scenario_cluster(loaded)
+    document = {**plan_scenario(loaded), "heat": predicted_heat(loaded, cluster)}
     if as_json:
         _print_json(document)
     else:
-        terminal.print_plan(_out, scenario_cluster(loaded), document)
+        terminal.print_plan(_out, cluster, document)
 
 
 @app.command()

@@ -1,14 +1,17 @@
 """The rack of a scenario: what its `[thermal]` and `[users]` tables make of the cluster in virtual time."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from socflower.cluster import Cluster
+from socflower.cluster import Cluster, sustained_rates
 from socflower.errors import ConfigError
 from socflower.scenario.config import Scenario
-from socflower.scenario.planning import planned_training
+from socflower.scenario.planning import planned_intervals, planned_training, planned_work
 from socflower.scenario.thermal_config import ThermalConfig, UsersConfig
+from socflower.sim import EventClock
+from socflower.strategies.balancing import Balancer
 from socflower.thermal.dynamics import RackDynamics, Surroundings
 from socflower.thermal.fan_policy import FanPolicy, FixedSpeed, PassiveCooling, PlannedLoad, PredictiveCooling
 from socflower.thermal.rack import Rack
@@ -50,6 +53,27 @@ def heat_document(rack: RackDynamics, virtual_s: float, cold_s: float | None) ->
                     "mean_clock": [entry.mean_clock for entry in history], "rpm": [entry.rpm for entry in history],
                     "fan_w": [entry.fan_w for entry in history]},
     }
+
+
+def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | None:
+    """Return what heat and users make of the planned training, without training: the heat of a result, and totals.
+
+    None where nothing can get hot. SoCs that users have taken are not planned without at synchronisations, as a run
+    does it: their groups go on without them.
+    """
+    rack = rack_dynamics(scenario, cluster)
+    if rack is None:
+        return None
+    clock, work = EventClock(cluster, dynamics=rack), planned_work(scenario, cluster)
+    balancer = Balancer(cluster, sustained_rates(cluster, work.profile.name, work.pricing), work.rebalancing)
+    for interval in planned_intervals(scenario, work):
+        balancer.look(clock, work.plan.participants)
+        plan, _ = balancer.rearranged(work.plan)
+        if plan is not work.plan:
+            work = replace(work, plan=plan)
+        work.run(interval, clock, capacities=balancer.in_use)
+    return {"virtual_s": clock.now_s, "energy_j": clock.usage.total_energy_j,
+            **heat_document(rack, clock.now_s, cold_training_s(scenario, cluster))}
 
 
 def cold_training_s(scenario: Scenario, cluster: Cluster) -> float | None:

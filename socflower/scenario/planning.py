@@ -6,7 +6,14 @@ from typing import Any
 
 from socflower.cluster import Activity, Cluster, Usage, sustained_rates
 from socflower.errors import ConfigError
-from socflower.hierarchy import SyncInterval, TrainingWork, group_steps_per_epoch, plan_groups, sync_schedule
+from socflower.hierarchy import (
+    Rebalancing,
+    SyncInterval,
+    TrainingWork,
+    group_steps_per_epoch,
+    plan_groups,
+    sync_schedule,
+)
 from socflower.precision.mixing import RULES_BY_THROUGHPUT
 from socflower.precision.pricing import MixedPricing
 from socflower.scenario.arithmetic import mixing_note, num_training_samples, pricing
@@ -28,8 +35,8 @@ class PlannedTraining:
 
 def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     """Return the prediction for a strategy that has groups; with `groups = "auto"` for one group per board."""
-    work = _planned_work(scenario, cluster)
-    usage = _training_usage(work, _intervals(scenario, work))
+    work = planned_work(scenario, cluster)
+    usage = _training_usage(work, planned_intervals(scenario, work))
     return PlannedTraining(duration_s=usage.duration_s, energy_j=usage.total_energy_j, socs=work.plan.participants)
 
 
@@ -41,7 +48,7 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     training can decide (F2), the plan is that of one group per board, and `notes` says so.
     """
     cluster = scenario_cluster(scenario)
-    work, notes = _planned_work(scenario, cluster), []
+    work, notes = planned_work(scenario, cluster), []
     plan, cost = work.plan, work.pricing
     if scenario.strategy.name == "socflow" and scenario.strategy.groups == "auto":
         notes.append("groups = 'auto' is decided by training an epoch with each candidate; planned with "
@@ -59,7 +66,17 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     return {"schema": 1, "work": what, **plan.to_document(), "predicted": _predict(scenario, work), "notes": notes}
 
 
-def _planned_work(scenario: Scenario, cluster: Cluster) -> TrainingWork:
+def rebalancing(scenario: Scenario) -> Rebalancing | None:
+    """Return what the scenario lets move as SoCs get slower."""
+    settings = scenario.strategy
+    if settings.rebalance == "off":
+        return None
+    return Rebalancing(within_groups=settings.rebalance != "groups", across_groups=settings.rebalance != "shares",
+                       steps=settings.rebalance_steps)
+
+
+def planned_work(scenario: Scenario, cluster: Cluster) -> TrainingWork:
+    """Return the work of a strategy that has groups; with `groups = "auto"` that of one group per board."""
     settings = scenario.strategy
     if settings.name == "fedavg":
         raise ConfigError("plan: fedavg has no groups to plan; use strategy.name = 'socflow', 'ring' or 'sgd'")
@@ -73,11 +90,12 @@ def _planned_work(scenario: Scenario, cluster: Cluster) -> TrainingWork:
     return TrainingWork(
         cluster=cluster, plan=plan, profile=model_profile(scenario), num_samples=num_samples,
         batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, sequenced=settings.sequenced,
-        overlap_buckets=settings.overlap_buckets, pricing=cost,
+        overlap_buckets=settings.overlap_buckets, pricing=cost, rebalancing=rebalancing(scenario),
         steps_per_epoch=group_steps_per_epoch(num_samples, len(plan.groups), scenario.train.batch_size))
 
 
-def _intervals(scenario: Scenario, work: TrainingWork) -> Sequence[SyncInterval]:
+def planned_intervals(scenario: Scenario, work: TrainingWork) -> Sequence[SyncInterval]:
+    """Return the intervals of the whole training."""
     # One group's weights are the same everywhere: its rounds only mark when it is evaluated.
     interval_epochs = scenario.strategy.sync_interval_epochs if scenario.strategy.name == "socflow" else 1.0
     return sync_schedule(scenario.train.epochs, work.steps_per_epoch, interval_epochs)
@@ -96,7 +114,7 @@ def _training_usage(work: TrainingWork, intervals: Sequence[SyncInterval]) -> Us
 
 def _predict(scenario: Scenario, work: TrainingWork) -> dict[str, float]:
     epochs = scenario.train.epochs
-    intervals = _intervals(scenario, work)
+    intervals = planned_intervals(scenario, work)
     training = _training_usage(work, intervals)
     steps = work.steps_per_epoch
     synchronisation = work.synchronisation()

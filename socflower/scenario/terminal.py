@@ -128,6 +128,11 @@ def print_plan(console: Console, cluster: Cluster, document: Mapping[str, Any]) 
     )
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
+    if heat := document.get("heat"):
+        console.print(f"with its heat the training takes {human_seconds(heat['virtual_s'])} and "
+                      f"{human_joules(heat['energy_j'])}, {human_joules(heat['cooling_j'])} of them for fans; "
+                      f"{percent(heat['slowdown'])} slower than cold, at most {heat['peak_c']:.1f} °C",
+                      soft_wrap=True, highlight=False)
     for note in document["notes"]:
         console.print(f"note: {note}")
 

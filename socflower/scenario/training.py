@@ -16,12 +16,13 @@ from flwr.serverapp import Grid
 from socflower import __version__, _int8
 from socflower.cluster import Cluster, Usage
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.hierarchy import GroupPlan, Rebalancing, default_candidates
+from socflower.hierarchy import GroupPlan, default_candidates
 from socflower.scenario.arithmetic import num_training_samples, pricing, uses_int8
 from socflower.scenario.checkpoint import Checkpoint, CheckpointFolder
 from socflower.scenario.config import Scenario
 from socflower.scenario.heat import cold_training_s, heat_document, rack_dynamics
 from socflower.scenario.model import initial_model, model_profile
+from socflower.scenario.planning import rebalancing
 from socflower.scenario.run_folder import RunFolder
 from socflower.scenario.scenario_file import scenario_cluster, to_document
 from socflower.sim import EventClock, Trace
@@ -280,15 +281,6 @@ def weights_sha256(arrays: ArrayRecord) -> str:
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
-
-
-def rebalancing(scenario: Scenario) -> Rebalancing | None:
-    """Return what the scenario lets move."""
-    settings = scenario.strategy
-    if settings.rebalance == "off":
-        return None
-    return Rebalancing(within_groups=settings.rebalance != "groups", across_groups=settings.rebalance != "shares",
-                       steps=settings.rebalance_steps)
 
 
 def _documents(events: Iterable[ReplyEvent]) -> list[dict[str, str]]:
