@@ -38,6 +38,24 @@ class Usage:
         )
 
 
+@dataclass(slots=True)
+class Pace:
+    """How far SoCs have come with a repeated graph, parts of which never wait for each other, while speeds change.
+
+    SoCs of one part are always equally far. A repetition that is under way when speeds change is executed as it began:
+    its part is ahead of the clock then.
+    """
+
+    left: dict[int, int]  # repetitions that each SoC has still to begin
+    ahead_s: dict[int, float] = field(default_factory=dict)  # from the clock to the end of the one under way
+    under_way_w: dict[int, float] = field(default_factory=dict)  # what each SoC draws for that
+
+    @property
+    def done(self) -> bool:
+        """Whether no SoC has anything left to do."""
+        return not any(self.left.values()) and not any(ahead_s > 0.0 for ahead_s in self.ahead_s.values())
+
+
 class VirtualClock(Protocol):
     """Executes task graphs in virtual time; strategies are handed one and emit graphs to it."""
 
@@ -63,8 +81,11 @@ class VirtualClock(Protocol):
         """Execute `graph` `repeat` times, repetitions overlapping as its dependencies allow, and advance."""
         ...
 
-    def run_while_steady(self, graph: TaskGraph, *, at_most: int, label: str = "") -> tuple[int, Usage]:
-        """Execute `graph` until speeds or users change, once at least; return how often, and what it took."""
+    def run_while_steady(self, graph: TaskGraph, pace: Pace, *, at_most: int | None = None, label: str = "") -> Usage:
+        """Execute `graph` until speeds or users change, or all is done; move `pace` on and return what it took.
+
+        All tasks of `graph` are of SoCs in `pace`. Ends as well once a part has done `at_most` repetitions.
+        """
         ...
 
     def rest(self, socs: Sequence[int]) -> Usage:

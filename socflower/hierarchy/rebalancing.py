@@ -95,8 +95,8 @@ def with_members(plan: GroupPlan, members: Sequence[Sequence[int]]) -> GroupPlan
     return replace(plan, groups=groups)
 
 
-def without_members(plan: GroupPlan, taken: Iterable[int]) -> GroupPlan | None:
-    """Return the plan while SoCs are taken from its groups, which go on without them; None if a group has nobody left.
+def without_members(plan: GroupPlan, taken: Iterable[int]) -> GroupPlan:
+    """Return the plan while SoCs are taken from its groups, which go on without them; one with nobody left is left out.
 
     For virtual time: a ring goes on in just this way until the next plan.
     """
@@ -106,9 +106,8 @@ def without_members(plan: GroupPlan, taken: Iterable[int]) -> GroupPlan | None:
     groups = []
     for group in plan.groups:
         members = tuple(soc for soc in group.members if soc not in gone)
-        if not members:
-            return None
-        leader = group.leader if group.leader in members else members[0]
-        groups.append(replace(group, members=members, leader=leader))
+        if members:
+            leader = group.leader if group.leader in members else members[0]
+            groups.append(replace(group, members=members, leader=leader))
     return replace(plan, groups=tuple(groups),
                    participants=tuple(soc for soc in plan.participants if soc not in gone))

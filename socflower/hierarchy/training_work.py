@@ -1,7 +1,7 @@
 """What a plan's training takes: the one place where strategies and predictions lower an interval to task graphs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -16,6 +16,7 @@ from socflower.cluster import (
     VirtualClock,
     sustained_rates,
 )
+from socflower.cluster.clock import Pace
 from socflower.hierarchy.collectives import Exchange
 from socflower.hierarchy.delayed_sync import SyncInterval
 from socflower.hierarchy.lowering import deal_graph, step_graph, synchronisation_graph
@@ -121,9 +122,9 @@ class TrainingWork:
 class _ChangingSteps:
     """Steps of an interval while SoCs get slower and faster, and users come and go.
 
-    A member that a user takes leaves its group, which shares its batch among those that stay; while a group has nobody
-    left, all rest. With re-balancing inside groups, shares follow a new speed after as many steps as lie between two
-    looks of a ring.
+    A member that a user takes leaves its group, which shares its batch among those that stay; a group that has nobody
+    left waits for one to come back. With re-balancing inside groups, shares follow a new speed after as many steps as
+    lie between two looks of a ring.
     """
 
     def __init__(self, work: TrainingWork, clock: VirtualClock, capacities: CapacitiesInUse,
@@ -132,36 +133,52 @@ class _ChangingSteps:
         self._capacities = capacities
         balancing = work.rebalancing
         self._look_steps = balancing.steps if balancing is not None and balancing.within_groups else 0
-        self._graphs: dict[tuple[tuple[int, int], ...], TaskGraph] = {}
+        self._graphs: dict[tuple[object, ...], TaskGraph] = {}
 
     def run(self, num_steps: int, label: str) -> Usage:
         """Let the steps pass."""
-        work, clock, usage, left = self._work, self._clock, Usage(), num_steps
+        work, clock, usage = self._work, self._clock, Usage()
+        pace = Pace({soc: num_steps for soc in work.plan.participants})
         num_behind = 0  # steps since speeds were off
-        while left:
-            plan = without_members(work.plan, clock.taken_socs())
-            if plan is None:
+        while not pace.done:
+            present = without_members(work.plan, clock.taken_socs())
+            groups = tuple(group for group in present.groups if any(
+                pace.left[soc] or pace.ahead_s.get(soc, 0.0) > 0.0 for soc in group.members))
+            if not groups:
                 usage += clock.rest(work.plan.participants)
                 continue
+            plan = replace(present, groups=groups,
+                           participants=tuple(sorted(soc for group in groups for soc in group.members)))
             speeds = clock.speed_factors()
             measured = {soc: speeds[soc] for soc in plan.participants}
             is_off = self._look_steps > 0 and self._capacities.is_off(measured)
             if is_off and num_behind >= self._look_steps:
                 self._capacities.take(measured)
                 is_off, num_behind = False, 0
-            done, used = clock.run_while_steady(
-                self._graph(plan), at_most=min(left, self._look_steps - num_behind) if is_off else left, label=label)
+            before = dict(pace.left)
+            usage += clock.run_while_steady(
+                self._graph(plan, present.participants), pace, label=label,
+                at_most=self._look_steps - num_behind if is_off else None)
+            self._even_out(pace, plan)
+            done = max(before[soc] - left for soc, left in pace.left.items())
             num_behind = num_behind + done if is_off else 0
-            usage += used
-            left -= done
         return usage
 
-    def _graph(self, plan: GroupPlan) -> TaskGraph:
+    def _even_out(self, pace: Pace, worked: GroupPlan) -> None:
+        """Let members that a user has taken count as having done what their groups have done without them."""
+        members_of = {group.group_id: group.members for group in self._work.plan.groups}
+        for group in worked.groups:
+            there = group.members[0]  # all that are there are equally far
+            for soc in members_of[group.group_id]:
+                pace.left[soc], pace.ahead_s[soc] = pace.left[there], pace.ahead_s.get(there, 0.0)
+
+    def _graph(self, plan: GroupPlan, present: tuple[int, ...]) -> TaskGraph:
+        """Return a step of the plan's groups; SoCs that are present and have nothing left to do idle."""
         work = self._work
         shares = work.shares_of(plan, self._capacities.parts)
-        key = tuple(shares.items())
+        key = (tuple(shares.items()), present)
         if key not in self._graphs:
-            self._graphs[key] = step_graph(
-                plan, work._costs(plan, shares, self._pricings), work.exchange, sequenced=work.sequenced,
-                overlap_buckets=work.overlap_buckets)
+            graph = step_graph(plan, work._costs(plan, shares, self._pricings), work.exchange,
+                               sequenced=work.sequenced, overlap_buckets=work.overlap_buckets)
+            self._graphs[key] = replace(graph, participants=present)
         return self._graphs[key]

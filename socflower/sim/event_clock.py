@@ -2,17 +2,18 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from socflower.cluster import Activity, Cluster, DeviceDynamics, TaskGraph, Tier, Usage
+from socflower.cluster import Activity, Cluster, Device, DeviceDynamics, TaskGraph, Tier, Usage
+from socflower.cluster.clock import Pace
 from socflower.cluster.tasks import SOC_ACTIVITIES
 from socflower.errors import ConfigError
 from socflower.sim.energy import IDLE_STATE, State, add_activities, power_w
-from socflower.sim.program import CompiledGraph, Component, Program, compile_graph
+from socflower.sim.pacing import Part, move_on, parts_of, stretch_s
+from socflower.sim.program import CompiledGraph, Program, compile_graph
 from socflower.sim.recording import record
-from socflower.sim.solution import Repeated, Solution
+from socflower.sim.solution import Solution
 from socflower.sim.trace import Trace
 
 _GRAPHS_KEPT = 8
@@ -29,8 +30,8 @@ class EventClock:
 
     Repetitions in steady state and components of one shape are not simulated again; with `extrapolate=False`
     everything is, and the result is the same to rounding.
-    With `dynamics`, speeds and watts hold for a chunk of repetitions as long as the dynamics say; the pipeline
-    drains between chunks. Joules of cooling count as an activity of their own.
+    With `dynamics`, independent parts of a graph go on each at its own pace; a part's pipeline drains when speeds
+    change, and what it has begun then ends as it began. Joules of cooling count as an activity of their own.
     """
 
     def __init__(self, cluster: Cluster, dynamics: DeviceDynamics | None = None, trace: Trace | None = None, *,
@@ -101,22 +102,36 @@ class EventClock:
         if repeat < 0:
             raise ConfigError(f"clock: repeat must not be negative, got {repeat}")
         compiled = self._compiled(graph)
-        start_s, total, left = self.now_s, Usage(), repeat
-        while left:
-            repetitions, usage = self._advance(compiled, left)
-            total += usage
-            left -= repetitions
+        start_s = self.now_s
+        if self._dynamics is None:
+            total = self._run_steadily(compiled, repeat)
+        else:
+            total, pace = Usage(), Pace({soc: repeat for component in compiled.components for soc in component.socs})
+            while not pace.done:
+                total += self.run_while_steady(graph, pace)
         self._label(label, start_s, total, repeat)
         return total
 
-    def run_while_steady(self, graph: TaskGraph, *, at_most: int, label: str = "") -> tuple[int, Usage]:
+    def run_while_steady(self, graph: TaskGraph, pace: Pace, *, at_most: int | None = None, label: str = "") -> Usage:
         """Execute `graph` until speeds or users change; see `VirtualClock.run_while_steady`."""
-        if at_most < 1:
+        if at_most is not None and at_most < 1:
             raise ConfigError(f"clock: at_most must be 1 or more, got {at_most}")
-        start_s = self.now_s
-        repetitions, usage = self._advance(self._compiled(graph), at_most)
-        self._label(label, start_s, usage, repetitions)
-        return repetitions, usage
+        if self._dynamics is None:
+            raise ConfigError("clock: without dynamics speeds never change; use run")
+        compiled, start_s = self._compiled(graph), self.now_s
+        factors, powers = self.speed_factors(), list(self._dynamics.power_factors())
+        parts = parts_of(compiled.components, pace, lambda component: self._solution(component.at_speed(factors)))
+        hold_s = self._dynamics.steady_s(self._working_w(parts, powers, pace))
+        duration_s = stretch_s(parts, hold_s, at_most)
+        for part in parts:
+            part.spend(duration_s)
+            if self._trace is not None and part.done is not None:
+                record(self._trace, graph, part.component, part.done, start_s + part.before_s)
+        usage = self._account(compiled, parts, duration_s, powers, pace)
+        move_on(pace, parts)
+        self._usage += usage
+        self._label(label, start_s, usage, max((part.repetitions for part in parts), default=0))
+        return usage
 
     def rest(self, socs: Sequence[int]) -> Usage:
         """Let `socs` idle until speeds or users change; `ConfigError` where they never do."""
@@ -132,15 +147,20 @@ class EventClock:
         self._usage += usage
         return usage
 
-    def _advance(self, compiled: CompiledGraph, left: int) -> tuple[int, Usage]:
-        """Execute as many of the `left` repetitions as the present speeds hold for."""
-        chunk = self._next_chunk(compiled, left)
-        usage = self._account(compiled, chunk)
-        if self._trace is not None:
-            for component, repeated in chunk.parts:
-                record(self._trace, compiled.graph, component, repeated, self.now_s)
+    def _run_steadily(self, compiled: CompiledGraph, repetitions: int) -> Usage:
+        """Execute all repetitions at full speed."""
+        if not repetitions:
+            return Usage()
+        parts = [Part(component, self._solution(component.program), repetitions, 0.0)
+                 for component in compiled.components]
+        duration_s = stretch_s(parts, inf)
+        for part in parts:
+            part.spend(duration_s)
+            if self._trace is not None and part.done is not None:
+                record(self._trace, compiled.graph, part.component, part.done, self.now_s)
+        usage = self._account(compiled, parts, duration_s, [1.0] * len(self._devices), Pace({}))
         self._usage += usage
-        return chunk.repetitions, usage
+        return usage
 
     def _label(self, label: str, start_s: float, usage: Usage, repetitions: int) -> None:
         if self._trace is not None and label:
@@ -155,34 +175,6 @@ class EventClock:
         del self._graphs[:-_GRAPHS_KEPT]
         return self._graphs[-1]
 
-    def _next_chunk(self, compiled: CompiledGraph, left: int) -> "_Chunk":
-        """Return as many of the `left` repetitions as the present speeds hold for, at least one."""
-        factors = self.speed_factors()
-        if self._dynamics is None:
-            return self._chunk(compiled, left, factors)
-        powers = list(self._dynamics.power_factors())
-        chunk = self._chunk(compiled, left, factors, powers)
-        hold_s = self._dynamics.steady_s(self._mean_power_w(chunk)) * (1.0 + 1e-9)
-        if chunk.duration_s > hold_s:
-            fitting = max(int(hold_s / chunk.duration_s * left), 1)
-            # Filling and draining cost the same for few repetitions as for many, so the estimate may be too high.
-            while (chunk := self._chunk(compiled, fitting, factors, powers)).duration_s > hold_s and fitting > 1:
-                fitting -= 1
-        return replace(chunk, cooling_j=self._dynamics.advance(chunk.duration_s, self._mean_power_w(chunk)))
-
-    def _chunk(self, compiled: CompiledGraph, repetitions: int, factors: Sequence[float],
-               power_factors: Sequence[float] = ()) -> "_Chunk":
-        parts = [(component, self._solution(component.at_speed(factors)).repeated(repetitions))
-                 for component in compiled.components]
-        duration_s = max((repeated.duration_s for _, repeated in parts), default=0.0)
-        states: dict[int, Mapping[State, float]] = {}
-        for component, repeated in parts:
-            # A SoC belongs to one component, and idles once that has ended.
-            rest_s = duration_s - repeated.duration_s
-            for soc, seconds in zip(component.socs, repeated.seconds(), strict=True):
-                states[soc] = {**seconds, IDLE_STATE: seconds.get(IDLE_STATE, 0.0) + rest_s}
-        return _Chunk(repetitions, duration_s, parts, states, power_factors or [1.0] * len(self._devices))
-
     def _solution(self, program: Program) -> Solution:
         max_instances = self._trace.max_spans if self._trace is not None else 0
         if not self._extrapolate:
@@ -196,36 +188,61 @@ class EventClock:
             self._solutions.move_to_end(program)
         return solution
 
-    def _account(self, compiled: CompiledGraph, chunk: "_Chunk") -> Usage:
+    def _account(self, compiled: CompiledGraph, parts: Sequence[Part], duration_s: float,
+                 powers: Sequence[float], pace: Pace) -> Usage:
+        """Return what a stretch took, and let it pass on the dynamics."""
         soc_seconds: dict[Activity, float] = dict.fromkeys(SOC_ACTIVITIES, 0.0)
         energy_j: dict[Activity, float] = dict.fromkeys(SOC_ACTIVITIES, 0.0)
+        num_bytes = dict.fromkeys(compiled.num_bytes, 0.0)
+        states: dict[int, Mapping[State, float]] = {}
+        watts: dict[int, list[tuple[float, float]]] = {}  # of SoCs: until when, and how many
+        for part, part_bytes in zip(parts, compiled.component_bytes, strict=True):
+            for tier, value in part_bytes.items():
+                num_bytes[tier] += value * part.repetitions
+            worked = part.done.seconds() if part.done is not None else [{} for _ in part.component.socs]
+            for soc, seconds in zip(part.component.socs, worked, strict=True):
+                states[soc] = {**seconds, IDLE_STATE: seconds.get(IDLE_STATE, 0.0) + part.idle_s}
+                before_w = pace.under_way_w.get(soc, 0.0)
+                if seconds:
+                    pace.under_way_w[soc] = _mean_w(seconds, self._devices[soc], powers[soc])
+                watts[soc] = [(part.before_s, before_w),
+                              (part.before_s + part.work_s, pace.under_way_w.get(soc, before_w))]
         for soc in dict.fromkeys(compiled.graph.participants):
-            add_activities(chunk.seconds(soc), self._devices[soc], soc_seconds, energy_j, chunk.power_factors[soc])
+            add_activities(states.get(soc, {IDLE_STATE: duration_s}), self._devices[soc], soc_seconds, energy_j,
+                           powers[soc])
         if self._dynamics is not None:
-            energy_j[Activity.COOLING] = chunk.cooling_j
-        return Usage(duration_s=chunk.duration_s, soc_seconds=soc_seconds, energy_j=energy_j,
-                     num_bytes={tier: value * chunk.repetitions for tier, value in compiled.num_bytes.items()})
+            energy_j[Activity.COOLING] = self._heat(self._dynamics, watts, duration_s)
+        return Usage(duration_s=duration_s, soc_seconds=soc_seconds, energy_j=energy_j, num_bytes=num_bytes)
 
-    def _mean_power_w(self, chunk: "_Chunk") -> list[float]:
-        """Return each SoC's mean watts; a SoC that takes no part idles."""
-        if not chunk.duration_s:
-            return [device.idle_w for device in self._devices]
-        return [sum(power_w(state, device, chunk.power_factors[soc]) * spent_s
-                    for state, spent_s in chunk.seconds(soc).items()) / chunk.duration_s
-                for soc, device in enumerate(self._devices)]
+    def _heat(self, dynamics: DeviceDynamics, watts: Mapping[int, Sequence[tuple[float, float]]],
+              duration_s: float) -> float:
+        """Let the stretch pass on the dynamics, each SoC drawing its watts in turn; return the joules of cooling."""
+        ends_s = sorted({end_s for phases in watts.values() for end_s, _ in phases if 0.0 < end_s < duration_s})
+        begin_s = cooling_j = 0.0
+        for end_s in (*ends_s, duration_s):
+            if end_s - begin_s > 1e-9 * duration_s or not duration_s:
+                cooling_j += dynamics.advance(end_s - begin_s, [
+                    next((own_w for until_s, own_w in watts.get(soc, ()) if begin_s < until_s), device.idle_w)
+                    for soc, device in enumerate(self._devices)])
+                begin_s = end_s
+        return cooling_j
+
+    def _working_w(self, parts: Sequence[Part], powers: Sequence[float], pace: Pace) -> list[float]:
+        """Return each SoC's mean watts while it works on what it has left; one that has nothing left idles."""
+        working_w = [device.idle_w for device in self._devices]
+        for part in parts:
+            if part.left:
+                for soc, seconds in zip(part.component.socs, part.solution.repeated(part.left).seconds(), strict=True):
+                    working_w[soc] = _mean_w(seconds, self._devices[soc], powers[soc])
+            elif part.ahead_s:
+                for soc in part.component.socs:
+                    working_w[soc] = pace.under_way_w[soc]
+        return working_w
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Repetitions at one set of speeds: what each component took, and the seconds of its SoCs in each state."""
-
-    repetitions: int
-    duration_s: float
-    parts: Sequence[tuple[Component, Repeated]]
-    states: Mapping[int, Mapping[State, float]]
-    power_factors: Sequence[float]
-    cooling_j: float = 0.0
-
-    def seconds(self, soc: int) -> Mapping[State, float]:
-        """Return the seconds of a SoC in each state; one without tasks idles."""
-        return self.states.get(soc) or {IDLE_STATE: self.duration_s}
+def _mean_w(seconds: Mapping[State, float], device: Device, factor: float) -> float:
+    """Return a device's mean watts over its time in states; idle without any."""
+    spent_s = sum(seconds.values())
+    if not spent_s:
+        return device.idle_w
+    return sum(power_w(state, device, factor) * own_s for state, own_s in seconds.items()) / spent_s

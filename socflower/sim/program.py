@@ -77,6 +77,7 @@ class CompiledGraph:
     graph: TaskGraph
     components: tuple[Component, ...]
     num_bytes: dict[Tier, float]
+    component_bytes: tuple[dict[Tier, float], ...]
 
 
 def compile_graph(graph: TaskGraph, cluster: Cluster) -> CompiledGraph:
@@ -97,7 +98,18 @@ def compile_graph(graph: TaskGraph, cluster: Cluster) -> CompiledGraph:
         except ConfigError as error:
             raise ConfigError(f"task {task.name!r}: {error}") from None
     components = tuple(_component(graph, members, routes) for members in _independent(graph, routes))
-    return CompiledGraph(graph, components, num_bytes)
+    component_bytes = tuple(_bytes(graph, component, routes) for component in components)
+    return CompiledGraph(graph, components, num_bytes, component_bytes)
+
+
+def _bytes(graph: TaskGraph, component: Component, routes: "_Routes") -> dict[Tier, float]:
+    num_bytes: dict[Tier, float] = {}
+    for index in component.tasks:
+        task = graph.tasks[index]
+        if isinstance(task, Transfer):
+            tier = routes.route(task).tier
+            num_bytes[tier] = num_bytes.get(tier, 0.0) + task.num_bytes
+    return num_bytes
 
 
 class _Route(NamedTuple):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, Protocol
 
 from socflower.cluster.toml_file import reject_unknown_keys
@@ -143,10 +144,7 @@ class PredictiveCooling:
     @property
     def efficient_rpm(self) -> float:
         """The speed that carries away most for each watt more than at the low speed, within the policy's speeds."""
-        still, low_w = self.fans.conductance_w_per_k(self.low_rpm), self.fans.power_w(self.low_rpm)
-        speeds = [self.low_rpm + (self.high_rpm - self.low_rpm) * part / 200 for part in range(1, 201)]
-        return max(speeds, key=lambda rpm: (self.fans.conductance_w_per_k(rpm) - still)
-                   / max(self.fans.power_w(rpm) - low_w, 1e-12))
+        return _most_efficient_rpm(self.fans, self.low_rpm, self.high_rpm)
 
     @property
     def coast_begin_s(self) -> float:
@@ -181,10 +179,11 @@ class PredictiveCooling:
         cooling = observation.rpm > 0.5 * (self.low_rpm + efficient_rpm)
         # The hottest SoC may be cooled worse than the plan knows: while it stays too hot, fans get faster.
         least_rpm = _FASTER * observation.rpm if cooling and hottest_c >= limit_c else 0.0
-        if self._holding_rpm(limit_c - rise_c, heat_w) <= efficient_rpm and hottest_c < limit_c + self.band_c:
+        if self._holding_rpm(limit_c - rise_c, heat_w) <= efficient_rpm:
             if hottest_c < limit_c and not (cooling and hottest_c > limit_c - self.band_c):
                 return self.low_rpm
-            wanted_rpm = max(efficient_rpm, observation.rpm if cooling else 0.0)
+            above_band_rpm = wanted_rpm if hottest_c >= limit_c + self.band_c else 0.0
+            wanted_rpm = max(efficient_rpm, above_band_rpm, observation.rpm if cooling else 0.0)
         return min(max(wanted_rpm, least_rpm, self.low_rpm), self.high_rpm)
 
     def _holding_rpm(self, limit_c: float, heat_w: float) -> float:
@@ -209,6 +208,13 @@ class PredictiveCooling:
             middle = 0.5 * (low + high)
             low, high = (low, middle) if after_c(middle) <= limit_c else (middle, high)
         return self.fans.rpm_for(high)
+
+
+@cache
+def _most_efficient_rpm(fans: FanCurve, low_rpm: float, high_rpm: float) -> float:
+    still, low_w = fans.conductance_w_per_k(low_rpm), fans.power_w(low_rpm)
+    speeds = [low_rpm + (high_rpm - low_rpm) * part / 200 for part in range(1, 201)]
+    return max(speeds, key=lambda rpm: (fans.conductance_w_per_k(rpm) - still) / max(fans.power_w(rpm) - low_w, 1e-12))
 
 
 POLICIES = ("fixed", "passive", "predictive")

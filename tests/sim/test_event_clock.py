@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, Tier, Usage, VirtualClock, parse_cluster
+from socflower.cluster.clock import Pace
 from socflower.errors import ConfigError
 from socflower.sim import EventClock
 from socflower.sim.execution import Execution, Instance
@@ -334,11 +335,33 @@ def test_running_while_steady_ends_at_the_change_and_says_how_often(make_cluster
     builder = GraphBuilder()
     builder.compute("work", 0, 0.25)
     graph = builder.build([0])
-    repetitions, usage = clock.run_while_steady(graph, at_most=100)
-    assert (repetitions, usage.duration_s) == (4, pytest.approx(2.0))
-    assert clock.run_while_steady(graph, at_most=7)[0] == 7
+    pace = Pace({0: 100})
+    usage = clock.run_while_steady(graph, pace)
+    assert (pace.left, usage.duration_s) == ({0: 96}, pytest.approx(2.0))
+    clock.run_while_steady(graph, pace, at_most=7)
+    assert pace.left == {0: 89}
+    assert clock.now_s == pytest.approx(2.0 + 7 * 0.25)
     with pytest.raises(ConfigError, match="at_most must be 1"):
-        clock.run_while_steady(graph, at_most=0)
+        clock.run_while_steady(graph, pace, at_most=0)
+    with pytest.raises(ConfigError, match="without dynamics speeds never change"):
+        EventClock(make_cluster()).run_while_steady(graph, pace)
+
+
+def test_parts_that_never_wait_for_each_other_go_on_at_their_own_pace(make_cluster: MakeCluster) -> None:
+    """SoC 0 is slow in the first two seconds only: it does not hold SoC 1 up, and ends what it began as it began."""
+    clock = switching_clock(make_cluster)
+    builder = GraphBuilder()
+    builder.compute("work", 0, 0.75)  # 1.5 s at half speed: at 0 and 1.5 s, then at full speed from 3 s on
+    builder.compute("work", 1, 0.5)
+    graph, pace = builder.build([0, 1]), Pace({0: 4, 1: 4})
+    clock.run_while_steady(graph, pace)
+    assert clock.now_s == 2.0
+    assert (pace.left, pace.ahead_s) == ({0: 2, 1: 0}, {0: pytest.approx(1.0), 1: 0.0})
+    usage = clock.run_while_steady(graph, pace)
+    assert pace.done
+    assert clock.now_s == pytest.approx(3.0 + 2 * 0.75)
+    assert usage.soc_seconds[Activity.IDLE] == pytest.approx(2.5)  # SoC 1's, who has done all
+    assert clock.usage.soc_seconds[Activity.COMPUTE] == pytest.approx(4.5 + 2.0)
 
 
 def test_resting_lasts_until_something_changes_and_costs_idle_watts_and_fans(make_cluster: MakeCluster) -> None:

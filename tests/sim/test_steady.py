@@ -152,6 +152,7 @@ class SlowDown:
     def __init__(self, num_socs: int, at_s: float) -> None:
         self.num_socs, self.at_s, self.now_s = num_socs, at_s, 0.0
         self.loads: list[Sequence[float]] = []
+        self.heat_j = [0.0] * num_socs
 
     def speed_factors(self) -> list[float]:
         return [0.5 if soc == 3 and self.now_s >= self.at_s - 1e-9 else 1.0 for soc in range(self.num_socs)]
@@ -168,6 +169,7 @@ class SlowDown:
     def advance(self, duration_s: float, power_w: Sequence[float]) -> float:
         self.now_s += duration_s
         self.loads.append(power_w)
+        self.heat_j = [before_j + duration_s * watts for before_j, watts in zip(self.heat_j, power_w, strict=True)]
         return 0.0
 
     def state(self) -> dict[str, Any]:
@@ -195,10 +197,11 @@ def test_speed_factors_hold_for_a_chunk(make_cluster: MakeCluster, at_s: float, 
     assert dynamics.now_s == pytest.approx(usage.duration_s)
     # Half of a fast step computes (5 W), half exchanges (1.5 W); SoC 0 idles.
     assert dynamics.loads[0] == pytest.approx([1.0, 1.0, 3.25, 3.25, 1.0])
-    if slow_steps:
-        # A slow step: SoC 3 computes for 1 s, SoC 2 for 0.5 s and waits.
-        assert dynamics.loads[-1] == pytest.approx(
-            [1.0, 1.0, (2.5 + 0.5 + 0.75) / 1.5, (5.0 + 0.75) / 1.5, 1.0])
+    # A slow step: SoC 3 computes for 1 s, SoC 2 for 0.5 s and waits. All that is drawn heats.
+    fast_steps = 30 - slow_steps
+    assert dynamics.heat_j == pytest.approx([
+        usage.duration_s, usage.duration_s, 3.25 * fast_steps + (2.5 + 0.5 + 0.75) * slow_steps,
+        3.25 * fast_steps + (5.0 + 0.75) * slow_steps, usage.duration_s])
 
 
 def test_other_socs_do_not_notice(make_cluster: MakeCluster) -> None:
