@@ -15,8 +15,9 @@ class Rebalancing:
     """What measured capacities may move, and how little moves nothing.
 
     `within_groups`: shares of a group's batch, every `steps` steps (0: only between intervals). `across_groups`: SoCs
-    of one board change groups, between intervals. A capacity that is less than `tolerance` away from the one in use
-    counts as unchanged, and a change of groups has to speed the slowest one up by as much.
+    of one board change groups, between intervals, where shares follow in any case: without that no exchange would speed
+    a group up. A capacity that is less than `tolerance` away from the one in use counts as unchanged, and a change of
+    groups has to speed the slowest one up by as much.
     """
 
     within_groups: bool = True

@@ -131,7 +131,8 @@ class _ChangingSteps:
                  pricings: Mapping[int, Pricing]) -> None:
         self._work, self._clock, self._pricings = work, clock, pricings
         self._capacities = capacities
-        balancing = work.rebalancing
+        # Where data stay, shares are what each has of them.
+        balancing = work.rebalancing if work.reshuffle else None
         self._look_steps = balancing.steps if balancing is not None and balancing.within_groups else 0
         self._graphs: dict[tuple[object, ...], TaskGraph] = {}
 
@@ -175,7 +176,7 @@ class _ChangingSteps:
     def _graph(self, plan: GroupPlan, present: tuple[int, ...]) -> TaskGraph:
         """Return a step of the plan's groups; SoCs that are present and have nothing left to do idle."""
         work = self._work
-        shares = work.shares_of(plan, self._capacities.parts)
+        shares = work.shares_of(plan, self._capacities.parts if work.reshuffle else {})
         key = (tuple(shares.items()), present)
         if key not in self._graphs:
             graph = step_graph(plan, work._costs(plan, shares, self._pricings), work.exchange,

@@ -13,42 +13,54 @@ from socflower.scenario.thermal_config import ThermalConfig, UsersConfig
 from socflower.sim import EventClock
 from socflower.strategies.balancing import Balancer
 from socflower.thermal.dynamics import RackDynamics, Surroundings
+from socflower.thermal.fan import rack_fans
 from socflower.thermal.fan_policy import FanPolicy, FixedSpeed, PassiveCooling, PlannedLoad, PredictiveCooling
+from socflower.thermal.governor import ClockGovernor
 from socflower.thermal.rack import Rack
 from socflower.thermal.steps import changes
-from socflower.thermal.users import DAY_S, Game, Tide, idle_windows
+from socflower.thermal.users import DAY_S, idle_windows
 
 _HORIZON_S = 14.0 * DAY_S  # for so long games are drawn; after that nobody comes any more
+_ONE_CLOCK = ClockGovernor(clock_hz=(1.0,), trip_c=(), resume_c=(), power_exponent=0.0)
+_NO_FANS = replace(rack_fans(), drag_w_per_rpm=0.0, air_w_per_rpm3=0.0)
 
 
 def rack_dynamics(scenario: Scenario, cluster: Cluster) -> RackDynamics | None:
     """Return how the cluster's SoCs run as they heat up and users come and go; None where no table asks for it."""
     if scenario.thermal is None and scenario.users is None:
         return None
-    # Where only users matter, the air is so cold that nothing ever trips.
-    thermal = scenario.thermal or ThermalConfig(ambient_c=-20.0, start_c=-20.0)
+    check_boards(scenario, cluster)
+    thermal = scenario.thermal or ThermalConfig()
     users = scenario.users or UsersConfig()
     games: Any = ()
     if users.games == "tidal":
-        games = Tide(low=users.low, high=users.high, low_hour=users.low_hour, mean_session_s=users.mean_session_s,
-                     game=Game(share=users.share, power_w=users.power_w, takes_soc=users.takes_soc),
-                     ).loads(cluster.num_socs, _HORIZON_S, users.start_hour, scenario.seed)
+        games = users.tide.loads(cluster.num_socs, _HORIZON_S, users.start_hour, scenario.seed)
     rack = _rack(thermal, cluster, scenario.seed)
     return RackDynamics(
         rack, _policy(thermal, scenario, cluster, rack), start_c=thermal.start_c, start_rpm=thermal.rpm,
+        # Where only users matter, heat changes nothing and fans draw nothing.
+        governor=None if scenario.thermal else _ONE_CLOCK, fans=None if scenario.thermal else _NO_FANS,
         surroundings=Surroundings(
             ambient_c=changes(thermal.ambient_c, thermal.ambient_changes),
             fans_working=changes(1.0, thermal.fans_working_changes), users=games,
             open=idle_windows(users.idle_windows, _HORIZON_S, users.start_hour)))
 
 
-def heat_document(rack: RackDynamics, virtual_s: float, cold_s: float | None) -> dict[str, Any]:
-    """Return the part of a result that tells of heat. `cold_s` is what the training takes where nothing gets hot."""
+def heat_document(
+    scenario: Scenario, rack: RackDynamics, virtual_s: float, cold_s: float | None,
+) -> dict[str, Any]:
+    """Return the part of a result that tells of heat. `cold_s` is what the training takes where nothing gets hot.
+
+    Without a `[thermal]` table there are users only, and no temperatures.
+    """
+    slowdown = virtual_s / cold_s - 1.0 if cold_s else None
+    if scenario.thermal is None:
+        return {"peak_c": None, "cooling_j": 0.0, "slowdown": slowdown, "history": None}
     history = rack.history
     return {
         "peak_c": rack.peak_c,
         "cooling_j": rack.cooling_j,
-        "slowdown": virtual_s / cold_s - 1.0 if cold_s else None,
+        "slowdown": slowdown,
         "history": {"at_s": [entry.at_s for entry in history], "hottest_c": [entry.hottest_c for entry in history],
                     "mean_clock": [entry.mean_clock for entry in history], "rpm": [entry.rpm for entry in history],
                     "fan_w": [entry.fan_w for entry in history]},
@@ -73,7 +85,7 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
             work = replace(work, plan=plan)
         work.run(interval, clock, capacities=balancer.in_use)
     return {"virtual_s": clock.now_s, "energy_j": clock.usage.total_energy_j,
-            **heat_document(rack, clock.now_s, cold_training_s(scenario, cluster))}
+            **heat_document(scenario, rack, clock.now_s, cold_training_s(scenario, cluster))}
 
 
 def cold_training_s(scenario: Scenario, cluster: Cluster) -> float | None:
@@ -83,11 +95,15 @@ def cold_training_s(scenario: Scenario, cluster: Cluster) -> float | None:
     return planned_training(scenario, cluster).duration_s
 
 
-def _rack(thermal: ThermalConfig, cluster: Cluster, seed: int) -> Rack:
-    for board in thermal.hot_boards:
-        if not 0 <= board < len(cluster.boards):
-            raise ConfigError(f"[thermal] hot_boards: there is no board {board}; the cluster has 0 to "
+def check_boards(scenario: Scenario, cluster: Cluster) -> None:
+    """Raise `ConfigError` for a board that `[thermal]` names and the cluster has not."""
+    for board in scenario.thermal.hot_boards if scenario.thermal else ():
+        if board >= len(cluster.boards):
+            raise ConfigError(f"{scenario.name} [thermal] hot_boards: there is no board {board}; the cluster has 0 to "
                               f"{len(cluster.boards) - 1}")
+
+
+def _rack(thermal: ThermalConfig, cluster: Cluster, seed: int) -> Rack:
     random = np.random.default_rng([seed, 1])
     coupling = {} if not thermal.spread else {
         soc: float(np.exp(thermal.spread * random.standard_normal())) for soc in range(cluster.num_socs)}
@@ -102,7 +118,7 @@ def _policy(thermal: ThermalConfig, scenario: Scenario, cluster: Cluster, rack: 
         return PassiveCooling(low_rpm=thermal.rpm, high_rpm=thermal.high_rpm, hot_c=thermal.hot_c,
                               cool_c=thermal.cool_c)
     return PredictiveCooling(load=planned_load(scenario, cluster, rack), ambient_c=thermal.ambient_c,
-                             low_rpm=thermal.rpm, max_slowdown=thermal.max_slowdown)
+                             low_rpm=thermal.rpm, high_rpm=thermal.high_rpm, max_slowdown=thermal.max_slowdown)
 
 
 def planned_load(scenario: Scenario, cluster: Cluster, rack: Rack) -> PlannedLoad:

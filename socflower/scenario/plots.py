@@ -20,7 +20,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 from socflower.scenario.format import human_joules, human_seconds, percent, significant
 from socflower.scenario.report_page import text
 
-PARTS = ("compute", "synchronisation", "update", "idle")
+PARTS = ("compute", "synchronisation", "update", "idle", "cooling")
+"""Of time and energy; cooling is that of the fans, where there are any."""
 
 # Okabe and Ito's colours without their yellow, which is too faint for a line on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -33,7 +34,8 @@ _SWATCHES = ("M11 7a4 4 0 1 0 8 0a4 4 0 1 0-8 0Z", "M11.4 3.4h7.2v7.2h-7.2Z", "M
 _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5))
 # Fill, hatch and ink of each part: hatches tell the bars apart on a grey print.
 _PART_LOOK = {"compute": ("#0072B2", "", "#fff"), "synchronisation": ("#E69F00", "", "#000"),
-              "update": ("#009E73", "\\\\\\\\", "#000"), "idle": ("#DDE0E3", "////", "#000")}
+              "update": ("#009E73", "\\\\\\\\", "#000"), "idle": ("#DDE0E3", "////", "#000"),
+              "cooling": ("#56B4E9", "----", "#000")}
 _LOG_SPAN = 20.0
 _NICE_S = (1e-3, 1e-2, .1, 1, 3, 10, 30, 60, 180, 600, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400, 2 * 86400,
            7 * 86400, 30 * 86400, 90 * 86400, 365 * 86400)
@@ -55,7 +57,7 @@ class Curve:
 
 
 @contextmanager
-def _own_style() -> Iterator[None]:
+def own_style() -> Iterator[None]:
     """Draw by our settings whatever the user's matplotlibrc says, and leave them as they were."""
     with matplotlib.rc_context(), warnings.catch_warnings():
         # The browser's fonts draw the letters; what DejaVu lacks only makes its width a guess.
@@ -63,6 +65,12 @@ def _own_style() -> Iterator[None]:
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
         yield
+
+
+def line_look(look: int) -> dict[str, Any]:
+    """Return how matplotlib draws the line of a strategy."""
+    return {"color": _colour(look), "linewidth": 2, "marker": _MARKERS[look % len(_MARKERS)], "markersize": 7,
+            "markeredgecolor": "#fff", "markeredgewidth": .7, "dashes": _dash(look) or (None, None)}
 
 
 def needs_log(curves: Sequence[Curve]) -> bool:
@@ -79,7 +87,7 @@ def accuracy_plot(
 
     `quantity` is "s", "J" or "epoch"; `label` says what the share is, `noun` what the quantity is if not the usual.
     """
-    with _own_style():
+    with own_style():
         drawing = Figure(figsize=(10.6, 4.4), layout="constrained")
         axes = drawing.add_subplot()
         log = needs_log(curves)
@@ -88,9 +96,7 @@ def accuracy_plot(
             # A marker on each of 500 rounds is a smear; the last point always has one.
             every = math.ceil(len(points) / 12)
             marked = sorted({*range(0, len(points), max(1, every)), len(points) - 1})
-            axes.plot([x for x, _ in points], [y for _, y in points], color=_colour(curve.look), linewidth=2,
-                      marker=_MARKERS[curve.look % len(_MARKERS)], markersize=7, markevery=marked,
-                      markeredgecolor="#fff", markeredgewidth=.7, dashes=_dash(curve.look) or (None, None))
+            axes.plot([x for x, _ in points], [y for _, y in points], markevery=marked, **line_look(curve.look))
         if not log:
             axes.set_xlim(left=0)
         for target in targets:
@@ -103,15 +109,18 @@ def accuracy_plot(
             # Otherwise the ticks would need decimals, and noise would look like progress.
             middle = (lowest + highest) / 2
             axes.set_ylim(middle - 0.05, middle + 0.05)
-        _scale_x(axes, quantity, log, noun=noun)
-        return _svg(drawing, alt, prefix)
+        scale_x(axes, quantity, log, noun=noun)
+        return as_svg(drawing, alt, prefix)
 
 
 def breakdown_plot(
     rows: Sequence[tuple[str, Mapping[str, float]]], *, quantity: str, alt: str, prefix: str
 ) -> str:
-    """Return stacked bars, one row per strategy: absolute at the left, as shares at the right, as SVG."""
-    with _own_style():
+    """Return stacked bars, one row per strategy: absolute at the left, as shares at the right, as SVG.
+
+    Rows may lack parts.
+    """
+    with own_style():
         drawing = Figure(figsize=(10.6, 1.15 + 0.46 * len(rows)), layout="constrained")
         total, share = drawing.subplots(1, 2, sharey=True, width_ratios=(1, 1.25))
         sums = [math.fsum(parts.get(part, 0.0) for part in PARTS) for _, parts in rows]
@@ -119,9 +128,9 @@ def breakdown_plot(
             axes.grid(visible=False, axis="y")
             for row, (_, parts) in enumerate(rows):
                 left = 0.0
-                for part in PARTS:
+                for part in (part for part in PARTS if part in parts):
                     fill, hatch, ink = _PART_LOOK[part]
-                    size = parts.get(part, 0.0) / ((sums[row] or 1.0) if relative else 1.0)
+                    size = parts[part] / ((sums[row] or 1.0) if relative else 1.0)
                     axes.barh(row, size, left=left, height=.62, color=fill, hatch=hatch, edgecolor="#fff",
                               linewidth=.8)
                     if relative and size >= .07:
@@ -134,30 +143,30 @@ def breakdown_plot(
         share.tick_params(labelleft=False, left=False)
         total.tick_params(left=False)
         total.set_xlim(0, 1.04 * max(sums, default=0.0) or 1.0)
-        _scale_x(total, quantity, False, noun="SoC time" if quantity == "s" else "energy", most_ticks=5)
+        scale_x(total, quantity, False, noun="SoC time" if quantity == "s" else "energy", most_ticks=5)
         share.set_xlim(0, 1)
         share.xaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value, 0)))
         share.set_xlabel("share of each strategy's own total")
-        return _svg(drawing, alt, prefix)
+        return as_svg(drawing, alt, prefix)
 
 
-def curve_legend(names: Sequence[tuple[int, str]], targets: Sequence[str] = ()) -> str:
-    """Return the legend of an accuracy plot as HTML, which wraps where names are long."""
+def curve_legend(names: Sequence[tuple[int, str]], targets: Sequence[str] = (), *, noun: str = "target ") -> str:
+    """Return the legend of a plot of curves as HTML, which wraps where names are long; `noun` is what targets are."""
     items = [(_line_swatch(look), text(name)) for look, name in names]
     dash = ('<svg width="30" height="14" aria-hidden="true"><path d="M1 7H29" stroke="#59636e" stroke-width="1.5" '
             'stroke-dasharray="5 3.5"/></svg>')
-    items += [(dash, text(f"target {target}")) for target in targets]
+    items += [(dash, text(f"{noun}{target}")) for target in targets]
     return _legend(items)
 
 
-def part_legend() -> str:
+def part_legend(parts: Sequence[str] = PARTS) -> str:
     """Return the legend of a breakdown plot as HTML."""
     lines = {"": "", "\\\\\\\\": "M-2 -2L16 16M4 -4L22 14M-8 2L10 20",
-             "////": "M-2 16L16 -2M4 18L22 0M-8 12L10 -6"}
+             "////": "M-2 16L16 -2M4 18L22 0M-8 12L10 -6", "----": "M0 3.5H18M0 7H18M0 10.5H18"}
     return _legend([(
         f'<svg width="18" height="14" aria-hidden="true"><rect width="18" height="14" rx="2" fill="{fill}"/>'
         f'<path d="{lines[hatch]}" stroke="#fff" stroke-width="1"/></svg>', part,
-    ) for part, (fill, hatch, _) in _PART_LOOK.items()])
+    ) for part, (fill, hatch, _) in _PART_LOOK.items() if part in parts])
 
 
 def _legend(items: Sequence[tuple[str, str]]) -> str:
@@ -181,7 +190,7 @@ def _line_swatch(look: int) -> str:
             f'{dashes}/><g fill="{colour}"><path d="{_SWATCHES[look % len(_SWATCHES)]}"/></g></svg>')
 
 
-def _scale_x(axes: Axes, quantity: str, log: bool, *, noun: str | None = None, most_ticks: int = 8) -> None:
+def scale_x(axes: Axes, quantity: str, log: bool, *, noun: str | None = None, most_ticks: int = 8) -> None:
     """Label the x-axis in the unit that suits its largest value, or in human units where it is logarithmic."""
     name = noun or {"s": "virtual time", "J": "energy", "epoch": "epoch"}[quantity]
     if log:
@@ -241,7 +250,7 @@ def _short(label: str, limit: int = 30) -> str:
     return label if len(label) <= limit else label[:limit - 1] + "…"
 
 
-def _svg(drawing: Figure, alt: str, prefix: str) -> str:
+def as_svg(drawing: Figure, alt: str, prefix: str) -> str:
     """Return the figure as an `<svg>` element for a page: ids that cannot clash, no date, no foreign addresses."""
     buffer = io.StringIO()
     drawing.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

@@ -11,6 +11,7 @@ from typing import Any
 from socflower.errors import ConfigError
 from socflower.scenario.board_picture import board_picture, communication_letters, letter, picture_legend
 from socflower.scenario.format import MISSING, finite, human_joules, human_seconds, percent, plain_number
+from socflower.scenario.heat_plots import heat_section
 from socflower.scenario.plots import (
     PARTS,
     Curve,
@@ -63,6 +64,7 @@ def render_report(
         _accuracy_over_time(runs),
         _accuracy_over_energy(runs),
         _mixing(runs),
+        heat_section(runs),
         _breakdowns(runs),
         _groups(runs),
         _events(runs),
@@ -158,7 +160,8 @@ def _is_deployed(run: Run) -> bool:
 
 def _breakdowns(runs: Sequence[Run]) -> str:
     parts = [_breakdown(runs, "soc_seconds", "s", "SoC time", "SoC time, summed over the SoCs that take part"),
-             _breakdown(runs, "energy_j", "J", "Energy", "Energy, summed over the SoCs that take part")]
+             _breakdown(runs, "energy_j", "J", "Energy", "Energy, summed over the SoCs that take part; cooling is the "
+                        "fans'")]
     if not any(parts):
         return section("breakdown", "Where time and energy go", '<p class="note">No breakdown was recorded.</p>')
     return section("breakdown", "Where time and energy go", *parts)
@@ -171,16 +174,18 @@ def _breakdown(runs: Sequence[Run], key: str, quantity: str, noun: str, caption:
         if isinstance(values, Mapping):
             # A bar cannot be shorter than nothing; the table shows what the document says.
             rows.append((run.label, {part: max(0.0, finite(values.get(part)) or 0.0) for part in PARTS}))
+    shown = [part for part in PARTS if part != "cooling" or any(parts[part] for _, parts in rows)]
+    rows = [(label, {part: parts[part] for part in shown}) for label, parts in rows]
     if not any(value for _, parts in rows for value in parts.values()):
         return ""
     readable = human_seconds if quantity == "s" else human_joules
     alt = f"{noun} by part. " + "; ".join(
-        f"{label}: " + ", ".join(f"{part} {readable(parts[part])}" for part in PARTS) for label, parts in rows)
-    shown = table(caption, ["Strategy", *(part.capitalize() for part in PARTS), "Total"], [
-        [text(label), *(readable(parts[part]) for part in PARTS), readable(math.fsum(parts.values()))]
-        for label, parts in rows], numeric=range(1, 6))
+        f"{label}: " + ", ".join(f"{part} {readable(parts[part])}" for part in shown) for label, parts in rows)
+    numbers = table(caption, ["Strategy", *(part.capitalize() for part in shown), "Total"], [
+        [text(label), *(readable(parts[part]) for part in shown), readable(math.fsum(parts.values()))]
+        for label, parts in rows], numeric=range(1, 2 + len(shown)))
     svg = breakdown_plot(rows, quantity=quantity, alt=alt, prefix=f"parts-{quantity}")
-    return f"<h3>{noun}</h3>\n{figure(svg, part_legend())}\n{shown}"
+    return f"<h3>{noun}</h3>\n{figure(svg, part_legend(shown))}\n{numbers}"
 
 
 def _groups(runs: Sequence[Run]) -> str:

@@ -24,6 +24,7 @@ from socflower.scenario.deployment import run_in_deployment
 from socflower.scenario.deployment_options import Deployment
 from socflower.scenario.expectations import check_expectations
 from socflower.scenario.flower_simulation import run_in_flower_simulation
+from socflower.scenario.heat import check_boards
 from socflower.scenario.model import initial_model
 from socflower.scenario.report import write_report
 from socflower.scenario.run_folder import RunFolder, write_atomically
@@ -80,6 +81,7 @@ def check_feasible(scenario: Scenario, engine: str, *, trains_here: bool = True)
     for event in scenario.events:
         if event.soc >= cluster.num_socs:
             raise ConfigError(f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to {cluster.num_socs - 1}")
+    check_boards(scenario, cluster)
     if trains_here:
         load_data(scenario.data.name)
         if scenario.precision.arithmetic != "fp32":

@@ -63,6 +63,9 @@ def print_result(console: Console, scenario: Scenario, result: Mapping[str, Any]
         table.add_row(f"bytes {tier.replace('_', ' ')}", human_bytes(num_bytes))
     for activity, seconds in result["breakdown"]["soc_seconds"].items():
         table.add_row(f"SoC time: {activity}", _share(seconds, result["breakdown"]["soc_seconds"]))
+    if heat := result.get("heat"):
+        for name, value in _heat_rows(heat):
+            table.add_row(name, value)
     if not deployed:
         table.add_row("wall clock here", human_seconds(result["wall_s"]))
     table.add_row("weights", result["weights_sha256"][:16])
@@ -70,6 +73,15 @@ def print_result(console: Console, scenario: Scenario, result: Mapping[str, Any]
     _print_claims(console, result["expectations"])
     console.print(f"report: {escape(str(out / 'report.html'))}   trace (open in ui.perfetto.dev): "
                   f"{escape(str(out / 'trace.json'))}", soft_wrap=True, highlight=False)
+
+
+def _heat_rows(heat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what a table says of heat and users; of users alone there are no temperatures and no fans."""
+    if heat["slowdown"] is not None:
+        yield "slower than cold and alone", percent(heat["slowdown"])
+    if heat["peak_c"] is not None:
+        yield "hottest SoC", f"{heat['peak_c']:.1f} °C"
+        yield "energy of fans", human_joules(heat["cooling_j"])
 
 
 def print_app_result(console: Console, result: Mapping[str, Any], out: Path) -> None:
@@ -129,10 +141,10 @@ def print_plan(console: Console, cluster: Cluster, document: Mapping[str, Any]) 
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
     if heat := document.get("heat"):
-        console.print(f"with its heat the training takes {human_seconds(heat['virtual_s'])} and "
+        hottest = "" if heat["peak_c"] is None else f", at most {heat['peak_c']:.1f} °C"
+        console.print(f"with heat and users the training takes {human_seconds(heat['virtual_s'])} and "
                       f"{human_joules(heat['energy_j'])}, {human_joules(heat['cooling_j'])} of them for fans; "
-                      f"{percent(heat['slowdown'])} slower than cold, at most {heat['peak_c']:.1f} °C",
-                      soft_wrap=True, highlight=False)
+                      f"{percent(heat['slowdown'])} slower than without{hottest}", soft_wrap=True, highlight=False)
     for note in document["notes"]:
         console.print(f"note: {note}")
 

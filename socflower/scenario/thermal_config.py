@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 
 from socflower.errors import ConfigError
+from socflower.thermal.fan import rack_fans
+from socflower.thermal.users import Game, Tide, idle_windows
 
 FAN_POLICIES = ("fixed", "passive", "predictive")
 GAMES = ("none", "tidal")
@@ -17,9 +19,9 @@ class ThermalConfig:
 
     fan: str = "fixed"
     rpm: float = 3250.0  # of a fixed fan; the low speed of the others
-    high_rpm: float = 11000.0  # of the passive one
+    high_rpm: float = 11000.0  # of the passive one; the most of the predictive one
     hot_c: float = 35.0  # passive: from here fast, until
-    cool_c: float = 34.0
+    cool_c: float = 33.5
     max_slowdown: float = 0.0  # predictive: what of the time may be lost to lower clocks, to spare the fans
     ambient_c: float = 25.0
     ambient_changes: Pairs = ()  # [seconds, degrees]
@@ -32,17 +34,27 @@ class ThermalConfig:
     def __post_init__(self) -> None:
         if self.fan not in FAN_POLICIES:
             raise ConfigError(f"[thermal] fan = {self.fan!r} is unknown; use one of {', '.join(FAN_POLICIES)}")
-        for key in ("rpm", "high_rpm", "hot_board_airflow"):
-            if not 0.0 < getattr(self, key) < math.inf:
-                raise ConfigError(f"[thermal] {key} = {getattr(self, key)} must be above 0 and finite")
+        fans = rack_fans()
+        for key in ("rpm", "high_rpm"):
+            if not fans.min_rpm <= getattr(self, key) <= fans.max_rpm:
+                raise ConfigError(f"[thermal] {key} = {getattr(self, key)} must lie between {fans.min_rpm:g} and "
+                                  f"{fans.max_rpm:g}, what the rack's fans can do")
+        if self.fan != "fixed" and not self.rpm < self.high_rpm:
+            raise ConfigError(f"[thermal] rpm = {self.rpm}, the low speed, must be below high_rpm = {self.high_rpm}")
+        if not 0.0 < self.hot_board_airflow < math.inf:
+            raise ConfigError(f"[thermal] hot_board_airflow = {self.hot_board_airflow} must be above 0 and finite")
+        for key in ("hot_c", "cool_c", "ambient_c", "start_c"):
+            if not math.isfinite(getattr(self, key)):
+                raise ConfigError(f"[thermal] {key} = {getattr(self, key)} must be finite")
         if not self.cool_c < self.hot_c:
             raise ConfigError(f"[thermal] cool_c = {self.cool_c} must be below hot_c = {self.hot_c}")
         if not 0.0 <= self.max_slowdown < 1.0 or not 0.0 <= self.spread < 1.0:
             raise ConfigError(f"[thermal] max_slowdown = {self.max_slowdown} and spread = {self.spread} must be 0 or "
                               "more and below 1")
+        if any(board < 0 for board in self.hot_boards):
+            raise ConfigError(f"[thermal] hot_boards = {list(self.hot_boards)}: boards are numbered from 0")
         for key in ("ambient_changes", "fans_working_changes"):
-            if any(time_s < 0.0 for time_s, _ in getattr(self, key)):
-                raise ConfigError(f"[thermal] {key}: times must not be negative, got {list(getattr(self, key))}")
+            _check_changes(f"[thermal] {key}", getattr(self, key))
         if any(not 0.0 <= part <= 1.0 for _, part in self.fans_working_changes):
             raise ConfigError("[thermal] fans_working_changes: parts must lie between 0 and 1, got "
                               f"{list(self.fans_working_changes)}")
@@ -69,3 +81,24 @@ class UsersConfig:
         if not (0.0 <= self.start_hour < 24.0 and 0.0 <= self.low_hour < 24.0):
             raise ConfigError(f"[users] start_hour = {self.start_hour} and low_hour = {self.low_hour} must be 0 or "
                               "more and below 24")
+        try:
+            self.tide.game.load  # noqa: B018 - it says itself what cannot be
+            idle_windows(self.idle_windows, 0.0, self.start_hour)
+        except ConfigError as error:
+            raise ConfigError(f"[users] {error}") from None
+
+    @property
+    def tide(self) -> Tide:
+        """The games as they come and go over a day."""
+        return Tide(low=self.low, high=self.high, low_hour=self.low_hour, mean_session_s=self.mean_session_s,
+                    game=Game(share=self.share, power_w=self.power_w, takes_soc=self.takes_soc))
+
+
+def _check_changes(where: str, changes: Pairs) -> None:
+    times_s = [time_s for time_s, _ in changes]
+    if not all(math.isfinite(number) for pair in changes for number in pair):
+        raise ConfigError(f"{where}: times and values must be finite, got {list(changes)}")
+    if any(time_s < 0.0 for time_s in times_s):
+        raise ConfigError(f"{where}: times must not be negative, got {list(changes)}")
+    if len(set(times_s)) < len(times_s):
+        raise ConfigError(f"{where}: one change at a time, got {list(changes)}")

@@ -104,8 +104,8 @@ class _Training:
             "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
                           "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
             "weights_sha256": weights_sha256(final),
-            "heat": heat_document(self._rack, self._clock.now_s, cold_training_s(self._scenario, self._cluster))
-            if self._rack else None,
+            "heat": heat_document(self._scenario, self._rack, self._clock.now_s,
+                                  cold_training_s(self._scenario, self._cluster)) if self._rack else None,
             "plan": self._plan.to_document() if self._plan else None,
             "resumed_from": self._resumed_from,
             "versions": versions(),
@@ -231,7 +231,7 @@ class _Training:
 
     def _heat(self) -> dict[str, float]:
         """Return how hot the rack is at a round's end, where that is known."""
-        if self._rack is None:
+        if self._rack is None or self._scenario.thermal is None:
             return {}
         now = self._rack.present
         return {"hottest_c": now.hottest_c, "mean_clock": now.mean_clock, "fan_rpm": now.rpm}

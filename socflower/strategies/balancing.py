@@ -29,7 +29,7 @@ class Balancer:
         return self._rebalancing.steps if self._rebalancing is not None and self._rebalancing.within_groups else 0
 
     def capacities(self, group: Group) -> tuple[float, ...]:
-        """Return what the group's members can do, in their order; any unit."""
+        """Return what the group's members' shares are proportional to, in their order; any unit."""
         return tuple(self._rates[soc] * self.in_use.part(soc) for soc in group.members)
 
     def look(self, clock: VirtualClock | None, socs: Sequence[int]) -> None:
@@ -39,9 +39,8 @@ class Balancer:
         if clock is not None and clock.changes:
             speeds = clock.speed_factors()
             self.in_use.take({soc: speeds[soc] for soc in socs})
-        elif self._measured:
+        elif parts := {soc: self._measured[soc] / self._rates[soc] for soc in socs if soc in self._measured}:
             # Only ratios count; the fastest, for its kind of device, is taken to be as fast as it should.
-            parts = {soc: rate / self._rates[soc] for soc, rate in self._measured.items()}
             fastest = max(parts.values())
             self.in_use.take({soc: part / fastest for soc, part in parts.items()})
 

@@ -58,7 +58,7 @@ class PassiveCooling:
     low_rpm: float = field(default_factory=lambda: constant("fan", "low_rpm"))
     high_rpm: float = 11000.0
     hot_c: float = 35.0
-    cool_c: float = 34.0
+    cool_c: float = 33.5  # half a step of the sensors below where clocks come back
 
     def __post_init__(self) -> None:
         _above_zero("passive", low_rpm=self.low_rpm, high_rpm=self.high_rpm)
