@@ -125,6 +125,7 @@ class Deployment:
     environment: dict[str, str]
     proxies: CountingProxies
     node_pids: tuple[int, ...]
+    app: Path
 
     def wait_until_idle(self) -> None:
         """Return when every SuperNode has loaded and registered and nothing but questions for work has passed."""
@@ -139,7 +140,7 @@ class Deployment:
         settings = {"num-nodes": len(self.node_pids), "marks": str(marks),
                     **{key.replace("_", "-"): value for key, value in run_config.items()}}
         log = marks.with_suffix(".log")
-        command = ["flwr", "run", str(APP), "lab", "--stream", "--run-config",
+        command = ["flwr", "run", str(self.app), "lab", "--stream", "--run-config",
                    " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())]
         flwr_run = start(command, self.environment, log, self.folder)
         try:
@@ -155,8 +156,11 @@ class Deployment:
 
 
 @contextmanager
-def deployed(num_nodes: int, *, warm: bool = False) -> Iterator[Deployment]:
-    """Keep a SuperLink and `num_nodes` SuperNodes behind proxies running, in a folder that goes with them."""
+def deployed(num_nodes: int, *, warm: bool = False, app: Path = APP) -> Iterator[Deployment]:
+    """Keep a SuperLink and `num_nodes` SuperNodes behind proxies running, in a folder that goes with them.
+
+    `app` is the folder of the app that `Deployment.run` runs.
+    """
     with ExitStack() as stack:
         # A process that was told to end may still write when the folder goes.
         folder = Path(stack.enter_context(
@@ -174,11 +178,11 @@ def deployed(num_nodes: int, *, warm: bool = False) -> Iterator[Deployment]:
         for index, (port, proxy_port) in enumerate(zip(node_ports, proxies.ports, strict=True)):
             args = ["--insecure", "--superlink", f"127.0.0.1:{proxy_port}", "--host", "127.0.0.1", "--port", str(port),
                     "--node-config", f'partition-id={index} num-partitions={num_nodes} '
-                    f'ring="127.0.0.1:{ring_ports[index]}"']
+                    f'board=0 slot={index} ring="127.0.0.1:{ring_ports[index]}"']
             command = warm_supernode_command(args) if warm else ["flower-supernode", *args]
             nodes.append(start(command, environment, folder / f"supernode-{index}.log", folder))
             stack.callback(end, nodes[-1])
-        yield Deployment(folder=folder, environment=environment, proxies=proxies,
+        yield Deployment(folder=folder, environment=environment, proxies=proxies, app=app,
                          node_pids=tuple(node.pid for node in nodes))
 
 

@@ -1,6 +1,6 @@
 """Which samples a group trains on in which step: a pure function of the seed, the same on every engine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +35,20 @@ class BatchSchedule:
             self._batches = [np.array_split(order, self._task.steps_per_epoch) for order in self._orders(epoch)]
         return [batches[within] for batches in self._batches]
 
-    def shares(self, step: int, present: Sequence[int]) -> list[Indices]:
-        """Return a step's indices for each of the present members, which are positions in `task.members`."""
+    def shares(
+        self, step: int, present: Sequence[int], capacities: Sequence[float] | None = None, due: Collection[int] = (),
+    ) -> list[Indices]:
+        """Return a step's indices for each of the present members, which are positions in `task.members`.
+
+        Where data are dealt, `capacities` of the present members take the place of the task's, and those `due`, by
+        their index in `present`, get one sample at least. Where data stay, shares cannot move, and neither counts.
+        """
         batch = self.batch(step)
         if not self._task.reshuffle:
             return [batch[member] for member in present]
-        sizes = split_batch(len(batch[0]), [self._task.capacities[member] for member in present])
+        if capacities is None:
+            capacities = [self._task.capacities[member] for member in present]
+        sizes = one_at_least(split_batch(len(batch[0]), capacities), due)
         return np.split(batch[0], np.cumsum(sizes)[:-1])
 
     def _orders(self, epoch: int) -> list[Indices]:
@@ -52,6 +60,20 @@ class BatchSchedule:
         dealt = np.array_split(order, task.num_groups)[task.group_id]
         return [dealt if epoch == task.deal_epoch
                 else np.random.default_rng([task.seed, epoch, task.group_id]).permutation(dealt)]
+
+
+def one_at_least(sizes: Sequence[int], due: Collection[int]) -> tuple[int, ...]:
+    """Return shares in which those `due` that have no sample get one of the largest share, the first among equals.
+
+    Nobody's last sample is taken: in a batch too small for all, some stay without.
+    """
+    changed = list(sizes)
+    for member in sorted(due):
+        largest = changed.index(max(changed))
+        if not changed[member] and changed[largest] > 1:
+            changed[member] += 1
+            changed[largest] -= 1
+    return tuple(changed)
 
 
 def group_batches(task: GroupTask, num_samples: int) -> Iterator[Indices]:

@@ -13,7 +13,7 @@ from flwr.supercore import log
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from socflower.clients.batches import BatchSchedule
+from socflower.clients.batches import BatchSchedule, Indices
 from socflower.clients.collective import Collective, PeerLost
 from socflower.clients.compression import GradientCompression, make_compression
 from socflower.clients.gradient_exchange import GradientExchange, Turn
@@ -28,6 +28,7 @@ from socflower.clients.model_state import (
 )
 from socflower.clients.preemption import Preempted, PreemptionSwitch
 from socflower.clients.random_state import own_random_state
+from socflower.clients.ring_balance import OwnWork, RingBalance
 from socflower.clients.ring_membership import Generation, LeftOut, Membership, NoModel, Standing
 from socflower.clients.ring_port import RingPort
 from socflower.clients.trainer import ExchangingSession, SessionEnd, Trainer, TrainingSpan
@@ -48,6 +49,7 @@ class AppliedStep:
     members: tuple[int, ...]  # participants whose gradients are in it
     samples: tuple[int, ...]  # of this member; positions in the group's data, or in its own where data stay
     adopted: bool = False  # applied by the others; this member took over what came of it
+    own_s: float = 0.0  # seconds of this member's own work, in which it waited for nobody; 0 for an adopted step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +84,7 @@ class RingMember:
     compression_state: bytes | None = None  # of the gradient compression, of the end of the interval before
     departs_at: int | None = None
     on_step: Callable[[AppliedStep], None] = lambda step: None
+    clock: Callable[[], float] = time.perf_counter  # in seconds; by it a member measures how fast it is
 
     def train(self) -> MemberEnd:
         """Train `model` in place with the members that come and stay; the port is left to its owner.
@@ -122,6 +125,9 @@ class _Work:
         self._lost_s: float | None = None
         self._recoveries_s: list[float] = []
         self._hooks: list[RemovableHandle] = []
+        self._work = OwnWork(member.clock)
+        self._rates: dict[int, float] = {}  # of the members, at the end
+        self._balance = RingBalance(group, self._work) if ring.rebalance_steps and group.reshuffle else None
 
     def run(self) -> MemberEnd:
         """Form the ring, train, and both again as often as needed."""
@@ -166,6 +172,8 @@ class _Work:
         self._members = generation.members
         if not self._group.reshuffle:
             self._schedule = BatchSchedule(self._group, self._sizes())
+        if self._balance is not None:
+            self._balance.agree(self._collective, self._poll)
         self._take_over(generation)
         if self._lost_s is not None:
             self._recoveries_s.append(time.monotonic() - self._lost_s)
@@ -268,29 +276,44 @@ class _Work:
         while self._num_steps < group.num_steps:
             if self._member.departs_at is not None and self._num_steps >= self._member.departs_at:
                 raise Preempted("the device is wanted for something else")
-            shares = self._schedule.shares(group.first_step + self._num_steps, present)
+            shares = self._shares(present)
             total = sum(map(len, shares))
             if not total:
                 self._num_steps += 1
                 continue
-            inputs, labels = self._member.data.batch(torch.from_numpy(shares[position]))
-            snapshot = take_snapshot(self._model)
+            self._work.begin_step()
+            with self._work.timed():
+                inputs, labels = self._member.data.batch(torch.from_numpy(shares[position]))
+                snapshot = take_snapshot(self._model)
             if self._compression is not None:
                 self._compression.start_step(group.first_step + self._num_steps)
             self._exchange.begin(self._collective, self._poll, overlapped=session.final_in_backward,
                                  turn=self._turn(), compression=self._compression)
             loss = torch.zeros(())
             try:
-                loss = session.gradients([(inputs, labels)], total)
+                with self._work.timed():
+                    loss = session.gradients([(inputs, labels)], total)
             finally:
                 # Also when the pass was broken off: its random numbers and statistics are to be undone.
                 self._under_way = (snapshot, shares[position].tolist(), loss)
             self._exchange.finish()
-            session.apply()
+            with self._work.timed():
+                session.apply()
             if self._compression is not None:
                 self._compression.finish_step()
             self._under_way = None
+            self._work.end_step(len(shares[position]))
             self._count(shares[position].tolist(), loss, total=total)
+            # Shares that are balanced after the last step would be those of no step.
+            if self._balance is not None and self._num_steps % self._ring.rebalance_steps == 0 \
+                    and self._num_steps < group.num_steps:
+                self._balance.exchange(self._collective, present, self._poll)
+
+    def _shares(self, present: list[int]) -> list[Indices]:
+        step, balance = self._group.first_step + self._num_steps, self._balance
+        if balance is None:
+            return self._schedule.shares(step, present)
+        return self._schedule.shares(step, present, balance.capacities(present), balance.due(present))
 
     def _count(self, own: list[int], loss: Tensor, *, adopted: bool = False, total: int | None = None) -> None:
         """Note a step as done."""
@@ -302,7 +325,7 @@ class _Work:
         self._num_own_samples += len(own)
         self._losses.append(loss)
         self._member.on_step(AppliedStep(step=step, members=() if adopted else self._members, samples=tuple(own),
-                                         adopted=adopted))
+                                         adopted=adopted, own_s=0.0 if adopted else self._work.step_s))
 
     def _turn(self) -> Turn | None:
         """Return what makes the group exchange in its turn: one member waits, and lets the others know."""
@@ -339,11 +362,13 @@ class _Work:
         told = [json.loads(payload) for payload in self._collective.all_gather(json.dumps({
             "weights": weights_digest(self._model), "steps": self._num_steps, "loss": losses,
             "samples": self._num_own_samples, "counters": [counter.tolist() for counter in counters],
+            "rate": self._work.rate,
         }).encode(), self._poll)]
         if len({(entry["weights"], entry["steps"]) for entry in told}) > 1:
             raise RuntimeError(f"group {self._group.group_id}: its members have come to different weights; nothing of "
                                "this interval is used")
         self._average(floats, counters, told)
+        self._rates = {member: entry["rate"] for member, entry in zip(self._members, told, strict=True)}
         self._membership.finish()
         members = self._members
         answering = self._ring.leader if self._ring.leader in members else members[0]
@@ -376,7 +401,9 @@ class _Work:
             outcome=outcome, members=tuple(soc_of[participant] for participant in self._membership.finished),
             num_steps=self._num_steps, answers=answers, recoveries_s=tuple(self._recoveries_s),
             preempted=tuple(soc_of[participant] for participant in self._membership.preempted),
-            log=self._membership.log_lines)
+            log=self._membership.log_lines,
+            rates=tuple(self._rates.get(participant, 0.0) for participant in self._membership.finished)
+            if self._rates else ())
 
     def _drop_session(self) -> None:
         if self._session is not None and self._end is None:

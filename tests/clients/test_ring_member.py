@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from socflower.clients import FP32Trainer, cosine_annealing, sgd
 from socflower.clients import ring_member as ring_member_module
+from socflower.clients.batches import BatchSchedule
 from socflower.clients.collective import Collective, PeerLost, Poll, Work, never
+from socflower.clients.fp32_trainer import FP32Session
 from socflower.clients.group import train_group
 from socflower.clients.preemption import PreemptionSwitch
 from socflower.clients.ring_member import AppliedStep, MemberEnd, RingMember
 from socflower.clients.ring_port import RingPort
+from socflower.clients.trainer import TrainingSpan
 from socflower.clients.transports import open_ring
 from socflower.cluster.protocol import COMPLETED, PREEMPTED, GroupTask, RingTask
 from socflower.workloads import LabelledData
@@ -25,6 +28,7 @@ from tests.clients.ring_peers import TOKEN, free_addresses
 
 WAIT_S = 90.0
 NUM_SAMPLES, NUM_STEPS = 96, 6
+BATCH_SIZE = NUM_SAMPLES // NUM_STEPS
 Strike = Callable[[int, int, str, int], None]
 """Called as (rank, generation, operation, number of that operation) after a member's operation has succeeded there."""
 
@@ -79,33 +83,70 @@ def model(*, norm: bool = False) -> nn.Module:
     return nn.Sequential(*layers, nn.ReLU(), nn.Linear(12, 3))
 
 
-def samples() -> LabelledData:
+def samples(count: int = NUM_SAMPLES) -> LabelledData:
     generator = torch.Generator().manual_seed(1)
     return LabelledData(
-        inputs=torch.randint(0, 256, (NUM_SAMPLES, 1, 4, 4), generator=generator, dtype=torch.uint8),
-        labels=torch.randint(0, 3, (NUM_SAMPLES,), generator=generator), mean=(0.5,), std=(0.5,), num_classes=3)
+        inputs=torch.randint(0, 256, (count, 1, 4, 4), generator=generator, dtype=torch.uint8),
+        labels=torch.randint(0, 3, (count,), generator=generator), mean=(0.5,), std=(0.5,), num_classes=3)
 
 
-def task(size: int) -> GroupTask:
+def task(size: int, num_steps: int = NUM_STEPS, *, reshuffle: bool = True) -> GroupTask:
     return GroupTask(
         group_id=0, num_groups=1, members=tuple(range(size)), partitions=tuple(range(size)), num_partitions=size,
-        capacities=(1.0,) * size, first_step=0, num_steps=NUM_STEPS, steps_per_epoch=NUM_STEPS, total_steps=NUM_STEPS,
-        batch_size=NUM_SAMPLES // NUM_STEPS, reshuffle=True, deal_epoch=0, seed=3, num_samples=NUM_SAMPLES)
+        capacities=(1.0,) * size, first_step=0, num_steps=num_steps, steps_per_epoch=num_steps, total_steps=num_steps,
+        batch_size=BATCH_SIZE, reshuffle=reshuffle, deal_epoch=0, seed=3, num_samples=BATCH_SIZE * num_steps)
 
 
 def trainer() -> FP32Trainer:
     return FP32Trainer(optimizer=sgd(0.1, 0.9), scheduler=cosine_annealing)
 
 
-class Members:
-    """What came of every member of a group."""
+class Pace:
+    """A member's clock, on which nothing but its own passes takes time."""
 
-    def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch, strike: Strike, *, norm: bool = False) -> None:
+    def __init__(self, sample_s: Sequence[float], rank: int) -> None:
+        self._sample_s, self._rank, self.now_s = sample_s, rank, 0.0
+
+    def work(self, num_samples: int) -> None:
+        self.now_s += self._sample_s[self._rank] * num_samples
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class PacedTrainer:
+    """The trainer of a member that is as fast as its pace says, whatever this machine is."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+
+    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> FP32Session:
+        session, gradients = trainer().start(model, span, state), FP32Session.gradients
+
+        def paced(parts: Any, num_samples: int) -> Tensor:
+            self._pace.work(sum(len(labels) for _, labels in parts))
+            return gradients(session, parts, num_samples)
+
+        session.gradients = paced  # type: ignore[method-assign]
+        return session
+
+
+class Members:
+    """What came of every member of a group; `sample_s` says how long each takes for a sample, by its clock."""
+
+    def __init__(
+        self, size: int, monkeypatch: pytest.MonkeyPatch, strike: Strike, *, norm: bool = False,
+        sample_s: Sequence[float] | None = None, rebalance_steps: int = 0, num_steps: int = NUM_STEPS,
+        own_data: bool = False,
+    ) -> None:
         def struck(transport: str, port: RingPort, ranks: Any, generation: int, heartbeat_s: float) -> Collective:
             return StruckRing(open_ring(transport, port, ranks, generation, heartbeat_s), port.rank, generation, strike)
 
         monkeypatch.setattr(ring_member_module, "open_ring", struck)
-        self._addresses, self._task, self._norm = tuple(free_addresses(size)), task(size), norm
+        self._addresses, self._norm = tuple(free_addresses(size)), norm
+        self._task, self._rebalance_steps = task(size, num_steps, reshuffle=not own_data), rebalance_steps
+        self._own_data = own_data
+        self.paces = [Pace(sample_s or (0.01,) * size, rank) for rank in range(size)]
         self.models = {rank: model(norm=norm) for rank in range(size)}
         self.ledgers: dict[int, list[AppliedStep]] = {rank: [] for rank in range(size)}
         # gRPC alone: a gloo ring that is closed shuts the process's connections to its ports, so a process has but one.
@@ -114,15 +155,25 @@ class Members:
 
     def _train(self, rank: int) -> MemberEnd:
         ring = RingTask(participant=rank, leader=0, addresses=self._addresses, token=TOKEN.hex(), transport="grpc",
-                        num_buckets=1, compression="none", heartbeat_s=4.0, rendezvous_s=60.0)
+                        num_buckets=1, compression="none", heartbeat_s=4.0, rendezvous_s=60.0,
+                        rebalance_steps=self._rebalance_steps)
         port = RingPort(self._addresses[rank], rank=rank, addresses=self._addresses, token=TOKEN, tls=None,
                         heartbeat_s=4.0)
         try:
-            return RingMember(model=self.models[rank], has_model=rank == 0, data=samples(), group=self._task, ring=ring,
-                              trainer=trainer(), port=port, switch=PreemptionSwitch(),
-                              on_step=self.ledgers[rank].append).train()
+            pace = self.paces[rank]
+            return RingMember(model=self.models[rank], has_model=rank == 0, data=self._data_of(rank), group=self._task,
+                              ring=ring, trainer=PacedTrainer(pace), port=port, switch=PreemptionSwitch(),
+                              on_step=self.ledgers[rank].append, clock=pace).train()
         finally:
             port.close()
+
+    def _data_of(self, rank: int) -> LabelledData:
+        whole = samples(self._task.num_samples)
+        return whole.select(torch.arange(rank, len(whole), len(self.paces))) if self._own_data else whole
+
+    def shares(self, step: int) -> list[int]:
+        """Return how many samples each member had in a step."""
+        return [len(ledger[step].samples) for ledger in self.ledgers.values()]
 
     @property
     def ends(self) -> Mapping[int, MemberEnd]:
@@ -137,11 +188,12 @@ class Members:
     def check(self) -> None:
         """Check that survivors have all steps once, the same weights, and those of an undisturbed training."""
         reference = model(norm=self._norm)
-        train_group(reference, [samples()], self._task, trainer(), None)
+        everyones = [self._data_of(rank) for rank in range(len(self.paces))] if self._own_data else [self._data_of(0)]
+        train_group(reference, everyones, self._task, trainer(), None)
         survivors = list(self.ends)
         for rank in survivors:
             assert self.ends[rank].outcome.outcome == COMPLETED
-            assert [line.step for line in self.ledgers[rank]] == list(range(NUM_STEPS))
+            assert [line.step for line in self.ledgers[rank]] == list(range(self._task.num_steps))
             for ours, first, undisturbed in zip(self.models[rank].parameters(), self.models[survivors[0]].parameters(),
                                                 reference.parameters(), strict=True):
                 assert torch.equal(ours, first)
@@ -253,6 +305,97 @@ def test_forming_anew_twenty_times_leaves_nothing_behind(monkeypatch: pytest.Mon
     assert len(members.ends[0].outcome.recoveries_s) >= 20
     assert max(num_threads[generation] for generation in (17, 18, 19) if generation in num_threads) \
         <= max(num_threads[generation] for generation in (1, 2, 3) if generation in num_threads) + 6
+
+
+# --------------------------------------------------------------------------------------------- re-balancing
+
+
+def require_each_sample_once(members: Members, num_steps: int, size: int) -> None:
+    """Check the ledgers of members of which none has died: every step's batch, whole, in the order of the members."""
+    schedule = BatchSchedule(task(size, num_steps), [BATCH_SIZE * num_steps])
+    for step in range(num_steps):
+        together = [sample for ledger in members.ledgers.values() for sample in ledger[step].samples]
+        assert together == schedule.batch(step)[0].tolist()
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_weights_under_any_rebalancing_equal_the_full_batch_step(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    num_steps = 6 * every
+    members = Members(3, monkeypatch, nothing, sample_s=(0.01, 0.02, 0.05), rebalance_steps=every, num_steps=num_steps)
+    members.check()
+    require_each_sample_once(members, num_steps, 3)
+    assert members.shares(4 * every - 1) == [6, 5, 5]
+    assert members.shares(4 * every) == members.shares(num_steps - 1) == [9, 5, 2]  # as 100, 50 and 20 of 170
+    assert members.ends[0].outcome.rates == members.ends[2].outcome.rates == pytest.approx((100.0, 50.0, 20.0))
+
+
+def test_shares_follow_a_member_that_slows_down_between_two_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample_s = [0.01, 0.01]
+
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (rank, operation, number) == (1, "all_reduce", 5):
+            sample_s[1] = 0.03
+
+    members = Members(2, monkeypatch, strike, sample_s=sample_s, rebalance_steps=1, num_steps=14)
+    members.check()
+    require_each_sample_once(members, 14, 2)
+    assert members.shares(5) == [8, 8]
+    assert members.shares(13) == [12, 4]
+
+
+@pytest.mark.parametrize("behind", [(0,), (2,), (1, 2)])
+def test_members_that_missed_an_exchange_go_by_what_the_others_know(
+    monkeypatch: pytest.MonkeyPatch, behind: tuple[int, ...],
+) -> None:
+    """It reached some of them: these feed it to their filters, and the ring forms again. All must split alike then."""
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        # The first two of a generation agree on what is known, and that all members are alike.
+        if rank in behind and (generation, operation, number) == (0, "all_gather", 2 + 4):
+            raise PeerLost("struck")
+
+    members = Members(3, monkeypatch, strike, sample_s=(0.01, 0.02, 0.05), rebalance_steps=1, num_steps=8)
+    members.check()
+    require_each_sample_once(members, 8, 3)
+    assert members.shares(4) == members.shares(7) == [9, 5, 2]  # the fourth exchange moved shares, for all of them
+
+
+def test_an_exchange_that_all_missed_is_made_up_for_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (generation, operation, number) == (0, "all_gather", 2 + 4):
+            raise PeerLost("struck")
+
+    members = Members(3, monkeypatch, strike, sample_s=(0.01, 0.02, 0.05), rebalance_steps=1, num_steps=8)
+    members.check()
+    require_each_sample_once(members, 8, 3)
+    assert members.shares(4) == [6, 5, 5]
+    assert members.shares(5) == members.shares(7) == [9, 5, 2]
+
+
+def test_what_a_dead_member_had_is_shared_by_what_is_known_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (rank, generation, operation, number) == (0, 0, "all_reduce", 7):
+            raise Died
+
+    members = Members(3, monkeypatch, strike, sample_s=(0.01, 0.01, 0.03), rebalance_steps=1, num_steps=9)
+    assert list(members.ends) == [1, 2]
+    members.check()
+    assert members.shares(5) == [7, 7, 2]
+    assert [len(members.ledgers[rank][7].samples) for rank in (1, 2)] == [12, 4]
+    assert members.ends[1].outcome.rates == pytest.approx((100.0, 100.0 / 3))
+
+
+def test_where_each_member_has_its_own_data_shares_stay_and_speeds_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = Members(2, monkeypatch, nothing, sample_s=(0.01, 0.05), rebalance_steps=1, num_steps=8, own_data=True)
+    members.check()
+    assert all(members.shares(step) == [8, 8] for step in range(8))
+    assert members.ends[0].outcome.rates == pytest.approx((100.0, 20.0))
+
+
+def test_without_rebalancing_shares_stay_and_speeds_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = Members(2, monkeypatch, nothing, sample_s=(0.01, 0.05), num_steps=8)
+    members.check()
+    assert all(members.shares(step) == [8, 8] for step in range(8))
+    assert members.ends[1].outcome.rates == pytest.approx((100.0, 20.0))
 
 
 class _SlowLayer(nn.Module):

@@ -1,0 +1,22 @@
+"""The client: one member of a ring, which writes down when each of its steps was done."""
+
+from pathlib import Path
+
+from flwr.app import Context
+from task import load_model, load_samples, num_samples
+
+from socflower.clients import FP32Trainer, make_client_app, sgd
+from socflower.workloads import LabelledData
+
+
+def load_all(context: Context, partition_id: int, num_partitions: int) -> LabelledData:
+    """Return all data: they are dealt to the groups."""
+    return load_samples(num_samples(dict(context.run_config)))
+
+
+def ledger(context: Context) -> Path:
+    """Return this node's file of steps."""
+    return Path(str(context.run_config["ledgers"])) / f"node-{context.node_config['partition-id']}.jsonl"
+
+
+app = make_client_app(lambda context: load_model(), load_all, FP32Trainer(optimizer=sgd(0.002)), ring_ledger=ledger)

@@ -1,0 +1,96 @@
+"""Re-balancing on real SuperNodes that the kernel makes slow: step time against equal shares and the ideal.
+
+Four SuperNodes with quotas of 0.6, 0.6, 0.3 and 0.15 cores train under SoCFlow, as one group of four and as two groups
+of two, once with equal shares and once with re-balancing: inside a ring every few batches, and between rounds, when
+nodes also change groups. Times are between the steps of the nodes' ledgers, in the last round; a step is as slow as the
+slowest group's. The ideal is the batch, or the batches of all groups, over the sum of the rates that the nodes measure
+of themselves in the same run, while they wait for nobody.
+
+`socflower bench rebalancing` compares the same rings without Flower around them, with rates measured alone.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from os import getloadavg
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import Row, main
+from benchmarks.hub_traffic import deployed
+from tests.cpu_quota import missing, quotas
+
+APP = Path(__file__).with_name("rebalancing_app")
+CORES = (0.6, 0.6, 0.3, 0.15)
+NUM_ROUNDS, STEPS_PER_ROUND, BATCH_SIZE, LOOK_STEPS = 3, 14, 256, 2
+_COUNTED = 6  # steps at the end of a round
+_said: dict[str, object] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The last round of a run."""
+
+    step_s: float  # of the slowest group
+    samples_per_s: float  # of all groups together
+    groups: tuple[tuple[int, ...], ...]
+    shares: dict[int, int]
+    events: tuple[str, ...]
+
+
+def run(quick: bool = False) -> list[Row]:
+    """Return rows of one group and of two; none where no quota can be set."""
+    _said.clear()
+    _said["quotas"] = missing() or list(CORES)
+    if missing() is not None:
+        return []
+    rows = []
+    for num_groups in (1,) if quick else (1, 2):
+        equal, balanced = (_train(num_groups, steps) for steps in (-1, LOOK_STEPS))
+        case = f"{len(CORES)} SuperNodes in {num_groups} group{'s' if num_groups > 1 else ''}"
+        _said[case] = {"load_average": round(getloadavg()[0], 2), "equal": _told(equal), "balanced": _told(balanced)}
+        rows.append(Row(case=f"{case}: a step", ours=balanced.step_s, peer="equal shares", peer_value=equal.step_s,
+                        unit="s", ratio=equal.step_s / balanced.step_s,
+                        ok=sum(balanced.shares.values()) == num_groups * BATCH_SIZE))
+    return rows
+
+
+def peers() -> dict[str, object]:
+    """Return how busy the machine was, and what each run came to."""
+    return dict(_said)
+
+
+def _train(num_groups: int, rebalance_steps: int) -> Outcome:
+    """Train on a deployment of its own; the quotas hold once the nodes are ready."""
+    with deployed(len(CORES), warm=True, app=APP) as cluster:
+        cluster.wait_until_idle()
+        ledgers = cluster.folder / "ledgers"
+        with quotas(cluster.node_pids, CORES):
+            marks = cluster.run(num_groups=num_groups, num_rounds=NUM_ROUNDS, steps_per_round=STEPS_PER_ROUND,
+                                batch_size=BATCH_SIZE, rebalance_steps=rebalance_steps, ledgers=str(ledgers))
+        lines = {node: [json.loads(line) for line in (ledgers / f"node-{node}.jsonl").read_text().splitlines()]
+                 for node in range(len(CORES))}
+    last = {node: [line for line in own if line["round"] == NUM_ROUNDS][-_COUNTED - 1:] for node, own in lines.items()}
+    groups = tuple(tuple(group) for group in marks[-1]["groups"])
+    steps_s = [statistics.median(_gaps_s(last[group[0]])) for group in groups]
+    return Outcome(
+        step_s=max(steps_s), samples_per_s=sum(BATCH_SIZE / step_s for step_s in steps_s), groups=groups,
+        shares={node: len(own[-1]["samples"]) for node, own in last.items()},
+        events=tuple(event for mark in marks for event in mark["events"]))
+
+
+def _gaps_s(lines: Sequence[dict[str, float]]) -> list[float]:
+    return [after["at_s"] - before["at_s"] for before, after in pairwise(lines)]
+
+
+def _told(outcome: Outcome) -> dict[str, object]:
+    return {"step_s": round(outcome.step_s, 3), "samples_per_s": round(outcome.samples_per_s, 1),
+            "groups": outcome.groups, "shares": outcome.shares, "events": outcome.events}
+
+
+if __name__ == "__main__":
+    sys.exit(main(run))
