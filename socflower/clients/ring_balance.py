@@ -18,6 +18,9 @@ from socflower.clients.heat_guard import current_guard
 from socflower.cluster.protocol import GroupTask
 from socflower.thermal.capacity import CapacityFilter
 
+_THRESHOLD = 0.05
+"""Dead band of shares within a ring: narrow, since moving the shares of data that all members have costs nothing."""
+
 
 class OwnWork:
     """What a member spends on its own part of steps; `clock` is in seconds."""
@@ -72,7 +75,7 @@ class RingBalance:
     """
 
     def __init__(self, group: GroupTask, work: OwnWork) -> None:
-        self._filter = CapacityFilter(dict(enumerate(group.capacities)))
+        self._filter = CapacityFilter(dict(enumerate(group.capacities)), threshold=_THRESHOLD)
         self._limits = [1.0] * len(group.members)  # what part of its power each member may give
         self._work = work
         guard = current_guard()
