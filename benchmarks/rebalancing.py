@@ -39,7 +39,7 @@ CORES = (0.3, 0.2, 0.15, 0.1)
 OTHERWISE = (0.1, 0.15, 0.2, 0.3)
 """The quotas before those change."""
 
-BATCH_SIZE = 1024
+BATCH_SIZE = 1536
 TOLERANCE = 1e-4
 _PEER = "equal shares"
 _EQUAL_STEPS, _BALANCED_STEPS, _ALONE_STEPS = 5, 22, 4
@@ -81,11 +81,10 @@ def run(quick: bool = False) -> list[Row]:
     _said["quotas"] = missing() or list(CORES)
     if missing() is not None:
         return []
-    batch_size = BATCH_SIZE // 2 if quick else BATCH_SIZE
     rounds = 1 if quick else 2
     with ThrottledRack(CORES) as rack:
         return [row for case in CASES[:1 if quick else None]
-                for row in _rows(case, [_round(rack, case, batch_size) for _ in range(rounds)])]
+                for row in _rows(case, [_round(rack, case, BATCH_SIZE) for _ in range(rounds)])]
 
 
 def peers() -> dict[str, object]:
