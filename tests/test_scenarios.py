@@ -13,6 +13,10 @@ ROOT = Path(__file__).parents[1]
 SOCFLOWER = Path(sysconfig.get_path("scripts")) / "socflower"
 SMALL = sorted((ROOT / "scenarios").glob("*.toml"))
 FULL = sorted((ROOT / "scenarios" / "full").glob("*.toml"))
+SLOW = {"auto_groups", "data_stays", "deployment_digits", "failed_fan", "hot_ambient", "hot_board", "idle_windows",
+        "mixed_shelf", "predictive_fan"}
+"""Small ones that `make test` can do without: other tests run what they are about."""
+
 DATA = Path(os.environ.get("SOCFLOWER_DATA", ROOT.parent / "shared" / "data"))
 
 
@@ -22,7 +26,9 @@ def socflower(*arguments: str, timeout_s: float) -> "subprocess.CompletedProcess
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("scenario", [path for path in SMALL if path.stem != "digits_demo"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("scenario", [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW else [])
+    for path in SMALL if path.stem != "digits_demo"])
 def test_the_claim_of_each_scenario_holds(scenario: Path, tmp_path: Path) -> None:
     ran = socflower("run", str(scenario), "--out", str(tmp_path), "--json", timeout_s=240.0)
     assert ran.returncode == 0, ran.stderr[-2000:]

@@ -23,7 +23,9 @@ SCENARIOS = Path(__file__).parents[2] / "scenarios"
 HOT = ("rebalanced_shares", ("train.epochs=2", "thermal.fan=passive", "thermal.cool_c=33.5"))
 GAMES = ("tidal_games", ("train.epochs=2",))
 WINDOWS = ("idle_windows", ("train.epochs=3", "users.start_hour=3.7", "users.idle_windows=[[1, 4], [5, 24]]"))
-ALL = pytest.mark.parametrize("case", [HOT, GAMES, WINDOWS], ids=lambda case: case[0])
+ALL = pytest.mark.parametrize("case", [
+    pytest.param(HOT, id=HOT[0]),
+    *(pytest.param(case, id=case[0], marks=pytest.mark.slow) for case in (GAMES, WINDOWS))])
 
 Case = tuple[str, tuple[str, ...]]
 

@@ -129,17 +129,16 @@ def while_writing(runs: Runs) -> Callable[[], bool]:
 
 
 @pytest.mark.timeout(300)
-def test_three_kills_change_nothing(tmp_path: Path) -> None:
+def test_two_kills_change_nothing(tmp_path: Path) -> None:
     """One of them while a checkpoint is being written."""
     runs, rng = Runs(tmp_path, epochs=5), random.Random(3)
     assert runs.kill_when(some_rounds_later(runs, rng))
     assert not (runs.out / "result.json").exists()
     assert runs.kill_when(while_writing(runs))
-    assert runs.kill_when(some_rounds_later(runs, rng))
     said = runs.finish()
     assert f"resuming {runs.out} after round " in said and " of 20; --fresh starts anew" in said
     resumed = runs.assert_as_uninterrupted()
-    assert 2 <= len(resumed) <= 3 and resumed == sorted(resumed)
+    assert 1 <= len(resumed) <= 2 and resumed == sorted(resumed)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.strategies.faulty_run import FaultyRun
 
 pytestmark = pytest.mark.timeout(240)
 
-FAST = {("leader killed", "mid-batch", "grpc"), ("leader killed", "synchronisation", "gloo")}
+FAST = {("leader killed", "mid-batch", "grpc")}
 ALL_ROUNDS = range(1, 20)
 
 
