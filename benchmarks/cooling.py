@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from benchmarks.harness import Row, main
-from socflower.cluster import FP32, Activity, Cluster, ModelProfile, Pricing, Usage, parse_cluster
+from socflower.cluster import FP32, Activity, Cluster, ModelProfile, Pricing, Usage, parse_cluster, sustained_rates
 from socflower.cluster.tracing import profile_module
 from socflower.hierarchy import Rebalancing, SyncInterval, TrainingWork, plan_groups
 from socflower.precision.pricing import MixedPricing
@@ -31,6 +31,7 @@ COLD_S = 2.0 * 3600.0  # that the work takes where nothing gets hot
 NUM_INTERVALS = 24
 SPREAD = 0.5  # of the SoCs' conductances to their boards
 HOT_BOARD, HOT_BOARD_AIRFLOW = 2, 0.1
+CLOCKS = 2.84 / 1.80  # no policy can gain more than the clocks fall
 PAPER = "SoCFlow+ 4.7, times as fast as without control (1.59 to 1.77)"
 
 
@@ -148,7 +149,8 @@ def run_under(policy: Policy, case: Case, cluster: Cluster, planned: Usage) -> R
     dynamics = RackDynamics(rack, fan_policy(policy, case, cluster, rack, planned))
     clock = EventClock(cluster, dynamics=dynamics)
     work, intervals = work_of(case, cluster, policy.rebalancing)
-    balancer = Balancer(cluster, work._rates, policy.rebalancing)
+    rates = sustained_rates(cluster, case.model, case.pricing)
+    balancer = Balancer(cluster, rates, policy.rebalancing)
     plan = work.plan
     for interval in intervals:
         balancer.look(clock, plan.participants)
@@ -184,10 +186,10 @@ def case_rows(case: Case, cluster: Cluster) -> list[Row]:
             found.append(Row(case=f"{case.name}: {name}, fans alone", ours=one.cooling_j, peer="passive",
                              peer_value=passive.cooling_j, unit="J", ratio=passive.cooling_j / one.cooling_j,
                              ok=same))
+    gain = none.duration_s / runs["passive, re-balancing"].duration_s
     found.append(Row(case=f"{case.name}: passive, re-balancing, beside the paper's least", peer=PAPER, peer_value=1.59,
-                     ours=none.duration_s / runs["passive, re-balancing"].duration_s, unit="times",
-                     ratio=none.duration_s / runs["passive, re-balancing"].duration_s / 1.59,
-                     limit=none.duration_s / planned.duration_s, ok=True))
+                     ours=gain, unit="times", ratio=gain / 1.59, limit=none.duration_s / planned.duration_s,
+                     ok=1.0 <= gain <= CLOCKS))
     return found
 
 

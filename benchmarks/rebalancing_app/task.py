@@ -22,4 +22,5 @@ def load_samples(num_samples: int) -> LabelledData:
 
 def num_samples(config: dict[str, object]) -> int:
     """Return how many samples make the rounds' steps: each is an epoch."""
-    return int(config["batch-size"]) * int(config["steps-per-round"]) * int(config["num-groups"])  # type: ignore[call-overload]
+    batch_size, steps, num_groups = (int(str(config[key])) for key in ("batch-size", "steps-per-round", "num-groups"))
+    return batch_size * steps * num_groups

@@ -1,6 +1,7 @@
 """What the members of a rack are told, what they measure, and what all of them train: plain values travel as JSON."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,11 +25,11 @@ class Run:
     rebalance_steps: int = 0
 
     @classmethod
-    def from_document(cls, document: dict[str, object]) -> "Run":
+    def from_document(cls, document: dict[str, Any]) -> "Run":
         """Return what `dataclasses.asdict` has taken apart."""
         addresses = document["addresses"]
         assert isinstance(addresses, list)
-        return cls(**{**document, "addresses": tuple(addresses)})  # type: ignore[arg-type]
+        return cls(**{**document, "addresses": tuple(addresses)})
 
     def task(self) -> GroupTask:
         """Return the group's work: one epoch of different batches."""

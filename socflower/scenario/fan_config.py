@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ _KEYS = ("schema", "status_file", "fan", "policy", "source")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FanTable:
+class FanTable(ABC):
     """`[fan]`: what all outputs have in common."""
 
     output: str
@@ -40,9 +41,9 @@ class FanTable:
         for key in ("period_s", "max_silence_s", "stuck_after_s", "spin_up_s"):
             _above_zero(f"[fan] {key}", getattr(self, key))
 
+    @abstractmethod
     def outputs(self) -> list[FanOutput]:
         """Return the fans; nothing is written to them yet. Raises `ConfigError` where they are not there."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +158,7 @@ class SimulatedTable(FanTable):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SourceTable:
+class SourceTable(ABC):
     """`[[source]]`: what all kinds have in common."""
 
     kind: str
@@ -167,9 +168,9 @@ class SourceTable:
     def __post_init__(self) -> None:
         _above_zero("[[source]] max_age_s", self.max_age_s)
 
+    @abstractmethod
     def source(self) -> HeatSource:
         """Return where readings come from."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

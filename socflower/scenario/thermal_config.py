@@ -82,7 +82,7 @@ class UsersConfig:
             raise ConfigError(f"[users] start_hour = {self.start_hour} and low_hour = {self.low_hour} must be 0 or "
                               "more and below 24")
         try:
-            self.tide.game.load  # noqa: B018 - it says itself what cannot be
+            self.tide.loads(0, 0.0, self.start_hour, seed=0)
             idle_windows(self.idle_windows, 0.0, self.start_hour)
         except ConfigError as error:
             raise ConfigError(f"[users] {error}") from None

@@ -37,6 +37,9 @@ class Game:
     power_w: float = 2.5
     takes_soc: bool = False
 
+    def __post_init__(self) -> None:
+        UserLoad(share=self.share, power_w=self.power_w, taken=self.takes_soc)  # says itself what cannot be
+
     @property
     def load(self) -> UserLoad:
         """Return it as a user's load."""
