@@ -23,9 +23,9 @@ from socflower.scenario.app_bundle import CHECKPOINT_FOLDER_KEY, FRESH_KEY, SCEN
 from socflower.scenario.checkpoint import CheckpointFolder, Checkpointing, require_same_run, training_of
 from socflower.scenario.config import Scenario
 from socflower.scenario.outcome_lines import to_lines
+from socflower.scenario.round_record import versions
 from socflower.scenario.run_folder import RunFolder
 from socflower.scenario.scenario_file import from_document, to_document
-from socflower.scenario.training import versions
 
 ENGINE = "deployment"
 STATE_FOLDER_KEY = "state-folder"

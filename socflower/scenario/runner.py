@@ -27,10 +27,10 @@ from socflower.scenario.flower_simulation import run_in_flower_simulation
 from socflower.scenario.heat import check_boards
 from socflower.scenario.model import initial_model
 from socflower.scenario.report import write_report
+from socflower.scenario.round_record import versions
 from socflower.scenario.run_folder import RunFolder, write_atomically
 from socflower.scenario.run_story import Say
 from socflower.scenario.scenario_file import scenario_cluster, to_document
-from socflower.scenario.training import versions
 from socflower.sim.engine import quiet_flower
 from socflower.sim.local_grid import LocalGrid, num_cores
 from socflower.sim.workers import AppReference

@@ -1,35 +1,31 @@
 """What a scenario's ServerApp does: model, data, strategy and clock put together, and what came of it."""
 
-import hashlib
-import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from dataclasses import asdict
-from functools import cache
-from importlib import metadata
 from time import perf_counter
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
-from socflower import __version__, _int8
-from socflower.cluster import Cluster, Usage
+from socflower import _int8
+from socflower.cluster import Cluster
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import GroupPlan, default_candidates
 from socflower.scenario.arithmetic import num_training_samples, pricing, uses_int8
-from socflower.scenario.checkpoint import Checkpoint, CheckpointFolder
+from socflower.scenario.checkpoint import Checkpoint
 from socflower.scenario.config import Scenario
 from socflower.scenario.heat import cold_training_s, heat_document, rack_dynamics
 from socflower.scenario.model import initial_model, model_profile
 from socflower.scenario.planning import rebalancing
+from socflower.scenario.round_record import RoundRecord, event_documents
 from socflower.scenario.run_folder import RunFolder
-from socflower.scenario.scenario_file import scenario_cluster, to_document
+from socflower.scenario.scenario_file import scenario_cluster
 from socflower.sim import EventClock, Trace
 from socflower.sim.priced_grid import PricedGrid
 from socflower.strategies import OrderedFedAvg, RingAllReduce, SingleDevice, SoCFlow, profile_group_count
-from socflower.strategies.records import array_views, to_array_record
-from socflower.strategies.replies import DROPPING, ReplyEvent
+from socflower.strategies.replies import DROPPING
 from socflower.strategies.rings import RingSettings
 from socflower.workloads import DataSet, Evaluation, evaluate, load_data
 
@@ -37,12 +33,6 @@ from socflower.workloads import DataSet, Evaluation, evaluate, load_data
 def train(scenario: Scenario, grid: Grid, folder: RunFolder) -> dict[str, Any]:
     """Train and return the outcome: the part of the result document that does not depend on who asked."""
     return _Training(scenario, grid, folder).run()
-
-
-@cache
-def versions() -> dict[str, str]:
-    """Return the versions of what computes weights: a checkpoint of others is not gone on from."""
-    return {"socflower": __version__, **{name: metadata.version(name) for name in ("flwr", "torch", "numpy")}}
 
 
 class _Training:
@@ -60,14 +50,9 @@ class _Training:
         self._trace = Trace()
         self._rack = rack_dynamics(scenario, self._cluster)
         self._clock = EventClock(self._cluster, dynamics=self._rack, trace=self._trace)
-        self._rounds: list[dict[str, Any]] = []
-        self._warm_up: dict[str, Any] | None = None
+        self._record = RoundRecord(scenario, folder, self._clock, self._trace, self._evaluate)
         self._plan: GroupPlan | None = None
-        self._checkpointing = folder.read_checkpointing()
         self._resumed: Checkpoint | None = None
-        self._resumed_from: list[int] = []
-        self._trace_parts: list[int] = []
-        self._num_spans_kept = 0
         self._transport = "in process"
 
     def _kernels(self) -> dict[str, str]:
@@ -80,35 +65,22 @@ class _Training:
         """Train with the scenario's strategy."""
         started_s = perf_counter()
         arrays = ArrayRecord(self._model.state_dict())
-        if self._checkpointing is not None and self._checkpointing.resume_after is not None:
-            arrays = self._restore(CheckpointFolder(self._checkpointing.folder), self._checkpointing.resume_after)
+        resumed = self._record.resume()
+        if resumed is not None:
+            self._resumed, arrays = resumed
         final = self._fedavg(arrays) if self._scenario.strategy.name == "fedavg" else self._grouped(arrays)
         if not final:
             raise TrainingFailed("Flower returned no model: every client failed; see the log for the first cause")
-        self._trace.write(self._folder.trace)
-        self._folder.write_model(array_views(final))
-        usage = self._clock.usage
         return {
             "strategy": self._scenario.strategy.name,
-            "seed": self._scenario.seed,
             "kernels": self._kernels(),
             "transports": {"inside groups": self._transport, "hub": "Flower messages"},
             "data_source": self._data.source,
-            "rounds": self._rounds,
-            "warm_up": self._warm_up,
-            "final_accuracy": self._rounds[-1]["accuracy"],
-            "virtual_s": self._clock.now_s,
+            **self._record.totals(final),
             "wall_s": perf_counter() - started_s,
-            "energy_j": usage.total_energy_j,
-            "bytes": _bytes(usage),
-            "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
-                          "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
-            "weights_sha256": weights_sha256(final),
             "heat": heat_document(self._scenario, self._rack, self._clock.now_s,
                                   cold_training_s(self._scenario, self._cluster)) if self._rack else None,
             "plan": self._plan.to_document() if self._plan else None,
-            "resumed_from": self._resumed_from,
-            "versions": versions(),
         }
 
     def _grouped(self, arrays: ArrayRecord) -> ArrayRecord:
@@ -118,12 +90,16 @@ class _Training:
 
         def round_end(server_round: int) -> dict[str, Any]:
             report = strategy.reports[-1]
-            return {"epoch": report.epoch, "events": _documents(report.events),
+            return {"epoch": report.epoch, "events": event_documents(report.events),
                     **_mixed(report.alpha, report.cpu_share)}
 
         def dropped() -> list[int]:
             events = strategy.reports[-1].events if strategy.reports else ()
             return sorted({event.group_id for event in events if event.kind in DROPPING} | strategy.led_by_others)
+
+        def own_state() -> dict[str, Any]:
+            return {"without_state": dropped(), "away": list(strategy.away),
+                    "planned_without": list(strategy.planned_without), "balance": strategy.balance_state}
 
         if self._resumed is not None:
             strategy.resume_from(self._resumed.server_round, without_state=self._resumed.without_state,
@@ -131,7 +107,7 @@ class _Training:
                                  balance=self._resumed.balance)
         arrays = strategy.start(
             self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
-            evaluate_fn=self._evaluation(round_end, strategy.num_rounds, dropped, strategy)).arrays
+            evaluate_fn=self._record.evaluation(round_end, strategy.num_rounds, own_state, self._heat)).arrays
         self._transport = strategy.transport
         return arrays
 
@@ -141,14 +117,14 @@ class _Training:
             return 1
         if isinstance(settings.groups, int):
             return settings.groups
-        if self._warm_up is not None:  # of the run that this one goes on from
-            return int(self._warm_up["num_groups"])
+        if self._record.warm_up is not None:  # of the run that this one goes on from
+            return int(self._record.warm_up["num_groups"])
         num_socs = settings.socs or self._cluster.num_socs
         choice = profile_group_count(
             self._grid, arrays, lambda trained: self._evaluate(trained).accuracy,
             lambda num_groups: self._strategy(num_groups, num_epochs=1), default_candidates(num_socs),
             timeout_s=self._scenario.train.reply_timeout_s)
-        self._warm_up = {"num_groups": choice.num_groups, "stopped_at": choice.stopped_at,
+        self._record.warm_up = {"num_groups": choice.num_groups, "stopped_at": choice.stopped_at,
                          "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
                          "first_epoch_accuracy": {str(key): value for key, value in choice.accuracies.items()}}
         return int(choice.num_groups)
@@ -183,13 +159,14 @@ class _Training:
                                "num-rounds": num_rounds, "seed": self._scenario.seed + 1})
 
         def round_end(server_round: int) -> dict[str, Any]:
-            return {"epoch": float(server_round * settings.local_epochs), "events": _documents(strategy.events),
+            return {"epoch": float(server_round * settings.local_epochs), "events": event_documents(strategy.events),
                     **_mixed(strategy.alpha, strategy.cpu_share)}
 
         if self._resumed is not None:
             strategy.resume_from(self._resumed.server_round)
-        return strategy.start(grid, arrays, num_rounds=num_rounds, timeout=settings.reply_timeout_s,
-                              train_config=config, evaluate_fn=self._evaluation(round_end, num_rounds)).arrays
+        return strategy.start(
+            grid, arrays, num_rounds=num_rounds, timeout=settings.reply_timeout_s, train_config=config,
+            evaluate_fn=self._record.evaluation(round_end, num_rounds, beside=self._heat)).arrays
 
     def _require_events_to_strike(self, num_rounds: int, socs: Collection[int]) -> None:
         """Raise `ConfigError` for an event that could never happen: the scenario would claim what it does not test."""
@@ -200,35 +177,6 @@ class _Training:
                 raise ConfigError(f"[[event]] soc = {event.soc} takes no part in the run; those that do: "
                                   f"{', '.join(map(str, socs))}")
 
-    def _evaluation(
-        self, round_end: Callable[[int], dict[str, Any]], num_rounds: int,
-        dropped: Callable[[], list[int]] = lambda: [], strategy: SoCFlow | None = None,
-    ) -> Callable[[int, ArrayRecord], MetricRecord | None]:
-        """Return the evaluate function of `Strategy.start`; it also records the round and keeps a checkpoint of it.
-
-        `dropped` tells the groups whose reply the round dropped; a `strategy` with a plan knows who leads and who is
-        away.
-        """
-
-        def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-            if server_round < len(self._rounds):  # round 0 of a run that was resumed after it
-                return None
-            outcome = self._evaluate(arrays)
-            training = round_end(server_round) if server_round else {"epoch": 0.0, "events": []}
-            self._rounds.append({
-                "round": server_round, "epoch": training.pop("epoch"), "accuracy": outcome.accuracy,
-                "loss": outcome.loss if math.isfinite(outcome.loss) else None,  # JSON has no NaN
-                "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
-                "bytes": _bytes(self._clock.usage), **training, **self._heat(),
-            })
-            # Before any training there is nothing to lose, unless the number of groups was tried out.
-            if server_round or self._warm_up is not None:
-                self._keep(server_round, num_rounds, arrays, dropped(), strategy)
-            self._folder.append_progress({**self._rounds[-1], "num_rounds": num_rounds})
-            return MetricRecord({"accuracy": outcome.accuracy, "loss": outcome.loss})
-
-        return evaluate_round
-
     def _heat(self) -> dict[str, float]:
         """Return how hot the rack is at a round's end, where that is known."""
         if self._rack is None or self._scenario.thermal is None:
@@ -236,62 +184,11 @@ class _Training:
         now = self._rack.present
         return {"hottest_c": now.hottest_c, "mean_clock": now.mean_clock, "fan_rpm": now.rpm}
 
-    def _keep(
-        self, server_round: int, num_rounds: int, arrays: ArrayRecord, dropped: list[int], strategy: SoCFlow | None,
-    ) -> None:
-        """Write a checkpoint of the round that just ended, if the run keeps any."""
-        if self._checkpointing is None:
-            return
-        self._trace_parts.append(server_round)
-        CheckpointFolder(self._checkpointing.folder).write(Checkpoint(
-            server_round=server_round, num_rounds=num_rounds, scenario=to_document(self._scenario),
-            engine=self._checkpointing.engine, versions=versions(), rounds=self._rounds, clock=self._clock.state(),
-            arrays=array_views(arrays), warm_up=self._warm_up, without_state=dropped,
-            away=list(strategy.away) if strategy else [],
-            planned_without=list(strategy.planned_without) if strategy else [],
-            balance=strategy.balance_state if strategy else {},
-            resumed_from=self._resumed_from, trace_parts=self._trace_parts,
-        ), self._trace.state(self._num_spans_kept))
-        self._num_spans_kept = self._trace.num_spans
-
-    def _restore(self, folder: CheckpointFolder, server_round: int) -> ArrayRecord:
-        """Take up everything where a checkpoint left it and return the model's arrays."""
-        checkpoint = self._resumed = folder.read(server_round)
-        self._rounds = list(checkpoint.rounds)
-        self._warm_up = None if checkpoint.warm_up is None else dict(checkpoint.warm_up)
-        self._clock.restore(checkpoint.clock)
-        for part in folder.trace_parts(checkpoint):
-            self._trace.restore(part)
-        self._num_spans_kept = self._trace.num_spans
-        self._trace_parts = list(checkpoint.trace_parts)
-        self._resumed_from = [*checkpoint.resumed_from, checkpoint.server_round]
-        for entry in self._rounds:
-            self._folder.append_progress({**entry, "num_rounds": checkpoint.num_rounds})
-        return to_array_record(checkpoint.arrays)
-
     def _evaluate(self, arrays: ArrayRecord) -> Evaluation:
         self._model.load_state_dict(arrays.to_torch_state_dict())
         return evaluate(self._model, self._data.test)
 
 
-def weights_sha256(arrays: ArrayRecord) -> str:
-    """Return the digest of all tensors: names, shapes, types and values, in order."""
-    digest = hashlib.sha256()
-    for name, array in array_views(arrays).items():
-        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
-
-
-def _documents(events: Iterable[ReplyEvent]) -> list[dict[str, str]]:
-    return [{"kind": event.kind, "text": event.text} for event in events]
-
-
 def _mixed(alpha: float | None, cpu_share: float | None) -> dict[str, float]:
     """Return what a round of mixed precision has beside the others."""
     return {key: value for key, value in (("alpha", alpha), ("cpu_share", cpu_share)) if value is not None}
-
-
-def _bytes(usage: Usage) -> dict[str, float]:
-    tiers = {"intra_board": 0.0, "inter_board": 0.0, "hub": 0.0, "wan": 0.0}
-    return tiers | {tier.value: value for tier, value in usage.num_bytes.items()}

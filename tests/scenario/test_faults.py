@@ -14,9 +14,9 @@ from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import group_steps_per_epoch, plan_groups
 from socflower.scenario.config import EventConfig, Scenario, TrainConfig
 from socflower.scenario.model import initial_model
+from socflower.scenario.round_record import weights_sha256
 from socflower.scenario.runner import run_scenario, run_to_folder
 from socflower.scenario.scenario_file import scenario_cluster
-from socflower.scenario.training import weights_sha256
 from socflower.strategies.records import aggregate_records
 from socflower.workloads import load_data
 from tests.scenario.small_runs import small, small_result
