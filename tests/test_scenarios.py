@@ -4,18 +4,25 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
+from socflower.scenario import cli
+
 ROOT = Path(__file__).parents[1]
 SOCFLOWER = Path(sysconfig.get_path("scripts")) / "socflower"
 SMALL = sorted((ROOT / "scenarios").glob("*.toml"))
 FULL = sorted((ROOT / "scenarios" / "full").glob("*.toml"))
-SLOW = {"auto_groups", "data_stays", "deployment_digits", "failed_fan", "hot_ambient", "hot_board", "idle_windows",
-        "mixed_shelf", "predictive_fan"}
-"""Small ones that `make test` can do without: other tests run what they are about."""
+SLOW = {"auto_groups", "data_stays", "dead_client", "deployment_digits", "failed_fan", "hot_ambient", "hot_board",
+        "idle_windows", "mixed_shelf", "predictive_fan"}
+"""Small ones that `make test` can do without: other tests run what they are about (for a client that dies or hangs,
+tests/scenario/test_faults.py)."""
+NEED_PROCESSES = {"dead_client"}
+"""Run by a process of their own with its workers. All others run in this one, as fast as they train; that worker
+processes change nothing is tested elsewhere."""
 
 DATA = Path(os.environ.get("SOCFLOWER_DATA", ROOT.parent / "shared" / "data"))
 
@@ -25,14 +32,36 @@ def socflower(*arguments: str, timeout_s: float) -> "subprocess.CompletedProcess
                           env={**os.environ, "SOCFLOWER_DATA": str(DATA)}, check=False)
 
 
+def socflower_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str,
+) -> tuple[int, str, str]:
+    """Return status, output and errors of the command, without a new interpreter."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["socflower", *arguments])
+    capsys.readouterr()
+    try:
+        cli.main()
+        status = 0
+    except SystemExit as end:
+        status = int(end.code or 0)
+    return status, *capsys.readouterr()
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("scenario", [
     pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW else [])
     for path in SMALL if path.stem != "digits_demo"])
-def test_the_claim_of_each_scenario_holds(scenario: Path, tmp_path: Path) -> None:
-    ran = socflower("run", str(scenario), "--out", str(tmp_path), "--json", timeout_s=240.0)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    result = json.loads(ran.stdout)
+def test_the_claim_of_each_scenario_holds(
+    scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ("run", str(scenario), "--out", str(tmp_path), "--json")
+    if scenario.stem in NEED_PROCESSES:
+        ran = socflower(*command, timeout_s=240.0)
+        status, out, err = ran.returncode, ran.stdout, ran.stderr
+    else:
+        status, out, err = socflower_here(monkeypatch, capsys, *command, "--workers", "0")
+    assert status == 0, err[-2000:]
+    result = json.loads(out)
     assert result == json.loads((tmp_path / "result.json").read_text())
     assert result["expectations"]
     assert all(claim["holds"] is not False for claim in result["expectations"])
@@ -51,19 +80,21 @@ def test_each_scenario_opens_with_a_question_and_ends_with_a_claim(scenario: Pat
 
 
 @pytest.mark.timeout(300)
-def test_local_and_simulation_give_equal_weights(tmp_path: Path) -> None:
+def test_local_and_simulation_give_equal_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
     """Two Snapdragon groups with a split batch, on our engine and on Flower's with Ray."""
     pytest.importorskip("ray", reason="the engine simulation needs socflower[simulation]")
-    settings = ["--set", "train.epochs=1", "--set", "cluster.boards=[2, 2]", "--set", "strategy.groups=2",
-                "--set", "expect={}", "--json"]
-    hashes = {}
-    for engine in ("local", "simulation"):
-        ran = socflower("run", "scenarios/digits_demo.toml", "--engine", engine, "--out", str(tmp_path / engine),
-                        *settings, timeout_s=280.0)
-        assert ran.returncode == 0, ran.stderr[-2000:]
-        result = json.loads(ran.stdout)
-        hashes[engine] = (result["weights_sha256"], result["virtual_s"], result["energy_j"], result["final_accuracy"])
-    assert hashes["local"] == hashes["simulation"]
+    command = ["run", "scenarios/digits_demo.toml", "--set", "train.epochs=1", "--set", "train.batch_size=64",
+               "--set", "cluster.boards=[2, 2]", "--set", "strategy.groups=2", "--set", "expect={}", "--json"]
+    ran = socflower(*command, "--engine", "simulation", "--out", str(tmp_path / "simulation"), timeout_s=280.0)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    status, out, err = socflower_here(monkeypatch, capsys, *command, "--workers", "0", "--out", str(tmp_path / "local"))
+    assert status == 0, err[-2000:]
+    simulation, local = (
+        (result["weights_sha256"], result["virtual_s"], result["energy_j"], result["final_accuracy"])
+        for result in map(json.loads, (ran.stdout, out)))
+    assert local == simulation
 
 
 @pytest.mark.slow

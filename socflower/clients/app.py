@@ -1,8 +1,7 @@
 """The wrapper that makes a Flower ClientApp of a model function and a data function."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -19,6 +18,7 @@ from socflower.clients.heat_guard import paced
 from socflower.clients.random_state import own_random_state
 from socflower.clients.ring_training import MemberTraining, answer_query, member_reply, server_round_of
 from socflower.clients.state_files import StateFiles
+from socflower.clients.torch_threads import torch_threads
 from socflower.clients.trainer import SessionEnd, Trainer, TrainingSpan
 from socflower.clients.trainer_state import TrainerState
 from socflower.cluster.protocol import (
@@ -101,7 +101,7 @@ def make_client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        with _torch_threads(num_threads):
+        with torch_threads(num_threads):
             if RING in message.content.config_records:
                 return _train_in_ring(model_fn(context), message, context, data_fn, trainer_for(context), state_folder,
                                       ring_ledger)
@@ -125,7 +125,7 @@ def make_client_app(
 
         @app.evaluate()
         def evaluate_client(message: Message, context: Context) -> Message:
-            with _torch_threads(num_threads):
+            with torch_threads(num_threads):
                 model = _load(model_fn(context), message)
                 outcome = evaluate(model, evaluate_data_fn(context, *_partition(context)))
             metrics = MetricRecord(
@@ -240,13 +240,3 @@ def _load(model: nn.Module, message: Message) -> nn.Module:
 
 def _weights(model: nn.Module) -> ArrayRecord:
     return ArrayRecord({name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()})
-
-
-@contextmanager
-def _torch_threads(num_threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

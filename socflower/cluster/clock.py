@@ -92,6 +92,10 @@ class VirtualClock(Protocol):
         """Let `socs` idle until speeds or users change, and advance."""
         ...
 
+    def spend(self, usage: Usage, label: str = "") -> None:
+        """Advance by what was simulated elsewhere, as over links whose rates follow a recording."""
+        ...
+
 
 class DeviceDynamics(Protocol):
     """How fast each SoC runs as time and load go by (heat, clocks, user load); `sim` asks, `thermal` answers."""

@@ -26,6 +26,8 @@ from socflower.scenario.arithmetic import trainer, training_data
 from socflower.scenario.config import Scenario
 from socflower.scenario.model import initial_model
 from socflower.scenario.run_folder import RunFolder
+from socflower.scenario.split_app import split_client_app
+from socflower.scenario.split_training import train_split
 from socflower.scenario.training import train
 from socflower.workloads import LabelledData, partition
 
@@ -44,7 +46,8 @@ def scenario_server_app(folder_of: FolderOf) -> ServerApp:
         folder.write_server_process(os.getpid())
         try:
             await_nodes(grid, int(context.run_config.get(NUM_NODES_KEY, 0)))
-            folder.write_outcome(train(folder.read_scenario(), grid, folder))
+            scenario = folder.read_scenario()
+            folder.write_outcome((train_split if scenario.is_split else train)(scenario, grid, folder))
         except SocflowerError as error:
             folder.write_outcome({"error": str(error)})
         except Exception as error:
@@ -79,7 +82,20 @@ def scenario_client_app(folder_of: FolderOf) -> ClientApp:
     def state_folder(context: Context) -> Path | None:
         return folder_of(context).clients_folder(context.node_config)
 
-    return make_client_app(model, data, trainer_of, mods=[faults, node_heat_mod], state_folder=state_folder)
+    grouped = make_client_app(model, data, trainer_of, mods=[faults, node_heat_mod], state_folder=state_folder)
+    return _EitherApp(scenario_of, grouped, split_client_app(folder_of))
+
+
+class _EitherApp(ClientApp):
+    """The client of whichever kind of strategy a scenario has."""
+
+    def __init__(self, scenario_of: Callable[[Context], Scenario], grouped: ClientApp, split: ClientApp) -> None:
+        super().__init__()
+        self._scenario_of, self._grouped, self._split = scenario_of, grouped, split
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        app = self._split if self._scenario_of(context).is_split else self._grouped
+        return app(message, context)
 
 
 def await_nodes(grid: Grid, num_nodes: int, timeout_s: float = _NODES_TIMEOUT_S) -> None:

@@ -1,11 +1,13 @@
 """The arithmetic of a scenario: its trainer, what it costs in virtual time, and the data it sets aside."""
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
+import torch
 
 from socflower.clients import FP32Trainer, Int8Trainer, MixedPrecisionTrainer, Trainer, cosine_annealing, sgd
+from socflower.clients.fp32_trainer import OptimizerFn
 from socflower.cluster import FP32, Device, Pricing
 from socflower.errors import ConfigError
 from socflower.precision import EngineSettings, RescalingPolicy, int8_algorithm
@@ -76,7 +78,7 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
             settings=EngineSettings(rescaling=RescalingPolicy(adaptive=precision.adaptive_rescaling)),
         )
     fp32 = FP32Trainer(
-        optimizer=sgd(settings.learning_rate, settings.momentum, settings.weight_decay),
+        optimizer=optimizer(scenario),
         scheduler=cosine_annealing if settings.schedule == "cosine" else None,
         member_passes=settings.member_passes, num_buckets=scenario.strategy.overlap_buckets,
     )
@@ -87,6 +89,14 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
     device = scenario_cluster(scenario).device_of(soc)
     ratio = MixedPricing(rule=precision.rule).npu_ratio(scenario.model.name, device)
     return MixedPrecisionTrainer(fp32=fp32, rule=precision.rule, held_out=inputs, npu_ratio=ratio)
+
+
+def optimizer(scenario: Scenario) -> OptimizerFn:
+    """Return the scenario's optimiser; momentum is SGD's alone."""
+    settings = scenario.train
+    if settings.optimizer == "adam":
+        return partial(torch.optim.Adam, lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    return sgd(settings.learning_rate, settings.momentum, settings.weight_decay)
 
 
 def training_data(scenario: Scenario) -> LabelledData:

@@ -18,13 +18,14 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
+from socflower.errors import ConfigError
 from socflower.scenario.app import scenario_client_app, scenario_server_app
 from socflower.scenario.app_bundle import CHECKPOINT_FOLDER_KEY, FRESH_KEY, SCENARIO_FILE
 from socflower.scenario.checkpoint import CheckpointFolder, Checkpointing, require_same_run, training_of
 from socflower.scenario.config import Scenario
 from socflower.scenario.outcome_lines import to_lines
 from socflower.scenario.round_record import versions
-from socflower.scenario.run_folder import RunFolder
+from socflower.scenario.run_folder import CloudAddress, RunFolder
 from socflower.scenario.scenario_file import from_document, to_document
 
 ENGINE = "deployment"
@@ -91,6 +92,14 @@ class BundledRunFolder(RunFolder):
         folder = Path(named) / hashlib.sha256(training.encode()).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+    def read_cloud(self) -> CloudAddress | None:
+        """Return where the environment of this SuperLink says that the cloud is; a split scenario needs one."""
+        cloud, strategy = CloudAddress.of_environment(), self.read_scenario().strategy.name
+        if cloud is None and self.read_scenario().is_split and strategy != "edge-only":
+            raise ConfigError(f"[strategy] name = {strategy!r} needs a cloud, and this SuperLink's environment names "
+                              "none; set SOCFLOWER_CLOUD and SOCFLOWER_CLOUD_TOKEN_FILE where it is started")
+        return cloud
 
     def append_progress(self, entry: dict[str, Any]) -> None:
         """Log a line about the round that just ended."""

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from socflower import __version__
 from socflower.errors import ConfigError, SocflowerError
-from socflower.scenario import heat_commands, terminal
+from socflower.scenario import cloud_commands, heat_commands, terminal
 
 app = typer.Typer(
     name="socflower", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -277,6 +277,7 @@ def doctor(as_json: Json = False) -> None:
 
 app.command()(heat_commands.heat)
 app.command()(heat_commands.fan)
+app.add_typer(cloud_commands.cloud, name="cloud")
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -10,15 +10,18 @@ from socflower.cluster.protocol import COMPRESSIONS, TRANSPORTS
 from socflower.cluster.toml_file import reject_unknown_keys
 from socflower.errors import ConfigError
 from socflower.precision import ALGORITHMS, MIXING_RULES
+from socflower.scenario.split_config import SPLIT_STRATEGIES, EdgeCloudConfig
 from socflower.scenario.thermal_config import Pairs, ThermalConfig, UsersConfig
 
-STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
+CLUSTER_STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
+STRATEGIES = (*CLUSTER_STRATEGIES, *SPLIT_STRATEGIES)
 ARITHMETICS = ("fp32", "int8", "mixed")
 REBALANCE = ("off", "shares", "groups", "both")
 FAULT_KINDS = ("raise", "nan", "hang", "die", "preempt")
 
 _HELD_OUT = 128
 _LISTS: dict[Any, tuple[type, str]] = {tuple[str, ...]: (str, "names"), tuple[int, ...]: (int, "whole numbers")}
+_ROWS: dict[Any, tuple[int, str]] = {Pairs: (2, "pairs"), tuple[tuple[float, float, float], ...]: (3, "triples")}
 _NUMBER = (int, float)
 _Table = TypeVar("_Table")
 
@@ -50,7 +53,8 @@ class TrainConfig:
     epochs: int = 10
     batch_size: int = 64
     learning_rate: float = 0.01
-    momentum: float = 0.9
+    optimizer: str = "sgd"
+    momentum: float = 0.9  # of sgd
     weight_decay: float = 0.0
     schedule: str = "cosine"
     local_epochs: int = 1  # of a fedavg client in a round
@@ -58,6 +62,7 @@ class TrainConfig:
     reply_timeout_s: float = 3600.0  # real seconds until a node that does not answer is given up on
 
     def __post_init__(self) -> None:
+        _one_of("[train] optimizer", self.optimizer, ("sgd", "adam"))
         _one_of("[train] schedule", self.schedule, ("cosine", "constant"))
         _one_of("[train] member_passes", self.member_passes, ("auto", "always", "ring"))
         for key in ("epochs", "batch_size", "learning_rate", "local_epochs", "reply_timeout_s"):
@@ -176,7 +181,7 @@ class EventConfig:
 class CompareConfig:
     """`[compare]`: what `socflower compare` runs beside each other, and the accuracy it times."""
 
-    strategies: tuple[str, ...] = STRATEGIES
+    strategies: tuple[str, ...] = CLUSTER_STRATEGIES
     target_accuracy: float | None = None
 
     def __post_init__(self) -> None:
@@ -207,16 +212,56 @@ class Scenario:
     events: tuple[EventConfig, ...] = ()
     thermal: ThermalConfig | None = None  # without it nothing ever gets hot
     users: UsersConfig | None = None  # without it nobody else comes
+    edgecloud: EdgeCloudConfig | None = None  # without it there is no cloud
     expect: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.schema != 1:
             raise ConfigError(f"schema = {self.schema} is not known to this version; write schema = 1")
+        if self.train.optimizer != "sgd" and self.precision.arithmetic != "fp32":
+            raise ConfigError(f"[train] optimizer = {self.train.optimizer!r} is for arithmetic = 'fp32'; int8 training "
+                              "knows sgd only")
         if self.precision.arithmetic == "int8" and (self.train.weight_decay or self.train.member_passes != "auto"):
             raise ConfigError("[precision] arithmetic = 'int8' knows no [train] weight_decay and no member_passes; "
                               "leave them out")
+        self._check_split()
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed = {self.seed} must lie between 0 and {2**32 - 1}")
+
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a cloud trains with the cluster's SoCs."""
+        return self.strategy.name in SPLIT_STRATEGIES
+
+    @property
+    def split(self) -> EdgeCloudConfig:
+        """`[edgecloud]`, with its defaults where the table is left out."""
+        return self.edgecloud or EdgeCloudConfig()
+
+    def _check_split(self) -> None:
+        family = SPLIT_STRATEGIES if self.is_split else CLUSTER_STRATEGIES
+        if self.compare.strategies == CLUSTER_STRATEGIES != family:
+            # Nobody asked for these: they are what is compared where nothing is said.
+            object.__setattr__(self, "compare", replace(self.compare, strategies=tuple(
+                name for name in family if name != "splitfed")))
+        strangers = [name for name in self.compare.strategies if name not in family]
+        if strangers:
+            raise ConfigError(f"[compare] strategies: {strangers[0]!r} cannot do the work of {self.strategy.name!r}; "
+                              f"use some of {', '.join(family)}")
+        if self.edgecloud is not None and not self.is_split:
+            raise ConfigError(f"[edgecloud] is for strategies {', '.join(SPLIT_STRATEGIES)}; [strategy] name is "
+                              f"{self.strategy.name!r}")
+        if not self.is_split:
+            return
+        if self.precision.arithmetic != "fp32":
+            raise ConfigError(f"[strategy] name = {self.strategy.name!r} trains in FP32; leave [precision] out")
+        if self.thermal is not None or self.users is not None:
+            raise ConfigError(f"[strategy] name = {self.strategy.name!r} knows no [thermal] and no [users]; leave them "
+                              "out")
+        if self.events:
+            raise ConfigError(f"[strategy] name = {self.strategy.name!r} knows no [[event]]; what a link suffers "
+                              "stands in [edgecloud] segments")
 
 
 def parse_table(kind: type[_Table], table: object, where: str) -> _Table:
@@ -236,11 +281,12 @@ def _converted(value: object, expected: Any, where: str) -> object:
     """Return a TOML value as the field's type: whole numbers are numbers, lists are tuples; nothing else bends."""
     allowed = get_args(expected) if isinstance(expected, UnionType) else (expected,)
     plain = tuple(kind for kind in allowed if isinstance(kind, type) and kind is not type(None))
-    if isinstance(value, list) and expected == Pairs:
-        if not all(isinstance(pair, list) and len(pair) == 2 and all(
-                isinstance(number, _NUMBER) and not isinstance(number, bool) for number in pair) for pair in value):
-            raise ConfigError(f"{where} = {value!r} must be a list of pairs of numbers")
-        return tuple((float(first), float(second)) for first, second in value)
+    if isinstance(value, list) and expected in _ROWS:
+        length, rows = _ROWS[expected]
+        if not all(isinstance(row, list) and len(row) == length and all(
+                isinstance(number, _NUMBER) and not isinstance(number, bool) for number in row) for row in value):
+            raise ConfigError(f"{where} = {value!r} must be a list of {rows} of numbers")
+        return tuple(tuple(map(float, row)) for row in value)
     if isinstance(value, list) and expected in _LISTS:
         kind, items = _LISTS[expected]
         if not all(isinstance(item, kind) and not isinstance(item, bool) for item in value):

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from socflower.errors import ConfigError
+from socflower.scenario.config import STRATEGIES
 
 Result: TypeAlias = Mapping[str, Any]
 
@@ -21,6 +22,10 @@ _OF_ONE_RUN: Mapping[str, Callable[[Result], float | None]] = {
     "peak_c": lambda result: _heat(result, "peak_c"),
     "cooling_j": lambda result: _heat(result, "cooling_j"),
     "slowdown": lambda result: _heat(result, "slowdown"),
+    "wan_bytes": lambda result: result["bytes"]["wan"],
+    "mean_staleness": lambda result: _split(result, "mean_staleness"),
+    "max_staleness": lambda result: _split(result, "max_staleness"),
+    "moves": lambda result: _split(result, "num_moves"),
     "contention": lambda result: result["plan"] and result["plan"]["contention"],
     "communication_groups": lambda result: result["plan"] and len(result["plan"]["communication_groups"]),
     "groups": lambda result: result["plan"] and len(result["plan"]["groups"]),  # fedavg has no plan
@@ -31,7 +36,6 @@ _AGAINST: Mapping[str, Callable[[Result, Result], float | None]] = {
     "time_to_accuracy_gain_over": lambda ours, other: _ratio(other["time_to_accuracy_s"], ours["time_to_accuracy_s"]),
     "energy_gain_over": lambda ours, other: _ratio(other["energy_j"], ours["energy_j"]),
 }
-_COMPARED = ("socflow", "ring", "fedavg", "sgd")
 
 
 def check_known(expect: object, where: str) -> None:
@@ -39,7 +43,7 @@ def check_known(expect: object, where: str) -> None:
     if not isinstance(expect, Mapping):
         raise ConfigError(f"{where} [expect] must be a table, got {expect!r}")
     known = [f"{bound}_{name}" for bound in ("min", "max")
-             for name in (*_OF_ONE_RUN, *(f"{kind}_{other}" for kind in _AGAINST for other in _COMPARED))]
+             for name in (*_OF_ONE_RUN, *(f"{kind}_{other}" for kind in _AGAINST for other in STRATEGIES))]
     for key, value in expect.items():
         if key not in known:
             close = get_close_matches(key, known, n=1)
@@ -77,6 +81,12 @@ def _heat(result: Result, key: str) -> float | None:
     """Return what a result says of heat; None where nothing could get hot."""
     heat = result.get("heat")
     return heat[key] if heat else None
+
+
+def _split(result: Result, key: str) -> float | None:
+    """Return what a result says of a split training; None of any other."""
+    split = result.get("split")
+    return split[key] if split else None
 
 
 def _time_s(result: Result) -> float | None:

@@ -8,11 +8,11 @@ from socflower.scenario.config import Scenario
 from socflower.workloads import build_model, data_shape
 
 
-def initial_model(scenario: Scenario) -> nn.Module:
-    """Return the scenario's model with the weights its seed gives it."""
+def initial_model(scenario: Scenario, num_classes: int | None = None) -> nn.Module:
+    """Return the scenario's model with the weights its seed gives it, for the data's classes or `num_classes`."""
     shape = data_shape(scenario.data.name)
     return build_model(scenario.model.name, in_channels=shape.channels, image_size=shape.size,
-                       num_classes=shape.num_classes, seed=scenario.seed)
+                       num_classes=num_classes or shape.num_classes, seed=scenario.seed)
 
 
 def model_profile(scenario: Scenario) -> ModelProfile:

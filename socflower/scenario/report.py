@@ -23,6 +23,7 @@ from socflower.scenario.plots import (
 )
 from socflower.scenario.report_page import details, figure, listing, page, section, table, text
 from socflower.scenario.report_summary import Run, expectations, name_runs, summary, targets_of
+from socflower.scenario.split_plots import split_section
 
 _MAX_LISTED = 30  # groups that a sentence can name
 _MAX_ROUNDS = 200
@@ -65,6 +66,7 @@ def render_report(
         _accuracy_over_energy(runs),
         _mixing(runs),
         heat_section(runs),
+        split_section(runs),
         _breakdowns(runs),
         _groups(runs),
         _events(runs),

@@ -21,6 +21,24 @@ from socflower.scenario.scenario_file import from_document, to_document
 
 
 @dataclass(frozen=True, slots=True)
+class CloudAddress:
+    """Where the cloud of a split run is, and what a ServerApp shows it."""
+
+    address: str  # host:port
+    token_file: str  # of the operator's token
+    ca: str = ""  # PEM file of the authority that signed its certificate; plain text without
+
+    @classmethod
+    def of_environment(cls) -> "CloudAddress | None":
+        """Return what the environment of a SuperLink says: SOCFLOWER_CLOUD, _CLOUD_TOKEN_FILE and _CLOUD_CA."""
+        address = os.environ.get("SOCFLOWER_CLOUD", "")
+        if not address:
+            return None
+        return cls(address=address, token_file=os.environ.get("SOCFLOWER_CLOUD_TOKEN_FILE", ""),
+                   ca=os.environ.get("SOCFLOWER_CLOUD_CA", ""))
+
+
+@dataclass(frozen=True, slots=True)
 class RunFolder:
     """Paths and formats of one run's folder."""
 
@@ -64,6 +82,15 @@ class RunFolder:
         """Return the process id of the ServerApp, or None while it has not begun."""
         path = self.path / "server.json"
         return int(json.loads(path.read_text("utf-8"))["pid"]) if path.exists() else None
+
+    def write_cloud(self, cloud: CloudAddress) -> None:
+        """Say where the cloud of this run is."""
+        write_atomically(self.path / "cloud.json", json.dumps(asdict(cloud)))
+
+    def read_cloud(self) -> CloudAddress | None:
+        """Return where the cloud is; None where both halves train in the clients' processes."""
+        path = self.path / "cloud.json"
+        return CloudAddress(**json.loads(path.read_text("utf-8"))) if path.exists() else None
 
     def append_progress(self, entry: dict[str, Any]) -> None:
         """Add a line about the round that just ended."""

@@ -31,6 +31,7 @@ from socflower.scenario.round_record import versions
 from socflower.scenario.run_folder import RunFolder, write_atomically
 from socflower.scenario.run_story import Say
 from socflower.scenario.scenario_file import scenario_cluster, to_document
+from socflower.scenario.split_training import SplitSetting
 from socflower.sim.engine import quiet_flower
 from socflower.sim.local_grid import LocalGrid, num_cores
 from socflower.sim.workers import AppReference
@@ -68,6 +69,11 @@ def check_feasible(scenario: Scenario, engine: str, *, trains_here: bool = True)
     if num_socs > cluster.num_socs:
         raise InfeasiblePlan(f"{scenario.name} [strategy] socs = {num_socs}, but the cluster has {cluster.num_socs} "
                              "SoCs; lower socs or add boards")
+    if scenario.is_split:
+        if trains_here:
+            # Made once to see that model, data, cuts and links go together.
+            SplitSetting(scenario).parties()
+        return
     groups = scenario.strategy.groups
     if isinstance(groups, int) and groups > num_socs:
         raise InfeasiblePlan(f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; use "

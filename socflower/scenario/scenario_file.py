@@ -22,11 +22,13 @@ from socflower.scenario.config import (
     parse_table,
 )
 from socflower.scenario.expectations import check_known
+from socflower.scenario.split_config import EdgeCloudConfig
+from socflower.scenario.split_links import inline_recorded_link
 from socflower.scenario.thermal_config import ThermalConfig, UsersConfig
 
 _KEYS = (
     "schema", "seed", "cluster", "board", "device", "model", "data", "train", "precision", "strategy", "ring",
-    "compare", "event", "thermal", "users", "expect",
+    "compare", "event", "thermal", "users", "edgecloud", "expect",
 )  # fmt: skip
 
 
@@ -37,6 +39,7 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
     for override in overrides:
         apply_override(document, override)
     _resolve_cluster(document, path)
+    inline_recorded_link(document, path)
     text = path.read_text("utf-8")
     return parse_scenario(document, name=path.stem, question=_leading_comment(text), where=str(path))
 
@@ -91,6 +94,7 @@ def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, whe
         compare=table(CompareConfig, "compare"), expect=expect,
         thermal=table(ThermalConfig, "thermal") if "thermal" in document else None,
         users=table(UsersConfig, "users") if "users" in document else None,
+        edgecloud=table(EdgeCloudConfig, "edgecloud") if "edgecloud" in document else None,
         events=tuple(parse_table(EventConfig, event, f"{where} [[event]] {index + 1}")
                      for index, event in enumerate(events)),
     )
@@ -112,7 +116,7 @@ def to_document(scenario: Scenario) -> dict[str, Any]:
     document["expect"] = dict(scenario.expect)
     document["compare"]["strategies"] = list(scenario.compare.strategies)
     document["precision"]["gradient_bits"] = list(scenario.precision.gradient_bits)
-    for name in ("thermal", "users"):
+    for name in ("thermal", "users", "edgecloud"):
         table = document.pop(name)
         if table is not None:
             document[name] = {key: _lists(value) for key, value in table.items()}

@@ -147,6 +147,14 @@ class EventClock:
         self._usage += usage
         return usage
 
+    def spend(self, usage: Usage, label: str = "") -> None:
+        """Advance by what was simulated elsewhere; see `VirtualClock.spend`."""
+        if self._dynamics is not None:
+            raise ConfigError("clock: what is simulated elsewhere does not heat this clock's devices; leave the "
+                              "dynamics out")
+        self._label(label, self.now_s, usage, 1)
+        self._usage += usage
+
     def _run_steadily(self, compiled: CompiledGraph, repetitions: int) -> Usage:
         """Execute all repetitions at full speed."""
         if not repetitions:

@@ -1,24 +1,37 @@
 """What is trained on what: models, data sets, partitions among clients, and evaluation."""
 
+from socflower.workloads.click_through import ClickData, click_data
 from socflower.workloads.dataset import DataSet, LabelledData, concatenate
 from socflower.workloads.evaluation import Evaluation, evaluate
-from socflower.workloads.models import build_model, model_names
+from socflower.workloads.models import ClickModel, build_click_model, build_generator, build_model, model_names
 from socflower.workloads.partition import dirichlet_partition, iid_partition, partition
+from socflower.workloads.sample_tensors import GeneratorSamples, VerticalSamples, generator_codes
 from socflower.workloads.sources import DataShape, data_names, data_shape, load_data
+from socflower.workloads.transfer import class_subset, load_weights
 
 __all__ = [
+    "ClickData",
+    "ClickModel",
     "DataSet",
     "DataShape",
     "Evaluation",
+    "GeneratorSamples",
     "LabelledData",
+    "VerticalSamples",
+    "build_click_model",
+    "build_generator",
     "build_model",
+    "class_subset",
+    "click_data",
     "concatenate",
     "data_names",
     "data_shape",
     "dirichlet_partition",
     "evaluate",
+    "generator_codes",
     "iid_partition",
     "load_data",
+    "load_weights",
     "model_names",
     "partition",
 ]

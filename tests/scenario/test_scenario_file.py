@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from socflower.errors import SocflowerError
 from socflower.scenario.config import (
+    CLUSTER_STRATEGIES,
     FAULT_KINDS,
-    STRATEGIES,
     CompareConfig,
     DataConfig,
     EventConfig,
@@ -350,11 +350,11 @@ scenarios = st.builds(
     data=st.builds(DataConfig, name=st.text(), partition=st.sampled_from(("iid", "dirichlet")), alpha=positive),
     train=trains,
     strategy=st.builds(
-        StrategyConfig, name=st.sampled_from(STRATEGIES), groups=st.integers(1, 99) | st.just("auto"),
+        StrategyConfig, name=st.sampled_from(CLUSTER_STRATEGIES), groups=st.integers(1, 99) | st.just("auto"),
         socs=st.none() | st.integers(1, 99), sync_interval_epochs=positive | st.just("decay"), reshuffle=st.booleans(),
         sequenced=st.booleans(), overlap_buckets=st.integers(1, 9), tolerate_client_errors=st.booleans()),
     compare=st.builds(CompareConfig, target_accuracy=st.none() | st.floats(0, 1),
-                      strategies=st.lists(st.sampled_from(STRATEGIES), min_size=1).map(tuple)),
+                      strategies=st.lists(st.sampled_from(CLUSTER_STRATEGIES), min_size=1).map(tuple)),
     events=st.lists(st.builds(EventConfig, kind=st.sampled_from(FAULT_KINDS), soc=st.integers(0, 99),
                               round=st.integers(1, 99))).map(tuple),
     expect=st.dictionaries(st.sampled_from(("min_accuracy", "max_events", "min_speedup_over_ring")),
@@ -372,5 +372,5 @@ def test_the_resolved_document_has_every_default(write: Write) -> None:
     document = to_document(load_scenario(write("")))
     assert document["train"]["epochs"] == TrainConfig().epochs
     assert document["strategy"]["name"] == "socflow"
-    assert document["compare"]["strategies"] == list(STRATEGIES)
+    assert document["compare"]["strategies"] == list(CLUSTER_STRATEGIES)
     assert "socs" not in document["strategy"]  # absent means all: JSON null would not be TOML

@@ -19,6 +19,7 @@ def build(name: str, in_channels: int = 3, image_size: int = 32, seed: int = 1) 
         ("lenet5", 1, 28, 61_706, 10),
         ("vgg11", 3, 32, 9_225_610, 18),
         ("resnet18", 3, 32, 11_173_962, 62),
+        ("vgg-tiny", 3, 32, 63_258, 14),
         ("vgg-small", 3, 32, 307_498, 14),
         ("resnet8", 3, 32, 78_042, 29),
         ("mobilenet-v1", 3, 32, 3_217_226, 83),
@@ -79,6 +80,15 @@ def test_building_neither_reads_nor_moves_the_global_random_state(name: str) -> 
     assert all(torch.equal(first[key], value) for key, value in build(name).state_dict().items())
 
 
+def test_features_of_vgg_tiny_shrink_from_one_activation_to_the_next() -> None:
+    features, sizes = torch.zeros(1, 3, 32, 32), []
+    for module in build("vgg-tiny").eval().children():
+        features = module(features)
+        if isinstance(module, nn.ReLU):
+            sizes.append(features.numel())
+    assert sizes == [16_384, 8_192, 4_096, 1_024]
+
+
 def test_batch_norm_starts_neutral() -> None:
     norms = [module for module in build("resnet18").modules() if isinstance(module, nn.BatchNorm2d)]
     assert len(norms) == 20
@@ -121,7 +131,8 @@ def test_unknown_name_lists_the_known_and_suggests() -> None:
     with pytest.raises(ConfigError, match=r"'vgg12', known are lenet5, .*; did you mean 'vgg11'\?") as caught:
         build("vgg12")
     assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"known are lenet5, vgg-small, vgg11, resnet8, resnet18, mobilenet-v1$"):
+    known = "lenet5, vgg-tiny, vgg-small, vgg11, resnet8, resnet18, mobilenet-v1"
+    with pytest.raises(ConfigError, match=rf"known are {known}$"):
         build("transformer")
 
 

@@ -1,5 +1,7 @@
-"""Small image classifiers, every one traceable with torch.fx."""
+"""Small image classifiers, a generator of images and a model of clicks, every one traceable with torch.fx."""
 
+from socflower.workloads.models.click_model import ClickModel, build_click_model
+from socflower.workloads.models.generator import build_generator
 from socflower.workloads.models.registry import build_model, model_names
 
-__all__ = ["build_model", "model_names"]
+__all__ = ["ClickModel", "build_click_model", "build_generator", "build_model", "model_names"]

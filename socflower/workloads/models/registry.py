@@ -11,10 +11,11 @@ from socflower.workloads.models.initial_weights import draw_weights_
 from socflower.workloads.models.lenet import lenet5
 from socflower.workloads.models.mobilenet import mobilenet_v1
 from socflower.workloads.models.resnet import resnet8, resnet18
-from socflower.workloads.models.vgg import vgg11, vgg_small
+from socflower.workloads.models.vgg import vgg11, vgg_small, vgg_tiny
 
 _BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
     "lenet5": lenet5,
+    "vgg-tiny": vgg_tiny,
     "vgg-small": vgg_small,
     "vgg11": vgg11,
     "resnet8": resnet8,

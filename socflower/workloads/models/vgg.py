@@ -1,4 +1,4 @@
-"""VGG-11 (Simonyan and Zisserman 2015, configuration A) and a small relative for 32x32 images, without BatchNorm."""
+"""VGG-11 (Simonyan and Zisserman 2015, configuration A) and two small relatives for 32x32 images."""
 
 from torch import nn
 
@@ -9,6 +9,9 @@ STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 
 SMALL_STAGES = ((32, 32), (64, 64), (128, 128))
 """The same of VGG-small, whose last stage leaves 4x4 pixels."""
+
+TINY_STAGES = ((16,), (32,), (64,), (64,))
+"""The same of VGG-tiny, whose last stage leaves 2x2 pixels."""
 
 
 def vgg11(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
@@ -28,14 +31,29 @@ def vgg_small(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequ
     return _vgg("vgg-small", SMALL_STAGES, 4, in_channels, image_size, num_classes)
 
 
+def vgg_tiny(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return VGG-tiny, with BatchNorm: 14 tensors, 63 thousand parameters, 7 MFLOP for an image of 32x32 pixels.
+
+    It is for trials on a single core, where an epoch of CIFAR-10 takes it a quarter of VGG-small's time. From one
+    activation to the next its features shrink (16,384, 8,192, 4,096 and 1,024 elements), so that places to cut it
+    differ in what they send. Raises ConfigError unless the image size is 28 or 32.
+    """
+    return _vgg("vgg-tiny", TINY_STAGES, 2, in_channels, image_size, num_classes, batch_norm=True)
+
+
 def _vgg(
-    name: str, stages: tuple[tuple[int, ...], ...], last_size: int, in_channels: int, image_size: int, num_classes: int
+    name: str, stages: tuple[tuple[int, ...], ...], last_size: int, in_channels: int, image_size: int, num_classes: int,
+    *, batch_norm: bool = False,
 ) -> nn.Sequential:
     padding = 1 + padding_to_32(name, image_size)
     layers: list[nn.Module] = []
     for stage in stages:
         for channels in stage:
-            layers += [nn.Conv2d(in_channels, channels, kernel_size=3, padding=padding), nn.ReLU()]
+            # BatchNorm takes the place of the bias, which it would subtract again.
+            layers.append(nn.Conv2d(in_channels, channels, kernel_size=3, padding=padding, bias=not batch_norm))
+            if batch_norm:
+                layers.append(nn.BatchNorm2d(channels))
+            layers.append(nn.ReLU())
             in_channels, padding = channels, 1
         layers.append(nn.MaxPool2d(2))
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(in_channels * last_size**2, num_classes))

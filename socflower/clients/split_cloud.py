@@ -1,0 +1,109 @@
+"""The cloud's side of a split training: what makes its halves, and how a ServerApp has them made and fetches them."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from numpy.typing import NDArray
+
+from socflower.clients.split_batches import PartyBatches, Samples
+from socflower.clients.split_edge import front_plan
+from socflower.clients.split_here import SplitSettings, party_batches
+from socflower.clients.split_program import Arrays, PlacedHalf, SplitProgram, named_without
+from socflower.cluster.split_protocol import JOINED, OWN, TURNS, SplitTask
+from socflower.edgecloud.runtime.credentials import new_token
+from socflower.edgecloud.runtime.operator_calls import Operator, close_session, fetch_weights, open_session
+from socflower.edgecloud.runtime.session import CloudHalf, FrontWork, SessionFactory, SessionTerms
+from socflower.edgecloud.workers import Weights
+from socflower.errors import ConfigError
+
+CloudSamplesFn: TypeAlias = Callable[[int, int], Samples]
+_TASK = "task"
+
+
+def session_factory(
+    program: SplitProgram, *, settings: SplitSettings = SplitSettings(),  # noqa: B008 - a frozen value
+    samples_fn: CloudSamplesFn | None = None,
+) -> SessionFactory:
+    """Return what makes the cloud's half of each run of one program.
+
+    `samples_fn(party, num_parties)` is what the cloud has of a party's samples in a reverse split.
+    """
+
+    def make(terms: SessionTerms, weights: Weights) -> CloudHalf:
+        if terms.fingerprint != program.fingerprint():
+            raise ConfigError(f"run {terms.run_id}: the server cut another model ({terms.fingerprint[:12]}) than this "
+                              f"cloud's ({program.fingerprint()[:12]}); run the same code on both")
+        task = SplitTask.decode(terms.settings[_TASK])
+        own = program.beginning_at(task.session_first)
+        if not task.reverse:
+            back = own.back(task.cuts[0])
+            _load(back, weights)
+            return back.half
+        if samples_fn is None:
+            raise ConfigError(f"run {terms.run_id}: a reverse split, and this cloud knows nothing of its samples; give "
+                              "session_factory samples_fn")
+        party = task.parties[0]
+        batches = party_batches(task, party, samples_fn(party, task.num_parties))
+        front = own.front(party, task.cuts[0], PartyBatches(batches.samples, batches.order, task.session_first))
+        _load(front, weights)
+        return FrontWork(half=front.half, plan=front_plan(task, settings))
+
+    return make
+
+
+class CloudClient:
+    """The sessions of one training in one cloud, for `SplitReplay`.
+
+    `name` begins the sessions' names, so that trainings do not get into each other's; a random one where missing.
+    """
+
+    def __init__(self, operator: Operator, program: SplitProgram, *, address: str = "", name: str = "") -> None:
+        self._operator, self._program = operator, program
+        self._address = address or operator.address
+        self._name = name or f"run-{secrets.token_hex(4)}"
+        self._open: dict[str, SplitTask] = {}
+
+    @property
+    def name(self) -> str:
+        """What the sessions' names begin with."""
+        return self._name
+
+    def open(self, task: SplitTask, weights: Arrays) -> SplitTask:
+        """Have the cloud's half for a task's parties ready; see `CloudSessions.open`."""
+        run = self._name if task.mode in (JOINED, TURNS) else f"{self._name}-{task.parties[0]}"
+        known = self._open.get(run)
+        averaged = task.mode == OWN and task.num_parties > 1
+        if known is not None and (not averaged or known.first_batch == task.first_batch):
+            return _at(task, known)
+        token = new_token()
+        opened = replace(task, address=self._address, run=run, token=token, session_first=task.first_batch)
+        settings = {**task.encode(), "session-first": task.first_batch}
+        open_session(
+            self._operator, run_id=run, edge_token=token, fingerprint=task.fingerprint,
+            weights=named_without(self._program.cloud_prefix, weights), settings={_TASK: settings},
+            joined=task.mode == JOINED, num_parties=1 if task.mode == OWN else task.num_parties, reverse=task.reverse,
+            replace=True)
+        self._open[run] = opened
+        return opened
+
+    def fetch(self, run: str) -> dict[str, NDArray[Any]]:
+        """Return the weights of a session's half by their names in the whole model."""
+        prefix = self._program.cloud_prefix
+        return {f"{prefix}{name}": array for name, array in fetch_weights(self._operator, run)[1].items()}
+
+    def close(self) -> None:
+        """Close all sessions."""
+        for run in list(self._open):
+            close_session(self._operator, run)
+            del self._open[run]
+
+
+def _load(half: PlacedHalf[Any], weights: Weights) -> None:
+    if weights:
+        half.half.load(weights)
+
+
+def _at(task: SplitTask, known: SplitTask) -> SplitTask:
+    return replace(task, address=known.address, run=known.run, token=known.token, session_first=known.session_first)

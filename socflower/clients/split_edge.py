@@ -1,0 +1,175 @@
+"""An edge's part of a round with the cloud far away: its half, the stream, and what came of both."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+
+from socflower.clients.split_batches import PartyBatches, Samples
+from socflower.clients.split_here import SpanOutcome, SplitSettings, party_batches
+from socflower.clients.split_program import Arrays, PlacedHalf, SplitProgram
+from socflower.clients.split_state import SplitState
+from socflower.cluster.split_protocol import JOINED, SplitReport, SplitTask
+from socflower.edgecloud.bandwidth import BandwidthMeter
+from socflower.edgecloud.deployment import Deployment, LinkRates
+from socflower.edgecloud.link_trace import LinkTrace
+from socflower.edgecloud.runtime.credentials import SplitTls
+from socflower.edgecloud.runtime.edge_connection import EdgeConnection
+from socflower.edgecloud.runtime.edge_training import Span, train_back, train_front
+from socflower.edgecloud.runtime.front_loop import FrontPlan, Situation, mean_loss
+from socflower.edgecloud.runtime.loop_report import LoopReport
+from socflower.edgecloud.timeline_servers import Decider
+from socflower.edgecloud.token_bucket import TokenBucket
+from socflower.errors import ConfigError
+
+_TLS_KEYS = ("cloud-ca", "cloud-certificate", "cloud-key")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CloudLink:
+    """How a node reaches the cloud.
+
+    `shaped_as` makes the line as slow as a trace, as scenarios do on one machine; `decider` may move the cut. With
+    a `folder` an edge that is killed within a round goes on from its last barrier.
+    """
+
+    tls: SplitTls | None = None
+    insecure: bool = False
+    shaped_as: LinkTrace | None = None
+    decider: Decider | None = None
+    folder: Path | None = None
+    heartbeat_s: float = 5.0
+    give_up_s: float = 300.0
+
+
+def cloud_link(context: Context) -> CloudLink:
+    """Return what a node config says of the way to the cloud: `cloud-ca`, `cloud-certificate`, `cloud-key` (PEM files),
+    `cloud-insecure` (true: plain text beyond private addresses), `cloud-folder` (for barriers).
+    """
+    config = context.node_config
+    ca, certificate, key = (Path(str(config[name])) if config.get(name) else None for name in _TLS_KEYS)
+    tls = SplitTls(ca=ca, certificate=certificate, key=key) if ca or certificate or key else None
+    folder = config.get("cloud-folder")
+    return CloudLink(tls=tls, insecure=bool(config.get("cloud-insecure", False)),
+                     folder=Path(str(folder)) if folder else None)
+
+
+class MeasuredDecider:
+    """Shows an engine what the link carries: by messages that have crossed it, and by those that are late."""
+
+    def __init__(self, decider: Decider, trace: LinkTrace | None, settings: SplitSettings, total_batches: int,
+                 first_batch: int) -> None:
+        self._decider, self._settings = decider, settings
+        self._total_batches, self._first_batch = total_batches, first_batch
+        self._meter: BandwidthMeter | None = None
+        self._first_rates = trace.rates(0.0) if trace is not None else None
+
+    def __call__(self, situation: Situation) -> Deployment | None:
+        """Return where to move to, or None to stay."""
+        for transfer in situation.transfers:
+            if self._meter is None:
+                self._meter = self._begin(transfer.num_bytes / max(transfer.seconds, 1e-9))
+            self._meter.completed("up" if transfer.sent else "down", transfer.num_bytes, transfer.seconds,
+                                  transfer.at_s)
+        if self._meter is None:
+            return None
+        if situation.under_way is None:
+            self._meter.idle("up")
+        else:
+            self._meter.waiting("up", *situation.under_way)
+        batch = self._first_batch + situation.batch
+        window = situation.deployment.window if self._settings.window is None else \
+            self._settings.window.window(batch, self._total_batches)
+        return self._decider.decide(batch, self._meter.rates(situation.now_s), situation.deployment, window)
+
+    def _begin(self, bytes_per_s: float) -> BandwidthMeter:
+        return BandwidthMeter(first=self._first_rates or LinkRates(
+            up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s))
+
+
+def train_with_cloud(
+    program: SplitProgram, task: SplitTask, arrays: Arrays, samples: Samples, state: SplitState,
+    settings: SplitSettings, link: CloudLink,
+) -> SpanOutcome:
+    """Train the task's span with the edge's half here and the other half in the cloud."""
+    if len(task.parties) != 1:
+        raise ConfigError(f"split client: a message for parties {list(task.parties)}; with a cloud each edge gets its "
+                          "own")
+    party, offset = task.parties[0], task.session_first
+    batches = party_batches(task, party, samples)
+    batches = PartyBatches(batches.samples, batches.order, offset)
+    own = program.beginning_at(offset)
+    half: PlacedHalf[Any] = own.back(task.cuts[0], batches) if task.reverse else own.front(party, task.cuts[0], batches)
+    events = _resume(task, half, state)
+    half.load(arrays)
+    shape = link.shaped_as
+    up, down = (None, None) if shape is None else (TokenBucket(shape, "up"), TokenBucket(shape, "down"))
+    connection = EdgeConnection(
+        task.address, run_id=task.run, token=task.token, fingerprint=task.fingerprint,
+        party=0 if task.mode == "own" else party, tls=link.tls, insecure=link.insecure, up=up, down=down,
+        heartbeat_s=link.heartbeat_s, give_up_s=link.give_up_s)
+    span = Span(first_batch=task.first_batch - offset, num_batches=task.num_batches)
+    folder = None if link.folder is None else link.folder / task.run
+    try:
+        if task.reverse:
+            report = train_back(connection, half.half, span, folder=folder)
+        else:
+            report = train_front(connection, half.half, span, front_plan(task, settings, link), folder=folder)
+    finally:
+        connection.close()
+        for bucket in (up, down):
+            if bucket is not None:
+                bucket.close()
+    if _keeps(task):
+        state.keep([half.half.save()])
+    whole = range(task.first_batch, task.first_batch + task.num_batches)
+    return SpanOutcome(
+        arrays=half.arrays(), mean_loss=mean_loss(report), report=_report(report, half.half.cut, task, events),
+        num_samples=sum(len(batches.order.rows(batch)) for batch in whole))
+
+
+def front_plan(task: SplitTask, settings: SplitSettings, link: CloudLink | None = None) -> FrontPlan:
+    """Return how a front half is driven, at the edge or, in a reverse split, in the cloud."""
+    schedule, total, offset = settings.window, task.total_batches, task.session_first
+    decider = None if link is None or link.decider is None else MeasuredDecider(
+        link.decider, link.shaped_as, settings, total, offset)
+    return FrontPlan(
+        deployment=Deployment(cut=task.cuts[0], bits=task.bits[0], window=task.windows[0]),
+        window_of=None if schedule is None else lambda batch: schedule.window(offset + batch, total),
+        grouping=settings.grouping, feedback="none" if settings.delta_bytes else settings.feedback,
+        delta_bytes=settings.delta_bytes, gradient_bits=task.gradient_bits,
+        checkpoint_batches=settings.checkpoint_batches, decide=decider)
+
+
+def _keeps(task: SplitTask) -> bool:
+    return task.num_parties == 1 or task.mode == JOINED
+
+
+def _resume(task: SplitTask, half: PlacedHalf[Any], state: SplitState) -> tuple[str, ...]:
+    if not _keeps(task):
+        return ()
+    saved = state.read()
+    if saved is None:
+        return () if task.first_batch == 0 else (
+            f"nothing is left of the optimiser before batch {task.first_batch}; went on with a new one",)
+    half.half.restore(saved[0])
+    return ()
+
+
+def _report(report: LoopReport, cut: int, task: SplitTask, events: tuple[str, ...]) -> SplitReport:
+    stale = Counter(report.staleness.values())
+    told = [*events, *(f"moved the cut from {move.old} to {move.new} before batch {task.session_first + move.batch}, "
+                       f"{move.seconds:.2f} s" for move in report.moves)]
+    if report.num_streams > 1:
+        told.append(f"the link was lost and found again {report.num_streams - 1} times")
+    if report.num_rollbacks:
+        told.append(f"went back to the last barrier {report.num_rollbacks} times")
+    bits = task.bits[0] if report.deployment is None else report.deployment.bits
+    return SplitReport(
+        cut=cut, bits=bits, duration_s=report.compute_s + report.wait_s, compute_s=report.compute_s,
+        up_bytes=report.sent_bytes, down_bytes=report.received_bytes,
+        staleness=tuple(stale[value] for value in range(max(stale, default=-1) + 1)),
+        reconnects=max(0, report.num_streams - 1), events=tuple(told))
+

@@ -1,0 +1,145 @@
+"""Both halves of a split training in one process: real gradients, in the order that virtual time has them come."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from socflower.clients.split_batches import BatchOrder, PartyBatches, Samples
+from socflower.clients.split_program import Arrays, PlacedHalf, SplitProgram
+from socflower.clients.split_state import SplitState
+from socflower.cluster.split_protocol import EDGE_ALONE, JOINED, OWN, SplitReport, SplitTask
+from socflower.edgecloud.decision import WindowSchedule
+from socflower.edgecloud.error_feedback import Form
+from socflower.edgecloud.feature_codec import Grouping
+from socflower.edgecloud.runtime.back import TorchBack
+from socflower.edgecloud.runtime.front import TorchFront
+from socflower.edgecloud.runtime.in_process import run_actions
+from socflower.edgecloud.timeline_actions import Action, decode_actions
+
+Fronts: TypeAlias = Sequence[PlacedHalf[TorchFront]]
+Backs: TypeAlias = Sequence[PlacedHalf[TorchBack]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitSettings:
+    """What is made of features and gradients on their way; equal on all engines."""
+
+    feedback: Form = "none"
+    grouping: Grouping = "tensor"
+    delta_bytes: int = 0  # memory for delta coding at either end; 0: without
+    window: WindowSchedule | None = None  # K by part of training, on a real link; the task's where missing
+    checkpoint_batches: int = 0  # on a real link, between two barriers; 0: only at the ends of a round
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpanOutcome:
+    """What a client's part of a round came to."""
+
+    arrays: Arrays
+    mean_loss: float
+    num_samples: int
+    report: SplitReport | None = None  # of a real link
+    events: tuple[str, ...] = ()
+
+
+def train_here(
+    program: SplitProgram, task: SplitTask, arrays: Arrays, samples: Sequence[Samples],
+    cloud_samples: Sequence[Samples] | None, state: SplitState, settings: SplitSettings,
+) -> SpanOutcome:
+    """Train all of the task's parties and their cloud halves; `arrays` are those of the whole model.
+
+    Parties that take turns are averaged at the end, by samples; whoever trains alone or joined keeps its optimisers.
+    """
+    batches = [party_batches(task, party, own) for party, own in zip(task.parties, samples, strict=True)]
+    fronts, backs = _halves(program, task, batches, cloud_samples)
+    events = _resume(task, fronts, backs, state)
+    for front in fronts:
+        front.load(arrays)
+    for back in backs:
+        back.load(arrays)
+    reports = run_actions(
+        _own_numbers(task), [half.half for half in fronts], [half.half for half in backs],
+        joined=task.mode == JOINED, feedback=settings.feedback, gradient_bits=task.gradient_bits)
+    keeps = kept_halves(task, fronts, backs)
+    if keeps:
+        state.keep([half.half.save() for half in keeps])
+    losses = [loss for report in reports for loss in report.losses.values()]
+    return SpanOutcome(arrays=_whole(task, fronts, backs, batches), mean_loss=math.fsum(losses) / len(losses),
+                       num_samples=_num_samples(task, batches), events=events)
+
+
+def party_batches(task: SplitTask, party: int, samples: Samples) -> PartyBatches:
+    """Return a party's batches; those of joined parties are the same samples in the same order."""
+    return PartyBatches(samples, BatchOrder(len(samples), task.batches_per_epoch, task.seed,
+                                            0 if task.mode == JOINED else party))
+
+
+def kept_halves(task: SplitTask, fronts: Fronts, backs: Backs) -> list[PlacedHalf[TorchFront] | PlacedHalf[TorchBack]]:
+    """Return the halves that no averaging changes, whose optimisers therefore go on."""
+    if task.num_parties == 1 or task.mode == JOINED:
+        return [*fronts, *backs]
+    return [] if task.mode == OWN else list(backs)
+
+
+def _halves(
+    program: SplitProgram, task: SplitTask, batches: Sequence[PartyBatches], cloud_samples: Sequence[Samples] | None,
+) -> tuple[Fronts, Backs]:
+    cuts = [None if cut == EDGE_ALONE else cut for cut in task.cuts]
+    sources = batches if cloud_samples is None else [
+        party_batches(task, party, own) for party, own in zip(task.parties, cloud_samples, strict=True)]
+    fronts = [program.front(party, cut, source)
+              for party, cut, source in zip(task.parties, cuts, sources, strict=True)]
+    targets = list(batches) if task.reverse else [None] * len(batches)
+    backs = [program.back(cut, target) for cut, target in zip(cuts, targets, strict=True)]
+    return fronts, backs if task.mode == OWN else backs[:1]
+
+
+def _resume(
+    task: SplitTask, fronts: Fronts, backs: Backs, state: SplitState,
+) -> tuple[str, ...]:
+    """Restore the halves that were kept; return a line where they should have been and are not."""
+    halves = kept_halves(task, fronts, backs)
+    if not halves:
+        return ()
+    saved = state.read()
+    if saved is None:
+        return () if task.first_batch == 0 else (
+            f"nothing is left of the optimisers before batch {task.first_batch}; went on with new ones",)
+    for half, one in zip(halves, saved, strict=True):
+        half.half.restore(one)
+    return ()
+
+
+def _whole(
+    task: SplitTask, fronts: Fronts, backs: Backs, batches: Sequence[PartyBatches],
+) -> dict[str, NDArray[Any]]:
+    whole: dict[str, NDArray[Any]] = {}
+    for back in backs:
+        whole.update(back.arrays())
+    if task.mode == JOINED or len(fronts) == 1:
+        for front in fronts:
+            whole.update(front.arrays())
+        return whole
+    weights = np.array([len(each.samples) for each in batches], np.float64)
+    parts = [front.arrays() for front in fronts]
+    for name in parts[0]:
+        mean = sum(part[name].astype(np.float64) * share
+                   for part, share in zip(parts, weights / weights.sum(), strict=True))
+        whole[name] = np.asarray(mean).astype(parts[0][name].dtype)
+    return whole
+
+
+def _own_numbers(task: SplitTask) -> list[Action]:
+    """Return the actions with parties numbered as they stand in the task."""
+    place = {party: index for index, party in enumerate(task.parties)}
+    return [replace(action, party=place[action.party]) for action in decode_actions(task.actions)]
+
+
+def _num_samples(task: SplitTask, batches: Sequence[PartyBatches]) -> int:
+    span = range(task.first_batch, task.first_batch + task.num_batches)
+    counted = batches[:1] if task.mode == JOINED else batches
+    return sum(len(each.order.rows(batch)) for each in counted for batch in span)

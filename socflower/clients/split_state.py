@@ -1,0 +1,69 @@
+"""Where the halves of a split training stay between rounds, with their optimisers: in memory, and in files."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flwr.app import ConfigRecord, Context
+
+from socflower.clients.state_files import Position, StateFiles
+from socflower.cluster.sealed_file import DamagedFile
+from socflower.cluster.split_protocol import SplitTask
+
+_RECORD = "socflower-split-state"
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class SplitState:
+    """The saved halves of one client's part of a training, by the batch that comes next.
+
+    Only halves that no other client's are averaged into have a state: after an averaging, momentum is of other weights
+    than it is applied to, so such halves begin each round with a new optimiser, as clients of FedAvg do.
+    """
+
+    task: SplitTask
+    context: Context
+    files: StateFiles | None = None
+
+    def read(self) -> list[bytes] | None:
+        """Return what `keep` kept for the task's first batch; None if nothing did."""
+        if self.task.first_batch == 0:
+            if self.files is not None:
+                self.files.forget(self.task.parties[0])
+            return None
+        begin = self._position(self.task.first_batch)
+        kept = self.context.state.config_records.get(_RECORD)
+        if kept and kept["position"] == list(begin):
+            return _unpacked(bytes(kept["halves"]))  # type: ignore[arg-type]
+        if self.files is None:
+            return None
+        try:
+            found = self.files.read(begin)
+        except DamagedFile:
+            return None
+        return None if found is None or found.state is None else _unpacked(found.state)
+
+    def keep(self, halves: Sequence[bytes]) -> None:
+        """Keep the halves of the task's end."""
+        position, packed = self._position(self.task.first_batch + self.task.num_batches), _packed(halves)
+        self.context.state[_RECORD] = ConfigRecord({"halves": packed, "position": list(position)})
+        if self.files is not None:
+            self.files.write(position, packed)
+
+    def _position(self, batch: int) -> Position:
+        return Position(self.task.parties[0], self.task.num_parties, self.task.total_batches, batch)
+
+
+def _packed(halves: Sequence[bytes]) -> bytes:
+    return b"".join(part for half in halves for part in (_LENGTH.pack(len(half)), half))
+
+
+def _unpacked(packed: bytes) -> list[bytes]:
+    halves, at = [], 0
+    while at < len(packed):
+        (length,) = _LENGTH.unpack_from(packed, at)
+        at += _LENGTH.size
+        halves.append(packed[at:at + length])
+        at += length
+    return halves

@@ -1,0 +1,85 @@
+"""The half with the loss: it takes features, updates itself, and returns the gradient with respect to them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from numpy.typing import NDArray
+
+from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
+from socflower.edgecloud.runtime.halves import Loss, TorchHalf, checked_loss, targets_from
+from socflower.edgecloud.runtime.tensor_arrays import to_array, to_tensor
+from socflower.edgecloud.tracing import SplitModel
+from socflower.edgecloud.workers import Array
+from socflower.errors import ConfigError
+
+Combine: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]
+
+
+class TorchBack(TorchHalf):
+    """The layers behind the cut, with a loss of outputs and targets, which is a mean over the batch as in any training.
+
+    Targets are the labels that travel with features, as int64 if they are whole numbers; or `targets(batch)`, where
+    this half's owner has them (a reverse split). `combine` makes what the first layer takes of the parts of several
+    parties; as a rule they are concatenated along dimension 1. `wants_gradient` False spares gradients where the fronts
+    of a model that was not cut from one piece are frozen.
+    """
+
+    def __init__(
+        self, split: SplitModel, cut: int, optimizer: OptimizerFactory, loss: Loss, *,
+        schedule: Schedule = constant_rate, seed: int = 0, device: torch.device | str = "cpu",
+        targets: Callable[[int], torch.Tensor] | None = None, combine: Combine | None = None,
+        wants_gradient: bool = True,
+    ) -> None:
+        super().__init__("back", split, cut, optimizer=optimizer, schedule=schedule, seed=seed, device=device)
+        self._loss = loss
+        self._targets = targets
+        self._combine = combine
+        self._wants_gradient = wants_gradient
+
+    def step(self, batch: int, features: Sequence[Array], labels: NDArray[Any]) -> tuple[list[Array | None], float]:
+        """Do forward, backward and update; return the gradient for each part of the features, and the loss.
+
+        Gradients are those by the weights before the update. Raises ConfigError, with nothing changed, for features
+        or labels that do not fit.
+        """
+        trains = self._wants_gradient and self._split.front_trains(self._cut)
+        self._check_features(batch, features, labels)
+        layout = self._split.cuts[self._cut].layout
+        leaves = [to_tensor(part, self._device, layout).requires_grad_(trains) for part in features]
+        outputs = self._run(batch, self._joined(leaves))
+        targets = targets_from(labels, self._device) if self._targets is None else self._targets(batch)
+        loss = checked_loss(self._loss(outputs, targets.to(self._device)), self._split.name)
+        self._optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        self._optimizer.step(batch)
+        gradients = [self._gradient(leaf) if trains else None for leaf in leaves]
+        return gradients, float(loss.detach())
+
+    def _joined(self, leaves: Sequence[torch.Tensor]) -> Any:
+        if self._combine is not None:
+            return self._combine(leaves)
+        if len(leaves) > 1:
+            return torch.cat(list(leaves), dim=1)
+        # What autograd calls a leaf must not be overwritten, nor the caller's array.
+        return leaves[0].clone() if self._split.writes_in_place else leaves[0]
+
+    def _gradient(self, leaf: torch.Tensor) -> Array:
+        return to_array(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, copy=False)
+
+    def _check_features(self, batch: int, features: Sequence[Array], labels: NDArray[Any]) -> None:
+        name = self._split.name
+        if self._cut == self._split.num_cuts:
+            raise ConfigError(f"model {name}: the front half has all layers; there is nothing to do with features")
+        if not features:
+            raise ConfigError(f"model {name}: batch {batch} came without features")
+        expected = self._split.cuts[self._cut].feature_shape
+        for part in features:
+            if str(part.dtype) != "float32" or (expected and tuple(part.shape[1:]) != expected):
+                raise ConfigError(f"model {name}: features of batch {batch} are {part.dtype} of shape "
+                                  f"{tuple(part.shape)}; at cut {self._cut} they are float32 of shape (samples, "
+                                  f"{', '.join(map(str, expected)) or '...'})")
+        samples = {part.shape[0] for part in features} | ({labels.shape[0]} if self._targets is None else set())
+        if len(samples) > 1:
+            raise ConfigError(f"model {name}: features and labels of batch {batch} are of different numbers of "
+                              f"samples: {', '.join(map(str, sorted(samples)))}")

@@ -1,0 +1,158 @@
+"""Drives a back half: batches in order, each stepped exactly once, gradients back to whoever sent the features."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from socflower.edgecloud.feature_codec import encode
+from socflower.edgecloud.runtime.barriers import Barrier, BarrierStore, Saved
+from socflower.edgecloud.runtime.failures import SplitRefused
+from socflower.edgecloud.runtime.feature_path import FeatureReceiver
+from socflower.edgecloud.runtime.frame_channel import FrameChannel
+from socflower.edgecloud.runtime.frames import Features, Goodbye, Gradient, Mark, Message, Recut
+from socflower.edgecloud.runtime.loop_report import LoopReport
+from socflower.edgecloud.workers import Array, BackHalf
+
+
+class BackLoop:
+    """Trains a back half with what comes through the channels, one per party, until all say goodbye.
+
+    Several parties are *joined* if they hold different features of the same samples: the half is stepped once with all
+    of them. Otherwise they take turns: batch b of the first, then b of the second, and so on. Every party's next
+    message is taken before any party's next but one, so a slow party holds up the others, and none is left behind.
+
+    `on_barrier` is told every barrier reached, where the half stands for whoever comes next; `on_step` that it stands
+    there no longer. It waits for room before it answers, so a peer that reads nothing fills no memory.
+    """
+
+    def __init__(self, half: BackHalf, channels: Sequence[FrameChannel], *, joined: bool, report: LoopReport,
+                 store: BarrierStore, lineage: str, receivers: Sequence[FeatureReceiver],
+                 on_barrier: Callable[[int], None] = lambda batch: None,
+                 on_step: Callable[[], None] = lambda: None) -> None:
+        self._half, self._channels, self._joined = half, tuple(channels), joined
+        self._report, self._store, self._lineage = report, store, lineage
+        self._receivers = tuple(receivers)
+        self._on_barrier, self._on_step = on_barrier, on_step
+
+    def run(self, first: int) -> None:
+        """Train from batch `first` on, and return after the goodbyes."""
+        batch = first
+        while True:
+            message = self._receive(0, batch)
+            match message:
+                case Features():
+                    self._step_all(batch, message)
+                    batch += 1
+                case Mark():
+                    self._mark(batch, message)
+                case Recut():
+                    self._recut(message)
+                case Goodbye():
+                    for party in range(1, len(self._channels)):
+                        self._require(party, batch, Goodbye())
+                    return
+                case _:
+                    raise self._unexpected(0, message, f"features of batch {batch}")
+
+    def _receive(self, party: int, batch: int) -> Message:
+        with self._report.waiting():
+            return self._channels[party].receive(f"features of batch {batch}")
+
+    def _step_all(self, batch: int, first: Features) -> None:
+        losses = []
+        if self._joined:
+            messages = [first, *(self._features(party, batch) for party in range(1, len(self._channels)))]
+            losses.append(self._step(batch, range(len(messages)), messages))
+        else:
+            losses.append(self._step(batch, [0], [first]))
+            for party in range(1, len(self._channels)):
+                losses.append(self._step(batch, [party], [self._features(party, batch)]))
+        self._report.losses[batch] = math.fsum(losses) / len(losses)
+
+    def _features(self, party: int, batch: int) -> Features:
+        message = self._receive(party, batch)
+        if not isinstance(message, Features):
+            raise self._unexpected(party, message, f"features of batch {batch}")
+        return message
+
+    def _step(self, batch: int, parties: Sequence[int], messages: Sequence[Features]) -> float:
+        """Step once with one batch of one party, or of all of them joined; answer each."""
+        for party, message in zip(parties, messages, strict=True):
+            self._check(party, batch, message, messages[0])
+        with self._report.computing():
+            parts = [self._receivers[party].decode(message) for party, message in zip(parties, messages, strict=True)]
+            self._on_step()
+            gradients, loss = self._half.step(batch, parts, _labels(messages))
+            answers = [self._gradient(batch, message, part, gradient, loss) for message, part, gradient in
+                       zip(messages, parts, gradients, strict=True)]
+        for party, answer in zip(parties, answers, strict=True):
+            self._channels[party].send(answer, wait_for_room=True)
+        return loss
+
+    def _check(self, party: int, batch: int, message: Features, first: Features) -> None:
+        peer = self._channels[party].peer
+        if message.batch != batch:
+            raise SplitRefused(f"{peer} sends batch {message.batch} where {batch} is next; start the span again")
+        if message.cut != self._half.cut:
+            raise SplitRefused(f"batch {batch}: {peer} cuts at {message.cut}, the back half at {self._half.cut}; give both "
+                               "the same cut")
+        if message.ids_digest != first.ids_digest:
+            raise SplitRefused(f"batch {batch}: {peer} holds other samples than {self._channels[0].peer}, or the same in "
+                               "another order; align the parties' sample ids")
+
+    def _gradient(self, batch: int, message: Features, part: Array, gradient: Array | None, loss: float) -> Gradient:
+        if gradient is None:
+            return Gradient(batch=batch, encoded=None, loss=loss)
+        if gradient.shape != part.shape:
+            raise SplitRefused(f"batch {batch}: the back half gives a gradient of shape {gradient.shape} for features of "
+                               f"shape {part.shape}; this is a fault of the half")
+        encoded = encode(gradient, message.answer_bits, what=f"gradient of batch {batch}")
+        return Gradient(batch=batch, encoded=encoded, loss=loss)
+
+    def _mark(self, batch: int, mark: Mark) -> None:
+        if mark.batch != batch or mark.cut != self._half.cut:
+            raise SplitRefused(f"{self._channels[0].peer} is at batch {mark.batch} with cut {mark.cut}, the back half at "
+                               f"batch {batch} with cut {self._half.cut}; start the span again")
+        for party in range(1, len(self._channels)):
+            self._require(party, batch, mark)
+        if self._store.keeps:
+            self._store.save(Barrier(batch=batch, lineage=self._lineage), Saved(
+                half=self._half.save(), codec=FeatureReceiver.save_all(self._receivers)))
+        self._on_barrier(batch)
+        for channel in self._channels:
+            channel.send(mark, wait_for_room=True)
+
+    def _recut(self, recut: Recut) -> None:
+        old, channel = self._half.cut, self._channels[0]
+        if len(self._channels) > 1:
+            raise SplitRefused(f"{channel.peer} moves the cut of a half that several parties share; keep it where it is")
+        if recut.cut == old or (recut.weights is None) != (recut.cut > old):
+            raise SplitRefused(f"{channel.peer} moves the cut from {old} to {recut.cut} "
+                               f"{'with' if recut.weights is not None else 'without'} layers; see that both run the same "
+                               "version")
+        self._on_step()
+        if recut.weights is not None:
+            self._half.take(recut.cut, recut.weights)
+            answer = Recut(cut=recut.cut)
+        else:
+            answer = Recut(cut=recut.cut, weights=self._half.give(recut.cut))
+        for receiver in self._receivers:
+            receiver.reset()
+        channel.send(answer, wait_for_room=True)
+
+    def _require(self, party: int, batch: int, wanted: Message) -> None:
+        message = self._receive(party, batch)
+        if message != wanted:
+            raise self._unexpected(party, message, f"what {self._channels[0].peer} sent, a "
+                                                   f"{type(wanted).__name__.lower()}, too")
+
+    def _unexpected(self, party: int, message: Message, wanted: str) -> SplitRefused:
+        return SplitRefused(f"{self._channels[party].peer} sends a {type(message).__name__.lower()} where {wanted} is "
+                            "next; see that all run the same version with the same settings")
+
+
+def _labels(messages: Sequence[Features]) -> NDArray[np.generic]:
+    """Return the labels of the first party that has any."""
+    return next((message.labels for message in messages if message.labels.size), messages[0].labels)

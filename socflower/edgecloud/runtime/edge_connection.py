@@ -1,0 +1,270 @@
+"""The edge's end of the stream: dials, greets, and dials again when the line breaks."""
+
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from socflower.edgecloud.runtime.barriers import Barrier
+from socflower.edgecloud.runtime.credentials import (
+    RUN_KEY,
+    TOKEN_KEY,
+    SplitTls,
+    check_token,
+    require_near,
+    split_address,
+    transport_options,
+)
+from socflower.edgecloud.runtime.failures import FrameRefused, SplitLost, SplitRefused, StartOver
+from socflower.edgecloud.runtime.frame_channel import FrameChannel
+from socflower.edgecloud.runtime.frames import LARGEST_FRAME_BYTES, PROTOCOL_VERSION, Limits
+from socflower.edgecloud.runtime.wire import split_pb2 as wire
+from socflower.errors import ConfigError
+
+_METHOD = "/socflower.split.Split/Train"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+_PARTING_S = 5.0
+# What gRPC says of certificates comes with the code for a line that is down, but dialling again would not help.
+_CERTIFICATE_WORDS = ("certificate_verify_failed", "hostname verification", "wrong_version_number", "tlsv1_alert",
+                      "peer name", "unknown_ca", "certificate required", "alert_bad_certificate")
+_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.NOT_FOUND,
+             grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
+
+
+class Shaper(Protocol):
+    """Makes a line as slow as another one, such as a traced one."""
+
+    def wait(self, num_bytes: int) -> bool:
+        """Block until so many bytes may have passed; False if it was closed meanwhile."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinTerms:
+    """Where a span begins, as agreed between all sides."""
+
+    lineage: str
+    start: Barrier  # with a lineage: whoever does not stand there restores that barrier
+    restore_codec: bool
+    cut: int  # of the cloud's half, there
+
+
+@dataclass(slots=True)
+class _Call:
+    """One attempt: a gRPC call, its channel, and where its outgoing half learns what to send after the greeting."""
+
+    grpc_channel: grpc.Channel
+    replies: Any
+    outgoing: "SimpleQueue[tuple[FrameChannel, int] | None]"
+
+    def end(self) -> None:
+        self.outgoing.put(None)
+        self.replies.cancel()
+        self.grpc_channel.close()
+
+
+class EdgeConnection:
+    """A way to one run of one cloud, good for span after span.
+
+    `address` ("host:port") is dialled, always from here. `party` counts the run's edges from 0. `up` and `down` shape
+    the line. A peer that leaves pings unanswered for `heartbeat_s` is dead; a line that is down is dialled again for
+    `give_up_s`; a cloud that answers pings but brings nothing on is waited for `patience_s`. Raises `ConfigError` for an
+    address that is none, plain text beyond private addresses (unless `insecure`), and a token that is none.
+    """
+
+    def __init__(self, address: str, *, run_id: str, token: str, fingerprint: str, party: int = 0,
+                 tls: SplitTls | None = None, insecure: bool = False, up: Shaper | None = None,
+                 down: Shaper | None = None, limits: Limits | None = None, heartbeat_s: float = 5.0,
+                 give_up_s: float = 300.0, patience_s: float = 900.0) -> None:
+        split_address(address)
+        if tls is None and not insecure:
+            require_near(address)
+        if not run_id.isascii() or not run_id.isprintable() or not run_id:
+            raise ConfigError(f"run {run_id!r}: a run's name has up to 64 letters, digits, '.', '_' and '-'")
+        self.address, self.run_id, self.party = address, run_id, party
+        self.give_up_s = give_up_s
+        self._metadata = ((RUN_KEY, run_id), (TOKEN_KEY, check_token(token, f"token of run {run_id}")))
+        self._fingerprint, self._limits = fingerprint, limits or Limits()
+        self._credentials = tls.channel_credentials() if tls is not None else None
+        self._up, self._down = up, down
+        self._heartbeat_s, self._patience_s = heartbeat_s, patience_s
+        self._incarnation = secrets.token_hex(8)
+        self._closed = Event()
+        # No part of the training: only so that many edges do not dial in step after the cloud was away.
+        self._jitter = random.Random()
+
+    def join(
+        self, *, front: bool, first_batch: int, num_batches: int, barriers: Sequence[Barrier],
+    ) -> tuple[FrameChannel, JoinTerms]:
+        """Return a channel to the cloud's half and where the span begins; other parties are waited for.
+
+        `barriers` are the places at which this side can stand. The channel mends itself until it is `leave`d. Raises
+        `SplitRefused` and `SplitLost`.
+        """
+        hello = wire.Hello(
+            version=PROTOCOL_VERSION, fingerprint=self._fingerprint, party=self.party, incarnation=self._incarnation,
+            front=front, first_batch=first_batch, num_batches=num_batches, credit_bytes=self._limits.credit_bytes,
+            barriers=[wire.Barrier(lineage=barrier.lineage, batch=barrier.batch) for barrier in barriers])
+        call, welcome = self._dial_until(hello, lambda: False)
+        channel = FrameChannel(f"the cloud at {self.address}", limits=self._limits, patience_s=self._patience_s)
+        attachment = channel.attach(received=0, used=0, credit_bytes=max(1, welcome.credit_bytes))
+        call.outgoing.put((channel, attachment))
+        resuming = wire.Hello()
+        resuming.CopyFrom(hello)
+        resuming.ClearField("barriers")
+        resuming.lineage = welcome.lineage
+        Thread(target=self._keep, args=(call, channel, attachment, resuming), name="split-edge", daemon=True).start()
+        return channel, JoinTerms(
+            lineage=welcome.lineage, cut=welcome.cut, restore_codec=welcome.restore_codec,
+            start=Barrier(batch=welcome.start.batch, lineage=welcome.start.lineage))
+
+    def leave(self, channel: FrameChannel) -> None:
+        """End a channel. What it was sent is given a moment to arrive if nothing has gone wrong."""
+        if channel.failure is None:
+            channel.flush(_PARTING_S)
+        channel.fail(SplitLost("this channel was left"))
+
+    def close(self) -> None:
+        """Dial no more: whoever waits for a line gets `SplitLost`."""
+        self._closed.set()
+
+    # ------------------------------------------------------------------------------------------------------- inside
+
+    def _keep(self, call: _Call, channel: FrameChannel, attachment: int, resuming: wire.Hello) -> None:
+        """Read a channel's streams, one after the other, until it fails or is left."""
+        while True:
+            watch = Thread(target=self._end_with, args=(call, channel, attachment), daemon=True)
+            watch.start()
+            failure = self._read(call, channel, attachment)
+            channel.detach(attachment)
+            call.end()
+            if failure is not None:
+                channel.fail(failure)
+            if channel.failure is not None:
+                return
+            try:
+                resuming.received, resuming.used = channel.standing()
+                call, welcome = self._dial_until(resuming, lambda: channel.failure is not None)
+                attachment = channel.attach(
+                    received=welcome.received, used=welcome.used, credit_bytes=max(1, welcome.credit_bytes))
+                call.outgoing.put((channel, attachment))
+            except (SplitRefused, SplitLost, StartOver) as error:
+                channel.fail(error)
+                return
+            except FrameRefused as error:
+                call.end()
+                channel.fail(SplitRefused(f"the cloud at {self.address} resumes with {error}"))
+                return
+
+    def _end_with(self, call: _Call, channel: FrameChannel, attachment: int) -> None:
+        """End a call with its stream, also where its reader waits for what never comes."""
+        channel.wait_detached(attachment)
+        call.end()
+
+    def _read(self, call: _Call, channel: FrameChannel, attachment: int) -> Exception | None:
+        """Read a stream to its end; return why no other one should follow, or None if the line broke."""
+        try:
+            for content in call.replies:
+                if self._down is not None and not self._down.wait(len(content)):
+                    return None
+                frame = self._parse(content)
+                if frame.WhichOneof("kind") == "refusal":
+                    return self._refused(frame.refusal)
+                channel.take(attachment, frame)
+        except grpc.RpcError as error:
+            return self._failure_of(error)
+        except FrameRefused as refused:
+            return SplitRefused(f"the cloud at {self.address} sends {refused}")
+        except SplitRefused as refused:
+            return refused
+        return None
+
+    def _dial_until(self, hello: wire.Hello, is_over: Callable[[], bool]) -> tuple[_Call, wire.Welcome]:
+        """Dial until the cloud answers, and return its welcome; `SplitLost` after `give_up_s` without."""
+        began_s, pause_s, why = time.monotonic(), _FIRST_PAUSE_S, ""
+        while True:
+            call = self._dial(hello)
+            try:
+                return call, self._welcome(call)
+            except SplitLost as lost:
+                call.end()
+                why = str(lost)
+            except BaseException:
+                call.end()
+                raise
+            if is_over() or self._closed.is_set() or time.monotonic() + pause_s > began_s + self.give_up_s:
+                raise SplitLost(f"run {self.run_id}: the cloud at {self.address} is out of reach, after trying for "
+                                f"{time.monotonic() - began_s:.0f} s ({why}); see to the line and the cloud, then start "
+                                "the span again")
+            self._closed.wait(pause_s * self._jitter.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _dial(self, hello: wire.Hello) -> _Call:
+        options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000),
+                   # In spite of its name this is how long one attempt to connect may take.
+                   ("grpc.min_reconnect_backoff_ms", round(1000 * self._heartbeat_s)),
+                   *transport_options(self._heartbeat_s, 4 * LARGEST_FRAME_BYTES)]
+        grpc_channel = grpc.secure_channel(self.address, self._credentials, options) \
+            if self._credentials is not None else grpc.insecure_channel(self.address, options)
+        outgoing: SimpleQueue[tuple[FrameChannel, int] | None] = SimpleQueue()
+        replies = grpc_channel.stream_stream(_METHOD)(
+            self._outgoing(wire.Frame(hello=hello), outgoing), metadata=self._metadata)
+        return _Call(grpc_channel, replies, outgoing)
+
+    def _outgoing(
+        self, hello: wire.Frame, outgoing: "SimpleQueue[tuple[FrameChannel, int] | None]",
+    ) -> Iterator[bytes]:
+        yield hello.SerializeToString()
+        following = outgoing.get()
+        for frame in following[0].frames(following[1]) if following is not None else ():
+            content = frame.SerializeToString()
+            if self._up is not None and not self._up.wait(len(content)):
+                return
+            yield content
+
+    def _welcome(self, call: _Call) -> wire.Welcome:
+        try:
+            frame = self._parse(next(call.replies))
+        except StopIteration:
+            raise SplitLost("it hung up") from None
+        except grpc.RpcError as error:
+            raise self._failure_of(error) or SplitLost(_words(error)) from None
+        kind = frame.WhichOneof("kind")
+        if kind == "refusal":
+            raise self._refused(frame.refusal)
+        if kind != "welcome":
+            raise SplitRefused(f"the cloud at {self.address} answers a greeting with a {kind}; is it another program?")
+        return frame.welcome
+
+    def _parse(self, content: bytes) -> wire.Frame:
+        try:
+            return wire.Frame.FromString(content)
+        except DecodeError:
+            raise SplitRefused(f"the cloud at {self.address} sends bytes that are no frame; is it another program?") \
+                from None
+
+    def _refused(self, refusal: wire.Refusal) -> Exception:
+        if refusal.code == wire.Refusal.START_OVER:
+            return StartOver()
+        return SplitRefused(f"the cloud at {self.address}: {refusal.text}")
+
+    def _failure_of(self, error: Any) -> Exception | None:
+        """Return what ended a call if dialling again would not help, else None."""
+        words = _words(error)
+        if error.code() in _REFUSALS:
+            return SplitRefused(f"the cloud at {self.address}: {words}")
+        if any(word in words.lower() for word in _CERTIFICATE_WORDS):
+            return SplitRefused(f"the cloud at {self.address}: the certificates do not fit ({words}); give the authority "
+                                "that signed the cloud's, and dial the name or address it is for")
+        return None
+
+
+def _words(error: Any) -> str:
+    return " ".join(str(error.details() or error.code()).split())

@@ -1,0 +1,133 @@
+"""What features go through on either side of the link: codec, error feedback, delta coding."""
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from socflower.edgecloud.delta_coding import DeltaReceiver, DeltaSender
+from socflower.edgecloud.error_feedback import ErrorFeedback, Form
+from socflower.edgecloud.feature_codec import EncodedTensor, Grouping, decode, encode
+from socflower.edgecloud.runtime.failures import SplitRefused
+from socflower.edgecloud.runtime.frames import DeltaFeatures, Features
+from socflower.edgecloud.workers import Array
+from socflower.errors import ConfigError
+
+_LENGTH = struct.Struct("<Q")
+_SETTINGS = struct.Struct("<Q?")
+
+
+class FeatureSender:
+    """A front half's side: encodes features, and corrects gradients by what that lost.
+
+    With `delta_bytes` features are coded against what was last sent of each sample, which takes so many bytes at
+    either end; 0: without.
+    """
+
+    def __init__(self, *, grouping: Grouping = "tensor", feedback: Form = "none", delta_bytes: int = 0) -> None:
+        self._grouping: Grouping = grouping
+        self._feedback = ErrorFeedback(feedback)
+        self._delta_bytes = delta_bytes
+        self._delta = DeltaSender(max_bytes=delta_bytes, grouping=grouping) if delta_bytes else None
+
+    def encode(
+        self, batch: int, features: Array, sample_ids: NDArray[np.int64], bits: int,
+    ) -> EncodedTensor | DeltaFeatures:
+        """Return features as they travel, and remember what that loses."""
+        encoded: EncodedTensor | DeltaFeatures
+        if self._delta is not None:
+            message, decoded = self._delta.encode(sample_ids, features, bits)
+            encoded = DeltaFeatures(message=message, sample_ids=sample_ids, memory_bytes=self._delta_bytes,
+                                    grouping=self._grouping)
+            self._feedback.keep(batch, features, decoded)
+            return encoded
+        encoded = encode(features, bits, grouping=self._grouping, what=f"features of batch {batch}")
+        if self._feedback.form != "none":
+            # At 32 bits nothing is lost, and nothing is decoded to learn it.
+            self._feedback.keep(batch, features, features if bits == 32 else decode(encoded))
+        return encoded
+
+    def correct(self, batch: int, gradient: Array) -> Array:
+        """Return a gradient corrected by the error of its batch, which is forgotten (F25)."""
+        corrected = self._feedback.correct(batch, gradient)
+        self._feedback.forget(batch)
+        return corrected
+
+    def forget(self, batch: int) -> None:
+        """Let go of a batch for which no gradient comes."""
+        self._feedback.forget(batch)
+
+    def reset(self) -> None:
+        """Remember no sample's features: they are another layer's now."""
+        if self._delta is not None:
+            self._delta = DeltaSender(max_bytes=self._delta_bytes, grouping=self._grouping)
+
+    def save(self) -> bytes:
+        """Return what `restore` needs; nothing is out when it is called."""
+        return self._delta.save() if self._delta is not None else b""
+
+    def restore(self, saved: bytes) -> None:
+        """Remember what was remembered at a barrier; `ConfigError` if it was saved with other settings."""
+        if self._delta is not None and saved:
+            self._delta.restore(saved)
+
+
+class FeatureReceiver:
+    """A back half's side, one for each party. What it remembers of samples is at most `largest_delta_bytes`."""
+
+    def __init__(self, peer: str, *, largest_delta_bytes: int = 1 << 30) -> None:
+        self._peer, self._largest = peer, largest_delta_bytes
+        self._settings: tuple[int, Grouping] | None = None
+        self._delta: DeltaReceiver | None = None
+
+    def decode(self, message: Features) -> Array:
+        """Return the features of a message, as an array of its own; `SplitRefused` if both sides remember otherwise."""
+        encoded = message.encoded
+        if isinstance(encoded, EncodedTensor):
+            return decode(encoded)
+        try:
+            return self._remembering(encoded.memory_bytes, encoded.grouping).decode(encoded.sample_ids, encoded.message)
+        except ConfigError as error:
+            raise SplitRefused(f"batch {message.batch} of {self._peer}: {error}") from None
+
+    def _remembering(self, memory_bytes: int, grouping: Grouping) -> DeltaReceiver:
+        if self._delta is None or self._settings is None:
+            if memory_bytes > self._largest:
+                raise ConfigError(f"delta coding wants {memory_bytes} bytes of memory, where {self._largest} are given; "
+                                  "lower delta_bytes")
+            self._settings = (memory_bytes, grouping)
+            self._delta = DeltaReceiver(max_bytes=memory_bytes, grouping=grouping)
+        if self._settings != (memory_bytes, grouping):
+            raise ConfigError("delta coding: its settings have changed; start the span again")
+        return self._delta
+
+    def reset(self) -> None:
+        """Remember no sample's features: they are another layer's now."""
+        self._settings = self._delta = None
+
+    def save(self) -> bytes:
+        """Return what `restore` needs."""
+        if self._delta is None or self._settings is None:
+            return b""
+        return _SETTINGS.pack(self._settings[0], self._settings[1] == "sample") + self._delta.save()
+
+    def restore(self, saved: bytes) -> None:
+        """Remember what was remembered at a barrier; `ConfigError` if that is damaged."""
+        if saved:
+            memory_bytes, by_sample = _SETTINGS.unpack_from(saved)
+            self._remembering(memory_bytes, "sample" if by_sample else "tensor").restore(saved[_SETTINGS.size:])
+
+    @staticmethod
+    def save_all(receivers: Sequence["FeatureReceiver"]) -> bytes:
+        """Return the states of all parties, one after the other."""
+        states = [receiver.save() for receiver in receivers]
+        return b"".join(_LENGTH.pack(len(state)) + state for state in states)
+
+    @staticmethod
+    def restore_all(receivers: Sequence["FeatureReceiver"], saved: bytes) -> None:
+        """Restore the states of all parties; of nothing, nothing."""
+        for receiver in receivers if saved else ():
+            size = _LENGTH.unpack_from(saved)[0]
+            receiver.restore(saved[_LENGTH.size:_LENGTH.size + size])
+            saved = saved[_LENGTH.size + size:]

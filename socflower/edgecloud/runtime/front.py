@@ -1,0 +1,183 @@
+"""The half with the model's input: it goes forward, and replays batches whose gradients come back late (F22)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from socflower.edgecloud.runtime.graph_reading import layout_of
+from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
+from socflower.edgecloud.runtime.halves import Loss, TorchHalf, checked_loss, targets_from
+from socflower.edgecloud.runtime.tensor_arrays import to_array, to_tensor
+from socflower.edgecloud.tracing import SplitModel
+from socflower.edgecloud.workers import Array
+from socflower.errors import ConfigError
+
+Samples: TypeAlias = tuple[torch.Tensor, NDArray[Any], NDArray[np.int64]]
+"""Inputs, what the back half must know of them, and which samples they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A batch that went forward and whose gradient has not come."""
+
+    shape: tuple[int, ...]  # of its features
+    features: torch.Tensor | None  # with their graph, if it was to be kept
+    num_updates: int  # before it went forward
+    samples: Samples | None  # if the source cannot repeat them
+
+
+class TorchFront(TorchHalf):
+    """The layers up to the cut, with a source of batches.
+
+    `batches(batch)` returns inputs, labels and sample ids (int64) of a batch, by its number over the whole training. It
+    is asked again for a replay, and must return the same then, random augmentation included: so a batch under way
+    costs no memory. `keep_inputs` is for sources that cannot repeat, and holds up to K + 1 batches. What layers draw
+    depends on `seed`, batch and layer only, so that a replay draws the same; give parties that shall differ seeds of
+    their own.
+
+    With `cut` behind the last one, all layers are here, and `train_alone` needs `loss`.
+    """
+
+    def __init__(
+        self, split: SplitModel, cut: int, batches: Callable[[int], Samples], optimizer: OptimizerFactory, *,
+        schedule: Schedule = constant_rate, seed: int = 0, device: torch.device | str = "cpu",
+        keep_inputs: bool = False, loss: Loss | None = None,
+    ) -> None:
+        super().__init__("front", split, cut, optimizer=optimizer, schedule=schedule, seed=seed, device=device)
+        self._batches = batches
+        self._keep_inputs = keep_inputs
+        self._loss = loss
+        self._open: dict[int, _Open] = {}
+        self._num_updates = 0
+        self._latest: tuple[int, Samples] | None = None
+
+    def forward(self, batch: int, *, keep_graph: bool = False) -> Array:
+        """Return the features (samples, ...) of a batch by the present weights.
+
+        Raises ConfigError for a batch that is under way already, or if all layers are here.
+        """
+        self._require_cut()
+        if batch in self._open:
+            raise ConfigError(f"model {self._split.name}: batch {batch} went forward already and waits for its "
+                              "gradient")
+        samples = self._samples(batch)
+        with_graph = keep_graph and self._split.front_trains(self._cut)
+        with torch.set_grad_enabled(with_graph):
+            features = self._run(batch, samples[0].to(self._device))
+        self._open[batch] = _Open(tuple(features.shape), features if with_graph else None, self._num_updates,
+                                  samples if self._keep_inputs else None)
+        # The graph may need its result unchanged, and inputs may be handed through.
+        return to_array(features)
+
+    def labels(self, batch: int) -> NDArray[Any]:
+        """Return the labels of a batch, as its source gave them."""
+        return self._samples(batch)[1]
+
+    def sample_ids(self, batch: int) -> NDArray[np.int64]:
+        """Return the ids (samples,) of a batch."""
+        return self._samples(batch)[2]
+
+    def apply(self, batch: int, gradient: Array | None) -> None:
+        """Update the weights by the gradient with respect to a batch's features (F22); None only forgets the batch.
+
+        Raises ConfigError for a batch that is not under way, a gradient that is not of its features' shape or where
+        nothing is trained, and for a kept graph whose weights were updated since; nothing is changed then.
+        """
+        self._require_cut()
+        waiting = self._open.get(batch)
+        name = self._split.name
+        if waiting is None:
+            raise ConfigError(f"model {name}: a gradient came for batch {batch}, which is not under way; those are "
+                              f"{sorted(self._open)}")
+        if gradient is None:
+            del self._open[batch]
+            return
+        if not self._split.front_trains(self._cut):
+            raise ConfigError(f"model {name}: a gradient came for batch {batch}, but everything before cut {self._cut} "
+                              "is frozen")
+        if tuple(gradient.shape) != waiting.shape:
+            raise ConfigError(f"model {name}: the gradient for batch {batch} has shape {tuple(gradient.shape)}, its "
+                              f"features have {waiting.shape}")
+        if waiting.features is not None and waiting.num_updates != self._num_updates:
+            raise ConfigError(f"model {name}: the graph of batch {batch} was kept, but weights were updated since; "
+                              "keep it only where the window is 0")
+        if waiting.features is not None:
+            self._update(batch, waiting.features, gradient)
+        else:
+            samples = waiting.samples or self._samples(batch)
+            with _buffers_kept(self._layers()):
+                features = self._run(batch, samples[0].to(self._device))
+                if tuple(features.shape) != waiting.shape:
+                    raise ConfigError(f"model {name}: batch {batch} is another one in its replay, with features "
+                                      f"{tuple(features.shape)} for {waiting.shape}; its source must repeat itself")
+                self._update(batch, features, gradient)
+        del self._open[batch]
+
+    def train_alone(self, batch: int) -> float:
+        """Do a whole training step, with all layers here, and return the loss; `ConfigError` with a cut between."""
+        if self._cut != self._split.num_cuts or self._loss is None:
+            raise ConfigError(f"model {self._split.name}: cannot be trained by the front half alone: "
+                              + ("it was given no loss" if self._loss is None else f"it is cut at {self._cut}"))
+        inputs, labels, _ = self._samples(batch)
+        outputs = self._run(batch, inputs.to(self._device))
+        loss = checked_loss(self._loss(outputs, targets_from(labels, self._device)), self._split.name)
+        self._optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        self._optimizer.step(batch)
+        self._num_updates += 1
+        return float(loss.detach())
+
+    def _update(self, batch: int, features: torch.Tensor, gradient: Array) -> None:
+        self._optimizer.zero_grad()
+        torch.autograd.backward([features], [to_tensor(gradient, self._device, layout_of(features))])
+        self._optimizer.step(batch)
+        self._optimizer.zero_grad()  # gradients of a thin edge's layers need not lie about between batches
+        self._num_updates += 1
+
+    def _samples(self, batch: int) -> Samples:
+        waiting = self._open.get(batch)
+        if waiting is not None and waiting.samples is not None:
+            return waiting.samples
+        # Forward pass, labels and ids ask one after the other.
+        if self._latest is None or self._latest[0] != batch:
+            self._latest = (batch, self._batches(batch))
+        return self._latest[1]
+
+    def _require_cut(self) -> None:
+        if self._cut == self._split.num_cuts:
+            raise ConfigError(f"model {self._split.name}: has all layers here, and no features to send; use "
+                              "train_alone()")
+
+    def _require_idle(self) -> None:
+        if self._open:
+            raise ConfigError(f"model {self._split.name}: the cut cannot move while batches {sorted(self._open)} wait "
+                              "for their gradients; apply those first")
+
+    def _progress(self) -> list[list[int]]:
+        kept = [batch for batch, waiting in self._open.items() if waiting.features is not None or waiting.samples]
+        if kept:
+            raise ConfigError(f"model {self._split.name}: the front half cannot be saved while the graph or inputs of "
+                              f"batches {kept} are kept; apply their gradients first")
+        return [[batch, *waiting.shape] for batch, waiting in self._open.items()]
+
+    def _resume(self, progress: Sequence[Sequence[int]]) -> None:
+        self._latest = None
+        self._open = {batch: _Open(tuple(shape), None, self._num_updates, None) for batch, *shape in progress}
+
+
+@contextmanager
+def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Put back what layers in training mode make of their buffers: they have seen this batch already."""
+    buffers = {buffer: buffer.detach().clone() for part in module.modules() if part.training
+               for buffer in part.buffers(recurse=False)}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers.items():
+                buffer.copy_(value)

@@ -1,0 +1,95 @@
+"""One optimiser over the layers that a half has at the moment; its state goes with layers that move."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.optim import Optimizer
+
+from socflower.errors import ConfigError
+
+SEPARATOR = "::"
+"""Between a weight's name and a key of its optimiser state."""
+
+OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
+Schedule: TypeAlias = Callable[[int], float]
+"""The factor on the learning rate for a batch, by its number over the whole training; both halves apply the same."""
+
+
+def constant_rate(batch: int) -> float:
+    """Return 1 for every batch."""
+    return 1.0
+
+
+class HalfOptimizer:
+    """Updates named weights; those that are not trained are left out.
+
+    What it does to a weight must depend on that weight alone, as it does in SGD, Adam and their like: then two halves
+    do what one optimiser over the whole model does. State must be tensors per weight; `ConfigError` otherwise (LBFGS).
+    """
+
+    def __init__(self, factory: OptimizerFactory, schedule: Schedule = constant_rate) -> None:
+        self._factory = factory
+        self._schedule = schedule
+        self._weights: dict[str, nn.Parameter] = {}
+        self._optimizer: Optimizer | None = None
+        self._rates: list[float] = []
+
+    def own(self, weights: Mapping[str, torch.Tensor], taken: Mapping[str, NDArray[Any]] | None = None) -> None:
+        """Update these weights from now on: state of those that stay is kept, that of new ones is in `taken`."""
+        state = {**self.state(), **(taken or {})}
+        unique = {id(weight): (name, weight) for name, weight in reversed(list(weights.items()))
+                  if isinstance(weight, nn.Parameter) and weight.requires_grad}
+        self._weights = dict(reversed(unique.values()))  # a tied weight by its first name
+        # An optimiser refuses to have nothing to do.
+        self._optimizer = self._factory(list(self._weights.values())) if self._weights else None
+        self._rates = [float(group["lr"]) for group in self._optimizer.param_groups] if self._optimizer else []
+        for key, array in state.items():
+            name, _, entry = key.partition(SEPARATOR)
+            if self._optimizer is not None and name in self._weights:
+                self._optimizer.state[self._weights[name]][entry] = self._tensor(name, entry, array)
+
+    def zero_grad(self) -> None:
+        """Forget gradients."""
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def step(self, batch: int) -> None:
+        """Update all weights by their gradients, at the rate of a batch."""
+        if self._optimizer is None:
+            return
+        factor = self._schedule(batch)
+        if not 0 <= factor < math.inf:
+            raise ConfigError(f"schedule: factor {factor} for batch {batch} must be 0 or more and finite")
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+        self._optimizer.step()
+
+    def state(self, names: Iterable[str] | None = None) -> dict[str, NDArray[Any]]:
+        """Return the state of these weights, or of all, by `name::key`."""
+        if self._optimizer is None:
+            return {}
+        arrays: dict[str, NDArray[Any]] = {}
+        for name in self._weights if names is None else names:
+            weight = self._weights.get(name)
+            for entry, value in self._optimizer.state.get(weight, {}).items() if weight is not None else ():
+                if value is None:  # such as the momentum of an optimiser without one
+                    continue
+                if not isinstance(value, torch.Tensor):
+                    raise ConfigError(f"optimizer: {type(self._optimizer).__name__} keeps {entry} as "
+                                      f"{type(value).__name__}, which cannot move with a layer; use one whose state "
+                                      "is tensors, such as SGD or Adam")
+                arrays[f"{name}{SEPARATOR}{entry}"] = np.array(value.detach().cpu().numpy())
+        return arrays
+
+    def _tensor(self, name: str, entry: str, array: NDArray[Any]) -> torch.Tensor:
+        weight = self._weights[name]
+        tensor = torch.from_numpy(np.array(array))
+        # Adam counts its steps on the processor, unless it runs in one kernel on the accelerator.
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        in_kernel = any(group.get("capturable") or group.get("fused") for group in groups)
+        return tensor.to(weight.device) if tensor.ndim or in_kernel else tensor

@@ -1,0 +1,239 @@
+"""What both halves of a torch model have in common: their layers, which come and go with the cut, and saving."""
+
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from socflower.edgecloud.runtime.half_optimizer import SEPARATOR, HalfOptimizer, OptimizerFactory, Schedule
+from socflower.edgecloud.runtime.random_streams import random_streams
+from socflower.edgecloud.runtime.tensor_arrays import to_array, to_tensor, to_tensors
+from socflower.edgecloud.tracing import SplitModel
+from socflower.edgecloud.workers import Weights
+from socflower.errors import ConfigError
+
+Loss: TypeAlias = Callable[[Any, torch.Tensor], torch.Tensor]
+"""Of outputs and targets: one number, the mean over the batch."""
+
+_FORMAT = 1
+
+
+class TorchHalf:
+    """One half of a model that was cut, with the optimiser of its layers.
+
+    It takes the split model over and lets go of the tensors of the other half, which are empty from then on: a thin
+    edge has memory for its own layers only. Each half needs a `SplitModel.copy()` of its own.
+    """
+
+    def __init__(
+        self, side: Literal["front", "back"], split: SplitModel, cut: int, *, optimizer: OptimizerFactory,
+        schedule: Schedule, seed: int, device: torch.device | str,
+    ) -> None:
+        split.check(cut)
+        self._side: Literal["front", "back"] = side
+        self._split = split
+        self._cut = cut
+        self._seed = seed
+        self._device = torch.device(device)
+        self._optimizer = HalfOptimizer(optimizer, schedule)
+        self._tensors = split.tensors()
+        if any(tensor.shape != split.forms[name].shape for name, tensor in self._tensors.items()):
+            raise ConfigError(f"model {split.name}: is another half's already; give each half a copy() of the split "
+                              "model")
+        self._let_go(set(self._tensors) - set(self._names(cut)))
+        split.model.to(self._device)
+        self._tensors = split.tensors()
+        self._module: nn.Module | None = None
+        self._optimizer.own(self._own())
+
+    @property
+    def cut(self) -> int:
+        """Where the model is cut now."""
+        return self._cut
+
+    @property
+    def split(self) -> SplitModel:
+        """The model and its cuts."""
+        return self._split
+
+    @property
+    def everything(self) -> int:
+        """The cut behind which nothing is: all layers are in the front half."""
+        return self._split.num_cuts
+
+    def give(self, cut: int) -> Weights:
+        """Move the cut away from this half's layers; return their tensors and `name::key` of the optimiser.
+
+        Raises ConfigError for a cut that is not there or lies in the other half, and while a batch is under way.
+        """
+        moving = self._moving(cut, gives=True)
+        given = {name: self._array(name) for name in moving} | self._optimizer.state(moving)
+        self._move_to(cut)
+        self._let_go(set(moving))
+        return given
+
+    def take(self, cut: int, weights: Weights) -> None:
+        """Move the cut with layers that the other half gave; `ConfigError`, with nothing changed, if they do not fit.
+        """
+        moving = self._moving(cut, gives=False)
+        state = {key: array for key, array in weights.items() if SEPARATOR in key}
+        self._check_tensors({key: array for key, array in weights.items() if key not in state}, moving)
+        strangers = [key for key in state if key.partition(SEPARATOR)[0] not in moving]
+        if strangers:
+            raise ConfigError(f"model {self._split.name}: optimiser state {strangers[0]!r} is of no layer that moves "
+                              f"to cut {cut}")
+        for name in moving:
+            self._fill(name, weights[name])
+        self._move_to(cut, state)
+
+    def weights(self) -> Weights:
+        """Return copies of this half's weights and buffers by their names in the whole model."""
+        return {name: self._array(name) for name in self._names(self._cut)}
+
+    def load(self, weights: Weights) -> None:
+        """Set this half's weights and buffers, such as to a mean over clients; optimiser state stays as it is.
+
+        What is not this half's is passed over, so that a whole model's weights may be given. Raises ConfigError, with
+        nothing changed, where one is missing or of another shape.
+        """
+        own = self._names(self._cut)
+        self._check_tensors({name: array for name, array in weights.items() if name in own}, own)
+        for name in own:
+            self._fill(name, weights[name])
+
+    def save(self) -> bytes:
+        """Return everything that `restore` needs, without code: weights, buffers, optimiser state, cut.
+
+        Learning rates follow from batch numbers and random numbers from the seed, so there is nothing of these.
+        Raises ConfigError while a batch with a kept graph is under way.
+        """
+        content = {
+            "format": _FORMAT, "side": self._side, "fingerprint": self._split.fingerprint(), "cut": self._cut,
+            "tensors": to_tensors(self.weights()), "optimizer": to_tensors(self._optimizer.state()),
+            "progress": self._progress(),
+        }
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        return buffer.getvalue()
+
+    def restore(self, saved: bytes) -> None:
+        """Stand where `save` stood; `ConfigError`, with nothing changed, for what is not of this half and model."""
+        name = self._split.name
+        try:
+            content = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+            known = isinstance(content, dict) and content.get("format") == _FORMAT
+        except Exception as error:  # torch.load raises whatever a damaged file makes it stumble over
+            raise ConfigError(f"model {name}: the saved half cannot be read ({type(error).__name__}); it is damaged "
+                              "or was not written by save()") from error
+        if not known:
+            raise ConfigError(f"model {name}: the saved half is of another format than {_FORMAT}; save it anew")
+        if (content["side"], content["fingerprint"]) != (self._side, self._split.fingerprint()):
+            raise ConfigError(f"model {name}: saved is the {content['side']} half of model "
+                              f"{content['fingerprint'][:12]}, this is the {self._side} half of "
+                              f"{self._split.fingerprint()[:12]}")
+        cut = int(content["cut"])
+        self._split.check(cut)
+        arrays = {key: tensor.numpy() for key, tensor in content["tensors"].items()}
+        own = self._names(cut)
+        self._check_tensors(arrays, own)
+        self._let_go(set(self._tensors) - set(own))
+        for key in own:
+            self._fill(key, arrays[key])
+        self._optimizer.own({})  # forgets the state of before
+        self._move_to(cut, {key: tensor.numpy() for key, tensor in content["optimizer"].items()})
+        self._resume(content["progress"])
+
+    def _require_idle(self) -> None:
+        """Raise ConfigError while a batch is under way."""
+
+    def _progress(self) -> list[list[int]]:
+        """Return the batches under way, each with the shape of its features."""
+        return []
+
+    def _resume(self, progress: Sequence[Sequence[int]]) -> None:
+        """Take up what `_progress` returned."""
+
+    def _names(self, cut: int) -> tuple[str, ...]:
+        return self._split.front_names(cut) if self._side == "front" else self._split.back_names(cut)
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        return {name: self._tensors[name] for name in self._names(self._cut)}
+
+    def _moving(self, cut: int, *, gives: bool) -> tuple[str, ...]:
+        self._split.check(cut)
+        self._require_idle()
+        shrinks = cut <= self._cut if self._side == "front" else cut >= self._cut
+        grows = cut >= self._cut if self._side == "front" else cut <= self._cut
+        if not (shrinks if gives else grows):
+            raise ConfigError(f"model {self._split.name}: the {self._side} half, cut at {self._cut}, cannot "
+                              f"{'give away' if gives else 'take'} layers by moving to {cut}")
+        before, after = set(self._names(self._cut)), set(self._names(cut))
+        return tuple(name for name in self._tensors if name in before ^ after)
+
+    def _move_to(self, cut: int, taken: Mapping[str, NDArray[Any]] | None = None) -> None:
+        self._cut = cut
+        self._module = None
+        self._optimizer.own(self._own(), taken)
+
+    def _run(self, batch: int, argument: Any) -> Any:
+        """Return what this half's layers make of their argument, in training mode, by the streams of a batch."""
+        layers = self._layers()
+        if not self._split.random_layers:
+            return layers(argument)
+        with random_streams(self._seed, batch, self._device):
+            return layers(argument)
+
+    def _layers(self) -> nn.Module:
+        if self._module is None:
+            front = self._side == "front"
+            self._module = self._split.front(self._cut) if front else self._split.back(self._cut)
+        self._split.enter_training()
+        return self._module
+
+    def _check_tensors(self, arrays: Weights, names: Sequence[str]) -> None:
+        model = self._split.name
+        missing, strange = set(names) - set(arrays), set(arrays) - set(names)
+        if missing or strange:
+            wrong = f"{min(missing)!r} is missing" if missing else f"{min(strange)!r} is of other layers"
+            raise ConfigError(f"model {model}: the {self._side} half needs {len(names)} tensors; {wrong}")
+        for name, array in arrays.items():
+            form = self._split.forms[name]
+            # Only of an empty array, since the values may be many.
+            dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype if array.dtype.kind in "biufc" else array.dtype
+            if tuple(array.shape) != tuple(form.shape) or dtype != form.dtype:
+                raise ConfigError(f"model {model}: {name} is {array.dtype} of shape {tuple(array.shape)}, it should be "
+                                  f"{str(form.dtype).removeprefix('torch.')} of shape {tuple(form.shape)}")
+
+    def _array(self, name: str) -> NDArray[Any]:
+        return to_array(self._tensors[name])
+
+    def _fill(self, name: str, array: NDArray[Any]) -> None:
+        tensor, form = self._tensors[name], self._split.forms[name]
+        if tensor.shape != form.shape:
+            tensor.data = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=self._device)
+        tensor.data.copy_(to_tensor(array, self._device))
+
+    def _let_go(self, names: Iterable[str]) -> None:
+        for name in names:
+            tensor = self._tensors[name]
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            tensor.grad = None
+
+
+def targets_from(labels: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return labels as a tensor: int64 if they are whole numbers, which is what torch's losses take."""
+    whole = np.issubdtype(labels.dtype, np.integer)
+    return to_tensor(labels.astype(np.int64, copy=False) if whole else labels, device)
+
+
+def checked_loss(loss: torch.Tensor, model: str) -> torch.Tensor:
+    """Return the loss; `ConfigError` unless it is one number that depends on the model."""
+    if loss.ndim or not loss.requires_grad:
+        raise ConfigError(f"model {model}: the loss is a tensor of shape {tuple(loss.shape)}"
+                          f"{'' if loss.requires_grad else ' without a gradient'}; it must be one number that depends "
+                          "on the outputs")
+    return loss

@@ -1,0 +1,207 @@
+"""A split training in one process: real halves do, one by one, what a list of actions says.
+
+Weights are a function of the actions alone, and are those that the same halves get over a network in that order.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from numpy.typing import NDArray
+
+from socflower.edgecloud.error_feedback import ErrorFeedback, Form
+from socflower.edgecloud.feature_codec import decode, encode
+from socflower.edgecloud.replay_window import ReplayWindow
+from socflower.edgecloud.timeline_actions import Action, Kind
+from socflower.edgecloud.workers import Array, BackHalf, FrontHalf
+from socflower.errors import ConfigError
+
+
+@runtime_checkable
+class LoneFront(Protocol):
+    """A front half that can have all layers: the edge that trains alone."""
+
+    @property
+    def everything(self) -> int:
+        """The cut behind which nothing is."""
+        ...
+
+    def train_alone(self, batch: int) -> float:
+        """Do a whole training step; return the loss."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartyReport:
+    """What came of one party's batches."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    staleness: dict[int, int] = field(default_factory=dict)  # newest batch forward when this one is applied, minus it
+
+
+def constant_staleness(
+    num_batches: int, window: int, *, cut: int = 0, bits: int = 32, party: int = 0, first_batch: int = 0,
+) -> list[Action]:
+    """Return the actions in which every gradient comes as late as a window K allows: the worst case of F23.
+
+    The window is filled, then the oldest batch is applied and the next goes forward, in turns; at the end it drains.
+    """
+    def act(kind: Kind, batch: int) -> Action:
+        return Action(kind, party, batch, cut, bits, window)
+
+    actions: list[Action] = []
+    for batch in range(first_batch, first_batch + num_batches + window):
+        oldest = batch - window
+        if batch < first_batch + num_batches:
+            actions += [act(Kind.FORWARD, batch), act(Kind.STEP, batch)]
+        if first_batch <= oldest < first_batch + num_batches:
+            actions.append(act(Kind.APPLY, oldest))
+    return actions
+
+
+def run_actions(
+    actions: Iterable[Action], fronts: Sequence[FrontHalf], backs: Sequence[BackHalf], *, joined: bool = False,
+    feedback: Form = "none", gradient_bits: int = 32,
+) -> tuple[PartyReport, ...]:
+    """Do all actions with a front half per party; return a report per party, in their order.
+
+    `backs` holds one half per party, or one for all: which takes turns, or with `joined` does one step for all parties'
+    features of a batch. Features and gradients pass through the codec (F24) below 32 bits, and gradients through error
+    feedback (F25). Raises ConfigError where the actions are in no possible order, do not fit the halves, or end with
+    batches in flight; what was done up to there stays done.
+    """
+    if len(backs) not in (1, len(fronts)) or (joined and len(backs) != 1):
+        raise ConfigError(f"split training: {len(backs)} back halves for {len(fronts)} parties; give one for each, or "
+                          "one for all")
+    runner = _Runner(fronts, backs, joined, feedback, gradient_bits)
+    for action in actions:
+        runner.do(action)
+    runner.finish()
+    return tuple(lane.report for lane in runner.lanes)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One party: its front half and what is between the halves."""
+
+    front: FrontHalf
+    feedback: ErrorFeedback
+    report: PartyReport = field(default_factory=PartyReport)
+    features: dict[int, tuple[Array, NDArray[Any]]] = field(default_factory=dict)
+    gradients: dict[int, Array | None] = field(default_factory=dict)
+    window: ReplayWindow = field(default_factory=lambda: ReplayWindow(0))
+
+
+class _Runner:
+    def __init__(self, fronts: Sequence[FrontHalf], backs: Sequence[BackHalf], joined: bool, feedback: Form,
+                 gradient_bits: int) -> None:
+        self.lanes = [_Lane(front, ErrorFeedback(feedback)) for front in fronts]
+        self._backs = backs
+        self._joined = joined
+        self._gradient_bits = gradient_bits
+        self._gathered: list[Action] = []  # parts of a joined step that have been named
+
+    def do(self, action: Action) -> None:
+        if not 0 <= action.party < len(self.lanes):
+            raise ConfigError(f"split training: {_text(action)} is of a party that is not there; they are 0 to "
+                              f"{len(self.lanes) - 1}")
+        lane = self.lanes[action.party]
+        if action.kind is Kind.RECUT:
+            self._recut(lane, action)
+        elif action.cut is None:
+            self._alone(lane, action)
+        else:
+            if action.cut != lane.front.cut:
+                raise ConfigError(f"split training: {_text(action)} is for cut {action.cut}, the model is cut at "
+                                  f"{lane.front.cut}; a RECUT must come before")
+            {Kind.FORWARD: self._forward, Kind.STEP: self._step, Kind.APPLY: self._apply}[action.kind](lane, action)
+
+    def finish(self) -> None:
+        for party, lane in enumerate(self.lanes):
+            if not lane.window.drained:
+                raise ConfigError(f"split training: the actions end while batches {list(lane.window.in_flight)} of "
+                                  f"party {party} are in flight")
+
+    def _forward(self, lane: _Lane, action: Action) -> None:
+        lane.window.resize(action.window)
+        lane.window.forward(action.batch)
+        features = lane.front.forward(action.batch, keep_graph=action.window == 0)
+        decoded = features if action.bits == 32 else decode(encode(features, action.bits))
+        lane.feedback.keep(action.batch, features, decoded)
+        lane.features[action.batch] = decoded, lane.front.labels(action.batch)
+
+    def _step(self, lane: _Lane, action: Action) -> None:
+        if action.batch not in lane.features:
+            raise ConfigError(f"split training: {_text(action)} comes before its FORWARD, or twice")
+        parties = [action.party]
+        if self._joined:
+            if (action.party, action.batch) != self._next_part(action.batch):
+                raise ConfigError(f"split training: {_text(action)} is out of turn in a joined step; all parties' "
+                                  "STEPs of a batch follow one another, in party order")
+            self._gathered.append(action)
+            if len(self._gathered) < len(self.lanes):
+                return
+            parties, self._gathered = list(range(len(self.lanes))), []
+        taken = [self.lanes[party].features.pop(action.batch) for party in parties]
+        back = self._backs[action.party if len(self._backs) > 1 else 0]
+        # The labels of joined parties are the same samples'; the first party's are taken.
+        gradients, loss = back.step(action.batch, [features for features, _ in taken], taken[0][1])
+        for party, gradient in zip(parties, gradients, strict=True):
+            if gradient is not None and self._gradient_bits != 32:
+                gradient = decode(encode(gradient, self._gradient_bits, what="gradient"))
+            self.lanes[party].gradients[action.batch] = gradient
+            self.lanes[party].report.losses[action.batch] = loss
+
+    def _next_part(self, batch: int) -> tuple[int, int]:
+        """Return which party's STEP comes next in a joined step, and of which batch, any if it is the first."""
+        return len(self._gathered), self._gathered[0].batch if self._gathered else batch
+
+    def _apply(self, lane: _Lane, action: Action) -> None:
+        if action.batch not in lane.gradients:
+            raise ConfigError(f"split training: {_text(action)} comes before its STEP, or twice")
+        staleness = lane.window.close(action.batch)
+        gradient = lane.gradients.pop(action.batch)
+        if gradient is None:
+            lane.feedback.forget(action.batch)
+        else:
+            gradient = lane.feedback.correct(action.batch, gradient)
+        lane.front.apply(action.batch, gradient)
+        lane.report.staleness[action.batch] = staleness
+
+    def _alone(self, lane: _Lane, action: Action) -> None:
+        front = lane.front
+        if not isinstance(front, LoneFront) or front.cut != front.everything:
+            raise ConfigError(f"split training: {_text(action)} is to be done at the edge alone, but the model is cut "
+                              f"at {front.cut}; a RECUT must come before")
+        if action.kind is Kind.FORWARD:
+            lane.window.forward(action.batch)
+        elif action.kind is Kind.STEP:
+            lane.report.losses[action.batch] = front.train_alone(action.batch)
+        else:
+            lane.report.staleness[action.batch] = lane.window.close(action.batch)
+
+    def _recut(self, lane: _Lane, action: Action) -> None:
+        front = lane.front
+        if not lane.window.drained:
+            raise ConfigError(f"split training: {_text(action)} comes while batches {list(lane.window.in_flight)} are "
+                              "in flight; it must wait for them")
+        cut = action.cut
+        if cut is None:
+            if not isinstance(front, LoneFront):
+                raise ConfigError(f"split training: {_text(action)} gives the edge all layers, which this front half "
+                                  "cannot have")
+            cut = front.everything
+        if cut == front.cut:
+            return
+        if len(self._backs) < len(self.lanes):
+            raise ConfigError(f"split training: {_text(action)} would move layers of a back half that other parties "
+                              "share; keep the cut, or give each party its own")
+        back = self._backs[action.party]
+        if cut < front.cut:
+            back.take(cut, front.give(cut))
+        else:
+            front.take(cut, back.give(cut))
+
+
+def _text(action: Action) -> str:
+    return f"{action.kind.name} of batch {action.batch}, party {action.party},"

@@ -1,0 +1,238 @@
+"""What a batch costs at every cut on this very device, from running the halves (the paper's profiler, §5.2)."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from socflower.cluster.tracing import profile_module
+from socflower.edgecloud.deployment import CutCost, SplitCosts
+from socflower.edgecloud.error_feedback import ErrorFeedback, Form
+from socflower.edgecloud.feature_codec import decode, encode
+from socflower.edgecloud.runtime.half_optimizer import HalfOptimizer, OptimizerFactory
+from socflower.edgecloud.runtime.tensor_arrays import to_array
+from socflower.edgecloud.tracing import SplitModel
+from socflower.errors import ConfigError
+
+SCHEMA = 1
+_KIND = "split-costs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measuring:
+    """How to measure: everything that is timed runs `num_warm_ups` times before, and counts by its median."""
+
+    optimizer: OptimizerFactory
+    batch_size: int
+    num_repeats: int = 5
+    num_warm_ups: int = 2
+    device: str = "cpu"
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.num_repeats < 1 or self.num_warm_ups < 1:
+            raise ConfigError(f"measuring: batch_size = {self.batch_size}, num_repeats = {self.num_repeats} and "
+                              f"num_warm_ups = {self.num_warm_ups} must be 1 or more")
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Return the median of the seconds that `work` takes."""
+        for _ in range(self.num_warm_ups):
+            work()
+        times_s: list[float] = []
+        for _ in range(self.num_repeats):
+            self._settle()
+            start_s = self.clock()
+            work()
+            self._settle()
+            times_s.append(self.clock() - start_s)
+        return statistics.median(times_s)
+
+    def _settle(self) -> None:
+        if self.device.startswith("cuda"):  # kernels run on after their call has returned
+            torch.cuda.synchronize(self.device)
+
+
+def measure_costs(
+    split: SplitModel, how: Measuring, *, cloud_s: Sequence[float] | None = None,
+    bits: Sequence[int] = (2, 4, 8, 16), feedback: Form = "none", label_bytes: float = 8.0,
+) -> SplitCosts:
+    """Return the costs of a batch at every cut, with this device as the edge.
+
+    A front half is timed as a whole, up to its cut, since layers timed one by one do not add up: forward without graph,
+    and forward, backward and update together. `cloud_s` is what `measure_cloud` returned in the cloud; without it, it
+    is measured here. Codec times are those of encoding, and with error feedback of what that needs besides, on the
+    largest features, per element. Medians that decrease from cut to cut, which can only be noise, are smoothed
+    (`monotone`). Memory is a formula: weights, gradients and optimiser state of what is trained, and one batch's
+    outputs of all layers that are not frozen. `label_bytes` is per sample. A copy is run; the model stays as it is.
+    """
+    work = split.copy()
+    work.model.to(how.device)
+    samples = work.samples(how.batch_size)
+    runs = [_front_run(work, cut, samples, how) for cut in range(work.num_cuts + 1)]
+    forward_s = monotone([run.forward_s for run in runs])
+    training_s = monotone([run.training_s for run in runs])
+    profile = profile_module(split.model, samples[:1].cpu(), split.name)
+    if cloud_s is None:
+        cloud_s = measure_cloud(split, how)
+    if len(cloud_s) != split.num_cuts:
+        raise ConfigError(f"model {split.name}: {len(cloud_s)} seconds of the cloud for {split.num_cuts} cuts; measure "
+                          "the same model there")
+    cuts: list[CutCost] = []
+    for index, point in enumerate(split.cuts):
+        output_bytes = sum(layer.output_bytes for layer in profile.layers
+                           if layer.name in point.front_layers - split.frozen_layers)
+        trained_bytes = point.front_trained_bytes
+        cuts.append(CutCost(
+            name=point.name, edge_forward_s=forward_s[index],
+            edge_backward_s=max(0.0, training_s[index] - forward_s[index]) if point.front_trains else 0.0,
+            cloud_s=cloud_s[index], feature_elements=point.feature_elements * how.batch_size,
+            front_weight_bytes=point.front_weight_bytes + runs[index].state_bytes,
+            edge_memory_bytes=(point.front_weight_bytes + trained_bytes + runs[index].state_bytes
+                               + output_bytes * how.batch_size),
+            front_trains=point.front_trains))
+    all_bytes = float(sum(form.numel() * form.element_size() for form in split.forms.values()))
+    return SplitCosts(
+        model=split.name, batch_size=how.batch_size, cuts=tuple(cuts), edge_only_s=training_s[-1],
+        label_bytes=label_bytes * how.batch_size,
+        codec_s_per_element=measure_codec(split, how, bits=bits, feedback=feedback),
+        model_weight_bytes=all_bytes + runs[-1].state_bytes)
+
+
+def measure_cloud(split: SplitModel, how: Measuring) -> tuple[float, ...]:
+    """Return the seconds that this device needs for the back half of every cut: forward, backward and update."""
+    work = split.copy()
+    work.model.to(how.device)
+    seconds: list[float] = []
+    for cut, point in enumerate(work.cuts):
+        features = torch.rand(how.batch_size, *point.feature_shape, device=how.device)
+        layers, step = work.back(cut), _Updater(work, work.back_names(cut), how)
+
+        def train(layers: nn.Module = layers, step: Callable[[], None] = step, features: torch.Tensor = features,
+                  trains: bool = point.front_trains) -> None:
+            leaf = features.clone().requires_grad_(trains)
+            work.enter_training()
+            layers(leaf).square().mean().backward()
+            step()
+
+        seconds.append(how.seconds(train))
+    return tuple(reversed(monotone(seconds[::-1])))
+
+
+def measure_codec(split: SplitModel, how: Measuring, *, bits: Sequence[int], feedback: Form) -> dict[int, float]:
+    """Return the codec's seconds per feature element by bits, timed on the largest features of a batch."""
+    shape = max((point.feature_shape for point in split.cuts), key=math.prod)
+    features = to_array(torch.relu(torch.randn(how.batch_size, *shape, generator=torch.Generator().manual_seed(0))))
+
+    def pass_through(width: int) -> None:
+        encoded = encode(features, width)
+        if feedback != "none":
+            errors = ErrorFeedback(feedback)
+            errors.keep(0, features, decode(encoded))
+            errors.correct(0, features)
+
+    return {width: how.seconds(partial(pass_through, width)) / features.size for width in bits if width < 32}
+
+
+def monotone(values: Sequence[float]) -> list[float]:
+    """Return the non-decreasing sequence nearest to `values` by least squares (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (left, num_left), (right, num_right) = pools[-2:]
+            num = num_left + num_right
+            pools[-2:] = [((left * num_left + right * num_right) / num, num)]
+    return [mean for mean, num in pools for _ in range(num)]
+
+
+def to_document(costs: SplitCosts) -> dict[str, Any]:
+    """Return costs as what JSON can hold."""
+    document = asdict(costs)
+    document["codec_s_per_element"] = {str(bits): value for bits, value in costs.codec_s_per_element.items()}
+    return {"schema": SCHEMA, "kind": _KIND, **document}
+
+
+def from_document(document: Mapping[str, Any]) -> SplitCosts:
+    """Return the costs that `to_document` wrote; `ConfigError` for anything else."""
+    if document.get("kind") != _KIND or document.get("schema") != SCHEMA:
+        raise ConfigError(f"split costs: kind {document.get('kind')!r} with schema {document.get('schema')!r}, it "
+                          f"should be {_KIND!r} with schema {SCHEMA}; measure again")
+    content = {key: value for key, value in document.items() if key not in ("schema", "kind")}
+    try:
+        cuts = tuple(CutCost(**_known(CutCost, cut)) for cut in content.pop("cuts"))
+        codec = {int(bits): float(value) for bits, value in content.pop("codec_s_per_element").items()}
+        return SplitCosts(cuts=cuts, codec_s_per_element=codec, **_known(SplitCosts, content))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"split costs: the document is damaged ({type(error).__name__}: {error}); measure again"
+                          ) from error
+
+
+def _known(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)}
+    unknown = set(content) - names
+    if unknown:
+        raise ConfigError(f"split costs: unknown key {min(unknown)!r}; this version knows {', '.join(sorted(names))}")
+    for key, value in content.items():
+        wanted = str if key in ("name", "model") else bool if key == "front_trains" else int | float
+        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+            raise ConfigError(f"split costs: {key} = {value!r} is not of the right type; measure again")
+    return dict(content)
+
+
+@dataclass(frozen=True, slots=True)
+class _FrontRun:
+    forward_s: float
+    training_s: float
+    state_bytes: float  # of the optimiser
+
+
+def _front_run(work: SplitModel, cut: int, samples: torch.Tensor, how: Measuring) -> _FrontRun:
+    layers, names = work.front(cut), work.front_names(cut)
+
+    def forward() -> Any:
+        work.enter_training()
+        with torch.no_grad():
+            return layers(samples)
+
+    forward_s = how.seconds(forward)
+    if not work.front_trains(cut):
+        return _FrontRun(forward_s, forward_s, 0.0)
+    gradient = torch.rand_like(forward()) if cut < work.num_cuts else None
+    step = _Updater(work, names, how)
+
+    def train() -> None:
+        work.enter_training()
+        features = layers(samples)
+        if gradient is None:
+            features.square().mean().backward()
+        else:
+            features.backward(gradient)
+        step()
+
+    training_s = how.seconds(train)
+    return _FrontRun(forward_s, training_s, step.state_bytes())
+
+
+class _Updater:
+    """The update of a half's weights by gradients that are there."""
+
+    def __init__(self, work: SplitModel, names: Sequence[str], how: Measuring) -> None:
+        tensors = work.tensors()
+        # At rate 0: the work of an update, but the weights stay, and with them the sort of numbers that are computed.
+        self._optimizer = HalfOptimizer(how.optimizer, lambda batch: 0.0)
+        self._optimizer.own({name: tensors[name] for name in names})
+
+    def __call__(self) -> None:
+        self._optimizer.step(0)
+        self._optimizer.zero_grad()
+
+    def state_bytes(self) -> float:
+        return float(sum(array.nbytes for array in self._optimizer.state().values()))

@@ -1,0 +1,71 @@
+"""`socflower cloud`: host the cloud's halves of split trainings, and look at them."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+cloud = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The cloud's side of split training.")
+_err = Console(stderr=True)
+
+Token = Annotated[Path, typer.Option(help="File with the operator's token, which the ServerApp shows too.")]
+Tls = Annotated[Path | None, typer.Option(help="PEM file.")]
+
+
+@cloud.command()
+def serve(
+    program: Annotated[str, typer.Argument(help="A split scenario (TOML, or JSON as a result has it), or "
+                                                "module:name of a SplitProgram.", show_default=False)],
+    listen: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 asks for a free one.")] = "127.0.0.1:28400",
+    token_file: Token = Path("cloud-token"),
+    folder: Annotated[Path | None, typer.Option(help="Folder for sessions and their barriers: a cloud that is started "
+                                                     "again goes on from there.")] = None,
+    certificate: Tls = None,
+    key: Tls = None,
+    ca: Annotated[Path | None, typer.Option(help="PEM file of the authority whose certificates edges must show; "
+                                                 "default: none need.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Plain text beyond private addresses too.")] = False,
+    threads: Annotated[int, typer.Option(help="Torch threads; 0: one a core.")] = 0,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key of the scenario.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
+) -> None:
+    """Host the cloud's halves of a program's runs, until Ctrl-C. A token file that is not there is made."""
+    from socflower.edgecloud.runtime.credentials import SplitTls
+    from socflower.scenario.cloud_serving import read_or_make_token, serve_until_signal
+
+    token, is_new = read_or_make_token(token_file)
+    if is_new:
+        _err.print(f"made {token_file}: give it to the ServerApp's machine, and to nobody else", soft_wrap=True,
+                   highlight=False, markup=False)
+
+    def ready(address: str) -> None:
+        text = json.dumps({"address": address}) if as_json else f"listening on {address}; Ctrl-C ends"
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    tls = SplitTls(ca=ca, certificate=certificate, key=key) if certificate or key or ca else None
+    serve_until_signal(program, set_ or [], listen=listen, token=token, tls=tls, insecure=insecure, folder=folder,
+                       num_threads=threads, ready=ready,
+                       say=lambda line: _err.print(line, soft_wrap=True, highlight=False, markup=False))
+
+
+@cloud.command()
+def status(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of the cloud.", show_default=False)],
+    token_file: Token = Path("cloud-token"),
+    ca: Annotated[Path | None, typer.Option(help="PEM file of the authority that signed its certificate.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Plain text beyond private addresses too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
+) -> None:
+    """Show the sessions of a cloud: how far they are, who is there, what went wrong last."""
+    from socflower.edgecloud.runtime.credentials import SplitTls
+    from socflower.scenario.cloud_serving import cloud_status, status_table
+
+    sessions = cloud_status(address, token_file, SplitTls(ca=ca) if ca else None, insecure=insecure)
+    if as_json:
+        sys.stdout.write(json.dumps({"schema": 1, "sessions": sessions}, indent=1) + "\n")
+    else:
+        Console().print(status_table(sessions))

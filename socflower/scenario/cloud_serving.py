@@ -1,0 +1,129 @@
+"""A cloud as a process: its program, its token, and serving until somebody ends it."""
+
+import importlib
+import json
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from socflower.clients.split_cloud import session_factory
+from socflower.clients.split_program import SplitProgram
+from socflower.edgecloud.runtime.cloud_service import CloudService
+from socflower.edgecloud.runtime.credentials import SplitTls, check_token, new_token
+from socflower.edgecloud.runtime.operator_calls import Operator, session_status
+from socflower.edgecloud.runtime.session import SessionFactory
+from socflower.errors import ConfigError
+from socflower.scenario.config import Scenario
+from socflower.scenario.scenario_file import apply_override, from_document, load_scenario
+from socflower.scenario.split_app import split_settings
+from socflower.scenario.split_training import SplitSetting
+
+
+def serve_until_signal(
+    program: str, overrides: Sequence[str], *, listen: str, token: str, tls: SplitTls | None, insecure: bool,
+    folder: Path | None, num_threads: int, ready: Callable[[str], None], say: Callable[[str], None],
+) -> None:
+    """Serve a program's runs until SIGINT or SIGTERM; `ready` gets the address, `say` a line about what goes wrong."""
+    factory = _factory(program, overrides)
+    if num_threads < 0:
+        raise ConfigError(f"--threads {num_threads}: must be 0 or more")
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    ended = threading.Event()
+    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        service = CloudService(listen, factory, operator_token=token, tls=tls, insecure=insecure, folder=folder, log=say)
+        try:
+            ready(service.address)
+            ended.wait()
+        finally:
+            service.close()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def read_or_make_token(path: Path) -> tuple[str, bool]:
+    """Return the token of a file, and whether it was made just now; only its owner may read a new one."""
+    try:
+        return check_token(path.read_text("utf-8").strip(), f"--token-file {path}"), False
+    except FileNotFoundError:
+        token = new_token()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file {path}: cannot be read ({error}); name a text file") from None
+    try:
+        path.touch(mode=0o600, exist_ok=False)
+        path.write_text(f"{token}\n", "utf-8")
+    except OSError as error:
+        raise ConfigError(f"--token-file {path}: cannot be made ({error.strerror}); name another place") from None
+    return token, True
+
+
+def cloud_status(address: str, token_file: Path, tls: SplitTls | None, *, insecure: bool) -> list[dict[str, Any]]:
+    """Return what a cloud says of its sessions."""
+    if not token_file.exists():
+        raise ConfigError(f"--token-file {token_file}: no such file; name the one that the cloud was started with")
+    token, _ = read_or_make_token(token_file)
+    return session_status(Operator(address=address, token=token, tls=tls, insecure=insecure))
+
+
+def status_table(sessions: Sequence[Mapping[str, Any]]) -> Table:
+    """Return sessions as people read them."""
+    keys = list(dict.fromkeys(key for session in sessions for key in session))
+    table = Table(*(key.replace("_", " ") for key in keys), header_style="bold")
+    for session in sessions:
+        table.add_row(*(str(session.get(key, "")) for key in keys))
+    return table
+
+
+def _factory(program: str, overrides: Sequence[str]) -> SessionFactory:
+    if ":" in program and not Path(program).exists():
+        if overrides:
+            raise ConfigError(f"--set is for scenarios, and {program} is a program")
+        return session_factory(_named(program))
+    setting = SplitSetting(_scenario(Path(program), overrides))
+
+    def samples(party: int, num_parties: int) -> Any:
+        known = setting.workload.cloud_samples(party)
+        if known is None:
+            raise ConfigError(f"{program}: this workload has nothing in the cloud but features")
+        return known
+
+    return session_factory(setting.workload.program, settings=split_settings(setting), samples_fn=samples)
+
+
+def _scenario(path: Path, overrides: Sequence[str]) -> Scenario:
+    if path.suffix != ".json":
+        scenario = load_scenario(path, overrides)
+    else:
+        try:
+            document = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"scenario {path}: cannot be read ({error})") from None
+        for override in overrides:
+            apply_override(document, override)
+        scenario = from_document(document)
+    if not scenario.is_split:
+        raise ConfigError(f"{path}: [strategy] name = {scenario.strategy.name!r} has no cloud; use one of the split "
+                          "strategies")
+    return scenario
+
+
+def _named(program: str) -> SplitProgram:
+    module, _, name = program.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"program {program}: cannot be imported ({error}); write module:name, importable from here"
+                          ) from None
+    found = found() if callable(found) and not isinstance(found, SplitProgram) else found
+    if not isinstance(found, SplitProgram):
+        raise ConfigError(f"program {program}: is a {type(found).__name__}, not a SplitProgram; make one with "
+                          "socflower.clients.LayeredProgram")
+    return found
+

@@ -1,0 +1,62 @@
+"""The client side of every split scenario: edges that train in one process, or dial a cloud of this machine."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import TypeAlias
+
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+
+from socflower.clients.split import make_split_client_app
+from socflower.clients.split_batches import Samples
+from socflower.clients.split_here import SplitSettings
+from socflower.clients.split_program import SplitProgram
+from socflower.edgecloud.error_feedback import Form
+from socflower.errors import ConfigError
+from socflower.scenario.config import Scenario
+from socflower.scenario.run_folder import RunFolder
+from socflower.scenario.split_training import SplitSetting
+
+FolderOf: TypeAlias = Callable[[Context], RunFolder]
+
+DELTA_BYTES = 512 << 20
+"""What delta coding may remember of samples at either end."""
+
+
+def split_client_app(folder_of: FolderOf) -> ClientApp:
+    """Return the ClientApp of the edges of the scenario in a run's folder."""
+
+    def program(context: Context) -> SplitProgram:
+        return _setting(folder_of(context)).workload.program
+
+    def samples(context: Context, party: int, num_parties: int) -> Samples:
+        return _setting(folder_of(context)).workload.samples(party)
+
+    def cloud_samples(context: Context, party: int, num_parties: int) -> Samples:
+        known = _setting(folder_of(context)).workload.cloud_samples(party)
+        if known is None:
+            raise ConfigError("split scenario: this workload has nothing in the cloud but features")
+        return known
+
+    def settings(context: Context) -> SplitSettings:
+        return split_settings(_setting(folder_of(context)))
+
+    return make_split_client_app(
+        program, samples, cloud_samples_fn=cloud_samples, settings_fn=settings,
+        state_folder=lambda context: folder_of(context).clients_folder(context.node_config))
+
+
+def split_settings(setting: SplitSetting) -> SplitSettings:
+    """Return what a scenario makes of features and gradients on their way."""
+    scenario: Scenario = setting.scenario
+    table, ours = scenario.split, scenario.strategy.name == "split-replay"
+    feedback: Form = table.error_feedback if ours and not table.delta else "none"  # type: ignore[assignment]
+    return SplitSettings(
+        feedback=feedback, delta_bytes=DELTA_BYTES if ours and table.delta else 0,
+        window=setting.schedule)
+
+
+@cache
+def _setting(folder: RunFolder) -> SplitSetting:
+    return SplitSetting(folder.read_scenario())
+

@@ -1,0 +1,83 @@
+"""What a result tells of a split training: where the model was cut when, how stale gradients were, who was busy."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from socflower.edgecloud.deployment import Deployment, SplitCosts
+from socflower.edgecloud.link_trace import LinkTrace
+from socflower.edgecloud.timeline import Party
+from socflower.strategies.split_replay import SplitRoundReport
+
+_MOST_MOMENTS = 2000  # of a link's history
+
+
+class SplitStory:
+    """Collects rounds; times are virtual seconds from the start of the run."""
+
+    def __init__(self, links: Sequence[LinkTrace], parties: Sequence[Party], state: Mapping[str, Any] | None = None,
+                 ) -> None:
+        self._links = links
+        self._names = [cut.name for cut in parties[0].costs.cuts]
+        kept = state or {}
+        self._start: str = kept.get("start") or place(parties[0].deployment, parties[0].costs)
+        self._moves: list[dict[str, Any]] = list(kept.get("moves", ()))
+        self._cuts: list[list[float]] = list(kept.get("cuts") or [[0.0, self._index(parties[0].deployment)]])
+        self._staleness = Counter({int(key): value for key, value in kept.get("staleness", {}).items()})
+        self._busy = Counter(kept.get("busy", {}))
+        self._num_parties = len(parties)
+        self._costs = [party.costs for party in parties]
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run goes on from, as JSON keeps it."""
+        return {"start": self._start, "moves": self._moves, "cuts": self._cuts,
+                "staleness": {str(key): value for key, value in self._staleness.items()}, "busy": dict(self._busy)}
+
+    def add(self, report: SplitRoundReport, began_s: float) -> None:
+        """Take in a round that began at `began_s`."""
+        timeline = report.timeline
+        for edge, (party, costs) in enumerate(zip(timeline.parties, self._costs, strict=True)):
+            self._staleness.update(party.staleness)
+            for move in party.moves:
+                at_s = began_s + move.decided_s + move.drain_s + move.migration_s
+                self._moves.append({
+                    "at_s": at_s, "edge": edge, "batch": move.batch, "from": place(move.old, costs),
+                    "to": place(move.new, costs), "drain_s": move.drain_s, "migration_s": move.migration_s})
+                if edge == 0:
+                    self._cuts.append([at_s, self._index(move.new)])
+            self._busy.update({"edge": party.compute_s, "up": party.sending_s, "down": party.receiving_s})
+        self._busy.update({"cloud": timeline.cloud_busy_s})
+
+    def document(self, parties: Sequence[Party], mode: str, now_s: float) -> dict[str, Any]:
+        """Return the result's `split`."""
+        total = self._staleness.total()
+        whole_s = now_s * self._num_parties
+        return {
+            "mode": mode, "num_edges": self._num_parties, "cut_names": self._names, "start": self._start,
+            "end": place(parties[0].deployment, parties[0].costs), "num_moves": len(self._moves),
+            "moves": self._moves, "cuts_over_time": [*self._cuts, [now_s, self._cuts[-1][1]]],
+            "link_over_time": _rates(self._links[0], now_s),
+            "staleness": {str(key): self._staleness[key] for key in sorted(self._staleness)},
+            "mean_staleness": sum(key * value for key, value in self._staleness.items()) / total if total else 0.0,
+            "max_staleness": max(self._staleness, default=0),
+            # Of the cloud: of one processor for each half.
+            "busy": {key: value / whole_s if whole_s else 0.0 for key, value in self._busy.items()},
+        }
+
+    def _index(self, deployment: Deployment) -> float:
+        return float(len(self._names) if deployment.cut is None else deployment.cut)
+
+
+def place(deployment: Deployment, costs: SplitCosts) -> str:
+    """Return a deployment in words."""
+    if deployment.cut is None:
+        return "edge alone"
+    return f"after {costs.cuts[deployment.cut].name}, {deployment.bits} bits"
+
+
+def _rates(link: LinkTrace, until_s: float) -> list[list[float]]:
+    """Return seconds, and bytes per second up and down, evenly over a run."""
+    num_moments = min(_MOST_MOMENTS, max(2, int(until_s) + 1))
+    moments = [until_s * index / (num_moments - 1) for index in range(num_moments)]
+    rates = [link.rates(at_s) for at_s in moments]
+    return [[at_s, each.up_bytes_per_s, each.down_bytes_per_s] for at_s, each in zip(moments, rates, strict=True)]

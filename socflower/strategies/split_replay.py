@@ -1,0 +1,315 @@
+"""Split training: thin edges with the front of a model, a cloud with the rest, and neither waits (F22-F27)."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from logging import INFO, WARNING
+from typing import Any, Protocol, cast
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore import log
+from numpy.typing import NDArray
+
+from socflower.cluster import Cluster, Usage, VirtualClock
+from socflower.cluster.protocol import ARRAYS, CONFIG, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND
+from socflower.cluster.split_protocol import EDGE_ALONE, OWN, SPLIT, SPLIT_REPORT, SplitReport, SplitTask
+from socflower.edgecloud.decision import DecisionEngine
+from socflower.edgecloud.deployment import Deployment
+from socflower.edgecloud.timeline import Party, Timeline, simulate
+from socflower.edgecloud.timeline_actions import encode_actions
+from socflower.edgecloud.timeline_servers import CloudMode
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.strategies.records import aggregate_records, array_views, to_array_record
+from socflower.strategies.replies import ReplyEvent, fault_of, no_reply
+from socflower.strategies.resuming import Resumable
+from socflower.strategies.roster import Roster
+from socflower.strategies.split_usage import usage_of
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+class CloudSessions(Protocol):
+    """Where cloud halves are, on real machines; `socflower.clients.split_cloud.CloudClient` is one."""
+
+    def open(self, task: SplitTask, weights: Arrays) -> SplitTask:
+        """Have a cloud half ready for the parties of `task`, and return it with where to dial and what to show.
+
+        A session that is open already goes on with the weights and optimiser that it has, unless those it should have
+        are the mean of several edges' halves: then it begins anew with `weights`.
+        """
+        ...
+
+    def fetch(self, run: str) -> Arrays:
+        """Return the weights of a session's half."""
+        ...
+
+    def close(self) -> None:
+        """End all sessions: the training is over."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitRoundReport:
+    """What one round did; the newest is `strategy.reports[-1]`."""
+
+    server_round: int
+    epoch: float  # epochs done at its end
+    usage: Usage  # of this round alone, predicted on real machines; zero without a clock
+    events: tuple[ReplyEvent, ...]
+    timeline: Timeline  # what virtual time was predicted from
+    measured: tuple[SplitReport, ...] = ()  # of real links, by party
+
+
+class SplitReplay(Resumable):
+    """Train a model whose front half is at thin edges and whose back half is in a cloud, pipelined.
+
+    A round is a span of batches. Where no cloud is named both halves train in the client's process, in the order in
+    which virtual time has it: what comes back how stale follows from costs and link, and equal seeds give equal
+    weights. With `cloud`, edges dial it and gradients come back when they come.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        Its first SoCs are the edges, one for each of `parties`.
+    parties : sequence of Party
+        What a batch costs each edge at every cut, its link, its deployment at the start, and the engine that may move
+        its cut (`socflower.edgecloud`).
+    mode : "own", "turns" or "joined"
+        Each edge has a cloud half of its own, and all are averaged after each round, as are the edge halves (SplitFed);
+        one cloud half takes the edges' batches in turn; or edges hold different features of the same samples, and the
+        cloud joins them.
+    edge_names : (party, cut) -> names
+        The tensors that stand at an edge; None is the cut of an edge that has all.
+    batches_per_epoch, num_epochs, round_epochs, seed
+        A round is `round_epochs` epochs, rounded to batches.
+    reverse : bool
+        The front half is in the cloud: generative models, whose last layers see the data.
+    clock : VirtualClock, optional
+        Is moved on by what each round takes.
+    cloud : CloudSessions, optional
+        Real machines.
+    """
+
+    def __init__(
+        self, *, cluster: Cluster, parties: Sequence[Party], edge_names: Callable[[int, int | None], Collection[str]],
+        batches_per_epoch: int, num_epochs: int, mode: CloudMode = OWN, reverse: bool = False,
+        round_epochs: float = 1.0, seed: int = 1, fingerprint: str = "", clock: VirtualClock | None = None,
+        cloud: CloudSessions | None = None, tolerate_client_errors: bool = False,
+    ) -> None:
+        if not 1 <= len(parties) <= cluster.num_socs:
+            raise ConfigError(f"SplitReplay: {len(parties)} edges on a cluster of {cluster.num_socs} SoCs; need 1 to "
+                              f"{cluster.num_socs}")
+        self.reports: list[SplitRoundReport] = []
+        self.parties = tuple(parties)
+        self._cluster, self._mode, self._reverse, self._seed = cluster, mode, reverse, seed
+        self._edge_names, self._fingerprint = edge_names, fingerprint
+        self._batches_per_epoch = batches_per_epoch
+        self._total_batches = batches_per_epoch * num_epochs
+        self._round_batches = max(1, round(round_epochs * batches_per_epoch))
+        self._clock, self._cloud = clock, cloud
+        self._tolerate_client_errors = tolerate_client_errors
+        self._roster = Roster(cluster, range(len(parties)))
+        self._timeline: Timeline | None = None
+        self._runs: dict[int, str] = {}  # the cloud's session, by party
+        self._arrays: Arrays = {}  # of the round's beginning
+        self._party_of_message: dict[int, tuple[int, ...]] = {}  # by node
+
+    def resume_from(self, server_round: int, *, state: Mapping[str, Any] | None = None) -> None:
+        """Let `start` go on after `server_round`; `state` is `SplitReplay.state` of then."""
+        super().resume_from(server_round)
+        deployments = (state or {}).get("deployments", ())
+        if deployments:
+            self.parties = tuple(replace(party, deployment=Deployment(cut=cut, bits=bits, window=window))
+                                 for party, (cut, bits, window) in zip(self.parties, deployments, strict=True))
+        for party, engine in zip(self.parties, (state or {}).get("engines", ()), strict=False):
+            if isinstance(party.decider, DecisionEngine):
+                party.decider.restore(engine)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the next rounds depend on beside the weights, as plain values that JSON keeps exactly."""
+        now = [party.deployment for party in self.parties]
+        return {"deployments": [[each.cut, each.bits, each.window] for each in now],
+                "engines": [party.decider.state() if isinstance(party.decider, DecisionEngine) else {}
+                            for party in self.parties]}
+
+    @property
+    def num_rounds(self) -> int:
+        """How many rounds `start` needs for all epochs."""
+        return -(-self._total_batches // self._round_batches)
+
+    @property
+    def transport(self) -> str:
+        """How features and gradients travel."""
+        return "in process" if self._cloud is None else "gRPC"
+
+    def summary(self) -> None:
+        """Log the plan."""
+        for index, party in enumerate(self.parties):
+            now = party.deployment
+            where = "the edge alone" if now.cut is None else f"cut after {party.costs.cuts[now.cut].name}"
+            log(INFO, "\t├──> Edge %d: %s, %d bits, K = %d%s", index, where, now.bits, now.window,
+                "" if party.decider is None else ", moves with the link")
+        log(INFO, "\t└──> Rounds: %d of up to %d batches, cloud halves: %s", self.num_rounds, self._round_batches,
+            self._mode)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+    ) -> list[Message]:
+        """Address every edge, or in one process the one that trains for all whose cloud half is one."""
+        if not self._roster.node_of:
+            self._roster.first_look(grid, ask=self._cloud is not None)
+        if self._clock is None:
+            self._clock = getattr(grid, "clock", None)
+        first, num_batches = self._span(server_round)
+        timeline = self._timeline = simulate(
+            self.parties, num_batches, first, cloud=self._mode, reverse=self._reverse,
+            start_s=0.0 if self._clock is None else self._clock.now_s)
+        self._arrays = array_views(arrays)
+        settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
+        everyone = tuple(range(len(self.parties)))
+        alone = all(party.deployment.cut is None for party in self.parties)
+        self._party_of_message = {}
+        messages = []
+        if self._cloud is not None and not alone:
+            for party in everyone:
+                messages.append(self._to_edge(party, self._task((party,), first, num_batches), settings, server_round))
+            return messages
+        for group in ([(party,) for party in everyone] if self._mode == OWN else [everyone]):
+            task = self._task(group, first, num_batches, timeline)
+            messages.append(self._message(group, task, arrays, settings, server_round))
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message],
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Put the halves together again, and average those of several edges by samples.
+
+        Raises `TrainingFailed` where a part of the model is missing or a client raised.
+        """
+        assert self._timeline is not None
+        answers = {reply.metadata.src_node_id: reply for reply in replies}
+        events, usable = [], dict[tuple[int, ...], Message]()
+        for node, group in self._party_of_message.items():
+            where = f"edge {', '.join(map(str, group))} (node {node})"
+            reply = answers.get(node)
+            fault = no_reply(group[0], where) if reply is None else fault_of(reply, group[0], where)
+            if fault is None:
+                usable[group] = cast(Message, reply)
+            else:
+                events.append(fault)
+        self._require_enough(usable, events)
+        measured = [SplitReport.decode(reply.content.config_records[SPLIT_REPORT]) for reply in usable.values()
+                    if SPLIT_REPORT in reply.content.config_records]
+        events += [ReplyEvent(kind="link", group_id=group[0], text=f"edge {group[0]}: {text}")
+                   for group, report in zip(usable, measured, strict=False) for text in report.events]
+        for event in events:
+            log(WARNING, "aggregate_train: %s", event.text)
+        first, num_batches = self._span(server_round)
+        self.reports.append(SplitRoundReport(
+            server_round=server_round, epoch=(first + num_batches) / self._batches_per_epoch, events=tuple(events),
+            usage=self._spend(self._timeline), timeline=self._timeline, measured=tuple(measured)))
+        self._move_on(measured)
+        metrics = [cast(MetricRecord, reply.content[METRICS]) for reply in usable.values()]
+        samples = [float(cast(float, metric[NUM_EXAMPLES])) for metric in metrics]
+        loss = sum(float(cast(float, metric["train-loss"])) * count
+                   for metric, count in zip(metrics, samples, strict=True)) / sum(samples)
+        return self._joined(usable, samples), MetricRecord({"train-loss": loss, NUM_EXAMPLES: int(sum(samples))})
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+    ) -> list[Message]:
+        """Send nothing: the whole model is evaluated by `evaluate_fn` on the server."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Return nothing; see `configure_evaluate`."""
+        return None
+
+    # ---------------------------------------------------------------------------------------- to the edges
+
+    def _span(self, server_round: int) -> tuple[int, int]:
+        if not 1 <= server_round <= self.num_rounds:
+            raise ConfigError(f"SplitReplay: round {server_round} of a plan of {self.num_rounds} rounds; call start "
+                              "with num_rounds=strategy.num_rounds")
+        first = (server_round - 1) * self._round_batches
+        return first, min(self._round_batches, self._total_batches - first)
+
+    def _task(
+        self, group: tuple[int, ...], first: int, num_batches: int, timeline: Timeline | None = None,
+    ) -> SplitTask:
+        now = [self.parties[party].deployment for party in group]
+        actions = () if timeline is None else tuple(encode_actions(
+            action for action in timeline.actions if action.party in group))
+        return SplitTask(
+            parties=group, num_parties=len(self.parties), mode=self._mode, reverse=self._reverse, first_batch=first,
+            num_batches=num_batches, total_batches=self._total_batches, batches_per_epoch=self._batches_per_epoch,
+            seed=self._seed, cuts=tuple(EDGE_ALONE if each.cut is None else each.cut for each in now),
+            bits=tuple(each.bits for each in now), windows=tuple(each.window for each in now),
+            gradient_bits=self.parties[0].costs.gradient_bits, actions=actions, fingerprint=self._fingerprint)
+
+    def _to_edge(self, party: int, task: SplitTask, settings: ConfigRecord, server_round: int) -> Message:
+        """Open the cloud's session and send an edge its own half: what it does not have never leaves the server."""
+        assert self._cloud is not None
+        edge = set(self._edge_names(party, self.parties[party].deployment.cut))
+        others = set().union(*(self._edge_names(other, self.parties[other].deployment.cut)
+                               for other in range(len(self.parties)))) if self._mode != OWN else edge
+        task = self._cloud.open(task, {name: array for name, array in self._arrays.items() if name not in others})
+        self._runs[party] = task.run
+        own = to_array_record({name: array for name, array in self._arrays.items() if name in edge})
+        return self._message((party,), task, own, settings, server_round)
+
+    def _message(
+        self, group: tuple[int, ...], task: SplitTask, arrays: ArrayRecord, settings: ConfigRecord, server_round: int,
+    ) -> Message:
+        node = self._roster.node_of[group[0]]
+        self._party_of_message[node] = group
+        return Message(RecordDict({ARRAYS: arrays, CONFIG: settings, SPLIT: ConfigRecord(task.encode())}), node,
+                       MessageType.TRAIN, group_id=str(server_round))
+
+    # -------------------------------------------------------------------------------------- from the edges
+
+    def _require_enough(self, usable: Collection[object], events: Sequence[ReplyEvent]) -> None:
+        raised = [event for event in events if event.kind == "client-raised"]
+        if raised and not self._tolerate_client_errors:
+            raise TrainingFailed(raised[0].text)
+        if events and (self._mode != OWN or not usable):
+            raise TrainingFailed(f"a part of the model is missing; first cause: {events[0].text}")
+
+    def _joined(self, usable: Mapping[tuple[int, ...], Message], samples: Sequence[float]) -> ArrayRecord:
+        """Return the whole model: on real machines the cloud has what the edges have not."""
+        replies = [array_views(cast(ArrayRecord, reply.content[ARRAYS])) for reply in usable.values()]
+        if self._cloud is not None and self._runs:
+            clouds = {run: self._cloud.fetch(run) for run in {self._runs[group[0]] for group in usable}}
+            if self._mode == OWN:
+                replies = [{**clouds[self._runs[group[0]]], **reply}
+                           for group, reply in zip(usable, replies, strict=True)]
+            else:
+                whole = dict(next(iter(clouds.values())))
+                for reply in replies if self._mode != "turns" else [_mean(replies, samples)]:
+                    whole.update(reply)
+                replies, samples = [whole], [1.0]
+        ordered = [to_array_record({name: reply[name] for name in self._arrays}) for reply in replies]
+        return ordered[0] if len(ordered) == 1 else aggregate_records(ordered, samples)
+
+    def _spend(self, timeline: Timeline) -> Usage:
+        devices = [self._cluster.device_of(soc) for soc in range(len(self.parties))]
+        usage = usage_of(timeline, devices)
+        if self._clock is None:
+            return Usage()
+        self._clock.spend(usage, "split training")
+        return usage
+
+    def _move_on(self, measured: Sequence[SplitReport]) -> None:
+        """Begin the next round as this one ended: where edges have moved their cuts to, or were predicted to."""
+        assert self._timeline is not None
+        for index, (party, past) in enumerate(zip(self.parties, self._timeline.parties, strict=True)):
+            now = past.moves[-1].new if past.moves else party.deployment
+            if measured:
+                report = measured[index]
+                now = replace(now, cut=None if report.cut == EDGE_ALONE else report.cut, bits=report.bits)
+            self.parties = (*self.parties[:index], replace(party, deployment=now), *self.parties[index + 1:])
+
+
+def _mean(replies: Sequence[Arrays], samples: Sequence[float]) -> Arrays:
+    return array_views(aggregate_records([to_array_record(reply) for reply in replies], samples))

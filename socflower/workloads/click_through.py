@@ -1,0 +1,202 @@
+"""Click-through data in the shape of MovieLens, drawn from a documented model, its features split between two parties.
+
+Each of 6,040 users has watched some of 3,706 movies, in order. A sample is a movie advertised to a user, the candidate,
+with the `HISTORY` movies watched last before; it is clicked when the user would rate it 4 or 5. The *viewing service*
+(party 0) knows which movies these are, and the *account service* (party 1) who the user is and of which genres the
+movies are: neither sees what the other has, and both need it. How good a predictor can be is known, since the true
+probabilities are.
+
+The generator, all of it from one seed; σ is the logistic function:
+
+- Movie m: popularity ∝ 1 / (rank + 20), a long tail; one to three genres g(m) by `GENRE_SHARES`, weights that sum to 1;
+  a *circle*, one of 8 groups whose members please the same people, independent of genres and recorded nowhere: latent
+  factors v(m) of length about 1 are the circle's, with a small deviation of the movie's own; a quality b(m) ~ N(0, ½²).
+- User u: gender and age group by `GENDERS` and `AGES`, any occupation; latent factors z(u) ~ N(0, I); a taste t(u) for
+  each genre, the sum of what gender, age group and occupation contribute and a small part of the user's own.
+- Watching: u takes movies one by one without replacement, with odds popularity(m) · exp(2 z·v + t·g): of what was
+  watched, ids tell of z and genres tell of t.
+- Advertising: movies by popularity alone, so that there is something to predict.
+- Click: with probability σ(b(m) + 3 z·v + 2 t·g + constant), the constant such that the share `CLICKED` is clicked.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from socflower.errors import ConfigError
+from socflower.workloads.sample_tensors import VerticalSamples
+
+NUM_USERS = 6040
+NUM_MOVIES = 3706
+NUM_GENRES = 18
+HISTORY = 10
+"""Movies watched last, in order."""
+
+GENRE_SLOTS = 3
+"""Genres of a movie at most; slots that are not used hold 0, genres count from 1."""
+
+USER_COLUMNS = 3
+"""Gender, age group and occupation: the first columns of the account service, before the genres."""
+
+GENDERS = (0.28, 0.72)
+AGES = (0.04, 0.18, 0.35, 0.20, 0.09, 0.08, 0.06)
+NUM_OCCUPATIONS = 21
+
+GENRE_SHARES = tuple(1.0 / rank for rank in range(2, NUM_GENRES + 2))
+"""How often a genre is drawn, in proportion."""
+
+CLICKED = 0.55
+"""Share of candidates that are clicked."""
+
+_FACTORS = 2
+_CIRCLES = 8
+_WATCH_BY_FACTORS, _WATCH_BY_GENRES = 2.0, 1.0
+_CLICK_BY_FACTORS, _CLICK_BY_GENRES = 3.0, 2.0
+_USERS_AT_A_TIME = 64  # whose odds for all movies then fit a cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClickData:
+    """Training and test samples, and accuracies on the latter, in 0..1, between which a trained model's should lie."""
+
+    train: VerticalSamples
+    test: VerticalSamples
+    best_accuracy: float  # expected of one who knows the probability of every click (Bayes)
+    majority_accuracy: float  # of one who always says what is more frequent in the training samples
+    movie_accuracy: float  # of one who knows of a candidate only how often it was clicked in the training samples
+
+
+def click_data(*, seed: int, num_train: int = 60_000, num_test: int = 10_000) -> ClickData:
+    """Return generated samples: of party 0 (n, HISTORY + 1) movie ids, of party 1 (n, 3 + (HISTORY + 1)·3) attributes.
+
+    In both, the candidate comes last. Party 1's columns are gender, age group and occupation, then the genre slots of
+    each movie in party 0's order. Test samples are later in every user's life than training samples. Equal arguments
+    give equal samples. Raises ConfigError for sizes below 1, and for more samples than users can watch movies.
+    """
+    if num_train < 1 or num_test < 1:
+        raise ConfigError(f"click data: num_train and num_test must be 1 or more, got {num_train} and {num_test}")
+    if seed < 0:
+        raise ConfigError(f"click data: seed must be 0 or more, got {seed}")
+    samples_per_user = -(-(num_train + num_test) // NUM_USERS)
+    if HISTORY + samples_per_user > NUM_MOVIES // 2:
+        most = NUM_USERS * (NUM_MOVIES // 2 - HISTORY)
+        raise ConfigError(f"click data: {num_train} + {num_test} samples are too many for {NUM_USERS} users and "
+                          f"{NUM_MOVIES} movies; ask for {most} at most")
+    random = np.random.default_rng(seed)
+    movies, users = _Movies(random), _Users(random)
+    # Moment by moment, not user by user: so the first samples are the early ones of all users.
+    user = np.concatenate([random.permutation(NUM_USERS) for _ in range(samples_per_user)])
+    moment = np.repeat(np.arange(samples_per_user), NUM_USERS)
+    kept = np.r_[0:num_train, len(user) - num_test:len(user)]
+    user, moment = user[kept], moment[kept]
+    watchers, watcher = np.unique(user, return_inverse=True)  # fewer than all users where few samples are wanted
+    watched = _watch(random, movies, users, watchers, HISTORY + samples_per_user - 1)
+    advertised = random.choice(NUM_MOVIES, size=len(user), p=movies.popularity)
+    shown = np.column_stack([watched[watcher[:, None], moment[:, None] + np.arange(HISTORY)], advertised])
+    probability = _click_probability(movies, users, user, shown[:, -1])
+    labels = (random.random(len(user)) < probability).astype(np.int64)
+    attributes = np.concatenate([users.attributes[user], movies.genre_slots[shown].reshape(len(user), -1)], axis=1)
+
+    def samples(rows: slice) -> VerticalSamples:
+        features = (torch.from_numpy(shown[rows].astype(np.int32)), torch.from_numpy(attributes[rows].astype(np.int32)))
+        return VerticalSamples(torch.arange(len(user))[rows], features, torch.from_numpy(labels[rows]))
+
+    early, late = slice(0, num_train), slice(num_train, None)
+    majority, by_movie = _frequencies(shown[early, -1], labels[early])
+    return ClickData(
+        samples(early), samples(late),
+        best_accuracy=float(np.maximum(probability[late], 1 - probability[late]).mean()),
+        majority_accuracy=float((labels[late] == majority).mean()),
+        movie_accuracy=float((labels[late] == by_movie[shown[late, -1]]).mean()),
+    )
+
+
+class _Movies:
+    """What the generator draws for every movie."""
+
+    def __init__(self, random: np.random.Generator) -> None:
+        # Ids say nothing of popularity: the ranks are shuffled.
+        self.popularity = 1.0 / (random.permutation(NUM_MOVIES) + 20.0)
+        self.popularity /= self.popularity.sum()
+        self.quality = random.normal(0.0, 0.5, NUM_MOVIES)
+        circles = random.normal(0.0, 1.0 / np.sqrt(_FACTORS), (_CIRCLES, _FACTORS))
+        own = random.normal(0.0, 0.1 / np.sqrt(_FACTORS), (NUM_MOVIES, _FACTORS))
+        self.factors = (circles[random.integers(_CIRCLES, size=NUM_MOVIES)] + own).astype(np.float32)
+        # A draw without replacement in proportion to the shares, as in `_watch`.
+        race = random.standard_exponential((NUM_MOVIES, NUM_GENRES)) / np.array(GENRE_SHARES)
+        drawn = np.argsort(race, axis=1)[:, :GENRE_SLOTS] + 1
+        num_genres = random.choice([1, 2, 3], size=NUM_MOVIES, p=[0.5, 0.35, 0.15])
+        self.genre_slots = np.where(np.arange(GENRE_SLOTS) < num_genres[:, None], drawn, 0)
+        self.genres = np.zeros((NUM_MOVIES, NUM_GENRES + 1), dtype=np.float32)  # one column more, for slots not used
+        np.put_along_axis(self.genres, self.genre_slots, 1.0 / num_genres[:, None], axis=1)
+        self.genres = self.genres[:, 1:]
+
+
+class _Users:
+    """What the generator draws for every user."""
+
+    def __init__(self, random: np.random.Generator) -> None:
+        kinds = (len(GENDERS), len(AGES), NUM_OCCUPATIONS)
+        drawn = (random.choice(len(GENDERS), NUM_USERS, p=GENDERS), random.choice(len(AGES), NUM_USERS, p=AGES),
+                 random.integers(NUM_OCCUPATIONS, size=NUM_USERS))
+        self.attributes = np.stack(drawn, axis=1)
+        tastes = random.normal(0.0, 0.3, (NUM_USERS, NUM_GENRES))
+        for num_kinds, column in zip(kinds, drawn, strict=True):
+            tastes += random.normal(0.0, 0.7, (num_kinds, NUM_GENRES))[column]
+        self.tastes = tastes.astype(np.float32)
+        self.factors = random.standard_normal((NUM_USERS, _FACTORS), dtype=np.float32)
+
+
+def _watch(
+    random: np.random.Generator, movies: _Movies, users: _Users, watchers: npt.NDArray[np.int64], num_watched: int
+) -> npt.NDArray[np.int64]:
+    """Return which movies each of `watchers` watched (len(watchers), num_watched), in order, each at most once.
+
+    Who takes the smallest of E / odds first, E exponential, takes movies by their odds among those that are left.
+    """
+    tastes = np.hstack([_WATCH_BY_FACTORS * users.factors, _WATCH_BY_GENRES * users.tastes])[watchers]
+    traits = np.hstack([movies.factors, movies.genres])
+    popularity = movies.popularity.astype(np.float32)
+    watched = np.empty((len(watchers), num_watched), dtype=np.int64)
+    for start in range(0, len(watchers), _USERS_AT_A_TIME):
+        some = slice(start, min(start + _USERS_AT_A_TIME, len(watchers)))
+        odds = tastes[some] @ traits.T
+        np.multiply(np.exp(odds, out=odds), popularity, out=odds)
+        race = random.standard_exponential(odds.shape, dtype=np.float32)
+        race /= odds
+        first = np.argpartition(race, num_watched, axis=1)[:, :num_watched]
+        in_order = np.argsort(np.take_along_axis(race, first, axis=1), axis=1)
+        watched[some] = np.take_along_axis(first, in_order, axis=1)
+    return watched
+
+
+def _click_probability(
+    movies: _Movies, users: _Users, user: npt.NDArray[np.int64], movie: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Return the true probability that `user` clicks `movie`, pair by pair."""
+    liking = np.einsum("nf,nf->n", users.factors[user], movies.factors[movie])
+    genre_liking = np.einsum("ng,ng->n", users.tastes[user], movies.genres[movie])
+    utility = movies.quality[movie] + _CLICK_BY_FACTORS * liking + _CLICK_BY_GENRES * genre_liking
+    low, high = -40.0, 40.0
+    for _ in range(60):
+        constant = (low + high) / 2
+        low, high = (constant, high) if _logistic(utility + constant).mean() < CLICKED else (low, constant)
+    return _logistic(utility + constant)
+
+
+def _logistic(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    return np.asarray(0.5 * (1.0 + np.tanh(0.5 * values.astype(np.float64))))  # does not overflow
+
+
+def _frequencies(
+    candidate: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]
+) -> tuple[int, npt.NDArray[np.int64]]:
+    """Return the more frequent label, and the same for every movie, which a movie never seen takes from all."""
+    share = labels.mean()
+    seen = np.bincount(candidate, minlength=NUM_MOVIES)
+    clicked = np.bincount(candidate, weights=labels, minlength=NUM_MOVIES)
+    # Some pseudo-observations of the overall share, or movies seen once would decide by that once.
+    return int(share > 0.5), ((clicked + 5 * share) / (seen + 5) > 0.5).astype(np.int64)

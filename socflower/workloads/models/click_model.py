@@ -1,0 +1,123 @@
+"""A deep interest network (Zhou et al. 2018) for click-through rates, parted among those who hold its features.
+
+Attention weighs every movie of the history by what it has to do with the candidate. Each party does that with what it
+knows of movies, in a bottom model of its own; a top model, which sees the parties' features only, predicts the click.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from socflower.errors import ConfigError
+from socflower.workloads.click_through import (
+    AGES,
+    GENDERS,
+    GENRE_SLOTS,
+    HISTORY,
+    NUM_GENRES,
+    NUM_MOVIES,
+    NUM_OCCUPATIONS,
+    USER_COLUMNS,
+)
+from socflower.workloads.models.initial_weights import draw_weights_
+
+FEATURE_SIZE = 32
+"""Features that each party sends of a sample."""
+
+_EMBEDDING = 16
+
+
+class InterestPooling(nn.Module):
+    """Return the sum of the history's embeddings, weighed by a small network that sees each beside the candidate.
+
+    The weights are not normalised (no softmax), as in the paper: how strong an interest is stays visible.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weigh = nn.Sequential(nn.Linear(4 * size, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, history: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
+        """Map history (n, HISTORY, size) and candidate (n, size) to (n, size)."""
+        beside = candidate.unsqueeze(1).expand_as(history)
+        pairs = torch.cat([history, beside, history - beside, history * beside], dim=2)
+        pooled: torch.Tensor = (self.weigh(pairs) * history).sum(dim=1)
+        return pooled
+
+
+class ViewingBottom(nn.Module):
+    """The bottom model of the viewing service, which knows movies by their ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.movies = nn.Embedding(NUM_MOVIES, _EMBEDDING)
+        self.interest = InterestPooling(_EMBEDDING)
+        self.features = nn.Sequential(nn.Linear(3 * _EMBEDDING, FEATURE_SIZE), nn.ReLU())
+
+    def forward(self, movies: torch.Tensor) -> torch.Tensor:
+        """Map movie ids (n, HISTORY + 1) int64, the candidate last, to features (n, FEATURE_SIZE)."""
+        embedded = self.movies(movies)
+        history, candidate = embedded[:, :HISTORY], embedded[:, HISTORY]
+        pooled = self.interest(history, candidate)
+        features: torch.Tensor = self.features(torch.cat([pooled, candidate, pooled * candidate], dim=1))
+        return features
+
+
+class AccountBottom(nn.Module):
+    """The bottom model of the account service, which knows users by attributes and movies by genres."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.genders = nn.Embedding(len(GENDERS), _EMBEDDING)
+        self.ages = nn.Embedding(len(AGES), _EMBEDDING)
+        self.occupations = nn.Embedding(NUM_OCCUPATIONS, _EMBEDDING)
+        self.genres = nn.Embedding(NUM_GENRES + 1, _EMBEDDING, padding_idx=0)
+        self.interest = InterestPooling(_EMBEDDING)
+        self.features = nn.Sequential(nn.Linear(5 * _EMBEDDING, FEATURE_SIZE), nn.ReLU())
+
+    def forward(self, attributes: torch.Tensor) -> torch.Tensor:
+        """Map attributes (n, USER_COLUMNS + (HISTORY + 1)·GENRE_SLOTS) int64 to features (n, FEATURE_SIZE)."""
+        slots = torch.unflatten(attributes[:, USER_COLUMNS:], 1, (HISTORY + 1, GENRE_SLOTS))
+        # The mean of a movie's genres; slots that are not used embed to zero and do not count.
+        used = (slots > 0).sum(dim=2, keepdim=True).clamp(min=1)
+        embedded = self.genres(slots).sum(dim=2) / used
+        history, candidate = embedded[:, :HISTORY], embedded[:, HISTORY]
+        user = self.genders(attributes[:, 0]) + self.ages(attributes[:, 1]) + self.occupations(attributes[:, 2])
+        pooled = self.interest(history, candidate)
+        known = [user, candidate, user * candidate, pooled, pooled * candidate]
+        features: torch.Tensor = self.features(torch.cat(known, dim=1))
+        return features
+
+
+class ClickModel(nn.Module):
+    """Bottom models of the parties and the top model over their features, concatenated in party order."""
+
+    def __init__(self, bottoms: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.bottoms = nn.ModuleList(bottoms)
+        self.top = nn.Sequential(
+            nn.Linear(len(bottoms) * FEATURE_SIZE, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 2)
+        )
+
+    def forward(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Map what each party holds to logits (n, 2), of no click and click."""
+        # Indexed rather than iterated over: a tracer does not know how many parts there are.
+        features = [bottom(parts[party]) for party, bottom in enumerate(self.bottoms)]
+        logits: torch.Tensor = self.top(torch.cat(features, dim=1))
+        return logits
+
+
+def build_click_model(num_parties: int = 2, *, seed: int) -> ClickModel:
+    """Return the model for `click_data`: both parties and the top, or with one party the viewing service by itself.
+
+    Equal seeds give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for
+    another number of parties.
+    """
+    if num_parties not in (1, 2):
+        raise ConfigError(f"click model: num_parties must be 1 or 2, got {num_parties}")
+    with torch.device("meta"):
+        model = ClickModel([ViewingBottom(), AccountBottom()][:num_parties])
+    model.to_empty(device="cpu")
+    draw_weights_(model, torch.Generator().manual_seed(seed))
+    return model

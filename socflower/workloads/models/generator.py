@@ -1,0 +1,40 @@
+"""A generator of images (after Dosovitskiy et al. 2016) for splits in which images stay behind the last layer."""
+
+import torch
+from torch import nn
+
+from socflower.errors import ConfigError
+from socflower.workloads.models.initial_weights import draw_weights_
+from socflower.workloads.sample_tensors import STYLE_SIZE
+
+_CHANNELS, _SIZE = 32, 7
+
+
+def build_generator(seed: int, *, num_classes: int = 10) -> nn.Sequential:
+    """Return the digit generator: codes (n, num_classes + STYLE_SIZE) to grey images (n, 1, 28, 28) in 0..1.
+
+    Fully connected layers, then up-sampling and convolution twice: features grow along the depth, so a cut near the
+    front sends least. Train it by the mean squared error against `GeneratorSamples.targets`. Equal seeds give equal
+    weights; torch's global random state is neither read nor changed. Raises ConfigError for no classes.
+    """
+    if num_classes < 1:
+        raise ConfigError(f"model digit-generator: num_classes must be 1 or more, got {num_classes}")
+    with torch.device("meta"):
+        model = nn.Sequential(
+            nn.Linear(num_classes + STYLE_SIZE, 128),
+            nn.ReLU(),
+            nn.Linear(128, _CHANNELS * _SIZE**2),
+            nn.ReLU(),
+            nn.Unflatten(1, (_CHANNELS, _SIZE, _SIZE)),
+            nn.Upsample(scale_factor=2),
+            nn.Conv2d(_CHANNELS, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Upsample(scale_factor=2),
+            nn.Conv2d(32, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 1, 3, padding=1),
+            nn.Sigmoid(),
+        )
+    model.to_empty(device="cpu")
+    draw_weights_(model, torch.Generator().manual_seed(seed))
+    return model

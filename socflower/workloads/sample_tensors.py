@@ -1,0 +1,165 @@
+"""Samples that are no labelled images: features held by several parties, and codes that images are generated from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from socflower.errors import ConfigError
+from socflower.workloads.dataset import LabelledData
+
+Indices: TypeAlias = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
+
+STYLE_SIZE = 22
+"""Elements of a style code; even, since they are drawn in pairs."""
+
+_WORD = np.uint64
+_GOLDEN = _WORD(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VerticalSamples:
+    """Samples of which every party holds other features: row i of each part belongs to sample `ids[i]`.
+
+    Between parties it is the id that names a sample, never the row, since a party may keep its rows in an order of its
+    own. Raises ConfigError for parts of different lengths, for ids that occur twice and for labels of another type.
+    """
+
+    ids: torch.Tensor  # (n,) int64
+    features: tuple[torch.Tensor, ...]  # per party (n, ...), of integers or floats
+    labels: torch.Tensor  # (n,) int64
+
+    def __post_init__(self) -> None:
+        if not self.features:
+            raise ConfigError("vertical samples: need the features of one party or more, got none")
+        lengths = [len(part) for part in self.features]
+        if self.ids.ndim != 1 or self.labels.shape != self.ids.shape or set(lengths) != {len(self.ids)}:
+            raise ConfigError(f"vertical samples: {len(self.ids)} ids need as many labels and rows of every party, got "
+                              f"{len(self.labels)} and {', '.join(map(str, lengths))}")
+        if self.ids.dtype != torch.int64 or self.labels.dtype != torch.int64:
+            raise ConfigError(f"vertical samples: ids and labels must be int64, got {self.ids.dtype} and "
+                              f"{self.labels.dtype}")
+        if bool((torch.sort(self.ids).values.diff() == 0).any()):
+            raise ConfigError("vertical samples: an id occurs twice, so parties could not be joined by it")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_parties(self) -> int:
+        """How many parties hold features."""
+        return len(self.features)
+
+    def batch(self, indices: Indices) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return each party's rows at `indices`, integers as int64 and floats as float32, and the labels (b,)."""
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        parts = tuple(self._rows(part, rows) for part in self.features)
+        return parts, self.labels.index_select(0, rows)
+
+    def rows_of(self, ids: Indices) -> torch.Tensor:
+        """Return in which rows the samples with these ids stand; ConfigError for an id that is not there."""
+        wanted = torch.as_tensor(ids, dtype=torch.int64)
+        in_order, order = torch.sort(self.ids)
+        places = torch.searchsorted(in_order, wanted)
+        known = places < len(in_order)
+        known &= in_order[places.clamp(max=max(0, len(in_order) - 1))] == wanted if len(in_order) else known
+        if not bool(known.all()):
+            raise ConfigError(f"vertical samples: no sample has the id {int(wanted[~known][0])}")
+        return order[places]
+
+    @staticmethod
+    def _rows(part: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        # Kept narrow at rest, widened per batch: embeddings are looked up by int64.
+        return part.index_select(0, rows).to(torch.float32 if part.is_floating_point() else torch.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GeneratorSamples:
+    """Codes and the images that a generative model is to make of them.
+
+    In a reverse split the images stay at the edge with the back half, and the codes are made where the front half is,
+    in the cloud. A code needs a sample's id and label, never its image: so labels, of all that is known of the images,
+    do reach the cloud. There `generator_codes` suffices. Raises ConfigError for a negative seed.
+    """
+
+    images: LabelledData
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def codes(self, ids: Indices) -> torch.Tensor:
+        """Return codes (b, num_classes + STYLE_SIZE) float32 of the samples in rows `ids`."""
+        rows = torch.as_tensor(ids, dtype=torch.int64)
+        labels = self.images.labels.index_select(0, rows)
+        return generator_codes(rows, labels, num_classes=self.images.num_classes, seed=self.seed)
+
+    def targets(self, ids: Indices) -> torch.Tensor:
+        """Return images (b, channels, height, width) float32 in 0..1, not normalised."""
+        pixels = self.images.inputs.index_select(0, torch.as_tensor(ids, dtype=torch.int64))
+        return pixels.to(torch.float32).div_(255.0) if pixels.dtype == torch.uint8 else pixels.to(torch.float32)
+
+    def mean_image_losses(self) -> tuple[float, float]:
+        """Return the mean squared errors of two trivial generators, to judge a trained one by.
+
+        The first makes the mean of all images of every code, the second the mean of the code's class. What a model
+        does better than the second it has learnt by heart: the style codes are noise.
+        """
+        targets = self.targets(range(len(self)))
+        if not len(targets):
+            raise ConfigError("generator samples: no images to take a mean of")
+        centres = targets.clone()
+        for label in torch.unique(self.images.labels):
+            rows = self.images.labels == label
+            centres[rows] = targets[rows].mean(dim=0)
+        return float((targets - targets.mean(dim=0)).square().mean()), float((targets - centres).square().mean())
+
+
+def generator_codes(ids: Indices, labels: Indices, *, num_classes: int, seed: int = 0) -> torch.Tensor:
+    """Return codes (b, num_classes + STYLE_SIZE) float32: the label one-hot, then the sample's style z ~ N(0, I).
+
+    A style is a function of seed and id alone, whatever else is in the batch and whichever machine draws it. Raises
+    ConfigError for labels outside 0..num_classes-1, for as many labels as there are not ids, and for a negative seed.
+    """
+    rows, classes = (torch.as_tensor(values, dtype=torch.int64) for values in (ids, labels))
+    if rows.ndim != 1 or classes.shape != rows.shape:
+        raise ConfigError(f"generator codes: {rows.numel()} ids need as many labels, got {classes.numel()}")
+    if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < num_classes:
+        raise ConfigError(f"generator codes: labels must be in 0..{num_classes - 1}, got {int(classes.min())} to "
+                          f"{int(classes.max())}")
+    _check_seed(seed)
+    return torch.cat([torch.nn.functional.one_hot(classes, num_classes).float(), _styles(rows.numpy(), seed)], dim=1)
+
+
+def _check_seed(seed: int) -> None:
+    if seed < 0:
+        raise ConfigError(f"generator codes: seed must be 0 or more, got {seed}")
+
+
+def _styles(ids: npt.NDArray[np.int64], seed: int) -> torch.Tensor:
+    """Return standard normal numbers (b, STYLE_SIZE): a counter hashed by SplitMix64, then Box and Muller's transform.
+
+    A generator per id would do the same in a hundred times the time, and a single one would make a style depend on
+    which ids were asked for before.
+    """
+    start = _mix(np.array([seed], dtype=_WORD))
+    own = _mix(start ^ _mix(ids.astype(_WORD)))[:, None]
+    words = _mix(own + np.arange(1, STYLE_SIZE + 1, dtype=_WORD) * _GOLDEN)
+    uniform = ((words >> _WORD(11)).astype(np.float64) + 0.5) / 2.0**53  # strictly between 0 and 1: the log is finite
+    radius = np.sqrt(-2.0 * np.log(uniform[:, ::2]))
+    angle = 2.0 * np.pi * uniform[:, 1::2]
+    return torch.from_numpy(np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1).astype(np.float32))
+
+
+def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return SplitMix64's output for these states (Steele, Lea and Flood 2014); arithmetic is modulo 2^64."""
+    words = words + _GOLDEN
+    words = (words ^ (words >> _WORD(30))) * _WORD(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> _WORD(27))) * _WORD(0x94D049BB133111EB)
+    return words ^ (words >> _WORD(31))

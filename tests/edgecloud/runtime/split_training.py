@@ -1,0 +1,138 @@
+"""Small models, made-up samples, and local training with plain torch, which split training is compared with."""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from socflower.edgecloud.runtime.back import TorchBack
+from socflower.edgecloud.runtime.front import Samples, TorchFront
+from socflower.edgecloud.runtime.random_streams import random_streams, start_stream
+from socflower.edgecloud.tracing import SplitModel, trace_split
+from socflower.edgecloud.workers import Weights
+from socflower.workloads.models import build_model
+
+BATCH_SIZE = 4
+LOSS = nn.functional.cross_entropy
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(self.first(inputs)) + inputs)
+
+
+def chain(seed: int = 0, *, dropout: float = 0.3, inplace: bool = False) -> nn.Sequential:
+    """Return a model of 6 features and 3 classes with all that makes halves differ: norms, masks, a residual block."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=inplace), nn.Dropout(dropout), Block(8),
+            nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 8), nn.ReLU(inplace=inplace),
+            nn.Linear(8, 3))
+
+
+def image_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """Return a model of the workloads and the shape of its samples."""
+    shape = (1, 28, 28) if name == "lenet5" else (3, 32, 32)
+    return build_model(name, in_channels=shape[0], image_size=shape[1], num_classes=10, seed=5), shape
+
+
+@dataclass(frozen=True)
+class Source:
+    """Batches that are a function of their number."""
+
+    shape: tuple[int, ...] = (6,)
+    num_classes: int = 3
+
+    def __call__(self, batch: int) -> Samples:
+        rng = np.random.default_rng(batch)
+        labels = rng.integers(0, self.num_classes, BATCH_SIZE)
+        inputs = rng.normal(size=(BATCH_SIZE, *self.shape)).astype(np.float32)
+        return torch.from_numpy(inputs), labels, np.arange(BATCH_SIZE) + BATCH_SIZE * batch
+
+
+def sgd(weights: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adam(weights: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(weights, lr=0.01)
+
+
+def falling(batch: int) -> float:
+    return 1.0 / (1.0 + 0.3 * batch)
+
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def train_locally(
+    split: SplitModel, num_batches: int, optimizer: Optimizer, *, source: Callable[[int], Samples] = Source(),
+    seed: int = 0, loss: Callable[..., torch.Tensor] = LOSS, evaluating: Sequence[str] = (),
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train a copy of the undivided model as anyone would in torch; layers that draw begin their streams by hooks."""
+    model = copy.deepcopy(split.model)
+    model.train()
+    for path in evaluating:
+        model.get_submodule(path).eval()
+    modules = dict(model.named_modules())
+    for stream, path in split.random_layers.items():
+        modules[path].register_forward_pre_hook(lambda *_, stream=stream: start_stream(stream))
+    updates = optimizer([weight for weight in model.parameters() if weight.requires_grad])
+    rates = [group["lr"] for group in updates.param_groups]
+    losses: list[float] = []
+    for batch in range(num_batches):
+        inputs, labels, _ = source(batch)
+        for group, rate in zip(updates.param_groups, rates, strict=True):
+            group["lr"] = rate * falling(batch)
+        updates.zero_grad()
+        with random_streams(seed, batch):
+            outputs = model(inputs)
+        result = loss(outputs, torch.from_numpy(labels))
+        result.backward()
+        updates.step()
+        losses.append(result.item())
+    return losses, model.state_dict()
+
+
+def halves(split: SplitModel, cut: int, optimizer: Optimizer, source: Callable[[int], Samples] = Source(),
+           ) -> tuple[TorchFront, TorchBack]:
+    front = TorchFront(split.copy(), cut, source, optimizer, schedule=falling, loss=LOSS)
+    return front, TorchBack(split.copy(), cut, optimizer, LOSS, schedule=falling)
+
+
+def chain_split(**settings: bool | float) -> SplitModel:
+    return trace_split(chain(**settings), (6,))  # type: ignore[arg-type]
+
+
+def assert_same(weights: Weights, expected: dict[str, torch.Tensor]) -> None:
+    """Require the very bits."""
+    assert set(weights) == set(expected)
+    different = [name for name, value in expected.items() if not np.array_equal(weights[name], value.numpy())]
+    assert not different, f"{different} differ"
+
+
+def move(front: TorchFront, back: TorchBack, cut: int) -> None:
+    if cut < front.cut:
+        back.take(cut, front.give(cut))
+    elif cut > front.cut:
+        front.take(cut, back.give(cut))
+
+
+def one_batch(front: TorchFront, back: TorchBack, batch: int, *, keep_graph: bool = True) -> float:
+    """Train on one batch with nothing else in flight; alone where all layers are in the front half."""
+    if front.cut == front.everything:
+        return front.train_alone(batch)
+    features = front.forward(batch, keep_graph=keep_graph)
+    (gradient,), loss = back.step(batch, [features], front.labels(batch))
+    front.apply(batch, gradient)
+    return loss

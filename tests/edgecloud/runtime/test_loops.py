@@ -1,0 +1,193 @@
+"""The two loops over a line in memory with random lags and breaks: staleness, order, exactness."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from socflower.edgecloud.deployment import Deployment
+from socflower.edgecloud.feature_codec import encode
+from socflower.edgecloud.replay_window import ReplayWindow
+from socflower.edgecloud.runtime.back_loop import BackLoop
+from socflower.edgecloud.runtime.barriers import Barrier, BarrierStore, Saved, common_barrier
+from socflower.edgecloud.runtime.failures import SplitRefused
+from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
+from socflower.edgecloud.runtime.frame_channel import FrameChannel
+from socflower.edgecloud.runtime.frames import Gradient, Limits, Mark
+from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan, mean_loss
+from socflower.edgecloud.runtime.loop_report import LoopReport
+from socflower.errors import ConfigError
+from tests.edgecloud.runtime.memory_line import MemoryLine, lags
+from tests.edgecloud.runtime.numpy_halves import Back, Front, local_training, same
+
+
+def channels() -> tuple[FrameChannel, FrameChannel]:
+    return (FrameChannel("the cloud", limits=Limits(), patience_s=20), FrameChannel("the edge", limits=Limits(),
+                                                                                  patience_s=20))
+
+
+def front_loop(front: Front, channel: FrameChannel, plan: FrontPlan, store: BarrierStore | None = None) -> FrontLoop:
+    return FrontLoop(front, channel, plan, report=LoopReport(first_batch=0, num_batches=0), lineage="a",
+                     store=store or BarrierStore(None, "test"), deployment=plan.deployment,
+                     sender=FeatureSender(feedback=plan.feedback))
+
+
+def train(front: Front, back: Back, plan: FrontPlan, num_batches: int, *, breaks: Any = (), seed: int = 0,
+          longest_s: float = 0.0) -> LoopReport:
+    near, far = channels()
+    line = MemoryLine(near, far, breaks=breaks, lag_s=lags(seed, longest_s))
+    loop = front_loop(front, near, plan)
+    behind = BackLoop(back, [far], joined=False, report=LoopReport(first_batch=0, num_batches=0), lineage="a",
+                      store=BarrierStore(None, "test"), receivers=[FeatureReceiver("the edge")])
+    thread = threading.Thread(target=behind.run, args=(0,))
+    thread.start()
+    loop.run(0, num_batches)
+    thread.join(20)
+    assert not thread.is_alive()
+    line.close()
+    return loop._report
+
+
+@settings(max_examples=15, deadline=None)
+@given(windows=st.lists(st.integers(0, 5), min_size=1, max_size=4), seed=st.integers(0, 999),
+       breaks=st.lists(st.integers(0, 30), max_size=4))
+def test_staleness_keeps_to_the_window_with_any_lags_and_breaks(
+    windows: list[int], seed: int, breaks: list[int],
+) -> None:
+    """K changes every five batches; a gradient's staleness is at most the K in force when the newest went forward."""
+    def window_of(batch: int) -> int:
+        return windows[batch // 5 % len(windows)]
+
+    front, back = Front(), Back()
+    report = train(front, back, FrontPlan(deployment=Deployment(cut=1), window_of=window_of), 20, breaks=breaks,
+                   seed=seed, longest_s=0.01)
+    assert front.forwards == front.applied == back.steps == list(range(20))
+    assert all(late <= window_of(min(19, batch + late)) for batch, late in report.staleness.items())
+    if not any(windows):
+        assert same(front.weights(), back.weights(), wanted=local_training(20))
+
+
+@settings(max_examples=10, deadline=None)
+@given(cuts=st.lists(st.integers(0, 2), min_size=12, max_size=12), breaks=st.lists(st.integers(0, 30), max_size=4))
+def test_any_moves_of_the_cut_at_k_0_leave_the_weights_of_local_training(cuts: list[int], breaks: list[int]) -> None:
+    front, back = Front(), Back()
+    plan = FrontPlan(deployment=Deployment(cut=1), decide=lambda now: Deployment(cut=cuts[now.batch]))
+    report = train(front, back, plan, 12, breaks=breaks)
+    assert same(front.weights(), back.weights(), wanted=local_training(12))
+    assert front.cut == back.cut == cuts[-1] and all(move.old != move.new for move in report.moves)
+
+
+def test_gradients_go_to_the_activations_they_belong_to() -> None:
+    """With K > 0 the weights are those that the same order of forwards and applications gives in one place."""
+    front, back = Front(), Back()
+    order: list[tuple[str, int]] = []
+    forward, apply = front.forward, front.apply
+    front.forward = lambda batch, **options: order.append(("forward", batch)) or forward(batch, **options)  # type: ignore
+    front.apply = lambda batch, gradient: order.append(("apply", batch)) or apply(batch, gradient)  # type: ignore
+    train(front, back, FrontPlan(deployment=Deployment(cut=1, window=3)), 25, seed=4, longest_s=0.01)
+    alone, behind, gradients = Front(), Back(), {}
+    for kind, batch in order:
+        if kind == "forward":
+            features = alone.forward(batch)
+            gradients[batch] = behind.step(batch, [features], alone.labels(batch))[0][0]
+        else:
+            alone.apply(batch, gradients.pop(batch))
+    assert same(front.weights(), back.weights(), wanted={**alone.weights(), **behind.weights()})
+
+
+def test_a_frozen_front_half_is_told_of_its_batches_and_gets_no_gradients() -> None:
+    class Frozen(Back):
+        def step(self, batch: int, features: Any, labels: Any) -> Any:
+            gradients, loss = super().step(batch, features, labels)
+            return [None for _ in gradients], loss
+
+    front, back = Front(), Frozen()
+    before = {name: array.copy() for name, array in front.weights().items()}
+    report = train(front, back, FrontPlan(deployment=Deployment(cut=1, window=2), feedback="diagonal"), 10)
+    assert same(front.weights(), wanted=before) and len(report.losses) == 10 and mean_loss(report) > 0
+
+
+def answer_with(message: Any) -> None:
+    """Let a front loop forward a batch and get this as its gradient."""
+    near, far = channels()
+    line = MemoryLine(near, far)
+    far.send(Mark(batch=0, cut=1))
+    far.send(message)
+    try:
+        front_loop(Front(), near, FrontPlan(deployment=Deployment(cut=1))).run(0, 3)
+    finally:
+        line.close()
+
+
+def test_a_gradient_that_belongs_to_no_batch_that_is_out_is_never_applied() -> None:
+    gradient = encode(Front().forward(0), 32)
+    with pytest.raises(ConfigError, match="batch 1"):
+        answer_with(Gradient(batch=1, encoded=gradient, loss=0.0))
+    with pytest.raises(SplitRefused, match="a gradient of shape .8, 2. for features of shape .8, 5."):
+        answer_with(Gradient(batch=0, encoded=encode(Front().forward(0)[:, :2], 32), loss=0.0))
+    with pytest.raises(SplitRefused, match="sends a mark where the gradient of batch 0 is next"):
+        answer_with(Mark(batch=0, cut=1))
+    assert ReplayWindow(0).drained
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    ({"deployment": Deployment(cut=None)}, "needs no cloud"), ({"gradient_bits": 5}, "gradient_bits = 5"),
+    ({"checkpoint_batches": -1}, "checkpoint_batches = -1"), ({"delta_bytes": -1}, "delta_bytes = -1"),
+])
+def test_plans_that_cannot_be_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        FrontPlan(**{"deployment": Deployment(cut=0), **options})
+
+
+def test_to_train_at_the_edge_alone_is_no_deployment_of_a_stream() -> None:
+    with pytest.raises(ConfigError, match="leave edge-only out"):
+        near, far = channels()
+        line = MemoryLine(near, far)
+        far.send(Mark(batch=0, cut=1))
+        try:
+            front_loop(Front(), near, FrontPlan(deployment=Deployment(cut=1),
+                                                decide=lambda now: Deployment(cut=None))).run(0, 3)
+        finally:
+            line.close()
+
+
+# -------------------------------------------------------------------------------------------------------- barriers
+
+
+PLACES = st.builds(lambda batch, lineage: Barrier(batch=batch, lineage=lineage), st.integers(0, 4),
+                   st.sampled_from(["", "a", "b"]))
+
+
+@given(offers=st.lists(st.lists(PLACES, max_size=5), min_size=2, max_size=4), last=st.integers(0, 4))
+def test_the_common_barrier_is_the_highest_at_which_all_can_stand(offers: list[list[Barrier]], last: int) -> None:
+    """Against a search over all batches and lineages."""
+    possible = [batch for batch in range(last + 1) for lineage in ("a", "b") if all(
+        Barrier(batch=batch) in offer or Barrier(batch=batch, lineage=lineage) in offer for offer in offers)]
+    found = common_barrier(offers, last)
+    assert (found.batch if found else None) == max(possible, default=None)
+    if found is not None:
+        assert all(Barrier(batch=found.batch) in offer or found in offer for offer in offers)
+
+
+def test_the_last_two_barriers_are_kept_whole(tmp_path: Path) -> None:
+    store = BarrierStore(tmp_path, "mine")
+    for batch in (0, 5, 10):
+        store.save(Barrier(batch=batch, lineage="ab"), Saved(half=b"h%d" % batch, codec=b"c", deployment=Deployment(cut=1)))
+    assert [barrier.batch for barrier in store.barriers()] == [5, 10]
+    again = BarrierStore(tmp_path, "mine")
+    assert again.load(Barrier(batch=10, lineage="ab")) == Saved(half=b"h10", codec=b"c", deployment=Deployment(cut=1))
+    newest = max(tmp_path.iterdir())
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert [barrier.batch for barrier in again.barriers()] == [5]
+    with pytest.raises(ConfigError, match="is torn or damaged .*; remove it"):
+        again.load(Barrier(batch=10, lineage="ab"))
+    with pytest.raises(ConfigError, match="none of batch 7"):
+        again.load(Barrier(batch=7, lineage="ab"))
+    with pytest.raises(ConfigError, match="belongs to mine, not to yours"):
+        BarrierStore(tmp_path, "yours").barriers()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        BarrierStore(tmp_path / "file", "mine")

@@ -1,0 +1,143 @@
+"""The profiler: what it times is what it says, figures come back from JSON, smoothing is the nearest sequence."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from socflower.edgecloud.runtime.measuring import (
+    Measuring,
+    from_document,
+    measure_cloud,
+    measure_costs,
+    monotone,
+    to_document,
+)
+from socflower.edgecloud.tracing import trace_split
+from socflower.errors import ConfigError
+from tests.edgecloud.runtime.split_training import adam, chain, chain_split, image_model, sgd
+
+HOW = Measuring(optimizer=adam, batch_size=4, num_repeats=2, num_warm_ups=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=5))
+def test_monotone_is_the_nearest_non_decreasing_sequence(values: list[int]) -> None:
+    """Against brute force over pools: the best fit is constant on runs, with the means of the runs."""
+    def error(fit: list[float]) -> float:
+        return sum((a - b) ** 2 for a, b in zip(fit, values, strict=True))
+
+    best = min((fit for bounds in itertools.product((False, True), repeat=len(values) - 1)
+                if (fit := pooled(values, bounds)) == sorted(fit)), key=error)
+    found = monotone(values)
+    assert found == sorted(found) and error(found) == pytest.approx(error(best))
+    assert sum(found) == pytest.approx(sum(values))
+    assert monotone(sorted(values)) == sorted(values)
+
+
+def pooled(values: list[int], bounds: tuple[bool, ...]) -> list[float]:
+    runs = [[values[0]]]
+    for value, starts in zip(values[1:], bounds, strict=True):
+        if starts:
+            runs.append([])
+        runs[-1].append(value)
+    return [sum(run) / len(run) for run in runs for _ in run]
+
+
+class Clock:
+    """A clock by which the n-th interval takes n seconds."""
+
+    def __init__(self) -> None:
+        self.now_s, self.reads = 0.0, 0
+
+    def __call__(self) -> float:
+        self.reads += 1
+        self.now_s += self.reads // 2 if self.reads % 2 == 0 else 0.0
+        return self.now_s
+
+
+def test_what_counts_is_the_median_of_the_repeats_after_warm_ups() -> None:
+    calls: list[int] = []
+    how = Measuring(optimizer=adam, batch_size=1, num_repeats=5, num_warm_ups=3, clock=Clock())
+    assert how.seconds(lambda: calls.append(0)) == 3.0 and len(calls) == 8
+
+
+def test_costs_of_a_small_model_are_complete_and_leave_it_as_it_was() -> None:
+    model, shape = image_model("lenet5")
+    split = trace_split(model, shape, name="lenet5")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    costs = measure_costs(split, HOW, bits=(4, 8, 32), feedback="diagonal")
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert [cut.name for cut in costs.cuts] == ["1", "4", "8", "10"]
+    for cut, point in zip(costs.cuts, split.cuts, strict=True):
+        assert cut.feature_elements == 4 * point.feature_elements
+        # Adam keeps two moments, and a count per tensor.
+        num_tensors = len(split.front_names(split.cuts.index(point)))
+        assert cut.front_weight_bytes == 3 * point.front_weight_bytes + 4 * num_tensors
+        assert cut.edge_memory_bytes > 4 * point.front_weight_bytes
+    for key, rising in (("edge_forward_s", True), ("cloud_s", False)):
+        values = [getattr(cut, key) for cut in costs.cuts]
+        assert values == sorted(values, reverse=not rising) and min(values) > 0
+    assert set(costs.codec_s_per_element) == {4, 8} and costs.label_bytes == 32
+    assert costs.edge_only_s >= max(cut.edge_forward_s + cut.edge_backward_s for cut in costs.cuts) * (1 - 1e-9)
+    num_bytes = sum(value.numel() * 4 for value in model.parameters())
+    assert costs.model_weight_bytes == 3 * num_bytes + 4 * len(before)
+
+
+def test_frozen_layers_have_no_backward_pass_and_no_activations_to_keep() -> None:
+    costs = measure_costs(trace_split(chain(), (6,), frozen=1), HOW)
+    free = measure_costs(chain_split(), HOW)
+    assert [cut.front_trains for cut in costs.cuts][:3] == [False, False, True]
+    assert [cut.edge_backward_s for cut in costs.cuts[:2]] == [0.0, 0.0]
+    assert all(frozen.edge_memory_bytes < cut.edge_memory_bytes
+               for frozen, cut in zip(costs.cuts, free.cuts, strict=True))
+
+
+def test_the_cloud_is_measured_there() -> None:
+    split = chain_split()
+    cloud_s = measure_cloud(split, HOW)
+    costs = measure_costs(split, HOW, cloud_s=cloud_s)
+    assert tuple(cut.cloud_s for cut in costs.cuts) == cloud_s
+    with pytest.raises(ConfigError, match="1 seconds of the cloud for 5 cuts; measure the same model there"):
+        measure_costs(split, HOW, cloud_s=[1.0])
+
+
+def test_costs_come_back_from_json_and_what_is_no_costs_does_not() -> None:
+    costs = measure_costs(chain_split(), Measuring(optimizer=sgd, batch_size=2, num_repeats=1, num_warm_ups=1))
+    document: dict[str, Any] = json.loads(json.dumps(to_document(costs)))
+    assert from_document(document) == costs
+    cut = document["cuts"][0]
+    for wrong, match in (
+        ({}, "kind None"), ({**document, "schema": 2}, "with schema 2, it should be"),
+        ({**document, "speed": 1}, "unknown key 'speed'"), ({**document, "cuts": 3}, "the document is damaged"),
+        ({**document, "cuts": [{**cut, "edge_forward_s": "1"}]}, "edge_forward_s = '1' is not of the right type"),
+        ({**document, "cuts": [{**cut, "front_trains": 1}]}, "front_trains = 1 is not"),
+        ({**document, "cuts": [{**cut, "edge_forward_s": -1.0}]}, "must be 0 or more"),
+        ({key: value for key, value in document.items() if key != "edge_only_s"}, "the document is damaged"),
+        ({**document, "codec_s_per_element": {"few": 1.0}}, "the document is damaged"),
+    ):
+        with pytest.raises(ConfigError, match=match) as error:
+            from_document(wrong)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["batch_size", "num_repeats", "num_warm_ups"])
+def test_measuring_nothing_is_refused(key: str) -> None:
+    settings_of: dict[str, Any] = {"batch_size": 1, "num_repeats": 1, "num_warm_ups": 1, key: 0}
+    with pytest.raises(ConfigError, match=f"{key} = 0"):
+        Measuring(optimizer=adam, **settings_of)
+    assert np.isfinite(HOW.seconds(lambda: None))

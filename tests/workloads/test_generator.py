@@ -1,0 +1,73 @@
+"""The generator of digits, and that it learns to make them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from socflower.errors import ConfigError
+from socflower.workloads import GeneratorSamples, build_generator, generator_codes, load_data
+
+
+def test_images_are_of_the_digits_size_and_range() -> None:
+    codes = generator_codes(range(5), range(5), num_classes=10)
+    with torch.no_grad():
+        images = build_generator(seed=1)(codes)
+    assert images.shape == (5, 1, 28, 28)
+    assert float(images.min()) >= 0 and float(images.max()) <= 1
+    assert build_generator(seed=1, num_classes=3)(generator_codes([0], [2], num_classes=3)).shape == (1, 1, 28, 28)
+
+
+def test_the_generator_is_traceable_and_no_module_overwrites_its_input() -> None:
+    model = build_generator(seed=1)
+    codes = generator_codes(range(3), range(3), num_classes=10)
+    with torch.no_grad():
+        assert torch.equal(fx.symbolic_trace(model)(codes), model(codes))
+    assert not any(getattr(module, "inplace", False) for module in model.modules())
+
+
+def test_features_grow_along_the_depth() -> None:
+    """The reverse of a classifier: the nearer a cut is to the codes, the less it sends."""
+    features, sizes = generator_codes([0], [0], num_classes=10), []
+    for module in build_generator(seed=1):
+        features = module(features)
+        if isinstance(module, nn.ReLU):
+            sizes.append(features.numel())
+    assert sizes == sorted(sizes) and len(set(sizes)) == len(sizes) == 4
+
+
+def test_equal_seeds_give_equal_weights_and_no_global_state_moves() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = build_generator(seed=3).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(99)
+    again, other = build_generator(seed=3).state_dict(), build_generator(seed=4).state_dict()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+def test_no_classes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_classes must be 1 or more, got 0"):
+        build_generator(0, num_classes=0)
+
+
+def test_the_generator_learns_to_tell_classes_apart(shared_cache: Path) -> None:
+    """A few digits suffice to be better than the mean image, which needs the class."""
+    train = load_data("digits").train
+    samples = GeneratorSamples(train.select(range(128)), seed=0)
+    any_code, own_class = samples.mean_image_losses()
+    model = build_generator(seed=0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
+    order = torch.Generator().manual_seed(0)
+    for _ in range(15):
+        for rows in torch.randperm(len(samples), generator=order).split(32):
+            optimizer.zero_grad()
+            functional.mse_loss(model(samples.codes(rows)), samples.targets(rows)).backward()
+            optimizer.step()
+    with torch.no_grad():
+        loss = float(functional.mse_loss(model(samples.codes(range(128))), samples.targets(range(128))))
+    assert own_class < any_code
+    assert loss < (any_code + own_class) / 2
