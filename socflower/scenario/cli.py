@@ -154,6 +154,9 @@ def plan(
 
     overrides = [*(set_ or ()), *([f"strategy.groups={groups}"] if groups is not None else ())]
     loaded = load_scenario(scenario, overrides)
+    if loaded.is_split:
+        _plan_split(loaded, as_json)
+        return
     cluster = scenario_cluster(loaded)
     document = {**plan_scenario(loaded), "heat": predicted_heat(loaded, cluster)}
     if as_json:
@@ -344,6 +347,16 @@ def _run_app_folder(
         _print_json(result)
     else:
         terminal.print_app_result(_out, result, target)
+
+
+def _plan_split(scenario: Any, as_json: bool) -> None:
+    from socflower.scenario.split_planning import plan_split, print_split_plan
+
+    document = plan_split(scenario)
+    if as_json:
+        _print_json(document)
+    else:
+        print_split_plan(_out, document)
 
 
 def _show_version(wanted: bool) -> None:

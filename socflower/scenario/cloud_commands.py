@@ -19,7 +19,8 @@ Tls = Annotated[Path | None, typer.Option(help="PEM file.")]
 def serve(
     program: Annotated[str, typer.Argument(help="A split scenario (TOML, or JSON as a result has it), or "
                                                 "module:name of a SplitProgram.", show_default=False)],
-    listen: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 asks for a free one.")] = "127.0.0.1:28400",
+    listen: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 asks for a free one."
+                                        )] = "127.0.0.1:28400",
     token_file: Token = Path("cloud-token"),
     folder: Annotated[Path | None, typer.Option(help="Folder for sessions and their barriers: a cloud that is started "
                                                      "again goes on from there.")] = None,

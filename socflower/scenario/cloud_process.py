@@ -15,8 +15,13 @@ from socflower.scenario.scenario_file import to_document
 _POLL_S = 0.1
 
 
+def needs_cloud(scenario: Scenario) -> bool:
+    """Return whether a scenario's edges dial a cloud."""
+    return scenario.is_split and scenario.strategy.name != "edge-only"
+
+
 class LocalCloud:
-    """`socflower cloud serve` with sessions in `folder`, on a port of its own that it keeps when it is started again."""
+    """`socflower cloud serve` with sessions in `folder`, on a port that it keeps when it is started again."""
 
     def __init__(self, folder: Path, scenario: Scenario, environment: Mapping[str, str], say: Callable[[str], None],
                  ) -> None:

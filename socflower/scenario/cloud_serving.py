@@ -14,7 +14,7 @@ from rich.table import Table
 from socflower.clients.split_cloud import session_factory
 from socflower.clients.split_program import SplitProgram
 from socflower.edgecloud.runtime.cloud_service import CloudService
-from socflower.edgecloud.runtime.credentials import SplitTls, check_token, new_token
+from socflower.edgecloud.runtime.credentials import SplitTls, new_token, read_token
 from socflower.edgecloud.runtime.operator_calls import Operator, session_status
 from socflower.edgecloud.runtime.session import SessionFactory
 from socflower.errors import ConfigError
@@ -37,7 +37,8 @@ def serve_until_signal(
     ended = threading.Event()
     before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        service = CloudService(listen, factory, operator_token=token, tls=tls, insecure=insecure, folder=folder, log=say)
+        service = CloudService(listen, factory, operator_token=token, tls=tls, insecure=insecure, folder=folder,
+                               log=say)
         try:
             ready(service.address)
             ended.wait()
@@ -50,12 +51,9 @@ def serve_until_signal(
 
 def read_or_make_token(path: Path) -> tuple[str, bool]:
     """Return the token of a file, and whether it was made just now; only its owner may read a new one."""
-    try:
-        return check_token(path.read_text("utf-8").strip(), f"--token-file {path}"), False
-    except FileNotFoundError:
-        token = new_token()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file {path}: cannot be read ({error}); name a text file") from None
+    if path.exists():
+        return read_token(path), False
+    token = new_token()
     try:
         path.touch(mode=0o600, exist_ok=False)
         path.write_text(f"{token}\n", "utf-8")
@@ -66,10 +64,7 @@ def read_or_make_token(path: Path) -> tuple[str, bool]:
 
 def cloud_status(address: str, token_file: Path, tls: SplitTls | None, *, insecure: bool) -> list[dict[str, Any]]:
     """Return what a cloud says of its sessions."""
-    if not token_file.exists():
-        raise ConfigError(f"--token-file {token_file}: no such file; name the one that the cloud was started with")
-    token, _ = read_or_make_token(token_file)
-    return session_status(Operator(address=address, token=token, tls=tls, insecure=insecure))
+    return session_status(Operator(address=address, token=read_token(token_file), tls=tls, insecure=insecure))
 
 
 def status_table(sessions: Sequence[Mapping[str, Any]]) -> Table:

@@ -16,6 +16,7 @@ import psutil
 from socflower.errors import TrainingFailed
 from socflower.scenario.app_bundle import write_app
 from socflower.scenario.checkpoint import CheckpointFolder, Checkpointing
+from socflower.scenario.cloud_process import LocalCloud, needs_cloud
 from socflower.scenario.config import Scenario
 from socflower.scenario.deployment_options import Deployment
 from socflower.scenario.deployment_processes import CONNECTION, ENGINE, LocalFlower, local_flower
@@ -50,12 +51,15 @@ def _run_here(
     kept.create()
     with local_flower(folder.path, scenario, say, warm=deployment.warm) as flower:
         flwr = FlwrClient(flower.environment, CONNECTION, folder.path)
+        cloud = LocalCloud(folder.path, scenario, flower.environment, say) if needs_cloud(scenario) else None
         while True:
             attempt = RunFolder(folder.path / f"attempt-{len(story.restarts) + 1}")
             attempt.path.mkdir()
             attempt.write_scenario(scenario)
             attempt.write_checkpointing(checkpointing)
-            cause, run_id = _attempt_here(attempt, flower, flwr, story)
+            if cloud is not None:
+                attempt.write_cloud(cloud.address)
+            cause, run_id = _attempt_here(attempt, flower, cloud, flwr, story)
             outcome = attempt.read_outcome()
             if cause is None and outcome is not None:
                 if attempt.model.exists():
@@ -73,7 +77,7 @@ def _run_here(
 
 
 def _attempt_here(
-    attempt: RunFolder, flower: LocalFlower, flwr: FlwrClient, story: RunStory,
+    attempt: RunFolder, flower: LocalFlower, cloud: LocalCloud | None, flwr: FlwrClient, story: RunStory,
 ) -> tuple[str | None, int | None]:
     """Submit the run and follow it until there is an outcome; return why there will be none, and Flower's run id.
 
@@ -85,6 +89,8 @@ def _attempt_here(
     try:
         while True:
             flower.look_after_nodes()
+            if cloud is not None:
+                cloud.look_after()
             cause = flower.superlink_death()
             pid = attempt.read_server_process()
             if cause is None and pid is not None and not _is_running(pid):

@@ -33,7 +33,7 @@ def participants(scenario: Scenario) -> tuple[int, ...]:
     """Return the SoCs that the scenario's plan uses; where only training decides the plan, the first ones."""
     cluster, settings = scenario_cluster(scenario), scenario.strategy
     num_socs = 1 if settings.name == "sgd" else settings.socs or cluster.num_socs
-    if settings.name == "fedavg" or (settings.name == "socflow" and settings.groups == "auto"):
+    if settings.name == "fedavg" or scenario.is_split or (settings.name == "socflow" and settings.groups == "auto"):
         return tuple(range(num_socs))
     num_groups = settings.groups if settings.name == "socflow" and isinstance(settings.groups, int) else 1
     rates = sustained_rates(cluster, scenario.model.name, pricing(scenario))

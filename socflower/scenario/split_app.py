@@ -1,6 +1,7 @@
 """The client side of every split scenario: edges that train in one process, or dial a cloud of this machine."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import TypeAlias
 
@@ -9,8 +10,10 @@ from flwr.clientapp import ClientApp
 
 from socflower.clients.split import make_split_client_app
 from socflower.clients.split_batches import Samples
+from socflower.clients.split_edge import CloudLink, cloud_link
 from socflower.clients.split_here import SplitSettings
 from socflower.clients.split_program import SplitProgram
+from socflower.cluster.protocol import PARTITION_ID
 from socflower.edgecloud.error_feedback import Form
 from socflower.errors import ConfigError
 from socflower.scenario.config import Scenario
@@ -41,8 +44,16 @@ def split_client_app(folder_of: FolderOf) -> ClientApp:
     def settings(context: Context) -> SplitSettings:
         return split_settings(_setting(folder_of(context)))
 
+    def link(context: Context) -> CloudLink:
+        folder = folder_of(context)
+        setting, edge = _setting(folder), int(context.node_config[PARTITION_ID])
+        own = cloud_link(context)
+        # On one machine the line is as slow as the scenario has it; elsewhere it is what it is.
+        return replace(own, decider=setting.parties()[edge].decider,
+                       shaped_as=setting.links[edge] if folder.read_cloud() is not None else None)
+
     return make_split_client_app(
-        program, samples, cloud_samples_fn=cloud_samples, settings_fn=settings,
+        program, samples, cloud_samples_fn=cloud_samples, settings_fn=settings, link_fn=link,
         state_folder=lambda context: folder_of(context).clients_folder(context.node_config))
 
 

@@ -36,8 +36,8 @@ class SplitStory:
     def add(self, report: SplitRoundReport, began_s: float) -> None:
         """Take in a round that began at `began_s`."""
         timeline = report.timeline
+        self._staleness.update(staleness_of(report))
         for edge, (party, costs) in enumerate(zip(timeline.parties, self._costs, strict=True)):
-            self._staleness.update(party.staleness)
             for move in party.moves:
                 at_s = began_s + move.decided_s + move.drain_s + move.migration_s
                 self._moves.append({
@@ -66,6 +66,14 @@ class SplitStory:
 
     def _index(self, deployment: Deployment) -> float:
         return float(len(self._names) if deployment.cut is None else deployment.cut)
+
+
+def staleness_of(report: SplitRoundReport) -> Counter[int]:
+    """Return how many gradients came back how stale: as measured on real links, else as virtual time has it."""
+    if report.measured:
+        return Counter({stale: sum(each.staleness[stale] for each in report.measured if stale < len(each.staleness))
+                        for stale in range(max(len(each.staleness) for each in report.measured))})
+    return Counter(stale for party in report.timeline.parties for stale in party.staleness)
 
 
 def place(deployment: Deployment, costs: SplitCosts) -> str:

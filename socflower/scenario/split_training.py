@@ -1,7 +1,7 @@
 """What a split scenario's ServerApp does: edges, cloud, links and strategy put together, and what came of it."""
 
-from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -9,11 +9,14 @@ import torch
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
+from socflower.clients.split_cloud import CloudClient
 from socflower.cluster.catalog import device
 from socflower.edgecloud import baselines
 from socflower.edgecloud.decision import DecisionEngine, WindowSchedule
 from socflower.edgecloud.deployment import Deployment, LinkRates, SplitCosts
 from socflower.edgecloud.link_trace import LinkTrace
+from socflower.edgecloud.runtime.credentials import SplitTls, read_token
+from socflower.edgecloud.runtime.operator_calls import Operator
 from socflower.edgecloud.timeline import Party
 from socflower.edgecloud.timeline_servers import CloudMode
 from socflower.errors import ConfigError, TrainingFailed
@@ -22,10 +25,10 @@ from socflower.scenario.round_record import RoundRecord, event_documents
 from socflower.scenario.run_folder import RunFolder
 from socflower.scenario.scenario_file import scenario_cluster
 from socflower.scenario.split_links import edge_links
-from socflower.scenario.split_story import SplitStory, place
+from socflower.scenario.split_story import SplitStory, place, staleness_of
 from socflower.scenario.split_workloads import Score, SplitWorkload, split_workload
 from socflower.sim import EventClock, Trace
-from socflower.strategies.split_replay import CloudSessions, SplitReplay
+from socflower.strategies.split_replay import SplitReplay
 
 
 class SplitSetting:
@@ -123,12 +126,14 @@ class SplitSetting:
         return cut
 
 
-def train_split(
-    scenario: Scenario, grid: Grid, folder: RunFolder, cloud: CloudSessions | None = None,
-) -> dict[str, Any]:
-    """Train and return the outcome: the part of the result document that does not depend on who asked."""
+def train_split(scenario: Scenario, grid: Grid, folder: RunFolder) -> dict[str, Any]:
+    """Train and return the outcome: the part of the result document that does not depend on who asked.
+
+    Both halves train in the clients' processes unless the run's folder says where a cloud is.
+    """
     started_s = perf_counter()
     setting = SplitSetting(scenario)
+    cloud = _cloud(folder, setting)
     workload, model = setting.workload, setting.workload.program.model()
     trace = Trace()
     clock = EventClock(setting.cluster, trace=trace)
@@ -153,10 +158,13 @@ def train_split(
     def round_end(server_round: int) -> dict[str, Any]:
         report = strategy.reports[-1]
         story.add(report, clock.now_s - report.timeline.duration_s)
-        staleness = Counter(value for party in report.timeline.parties for value in party.staleness)
-        return {"epoch": report.epoch, "events": event_documents(report.events),
-                "mean_staleness": sum(value * count for value, count in staleness.items()) / staleness.total(),
-                "cuts": [place(party.deployment, party.costs) for party in strategy.parties]}
+        stale = staleness_of(report)
+        entry = {"epoch": report.epoch, "events": event_documents(report.events),
+                 "mean_staleness": sum(value * count for value, count in stale.items()) / max(1, stale.total()),
+                 "cuts": [place(party.deployment, party.costs) for party in strategy.parties]}
+        if report.measured:
+            entry["links"] = [asdict(each) for each in report.measured]
+        return entry
 
     def own_state() -> dict[str, Any]:
         return {"balance": {**strategy.state, "story": story.state()}}
@@ -164,6 +172,8 @@ def train_split(
     final = strategy.start(
         grid, arrays, num_rounds=strategy.num_rounds, timeout=scenario.train.reply_timeout_s,
         evaluate_fn=record.evaluation(round_end, strategy.num_rounds, own_state)).arrays
+    if cloud is not None:
+        cloud.close()
     if not final:
         raise TrainingFailed("Flower returned no model: every client failed; see the log for the first cause")
     return {
@@ -175,6 +185,15 @@ def train_split(
         "wall_s": perf_counter() - started_s, "heat": None, "plan": None,
         "split": story.document(strategy.parties, setting.mode, clock.now_s),
     }
+
+
+def _cloud(folder: RunFolder, setting: SplitSetting) -> CloudClient | None:
+    where = folder.read_cloud()
+    if where is None:
+        return None
+    tls = SplitTls(ca=Path(where.ca)) if where.ca else None
+    operator = Operator(address=where.address, token=read_token(Path(where.token_file)), tls=tls)
+    return CloudClient(operator, setting.workload.program)
 
 
 def _now(link: LinkTrace) -> LinkRates:

@@ -96,25 +96,25 @@ class BackLoop:
         if message.batch != batch:
             raise SplitRefused(f"{peer} sends batch {message.batch} where {batch} is next; start the span again")
         if message.cut != self._half.cut:
-            raise SplitRefused(f"batch {batch}: {peer} cuts at {message.cut}, the back half at {self._half.cut}; give both "
-                               "the same cut")
+            raise SplitRefused(f"batch {batch}: {peer} cuts at {message.cut}, the back half at {self._half.cut}; give "
+                               "both the same cut")
         if message.ids_digest != first.ids_digest:
-            raise SplitRefused(f"batch {batch}: {peer} holds other samples than {self._channels[0].peer}, or the same in "
-                               "another order; align the parties' sample ids")
+            raise SplitRefused(f"batch {batch}: {peer} holds other samples than {self._channels[0].peer}, or the same "
+                               "in another order; align the parties' sample ids")
 
     def _gradient(self, batch: int, message: Features, part: Array, gradient: Array | None, loss: float) -> Gradient:
         if gradient is None:
             return Gradient(batch=batch, encoded=None, loss=loss)
         if gradient.shape != part.shape:
-            raise SplitRefused(f"batch {batch}: the back half gives a gradient of shape {gradient.shape} for features of "
-                               f"shape {part.shape}; this is a fault of the half")
+            raise SplitRefused(f"batch {batch}: the back half gives a gradient of shape {gradient.shape} for features "
+                               f"of shape {part.shape}; this is a fault of the half")
         encoded = encode(gradient, message.answer_bits, what=f"gradient of batch {batch}")
         return Gradient(batch=batch, encoded=encoded, loss=loss)
 
     def _mark(self, batch: int, mark: Mark) -> None:
         if mark.batch != batch or mark.cut != self._half.cut:
-            raise SplitRefused(f"{self._channels[0].peer} is at batch {mark.batch} with cut {mark.cut}, the back half at "
-                               f"batch {batch} with cut {self._half.cut}; start the span again")
+            raise SplitRefused(f"{self._channels[0].peer} is at batch {mark.batch} with cut {mark.cut}, the back half "
+                               f"at batch {batch} with cut {self._half.cut}; start the span again")
         for party in range(1, len(self._channels)):
             self._require(party, batch, mark)
         if self._store.keeps:
@@ -127,11 +127,11 @@ class BackLoop:
     def _recut(self, recut: Recut) -> None:
         old, channel = self._half.cut, self._channels[0]
         if len(self._channels) > 1:
-            raise SplitRefused(f"{channel.peer} moves the cut of a half that several parties share; keep it where it is")
+            raise SplitRefused(f"{channel.peer} moves the cut of a half that several parties share; leave it be")
         if recut.cut == old or (recut.weights is None) != (recut.cut > old):
             raise SplitRefused(f"{channel.peer} moves the cut from {old} to {recut.cut} "
-                               f"{'with' if recut.weights is not None else 'without'} layers; see that both run the same "
-                               "version")
+                               f"{'with' if recut.weights is not None else 'without'} layers; see that both run the "
+                               "same version")
         self._on_step()
         if recut.weights is not None:
             self._half.take(recut.cut, recut.weights)

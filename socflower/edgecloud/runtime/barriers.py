@@ -55,8 +55,8 @@ class BarrierStore:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             remove_partial(folder)
         except OSError as error:
-            raise ConfigError(f"barriers: folder {folder} cannot be used ({error.strerror}); give one that this process "
-                              "may write to") from None
+            raise ConfigError(f"barriers: folder {folder} cannot be used ({error.strerror}); give one that this "
+                              "process may write to") from None
 
     @property
     def keeps(self) -> bool:
@@ -107,12 +107,12 @@ class BarrierStore:
         path = next((path for _, batch, lineage, path in reversed(self._files())
                      if (batch, lineage) == (barrier.batch, barrier.lineage)), None)
         if path is None:
-            raise ConfigError(f"barriers: none of batch {barrier.batch} in {self._folder}; look whether it is the right "
-                              "folder")
+            raise ConfigError(f"barriers: none of batch {barrier.batch} in {self._folder}; look whether it is the "
+                              "right folder")
         header, payload = read_sealed(path)
         if header.get("form") != _FORM or header.get("name") != self._name:
-            raise ConfigError(f"barriers: {path} belongs to {header.get('name')}, not to {self._name}; give each side of "
-                              "each run a folder of its own")
+            raise ConfigError(f"barriers: {path} belongs to {header.get('name')}, not to {self._name}; give each side "
+                              "of each run a folder of its own")
         return header, payload
 
     def _files(self) -> list[tuple[int, int, str, Path]]:

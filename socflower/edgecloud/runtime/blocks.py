@@ -23,9 +23,8 @@ _MOST_ELEMENTS = 1 << 40
 def bytes_of(array: NDArray[Any]) -> memoryview:
     """Return an array's elements in C order, little-endian; a view where the array is laid out so already."""
     # ascontiguousarray would make a vector of a scalar, hence the reshape.
-    flat = np.ascontiguousarray(array).reshape(-1)
-    return memoryview(flat.astype(flat.dtype.newbyteorder("<"), copy=False).view(np.uint8)) if flat.size else \
-        memoryview(b"")
+    flat: NDArray[Any] = np.ascontiguousarray(array).reshape(-1)
+    return flat.astype(flat.dtype.newbyteorder("<"), copy=False).view(np.uint8).data if flat.size else memoryview(b"")
 
 
 def block_of(array: NDArray[Any], name: str = "") -> wire.Block:
@@ -43,7 +42,7 @@ def num_bytes_of(block: wire.Block) -> int:
         dtype = None
     if dtype not in _DTYPES or not is_shape(block.shape):
         raise FrameRefused(f"an array of type {block.dtype[:40]!r} with shape {list(block.shape[:5])}")
-    return dtype.itemsize * math.prod(block.shape)
+    return int(np.dtype(block.dtype).itemsize * math.prod(block.shape))
 
 
 def is_shape(shape: Sequence[int]) -> bool:

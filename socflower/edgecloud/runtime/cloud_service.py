@@ -1,8 +1,6 @@
 """The cloud's server: hosts the cloud's halves of many runs, for edges that dial in."""
 
 import json
-import re
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -10,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from logging import getLogger
 from pathlib import Path
 from threading import Lock, Thread, Timer
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from socflower.cluster.sealed_file import DamagedFile, read_sealed, write_sealed
-from socflower.edgecloud.runtime.blocks import pack_weights, size_of, slices_of, unpack_weights
+from socflower.edgecloud.runtime.blocks import pack_weights, size_of, slices_of
 from socflower.edgecloud.runtime.credentials import (
     RUN_KEY,
     TOKEN_KEY,
@@ -30,27 +27,21 @@ from socflower.edgecloud.runtime.credentials import (
 )
 from socflower.edgecloud.runtime.failures import FrameRefused, SplitRefused, StartOver
 from socflower.edgecloud.runtime.frame_channel import FrameChannel
-from socflower.edgecloud.runtime.frames import LARGEST_FRAME_BYTES, LARGEST_PART_BYTES, PROTOCOL_VERSION, Limits
-from socflower.edgecloud.runtime.session import (
-    CloudSession,
-    SessionFactory,
-    SessionTerms,
-    terms_from_document,
-    terms_to_document,
-)
+from socflower.edgecloud.runtime.frames import LARGEST_FRAME_BYTES, LARGEST_PART_BYTES, Limits
+from socflower.edgecloud.runtime.session import CloudSession, SessionFactory
+from socflower.edgecloud.runtime.session_shelf import SessionShelf
 from socflower.edgecloud.runtime.wire import split_pb2 as wire
 from socflower.errors import ConfigError, SocflowerError
 
 SERVICE = "socflower.split.Split"
 """The gRPC service's name."""
 
-_RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
-_SESSION_FILE = "session.sealed"
 _HELLO_S = 10.0
 _LOGGED_LINES = 200
 # Larger than a frame may be, so that it is this module that refuses one, with a line that says why.
 _LARGEST_MESSAGE_BYTES = 4 * LARGEST_FRAME_BYTES
 
+_Request = TypeVar("_Request", bound=Message)
 _Handler = Callable[[Any, grpc.ServicerContext], Any]
 
 
@@ -70,14 +61,14 @@ class CloudService:
         host, port = split_address(listen)
         if tls is None and not insecure:
             require_near(listen)
-        self._factory, self._folder, self._limits = factory, folder, limits or Limits()
         self._operator_digest = digest_of(check_token(operator_token, "operator token"))
-        self._patience_s, self._gather_s, self._max_streams = patience_s, gather_s, max_streams
+        self._max_streams = max_streams
         self._lock = Lock()
         self._log_line, self._lines_left = log or getLogger(__name__).warning, _LOGGED_LINES
         self._num_streams = 0
-        self._sessions: dict[str, CloudSession] = {}
-        self._restore_sessions()
+        self._shelf = SessionShelf(
+            factory, folder=folder, limits=limits or Limits(), patience_s=patience_s, gather_s=gather_s,
+            most_parties=max_streams, log=self._log)
         credentials = tls.server_credentials() if tls is not None else None
         _require_free(listen, host, port)
         # Every stream holds a thread; the manager's calls get their own on top.
@@ -95,38 +86,10 @@ class CloudService:
 
     def close(self) -> None:
         """End all streams and sessions; edges try to come back, and do if this service is started anew."""
-        for session in list(self._sessions.values()):
-            session.close(StartOver())
+        self._shelf.close()
         self._server.stop(0.2).wait(5.0)
 
-    # ------------------------------------------------------------------------------------------------------ sessions
-
-    def _restore_sessions(self) -> None:
-        if self._folder is None:
-            return
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            paths = sorted(self._folder.glob(f"*/{_SESSION_FILE}"))
-        except OSError as error:
-            raise ConfigError(f"split cloud: folder {self._folder} cannot be used ({error.strerror}); give one that this "
-                              "process may write to") from None
-        for path in paths:
-            try:
-                document, packed = read_sealed(path)
-                terms = terms_from_document(document)
-                self._sessions[terms.run_id] = self._session(terms, packed)
-            except (DamagedFile, SocflowerError, FrameRefused, KeyError, TypeError, ValueError) as error:
-                self._log(f"split cloud: the run in {path.parent} is left out, its files do not serve ({error}); open it "
-                          "anew")
-
-    def _session(self, terms: SessionTerms, packed: memoryview) -> CloudSession:
-        half = self._factory(terms, unpack_weights(packed) if packed.nbytes else {})
-        return CloudSession(
-            terms, half, folder=self._run_folder(terms.run_id), limits=self._limits, patience_s=self._patience_s,
-            gather_s=self._gather_s, log=self._log)
-
-    def _run_folder(self, run_id: str) -> Path | None:
-        return self._folder / run_id if self._folder is not None else None
+    # ------------------------------------------------------------------------------------------ the manager's calls
 
     def _open(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         self._require_operator(context)
@@ -136,83 +99,20 @@ class CloudService:
             part = self._parse(wire.OpenPart, message)
             if opening is None:
                 opening = part.opening
-                terms = self._terms(opening)
+                self._shelf.check(opening)  # before its weights are waited for
             packed += part.part
             if len(packed) > opening.num_bytes:
-                raise SplitRefused(f"run {opening.run_id}: more bytes of weights than it was opened with")
+                raise SplitRefused(f"run {opening.run_id}: more bytes of weights than it was opened with; open it anew")
         if opening is None or len(packed) != opening.num_bytes:
-            raise SplitRefused("a run was opened by halves: its weights broke off")
-        with self._lock:
-            former = self._sessions.get(terms.run_id)
-            if former is not None and not opening.replace:
-                raise SplitRefused(f"run {terms.run_id} is open already; close it, or open it with replace")
-        if former is not None:
-            self._end(terms.run_id, forget=True)
-        try:
-            folder = self._run_folder(terms.run_id)
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(mode=0o700)
-                write_sealed(folder / _SESSION_FILE, terms_to_document(terms), [memoryview(packed)])
-            session = self._session(terms, memoryview(packed))
-        except OSError as error:
-            raise SplitRefused(f"run {terms.run_id}: its folder cannot be written ({error.strerror})") from None
-        except FrameRefused as refused:
-            raise SplitRefused(f"run {terms.run_id} was opened with {refused}") from None
-        with self._lock:
-            self._sessions[terms.run_id] = session
+            raise SplitRefused("a run was opened by halves: its weights broke off; open it anew")
+        self._shelf.open(opening, memoryview(packed))
         return wire.Opened().SerializeToString()
-
-    def _terms(self, opening: wire.Opening) -> SessionTerms:
-        if opening.version != PROTOCOL_VERSION:
-            raise SplitRefused(f"the cloud speaks version {PROTOCOL_VERSION} of the split protocol, the manager "
-                               f"{opening.version}; install the same socflower on both")
-        if not _RUN_ID.fullmatch(opening.run_id):
-            raise SplitRefused(f"run {opening.run_id[:80]!r}: a run's name has up to 64 letters, digits, '.', '_' and '-'")
-        if opening.num_bytes > self._limits.max_weights_bytes:
-            raise SplitRefused(f"run {opening.run_id}: {opening.num_bytes} bytes of weights, where "
-                               f"{self._limits.max_weights_bytes} are the limit")
-        if len(opening.token_digest) != 32:
-            raise SplitRefused(f"run {opening.run_id}: has no token for its edges")
-        if not 1 <= opening.num_parties <= self._max_streams or (opening.reverse and opening.num_parties > 1):
-            raise SplitRefused(f"run {opening.run_id}: num_parties = {opening.num_parties} must be from 1 to "
-                               f"{self._max_streams}, and 1 in a reverse split")
-        try:
-            settings = json.loads(opening.settings or "{}")
-        except ValueError:
-            settings = None
-        if not isinstance(settings, dict):
-            raise SplitRefused(f"run {opening.run_id}: its settings are no JSON object")
-        return SessionTerms(
-            run_id=opening.run_id, token_digest=opening.token_digest, fingerprint=opening.fingerprint,
-            num_parties=opening.num_parties, joined=opening.joined, reverse=opening.reverse, settings=settings)
-
-    def _end(self, run_id: str, *, forget: bool) -> None:
-        with self._lock:
-            session = self._sessions.pop(run_id, None)
-        if session is None:
-            raise SplitRefused(f"run {run_id} is not open here")
-        session.close(SplitRefused(f"run {run_id} was closed by its manager"))
-        folder = self._run_folder(run_id)
-        if folder is not None and forget:
-            shutil.rmtree(folder, ignore_errors=True)
-        elif folder is not None:
-            (folder / _SESSION_FILE).unlink(missing_ok=True)
-
-    def _find(self, run_id: str) -> CloudSession:
-        with self._lock:
-            session = self._sessions.get(run_id)
-        if session is None:
-            raise SplitRefused(f"run {run_id[:80]} is not open here; open it first")
-        return session
-
-    # ------------------------------------------------------------------------------------------ the manager's calls
 
     def _fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
             self._require_operator(context)
             request = self._parse(wire.FetchRequest, message)
-            session = self._find(request.run_id)
+            session = self._shelf.get(request.run_id)
             pieces: list[bytes | memoryview]
             if request.whole_state:
                 batch, state = session.state()
@@ -229,16 +129,13 @@ class CloudService:
     def _close(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         self._require_operator(context)
         request = self._parse(wire.CloseRequest, message)
-        self._end(request.run_id, forget=request.forget)
+        self._shelf.end(request.run_id, forget=request.forget)
         return wire.Closed().SerializeToString()
 
     def _status(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         self._require_operator(context)
         request = self._parse(wire.StatusRequest, message)
-        with self._lock:
-            sessions = list(self._sessions.values())
-        if request.run_id:
-            sessions = [self._find(request.run_id)]
+        sessions = [self._shelf.get(request.run_id)] if request.run_id else self._shelf.all()
         return wire.StatusReply(
             sessions=json.dumps([session.status() for session in sessions])).SerializeToString()
 
@@ -252,8 +149,7 @@ class CloudService:
     def _stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         metadata = dict(context.invocation_metadata())
         run_id = str(metadata.get(RUN_KEY, ""))
-        with self._lock:
-            session = self._sessions.get(run_id)
+        session = self._shelf.find(run_id)
         if session is None:
             # The run's name alone is told to whoever asks; a token that belongs to none is not looked at.
             self._turn_away(context, f"a stream for a run that is not open ({run_id[:80]!r})",
@@ -296,8 +192,8 @@ class CloudService:
         for frame in channel.frames(attachment):
             yield frame.SerializeToString()
         if refusals:
-            self._log(f"split cloud: refused a stream from {context.peer()}: {where}: it sent {refusals[0]}; the run is "
-                      "unharmed")
+            self._log(f"split cloud: refused a stream from {context.peer()}: {where}: it sent {refusals[0]}; the run "
+                      "is unharmed")
             yield _refusal(wire.Refusal.REFUSED, f"{where}: the edge sent {refusals[0]}")
         elif isinstance(channel.failure, StartOver):
             yield _refusal(wire.Refusal.START_OVER, "join anew")
@@ -360,12 +256,11 @@ class CloudService:
                 context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return answer
 
-    def _parse(self, kind: Any, message: bytes) -> Any:
+    def _parse(self, kind: type[_Request], message: bytes) -> _Request:
         try:
-            parsed: Message = kind.FromString(message)
+            return kind.FromString(message)
         except DecodeError:
             raise SplitRefused(f"{len(message)} bytes that are no {kind.DESCRIPTOR.name}") from None
-        return parsed
 
     def _turn_away(self, context: grpc.ServicerContext, what: str, text: str,
                    code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED) -> NoReturn:

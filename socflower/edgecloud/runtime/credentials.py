@@ -36,6 +36,15 @@ def is_token(shown: str | bytes | None, digest: bytes) -> bool:
     return isinstance(shown, str) and hmac.compare_digest(digest_of(shown), digest)
 
 
+def read_token(path: Path) -> str:
+    """Return the token of a file; `ConfigError` if it cannot be read or is none."""
+    try:
+        return check_token(path.read_text("utf-8").strip(), f"token file {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token file {path}: cannot be read ({error}); name the text file that the cloud was started "
+                          "with") from None
+
+
 def check_token(token: str, where: str) -> str:
     """Return the token; `ConfigError` for one that is short, or that cannot travel in a header."""
     if len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
@@ -91,7 +100,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Return host and port of "host:port" or "[host]:port"; `ConfigError` if it is neither."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535 or (":" in host and host[0] != "["):
-        raise ConfigError(f'split address "{address}" is not host:port; write it like 10.0.0.2:28400 or [fd00::2]:28400')
+        raise ConfigError(f'split address "{address}" is not host:port; write 10.0.0.2:28400 or [fd00::2]:28400')
     return host.strip("[]"), int(port)
 
 

@@ -75,8 +75,8 @@ class EdgeConnection:
 
     `address` ("host:port") is dialled, always from here. `party` counts the run's edges from 0. `up` and `down` shape
     the line. A peer that leaves pings unanswered for `heartbeat_s` is dead; a line that is down is dialled again for
-    `give_up_s`; a cloud that answers pings but brings nothing on is waited for `patience_s`. Raises `ConfigError` for an
-    address that is none, plain text beyond private addresses (unless `insecure`), and a token that is none.
+    `give_up_s`; a cloud that answers pings but brings nothing on is waited for `patience_s`. Raises `ConfigError` for
+    an address that is none, plain text beyond private addresses (unless `insecure`), and a token that is none.
     """
 
     def __init__(self, address: str, *, run_id: str, token: str, fingerprint: str, party: int = 0,
@@ -201,8 +201,8 @@ class EdgeConnection:
                 raise
             if is_over() or self._closed.is_set() or time.monotonic() + pause_s > began_s + self.give_up_s:
                 raise SplitLost(f"run {self.run_id}: the cloud at {self.address} is out of reach, after trying for "
-                                f"{time.monotonic() - began_s:.0f} s ({why}); see to the line and the cloud, then start "
-                                "the span again")
+                                f"{time.monotonic() - began_s:.0f} s ({why}); see to the line and the cloud, then "
+                                "start the span again")
             self._closed.wait(pause_s * self._jitter.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -261,8 +261,8 @@ class EdgeConnection:
         if error.code() in _REFUSALS:
             return SplitRefused(f"the cloud at {self.address}: {words}")
         if any(word in words.lower() for word in _CERTIFICATE_WORDS):
-            return SplitRefused(f"the cloud at {self.address}: the certificates do not fit ({words}); give the authority "
-                                "that signed the cloud's, and dial the name or address it is for")
+            return SplitRefused(f"the cloud at {self.address}: the certificates do not fit ({words}); give the "
+                                "authority that signed the cloud's, and dial the name or address it is for")
         return None
 
 

@@ -29,8 +29,8 @@ class Span:
 
     def __post_init__(self) -> None:
         if self.first_batch < 0 or self.num_batches < 0:
-            raise ConfigError(f"span: first_batch = {self.first_batch} and num_batches = {self.num_batches} must be 0 or "
-                              "more")
+            raise ConfigError(f"span: first_batch = {self.first_batch} and num_batches = {self.num_batches} must be 0 "
+                              "or more")
 
     @property
     def stop(self) -> int:
@@ -130,7 +130,7 @@ class _Training:
         elif self.deployment is not None:
             self.deployment = replace(self.deployment, cut=self._half.cut)
         if self._half.cut != terms.cut:
-            raise SplitRefused(f"run {self._connection.run_id}: the edge's half is cut at {self._half.cut}, the cloud's at "
-                               f"{terms.cut}; make both at the same cut")
+            raise SplitRefused(f"run {self._connection.run_id}: the edge's half is cut at {self._half.cut}, the "
+                               f"cloud's at {terms.cut}; make both at the same cut")
         self.report.first_batch = min(place.batch, self.report.first_batch) if self.report.losses else place.batch
         self.report.num_batches = self._span.stop - self.report.first_batch

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from socflower.edgecloud.delta_coding import DeltaReceiver, DeltaSender
-from socflower.edgecloud.error_feedback import ErrorFeedback, Form
+from socflower.edgecloud.error_feedback import ErrorFeedback, Form, Scale
 from socflower.edgecloud.feature_codec import EncodedTensor, Grouping, decode, encode
 from socflower.edgecloud.runtime.failures import SplitRefused
 from socflower.edgecloud.runtime.frames import DeltaFeatures, Features
@@ -25,9 +25,10 @@ class FeatureSender:
     either end; 0: without.
     """
 
-    def __init__(self, *, grouping: Grouping = "tensor", feedback: Form = "none", delta_bytes: int = 0) -> None:
+    def __init__(self, *, grouping: Grouping = "tensor", feedback: Form = "none", scale: Scale = "paper",
+                 delta_bytes: int = 0) -> None:
         self._grouping: Grouping = grouping
-        self._feedback = ErrorFeedback(feedback)
+        self._feedback = ErrorFeedback(feedback, scale=scale)
         self._delta_bytes = delta_bytes
         self._delta = DeltaSender(max_bytes=delta_bytes, grouping=grouping) if delta_bytes else None
 
@@ -94,8 +95,8 @@ class FeatureReceiver:
     def _remembering(self, memory_bytes: int, grouping: Grouping) -> DeltaReceiver:
         if self._delta is None or self._settings is None:
             if memory_bytes > self._largest:
-                raise ConfigError(f"delta coding wants {memory_bytes} bytes of memory, where {self._largest} are given; "
-                                  "lower delta_bytes")
+                raise ConfigError(f"delta coding wants {memory_bytes} bytes of memory, where {self._largest} are "
+                                  "given; lower delta_bytes")
             self._settings = (memory_bytes, grouping)
             self._delta = DeltaReceiver(max_bytes=memory_bytes, grouping=grouping)
         if self._settings != (memory_bytes, grouping):

@@ -280,8 +280,8 @@ class FrameChannel:
         left_s = max(began_s, self._progress_s) + self._patience_s - self._clock()
         if left_s <= 0:
             state = "" if self._attached else " and has no stream"
-            raise SplitLost(f"{self.peer} {complaint}{state} for {self._patience_s:g} s; see whether it still works, and "
-                            "start the span again")
+            raise SplitLost(f"{self.peer} {complaint}{state} for {self._patience_s:g} s; see whether it still works, "
+                            "and start the span again")
         self._changed.wait(left_s)
 
     def _raise_failure(self) -> None:

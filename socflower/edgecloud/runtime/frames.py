@@ -222,8 +222,8 @@ def _put_features(tensor: wire.Tensor, encoded: EncodedTensor | DeltaFeatures) -
     message, delta = encoded.message, tensor.delta
     delta.count, delta.digest, delta.num_ids = message.count, message.digest, len(encoded.sample_ids)
     delta.memory_bytes, delta.by_sample = encoded.memory_bytes, encoded.grouping == "sample"
-    pieces = [_put_encoded(target, part) for target, part in ((delta.first, message.first), (delta.change, message.change))
-              if part is not None]
+    parts = ((delta.first, message.first), (delta.change, message.change))
+    pieces = [_put_encoded(target, part) for target, part in parts if part is not None]
     return [*pieces, bytes_of(np.asarray(encoded.sample_ids, np.int64))]
 
 

@@ -140,8 +140,8 @@ class FrontLoop:
         if chosen is None:
             return
         if chosen.cut is None:
-            raise ConfigError(f"batch {batch}: the decision is to train at the edge alone, which a stream cannot; leave "
-                              "edge-only out while a span runs")
+            raise ConfigError(f"batch {batch}: the decision is to train at the edge alone, which a stream cannot; "
+                              "leave edge-only out while a span runs")
         self._deployment = replace(chosen, cut=self._deployment.cut)
         if chosen.cut != self._half.cut:
             self._want(chosen.cut)
@@ -217,8 +217,8 @@ class FrontLoop:
         self._on_barrier(batch)
 
     def _unexpected(self, message: Message, wanted: str) -> SplitRefused:
-        return SplitRefused(f"{self._channel.peer} sends a {type(message).__name__.lower()} where {wanted} is next; see "
-                            "that both run the same version")
+        return SplitRefused(f"{self._channel.peer} sends a {type(message).__name__.lower()} where {wanted} is next; "
+                            "see that both run the same version")
 
 
 def mean_loss(report: LoopReport) -> float:

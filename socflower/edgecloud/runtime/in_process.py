@@ -5,13 +5,15 @@ Weights are a function of the actions alone, and are those that the same halves 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from numpy.typing import NDArray
+import numpy as np
 
-from socflower.edgecloud.error_feedback import ErrorFeedback, Form
-from socflower.edgecloud.feature_codec import decode, encode
+from socflower.edgecloud.error_feedback import Form, Scale
+from socflower.edgecloud.feature_codec import EncodedTensor, Grouping, decode, encode
 from socflower.edgecloud.replay_window import ReplayWindow
+from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
+from socflower.edgecloud.runtime.frames import Features
 from socflower.edgecloud.timeline_actions import Action, Kind
 from socflower.edgecloud.workers import Array, BackHalf, FrontHalf
 from socflower.errors import ConfigError
@@ -37,6 +39,7 @@ class PartyReport:
 
     losses: dict[int, float] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)  # newest batch forward when this one is applied, minus it
+    feature_bytes: dict[int, int] = field(default_factory=dict)  # of a batch's features as encoded, labels left out
 
 
 def constant_staleness(
@@ -61,19 +64,26 @@ def constant_staleness(
 
 def run_actions(
     actions: Iterable[Action], fronts: Sequence[FrontHalf], backs: Sequence[BackHalf], *, joined: bool = False,
-    feedback: Form = "none", gradient_bits: int = 32,
+    feedback: Form = "none", scale: Scale = "paper", grouping: Grouping = "tensor", delta_bytes: int = 0,
+    gradient_bits: int = 32,
 ) -> tuple[PartyReport, ...]:
     """Do all actions with a front half per party; return a report per party, in their order.
 
     `backs` holds one half per party, or one for all: which takes turns, or with `joined` does one step for all parties'
-    features of a batch. Features and gradients pass through the codec (F24) below 32 bits, and gradients through error
-    feedback (F25). Raises ConfigError where the actions are in no possible order, do not fit the halves, or end with
-    batches in flight; what was done up to there stays done.
+    features of a batch. Features and gradients pass through the codec (F24), and gradients through error feedback
+    (F25). With `delta_bytes`, which is memory at either end, features are sent as changes (F25); then a party's STEPs
+    must come in the order of its FORWARDs, as over a network. Raises ConfigError where the actions are in no possible
+    order, do not fit the halves, or end with batches in flight, and for features that are not finite; what was done up
+    to there stays done.
     """
     if len(backs) not in (1, len(fronts)) or (joined and len(backs) != 1):
         raise ConfigError(f"split training: {len(backs)} back halves for {len(fronts)} parties; give one for each, or "
                           "one for all")
-    runner = _Runner(fronts, backs, joined, feedback, gradient_bits)
+    senders = [FeatureSender(grouping=grouping, feedback=feedback, scale=scale, delta_bytes=delta_bytes)
+               for _ in fronts]
+    lanes = [_Lane(front, sender, FeatureReceiver(f"party {party}", largest_delta_bytes=delta_bytes), delta_bytes > 0)
+             for party, (front, sender) in enumerate(zip(fronts, senders, strict=True))]
+    runner = _Runner(lanes, backs, joined, gradient_bits)
     for action in actions:
         runner.do(action)
     runner.finish()
@@ -85,17 +95,18 @@ class _Lane:
     """One party: its front half and what is between the halves."""
 
     front: FrontHalf
-    feedback: ErrorFeedback
+    sender: FeatureSender
+    receiver: FeatureReceiver
+    by_sample: bool  # whether features are coded by what was last sent of each sample
     report: PartyReport = field(default_factory=PartyReport)
-    features: dict[int, tuple[Array, NDArray[Any]]] = field(default_factory=dict)
+    features: dict[int, Features] = field(default_factory=dict)
     gradients: dict[int, Array | None] = field(default_factory=dict)
     window: ReplayWindow = field(default_factory=lambda: ReplayWindow(0))
 
 
 class _Runner:
-    def __init__(self, fronts: Sequence[FrontHalf], backs: Sequence[BackHalf], joined: bool, feedback: Form,
-                 gradient_bits: int) -> None:
-        self.lanes = [_Lane(front, ErrorFeedback(feedback)) for front in fronts]
+    def __init__(self, lanes: Sequence[_Lane], backs: Sequence[BackHalf], joined: bool, gradient_bits: int) -> None:
+        self.lanes = lanes
         self._backs = backs
         self._joined = joined
         self._gradient_bits = gradient_bits
@@ -126,9 +137,13 @@ class _Runner:
         lane.window.resize(action.window)
         lane.window.forward(action.batch)
         features = lane.front.forward(action.batch, keep_graph=action.window == 0)
-        decoded = features if action.bits == 32 else decode(encode(features, action.bits))
-        lane.feedback.keep(action.batch, features, decoded)
-        lane.features[action.batch] = decoded, lane.front.labels(action.batch)
+        sample_ids = lane.front.sample_ids(action.batch) if lane.by_sample else np.empty(0, np.int64)
+        encoded = lane.sender.encode(action.batch, features, sample_ids, action.bits)
+        lane.report.feature_bytes[action.batch] = (
+            encoded.num_bytes if isinstance(encoded, EncodedTensor) else encoded.message.num_bytes)
+        # Nobody compares samples here: the digest of their ids is for parties that are far apart.
+        lane.features[action.batch] = Features(batch=action.batch, cut=lane.front.cut, encoded=encoded,
+                                               labels=lane.front.labels(action.batch), ids_digest=b"")
 
     def _step(self, lane: _Lane, action: Action) -> None:
         if action.batch not in lane.features:
@@ -143,9 +158,10 @@ class _Runner:
                 return
             parties, self._gathered = list(range(len(self.lanes))), []
         taken = [self.lanes[party].features.pop(action.batch) for party in parties]
+        features = [self.lanes[party].receiver.decode(message) for party, message in zip(parties, taken, strict=True)]
         back = self._backs[action.party if len(self._backs) > 1 else 0]
         # The labels of joined parties are the same samples'; the first party's are taken.
-        gradients, loss = back.step(action.batch, [features for features, _ in taken], taken[0][1])
+        gradients, loss = back.step(action.batch, features, taken[0].labels)
         for party, gradient in zip(parties, gradients, strict=True):
             if gradient is not None and self._gradient_bits != 32:
                 gradient = decode(encode(gradient, self._gradient_bits, what="gradient"))
@@ -162,9 +178,9 @@ class _Runner:
         staleness = lane.window.close(action.batch)
         gradient = lane.gradients.pop(action.batch)
         if gradient is None:
-            lane.feedback.forget(action.batch)
+            lane.sender.forget(action.batch)
         else:
-            gradient = lane.feedback.correct(action.batch, gradient)
+            gradient = lane.sender.correct(action.batch, gradient)
         lane.front.apply(action.batch, gradient)
         lane.report.staleness[action.batch] = staleness
 
@@ -197,6 +213,8 @@ class _Runner:
             raise ConfigError(f"split training: {_text(action)} would move layers of a back half that other parties "
                               "share; keep the cut, or give each party its own")
         back = self._backs[action.party]
+        lane.sender.reset()
+        lane.receiver.reset()
         if cut < front.cut:
             back.take(cut, front.give(cut))
         else:

@@ -74,7 +74,7 @@ def open_session(
 def fetch_weights(operator: Operator, run_id: str) -> tuple[int, Weights]:
     """Return how many batches the cloud's half was trained on, and its weights.
 
-    Raises `SplitRefused` while a span runs, and for a run that is not open; `SplitLost` where the cloud is out of reach.
+    Raises `SplitRefused` while a span runs, and for a run that is not open; `SplitLost` where the cloud is not reached.
     """
     batch, content = _fetch(operator, run_id, whole_state=False)
     try:

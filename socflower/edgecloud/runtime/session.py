@@ -123,8 +123,8 @@ class CloudSession:
             for party, other in self._waiting.items():
                 theirs, ours = _span(other.hello), _span(hello)
                 if party != hello.party and theirs != ours:
-                    raise SplitRefused(f"run {self.terms.run_id}: party {hello.party} wants batches {ours}, party {party} "
-                                       f"{theirs}; give all parties the same span")
+                    raise SplitRefused(f"run {self.terms.run_id}: party {hello.party} wants batches {ours}, party "
+                                       f"{party} {theirs}; give all parties the same span")
             former = self._waiting.get(hello.party)
             if former is not None:
                 former.outcome = SplitRefused(self._replaced(hello.party))
@@ -139,8 +139,8 @@ class CloudSession:
             outcome = ticket.outcome
         if isinstance(outcome, Admitted):
             return outcome
-        raise outcome or SplitRefused(f"run {self.terms.run_id}: not all of its {self.terms.num_parties} parties have come "
-                                      f"in {self._gather_s:g} s; start them again")
+        raise outcome or SplitRefused(f"run {self.terms.run_id}: not all of its {self.terms.num_parties} parties have "
+                                      f"come in {self._gather_s:g} s; start them again")
 
     def _check(self, hello: wire.Hello) -> None:
         terms = self.terms
@@ -151,13 +151,13 @@ class CloudSession:
             raise SplitRefused(f"run {terms.run_id}: the edge's model ({hello.fingerprint[:16]}) is not the cloud's "
                                f"({terms.fingerprint[:16]}); build both from the same code and settings")
         if hello.party >= terms.num_parties:
-            raise SplitRefused(f"run {terms.run_id}: there is no party {hello.party} among {terms.num_parties}; parties "
-                               "count from 0")
+            raise SplitRefused(f"run {terms.run_id}: there is no party {hello.party} among {terms.num_parties}; "
+                               "parties count from 0")
         if hello.front == terms.reverse:
             there, here = ("front", "front") if hello.front else ("back", "back")
-            raise SplitRefused(f"run {terms.run_id}: the edge has the {there} half, and so has the cloud, whose session "
-                               f"was opened {'reversed' if here == 'front' else 'as an ordinary split'}; give them one "
-                               "each")
+            raise SplitRefused(f"run {terms.run_id}: the edge has the {there} half, and so has the cloud, whose "
+                               f"session was opened {'reversed' if here == 'front' else 'as an ordinary split'}; give "
+                               "them one each")
         if hello.first_batch + hello.num_batches > _LARGEST_BATCH:
             raise SplitRefused(f"run {terms.run_id}: a span up to batch {hello.first_batch + hello.num_batches}")
 
@@ -190,7 +190,8 @@ class CloudSession:
             channel.fail(SplitRefused(self._replaced(party)) if replaced else StartOver())
 
     def _replaced(self, party: int) -> str:
-        return f"run {self.terms.run_id}: another edge has taken the place of party {party}; give each a party of its own"
+        return (f"run {self.terms.run_id}: another edge has taken the place of party {party}; give each a party of its "
+                "own")
 
     def _require_open(self) -> None:
         if self._closed is not None:
@@ -286,7 +287,8 @@ class CloudSession:
         place = common_barrier([ours, *offers], stop)
         if place is None:
             raise SplitRefused(
-                f"run {terms.run_id}: edge and cloud have no barrier in common up to batch {stop} (cloud: {_batches(ours)}"
+                f"run {terms.run_id}: edge and cloud have no barrier in common up to batch {stop} "
+                f"(cloud: {_batches(ours)}"
                 + "".join(f"; party {party}: {_batches(offer)}" for party, offer in enumerate(offers))
                 + "); give both a folder for barriers, or open the run anew with the weights of its last round")
         restore_codec = all(Barrier(batch=place.batch) not in offer for offer in [ours, *offers])

@@ -1,0 +1,90 @@
+"""The plan of a split scenario without training: where to cut, and what every cut would take (F26)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from socflower.edgecloud.cost import period_s, training_s
+from socflower.edgecloud.deployment import Deployment
+from socflower.edgecloud.device_costs import training_energy_j
+from socflower.edgecloud.phases import phases, window_limit
+from socflower.edgecloud.timeline import Party
+from socflower.scenario.config import Scenario
+from socflower.scenario.format import human_bytes, human_joules, human_seconds
+from socflower.scenario.split_story import place
+from socflower.scenario.split_training import SplitSetting
+
+
+def plan_split(scenario: Scenario) -> dict[str, Any]:
+    """Return the plan document: each edge's deployment, and T1 to T4, memory and pace of every cut on the mean link."""
+    setting = SplitSetting(scenario)
+    workload = setting.workload
+    what = (f"{scenario.model.name} on {scenario.data.name}, {scenario.train.epochs} epochs of "
+            f"{workload.batches_per_epoch} batches of {scenario.train.batch_size}")
+    edges = [_edge(setting, edge, party) for edge, party in enumerate(setting.parties())]
+    notes = ["planned on each link's mean rates; a run follows the link as it changes"]
+    if scenario.strategy.name == "split-replay" and scenario.split.adapt and setting.num_edges == 1:
+        notes.append("the cut moves with the link (adapt = false keeps it)")
+    return {"schema": 1, "work": what, "mode": setting.mode, "window": [list(step) for step in setting.schedule.steps],
+            "edges": edges, "cut": edges[0]["deployment"]["cut_name"],
+            "predicted": {key: max(edge[key] for edge in edges) for key in ("batch_s", "epoch_s")}
+            | {"epoch_energy_j": sum(edge["epoch_energy_j"] for edge in edges)}, "notes": notes}
+
+
+def print_split_plan(console: Console, document: Mapping[str, Any]) -> None:
+    """Show a plan to people."""
+    console.print(document["work"], highlight=False)
+    for number, edge in enumerate(document["edges"]):
+        link = edge["link"]
+        table = Table("cut after", "edge", "up", "cloud", "down", "a batch", "edge memory", header_style="bold",
+                      title=f"edge {number}: {edge['device']}, {link['up_bytes_per_s'] * 8e-6:.1f} Mbit/s up, "
+                            f"{link['down_bytes_per_s'] * 8e-6:.1f} down; {edge['deployment']['text']}",
+                      title_justify="left")
+        for row in edge["cuts"]:
+            mark = " *" if row["name"] == edge["deployment"]["cut_name"] else ""
+            table.add_row(f"{row['name']}{mark}", *(human_seconds(row[key]) for key in (
+                "edge_s", "up_s", "cloud_s", "down_s", "batch_s")), human_bytes(row["edge_memory_bytes"]))
+        table.add_row("edge alone" + ("" if edge["deployment"]["cut"] is not None else " *"),
+                      human_seconds(edge["edge_only_s"]), "", "", "", human_seconds(edge["edge_only_s"]), "")
+        console.print(table)
+    predicted = document["predicted"]
+    console.print(f"predicted: {human_seconds(predicted['batch_s'])} a batch, {human_seconds(predicted['epoch_s'])} an "
+                  f"epoch, {human_joules(predicted['epoch_energy_j'])} of the edges", highlight=False)
+    for note in document["notes"]:
+        console.print(f"note: {note}", style="dim", soft_wrap=True)
+
+
+def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
+    costs, rates = party.costs, party.trace.mean_rates()
+    device, reverse = setting.cluster.device_of(edge), setting.workload.program.is_reverse
+    chosen = replace(party.deployment, window=party.limit(0))
+
+    def row(index: int) -> dict[str, Any]:
+        deployment = Deployment(cut=index, bits=chosen.bits, window=chosen.window)
+        served = phases(costs, deployment, rates, reverse=reverse)
+        return {"name": costs.cuts[index].name, "edge_s": served.edge_s, "up_s": _finite(served.up_s),
+                "cloud_s": served.cloud_s, "down_s": _finite(served.down_s),
+                "batch_s": _finite(period_s(served, window_limit(costs, deployment))),
+                "edge_memory_bytes": costs.cuts[index].edge_memory_bytes}
+
+    served, limit = phases(costs, chosen, rates, reverse=reverse), window_limit(costs, chosen)
+    batches = setting.workload.batches_per_epoch
+    epoch_s = training_s(served, batches, limit)
+    return {
+        "device": device.name, "link": {"up_bytes_per_s": rates.up_bytes_per_s,
+                                        "down_bytes_per_s": rates.down_bytes_per_s, "latency_s": rates.latency_s},
+        "deployment": {"cut": chosen.cut, "cut_name": None if chosen.cut is None else costs.cuts[chosen.cut].name,
+                       "bits": chosen.bits, "window": chosen.window, "text": place(chosen, costs)},
+        "cuts": [row(index) for index in range(len(costs.cuts))], "edge_only_s": costs.edge_only_s,
+        "batch_s": _finite(period_s(served, limit)), "epoch_s": _finite(epoch_s),
+        "epoch_energy_j": training_energy_j(device, served, batches, limit),
+    }
+
+
+def _finite(seconds: float) -> float:
+    """Return seconds as JSON has them; a dead link takes longer than anything."""
+    return seconds if math.isfinite(seconds) else 1e12
