@@ -13,8 +13,9 @@ from socflower.clients.split_cloud import CloudClient
 from socflower.cluster.catalog import device
 from socflower.edgecloud import baselines
 from socflower.edgecloud.decision import DecisionEngine, WindowSchedule
-from socflower.edgecloud.deployment import Deployment, LinkRates, SplitCosts
+from socflower.edgecloud.deployment import Deployment, SplitCosts
 from socflower.edgecloud.link_trace import LinkTrace
+from socflower.edgecloud.planning import rates_at_the_start
 from socflower.edgecloud.runtime.credentials import SplitTls, read_token
 from socflower.edgecloud.runtime.operator_calls import Operator
 from socflower.edgecloud.timeline import Party
@@ -94,7 +95,7 @@ class SplitSetting:
                 raise ConfigError(f"{self.scenario.name}: parties that hold different features cannot train alone; "
                                   "leave edge-only out")
             return baselines.edge_only()
-        best = engine.best(_now(link), window)
+        best = engine.best(rates_at_the_start(link), window)
         if self.workload.is_joined:
             return Deployment(cut=0, bits=best.bits if name == "split-replay" else 32, window=window)
         if name == "joint-dnn":
@@ -109,7 +110,7 @@ class SplitSetting:
         if cut is None:
             return best
         given = DecisionEngine(replace(costs, cuts=costs.cuts[cut:cut + 1]), self.scenario.split.bits,
-                               reverse=self.workload.program.is_reverse).best(_now(link), window)
+                               reverse=self.workload.program.is_reverse).best(rates_at_the_start(link), window)
         return Deployment(cut=cut, bits=given.bits, window=window)
 
     def _given_cut(self, costs: SplitCosts) -> int | None:
@@ -194,12 +195,6 @@ def _cloud(folder: RunFolder, setting: SplitSetting) -> CloudClient | None:
     tls = SplitTls(ca=Path(where.ca)) if where.ca else None
     operator = Operator(address=where.address, token=read_token(Path(where.token_file)), tls=tls)
     return CloudClient(operator, setting.workload.program)
-
-
-def _now(link: LinkTrace) -> LinkRates:
-    """Return what the link carries at the beginning, or on average where it begins with an outage."""
-    now = link.rates(0.0)
-    return now if now.up_bytes_per_s > 0 and now.down_bytes_per_s > 0 else link.mean_rates()
 
 
 def _middle(costs: SplitCosts) -> int:

@@ -5,6 +5,18 @@ from socflower.strategies.group_count import profile_group_count
 from socflower.strategies.resuming import Resumable
 from socflower.strategies.rings import RingSettings
 from socflower.strategies.socflow import RoundReport, SoCFlow
+from socflower.strategies.split_replay import CloudSessions, SplitReplay, SplitRoundReport
 
-__all__ = ["OrderedFedAvg", "Resumable", "RingAllReduce", "RingSettings", "RoundReport", "SingleDevice", "SoCFlow",
-           "profile_group_count"]
+__all__ = [
+    "CloudSessions",
+    "OrderedFedAvg",
+    "Resumable",
+    "RingAllReduce",
+    "RingSettings",
+    "RoundReport",
+    "SingleDevice",
+    "SoCFlow",
+    "SplitReplay",
+    "SplitRoundReport",
+    "profile_group_count",
+]

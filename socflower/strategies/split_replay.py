@@ -11,7 +11,7 @@ from flwr.supercore import log
 from numpy.typing import NDArray
 
 from socflower.cluster import Cluster, Usage, VirtualClock
-from socflower.cluster.protocol import ARRAYS, CONFIG, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND
+from socflower.cluster.protocol import ARRAYS, CONFIG, EVENTS, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND
 from socflower.cluster.split_protocol import EDGE_ALONE, OWN, SPLIT, SPLIT_REPORT, SplitReport, SplitTask
 from socflower.edgecloud.decision import DecisionEngine
 from socflower.edgecloud.deployment import Deployment
@@ -57,7 +57,7 @@ class SplitRoundReport:
     usage: Usage  # of this round alone, predicted on real machines; zero without a clock
     events: tuple[ReplyEvent, ...]
     timeline: Timeline  # what virtual time was predicted from
-    measured: tuple[SplitReport, ...] = ()  # of real links, by party
+    measured: tuple[SplitReport, ...] = ()  # of real links, in the order of the parties that answered
 
 
 class SplitReplay(Resumable):
@@ -168,16 +168,18 @@ class SplitReplay(Resumable):
         self._arrays = array_views(arrays)
         settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
         everyone = tuple(range(len(self.parties)))
-        alone = all(party.deployment.cut is None for party in self.parties)
-        self._party_of_message = {}
+        alone = all(party.deployment.cut is None for party in self.parties)  # then nobody needs the cloud
+        self._party_of_message, self._runs = {}, {}
+        groups = [(party,) for party in everyone] if self._mode == OWN or (self._cloud is not None and not alone) else [
+            everyone]
         messages = []
-        if self._cloud is not None and not alone:
-            for party in everyone:
-                messages.append(self._to_edge(party, self._task((party,), first, num_batches), settings, server_round))
-            return messages
-        for group in ([(party,) for party in everyone] if self._mode == OWN else [everyone]):
-            task = self._task(group, first, num_batches, timeline)
-            messages.append(self._message(group, task, arrays, settings, server_round))
+        for group in groups:
+            if self._cloud is not None and self.parties[group[0]].deployment.cut is not None:
+                task = self._task(group, first, num_batches)
+                messages.append(self._to_edge(group[0], task, settings, server_round))
+            else:
+                task = self._task(group, first, num_batches, timeline)
+                messages.append(self._message(group, task, arrays, settings, server_round))
         return messages
 
     def aggregate_train(
@@ -199,16 +201,18 @@ class SplitReplay(Resumable):
             else:
                 events.append(fault)
         self._require_enough(usable, events)
-        measured = [SplitReport.decode(reply.content.config_records[SPLIT_REPORT]) for reply in usable.values()
-                    if SPLIT_REPORT in reply.content.config_records]
-        events += [ReplyEvent(kind="link", group_id=group[0], text=f"edge {group[0]}: {text}")
-                   for group, report in zip(usable, measured, strict=False) for text in report.events]
+        measured = {group[0]: SplitReport.decode(reply.content.config_records[SPLIT_REPORT])
+                    for group, reply in usable.items() if SPLIT_REPORT in reply.content.config_records}
+        events += [ReplyEvent(kind="link", group_id=party, text=f"edge {party}: {text}")
+                   for party, report in measured.items() for text in report.events]
+        events += [ReplyEvent(kind="began-anew", group_id=group[0], text=f"edge {', '.join(map(str, group))}: {text}")
+                   for group, reply in usable.items() for text in _texts(reply)]
         for event in events:
             log(WARNING, "aggregate_train: %s", event.text)
         first, num_batches = self._span(server_round)
         self.reports.append(SplitRoundReport(
             server_round=server_round, epoch=(first + num_batches) / self._batches_per_epoch, events=tuple(events),
-            usage=self._spend(self._timeline), timeline=self._timeline, measured=tuple(measured)))
+            usage=self._spend(self._timeline), timeline=self._timeline, measured=tuple(measured.values())))
         self._move_on(measured)
         metrics = [cast(MetricRecord, reply.content[METRICS]) for reply in usable.values()]
         samples = [float(cast(float, metric[NUM_EXAMPLES])) for metric in metrics]
@@ -280,9 +284,10 @@ class SplitReplay(Resumable):
         """Return the whole model: on real machines the cloud has what the edges have not."""
         replies = [array_views(cast(ArrayRecord, reply.content[ARRAYS])) for reply in usable.values()]
         if self._cloud is not None and self._runs:
-            clouds = {run: self._cloud.fetch(run) for run in {self._runs[group[0]] for group in usable}}
-            if self._mode == OWN:
-                replies = [{**clouds[self._runs[group[0]]], **reply}
+            clouds = {run: self._cloud.fetch(run) for run in sorted(
+                {self._runs[group[0]] for group in usable if group[0] in self._runs})}
+            if self._mode == OWN:  # an edge that trained alone has all of the model
+                replies = [{**clouds[self._runs[group[0]]], **reply} if group[0] in self._runs else reply
                            for group, reply in zip(usable, replies, strict=True)]
             else:
                 whole = dict(next(iter(clouds.values())))
@@ -300,15 +305,24 @@ class SplitReplay(Resumable):
         self._clock.spend(usage, "split training")
         return usage
 
-    def _move_on(self, measured: Sequence[SplitReport]) -> None:
-        """Begin the next round as this one ended: where edges have moved their cuts to, or were predicted to."""
+    def _move_on(self, measured: Mapping[int, SplitReport]) -> None:
+        """Begin the next round as this one ended: where edges have moved their cuts to, or were predicted to.
+
+        An edge whose reply was dropped begins where it began before: what it moved is lost with the reply.
+        """
         assert self._timeline is not None
         for index, (party, past) in enumerate(zip(self.parties, self._timeline.parties, strict=True)):
-            now = past.moves[-1].new if past.moves else party.deployment
-            if measured:
+            now = past.moves[-1].new if past.moves and index not in self._runs else party.deployment
+            if index in measured:
                 report = measured[index]
                 now = replace(now, cut=None if report.cut == EDGE_ALONE else report.cut, bits=report.bits)
             self.parties = (*self.parties[:index], replace(party, deployment=now), *self.parties[index + 1:])
+
+
+def _texts(reply: Message) -> list[str]:
+    """Return what a client says that it made good itself."""
+    record = reply.content.config_records.get(EVENTS)
+    return [] if record is None else list(cast(list[str], record["texts"]))
 
 
 def _mean(replies: Sequence[Arrays], samples: Sequence[float]) -> Arrays:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 from typing import Any, Protocol
 
 import grpc
@@ -97,6 +97,7 @@ class EdgeConnection:
         self._heartbeat_s, self._patience_s = heartbeat_s, patience_s
         self._incarnation = secrets.token_hex(8)
         self._closed = Event()
+        self._channel: FrameChannel | None = None
         # No part of the training: only so that many edges do not dial in step after the cloud was away.
         self._jitter = random.Random()
 
@@ -116,6 +117,9 @@ class EdgeConnection:
         channel = FrameChannel(f"the cloud at {self.address}", limits=self._limits, patience_s=self._patience_s)
         attachment = channel.attach(received=0, used=0, credit_bytes=max(1, welcome.credit_bytes))
         call.outgoing.put((channel, attachment))
+        self._channel = channel
+        if self._closed.is_set():
+            self.close()
         resuming = wire.Hello()
         resuming.CopyFrom(hello)
         resuming.ClearField("barriers")
@@ -132,8 +136,11 @@ class EdgeConnection:
         channel.fail(SplitLost("this channel was left"))
 
     def close(self) -> None:
-        """Dial no more: whoever waits for a line gets `SplitLost`."""
+        """Dial no more, and end what runs: loops get `SplitLost`. Shapers are their owner's, who closes them too."""
         self._closed.set()
+        channel = self._channel
+        if channel is not None:
+            channel.fail(SplitLost(f"run {self.run_id}: the connection to the cloud at {self.address} was closed here"))
 
     # ------------------------------------------------------------------------------------------------------- inside
 
@@ -230,12 +237,18 @@ class EdgeConnection:
             yield content
 
     def _welcome(self, call: _Call) -> wire.Welcome:
+        # Other parties may take their time, which the cloud limits; this is for a peer that does nothing at all.
+        timer = Timer(self._patience_s, call.replies.cancel)
+        timer.daemon = True
+        timer.start()
         try:
             frame = self._parse(next(call.replies))
         except StopIteration:
             raise SplitLost("it hung up") from None
         except grpc.RpcError as error:
             raise self._failure_of(error) or SplitLost(_words(error)) from None
+        finally:
+            timer.cancel()
         kind = frame.WhichOneof("kind")
         if kind == "refusal":
             raise self._refused(frame.refusal)
