@@ -71,12 +71,17 @@ class CloudClient:
         return self._name
 
     def open(self, task: SplitTask, weights: Arrays) -> SplitTask:
-        """Have the cloud's half for a task's parties ready; see `CloudSessions.open`."""
+        """Have the cloud's half for a task's parties ready; see `CloudSessions.open`.
+
+        A session that some batches went by, since the edge trained them alone, begins anew too.
+        """
         run = self._name if task.mode in (JOINED, TURNS) else f"{self._name}-{task.parties[0]}"
         known = self._open.get(run)
         averaged = task.mode == OWN and task.num_parties > 1
-        if known is not None and (not averaged or known.first_batch == task.first_batch):
-            return _at(task, known)
+        if known is not None and (known.first_batch == task.first_batch or (
+                not averaged and known.first_batch + known.num_batches == task.first_batch)):
+            self._open[run] = _at(task, known)
+            return self._open[run]
         token = new_token()
         opened = replace(task, address=self._address, run=run, token=token, session_first=task.first_batch)
         settings = {**task.encode(), "session-first": task.first_batch}

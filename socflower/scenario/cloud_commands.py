@@ -54,6 +54,35 @@ def serve(
 
 
 @cloud.command()
+def measure(
+    scenario: Annotated[Path, typer.Argument(help="A split scenario (TOML).", show_default=False)],
+    side: Annotated[str, typer.Option(help="What this device is: edge or cloud.")] = "edge",
+    cloud_seconds: Annotated[Path | None, typer.Option("--cloud", help="What --side cloud wrote on the cloud's "
+                                                                       "machine.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the result, FILE.json; [edgecloud] costs names the "
+                                                  "edge's.")] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of each half, of which the median counts.")] = 5,
+    threads: Annotated[int, typer.Option(help="Torch threads.")] = 1,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key of the scenario.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
+) -> None:
+    """Measure what the scenario's model costs this device at every cut."""
+    from socflower.scenario.scenario_file import load_scenario
+    from socflower.scenario.split_measuring import measure_split, print_measured, write_measured
+    from socflower.scenario.split_training import SplitSetting
+
+    loaded = load_scenario(scenario, set_ or ())
+    document = measure_split(loaded, SplitSetting(loaded).workload.program, side=side, cloud=cloud_seconds,
+                             repeats=repeats, threads=threads)
+    if out is not None:
+        write_measured(out, document)
+    if as_json:
+        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    else:
+        print_measured(Console(), document)
+
+
+@cloud.command()
 def status(
     address: Annotated[str, typer.Argument(help="HOST:PORT of the cloud.", show_default=False)],
     token_file: Token = Path("cloud-token"),

@@ -23,7 +23,7 @@ from socflower.scenario.config import (
 )
 from socflower.scenario.expectations import check_known
 from socflower.scenario.split_config import EdgeCloudConfig
-from socflower.scenario.split_links import inline_recorded_link
+from socflower.scenario.split_links import inline_recorded_link, name_files_from_anywhere
 from socflower.scenario.thermal_config import ThermalConfig, UsersConfig
 
 _KEYS = (
@@ -40,6 +40,7 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
         apply_override(document, override)
     _resolve_cluster(document, path)
     inline_recorded_link(document, path)
+    name_files_from_anywhere(document, path)
     text = path.read_text("utf-8")
     return parse_scenario(document, name=path.stem, question=_leading_comment(text), where=str(path))
 

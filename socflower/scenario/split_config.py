@@ -38,6 +38,7 @@ class EdgeCloudConfig:
     halves: str = "own"  # of the cloud: one for each edge, averaged; or one that takes their batches in turn
     round_epochs: float = 1.0  # between two averagings and evaluations
     frozen: str = ""  # name of the last layer that is not trained
+    costs: str = ""  # .json file of measured costs, for all edges; without it, the catalogue's
     pretrained: str = ""  # .npz file of weights to begin with
     classes: tuple[int, ...] = ()  # train and test on these only
 

@@ -32,6 +32,15 @@ def inline_recorded_link(document: dict[str, Any], path: Path) -> None:
                      zip(pairwise(times_s), trace.up.bytes_per_s, trace.down.bytes_per_s, strict=True)]}
 
 
+def name_files_from_anywhere(document: dict[str, Any], path: Path) -> None:
+    """Let what a scenario names beside itself be found from any folder."""
+    table = document.get("edgecloud")
+    if isinstance(table, Mapping):
+        named = {key: str((path.parent / str(table[key])).resolve())
+                 for key in ("costs", "pretrained") if table.get(key)}
+        document["edgecloud"] = {**table, **named}
+
+
 def edge_links(scenario: Scenario, num_edges: int) -> tuple[LinkTrace, ...]:
     """Return each edge's link; generated ones differ by the edge. `ConfigError` for a kind that is unknown."""
     settings = scenario.split

@@ -26,6 +26,7 @@ from socflower.scenario.round_record import RoundRecord, event_documents
 from socflower.scenario.run_folder import RunFolder
 from socflower.scenario.scenario_file import scenario_cluster
 from socflower.scenario.split_links import edge_links
+from socflower.scenario.split_measuring import measured_costs
 from socflower.scenario.split_story import SplitStory, place, staleness_of
 from socflower.scenario.split_workloads import Score, SplitWorkload, split_workload
 from socflower.sim import EventClock, Trace
@@ -42,8 +43,10 @@ class SplitSetting:
         self.workload: SplitWorkload = split_workload(scenario, self.num_edges)
         self.links = edge_links(scenario, self.num_edges)
         cloud = device(scenario.split.cloud_device)
-        self.costs = tuple(self.workload.costs(edge, self.cluster.device_of(edge), cloud)
-                           for edge in range(self.num_edges))
+        by_catalogue = [self.workload.costs(edge, self.cluster.device_of(edge), cloud)
+                        for edge in range(self.num_edges)]
+        self.costs = tuple(measured_costs(Path(scenario.split.costs), costs) if scenario.split.costs else costs
+                           for costs in by_catalogue)
         self.total_batches = self.workload.batches_per_epoch * scenario.train.epochs
 
     @property

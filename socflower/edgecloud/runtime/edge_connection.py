@@ -195,8 +195,11 @@ class EdgeConnection:
 
     def _dial_until(self, hello: wire.Hello, is_over: Callable[[], bool]) -> tuple[_Call, wire.Welcome]:
         """Dial until the cloud answers, and return its welcome; `SplitLost` after `give_up_s` without."""
-        began_s, pause_s, why = time.monotonic(), _FIRST_PAUSE_S, ""
+        began_s, pause_s, why = time.monotonic(), _FIRST_PAUSE_S, "it was not dialled: the connection was closed here"
         while True:
+            if self._closed.is_set():
+                raise SplitLost(f"run {self.run_id}: the cloud at {self.address} is out of reach ({why}); make another "
+                                "connection")
             call = self._dial(hello)
             try:
                 return call, self._welcome(call)

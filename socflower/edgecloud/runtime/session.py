@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from socflower.edgecloud.runtime.back_loop import BackLoop
 from socflower.edgecloud.runtime.barriers import Barrier, BarrierStore, common_barrier
-from socflower.edgecloud.runtime.failures import FrameRefused, SplitLost, SplitRefused, StartOver
+from socflower.edgecloud.runtime.failures import FrameRefused, SplitRefused, StartOver
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
 from socflower.edgecloud.runtime.frame_channel import FrameChannel
 from socflower.edgecloud.runtime.frames import PROTOCOL_VERSION, Limits
@@ -270,8 +270,10 @@ class CloudSession:
                     for channel in self._training.channels if self._training else []:
                         channel.fail(failure)
                     self._changed.notify_all()
-                if not (isinstance(error, SplitLost) and self._closed):
-                    self._log(f"split run {self.terms.run_id}: {text}")
+                    begun = self._training is not None
+                # What is refused before anything began is said where the streams are refused.
+                if begun and self._closed is None:
+                    self._log(f"split cloud: a span of run {self.terms.run_id} ended: {text}")
 
     def _train(self, tickets: list[_Ticket]) -> None:
         terms, hellos = self.terms, [ticket.hello for ticket in tickets]

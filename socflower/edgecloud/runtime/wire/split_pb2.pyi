@@ -1,16 +1,13 @@
-from collections.abc import Iterable as _Iterable
-from collections.abc import Mapping as _Mapping
-from typing import ClassVar as _ClassVar
-
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Opening(_message.Message):
-    __slots__ = ("fingerprint", "joined", "num_bytes", "num_parties", "replace", "reverse", "run_id", "settings", "token_digest", "version")
+    __slots__ = ("version", "run_id", "token_digest", "fingerprint", "num_parties", "joined", "reverse", "settings", "num_bytes", "replace")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -31,7 +28,7 @@ class Opening(_message.Message):
     settings: str
     num_bytes: int
     replace: bool
-    def __init__(self, version: int | None = ..., run_id: str | None = ..., token_digest: bytes | None = ..., fingerprint: str | None = ..., num_parties: int | None = ..., joined: bool = ..., reverse: bool = ..., settings: str | None = ..., num_bytes: int | None = ..., replace: bool = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., run_id: _Optional[str] = ..., token_digest: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., num_parties: _Optional[int] = ..., joined: bool = ..., reverse: bool = ..., settings: _Optional[str] = ..., num_bytes: _Optional[int] = ..., replace: bool = ...) -> None: ...
 
 class OpenPart(_message.Message):
     __slots__ = ("opening", "part")
@@ -39,13 +36,11 @@ class OpenPart(_message.Message):
     PART_FIELD_NUMBER: _ClassVar[int]
     opening: Opening
     part: bytes
-    def __init__(self, opening: Opening | _Mapping | None = ..., part: bytes | None = ...) -> None: ...
+    def __init__(self, opening: _Optional[_Union[Opening, _Mapping]] = ..., part: _Optional[bytes] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("lineage",)
-    LINEAGE_FIELD_NUMBER: _ClassVar[int]
-    lineage: str
-    def __init__(self, lineage: str | None = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("run_id", "whole_state")
@@ -53,7 +48,7 @@ class FetchRequest(_message.Message):
     WHOLE_STATE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     whole_state: bool
-    def __init__(self, run_id: str | None = ..., whole_state: bool = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., whole_state: bool = ...) -> None: ...
 
 class FetchPart(_message.Message):
     __slots__ = ("batch", "num_bytes", "part")
@@ -63,15 +58,15 @@ class FetchPart(_message.Message):
     batch: int
     num_bytes: int
     part: bytes
-    def __init__(self, batch: int | None = ..., num_bytes: int | None = ..., part: bytes | None = ...) -> None: ...
+    def __init__(self, batch: _Optional[int] = ..., num_bytes: _Optional[int] = ..., part: _Optional[bytes] = ...) -> None: ...
 
 class CloseRequest(_message.Message):
-    __slots__ = ("forget", "run_id")
+    __slots__ = ("run_id", "forget")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     FORGET_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     forget: bool
-    def __init__(self, run_id: str | None = ..., forget: bool = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., forget: bool = ...) -> None: ...
 
 class Closed(_message.Message):
     __slots__ = ()
@@ -81,16 +76,16 @@ class StatusRequest(_message.Message):
     __slots__ = ("run_id",)
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     run_id: str
-    def __init__(self, run_id: str | None = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("sessions",)
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     sessions: str
-    def __init__(self, sessions: str | None = ...) -> None: ...
+    def __init__(self, sessions: _Optional[str] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("credit", "hello", "part", "refusal", "welcome")
+    __slots__ = ("hello", "welcome", "refusal", "credit", "part")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
@@ -101,18 +96,18 @@ class Frame(_message.Message):
     refusal: Refusal
     credit: Credit
     part: Part
-    def __init__(self, hello: Hello | _Mapping | None = ..., welcome: Welcome | _Mapping | None = ..., refusal: Refusal | _Mapping | None = ..., credit: Credit | _Mapping | None = ..., part: Part | _Mapping | None = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
 
 class Barrier(_message.Message):
-    __slots__ = ("batch", "lineage")
+    __slots__ = ("lineage", "batch")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     lineage: str
     batch: int
-    def __init__(self, lineage: str | None = ..., batch: int | None = ...) -> None: ...
+    def __init__(self, lineage: _Optional[str] = ..., batch: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("barriers", "credit_bytes", "fingerprint", "first_batch", "front", "incarnation", "lineage", "num_batches", "party", "received", "used", "version")
+    __slots__ = ("version", "fingerprint", "party", "incarnation", "front", "first_batch", "num_batches", "barriers", "lineage", "received", "used", "credit_bytes")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PARTY_FIELD_NUMBER: _ClassVar[int]
@@ -137,10 +132,10 @@ class Hello(_message.Message):
     received: int
     used: int
     credit_bytes: int
-    def __init__(self, version: int | None = ..., fingerprint: str | None = ..., party: int | None = ..., incarnation: str | None = ..., front: bool = ..., first_batch: int | None = ..., num_batches: int | None = ..., barriers: _Iterable[Barrier | _Mapping] | None = ..., lineage: str | None = ..., received: int | None = ..., used: int | None = ..., credit_bytes: int | None = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., fingerprint: _Optional[str] = ..., party: _Optional[int] = ..., incarnation: _Optional[str] = ..., front: bool = ..., first_batch: _Optional[int] = ..., num_batches: _Optional[int] = ..., barriers: _Optional[_Iterable[_Union[Barrier, _Mapping]]] = ..., lineage: _Optional[str] = ..., received: _Optional[int] = ..., used: _Optional[int] = ..., credit_bytes: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("credit_bytes", "cut", "lineage", "received", "restore_codec", "start", "used")
+    __slots__ = ("lineage", "start", "restore_codec", "received", "used", "credit_bytes", "cut")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     RESTORE_CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -155,7 +150,7 @@ class Welcome(_message.Message):
     used: int
     credit_bytes: int
     cut: int
-    def __init__(self, lineage: str | None = ..., start: Barrier | _Mapping | None = ..., restore_codec: bool = ..., received: int | None = ..., used: int | None = ..., credit_bytes: int | None = ..., cut: int | None = ...) -> None: ...
+    def __init__(self, lineage: _Optional[str] = ..., start: _Optional[_Union[Barrier, _Mapping]] = ..., restore_codec: bool = ..., received: _Optional[int] = ..., used: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., cut: _Optional[int] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("code", "text")
@@ -169,17 +164,17 @@ class Refusal(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     code: Refusal.Code
     text: str
-    def __init__(self, code: Refusal.Code | str | None = ..., text: str | None = ...) -> None: ...
+    def __init__(self, code: _Optional[_Union[Refusal.Code, str]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Credit(_message.Message):
-    __slots__ = ("received", "transfers", "used")
+    __slots__ = ("received", "used", "transfers")
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     USED_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     received: int
     used: int
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
-    def __init__(self, received: int | None = ..., used: int | None = ..., transfers: _Iterable[Transfer | _Mapping] | None = ...) -> None: ...
+    def __init__(self, received: _Optional[int] = ..., used: _Optional[int] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
 
 class Transfer(_message.Message):
     __slots__ = ("num_bytes", "seconds")
@@ -187,10 +182,10 @@ class Transfer(_message.Message):
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     seconds: float
-    def __init__(self, num_bytes: int | None = ..., seconds: float | None = ...) -> None: ...
+    def __init__(self, num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Part(_message.Message):
-    __slots__ = ("body", "head", "index", "number")
+    __slots__ = ("number", "index", "head", "body")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
@@ -199,10 +194,10 @@ class Part(_message.Message):
     index: int
     head: Head
     body: bytes
-    def __init__(self, number: int | None = ..., index: int | None = ..., head: Head | _Mapping | None = ..., body: bytes | None = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., index: _Optional[int] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., body: _Optional[bytes] = ...) -> None: ...
 
 class Head(_message.Message):
-    __slots__ = ("goodbye", "mark", "num_bytes", "recut", "tensor")
+    __slots__ = ("num_bytes", "tensor", "recut", "mark", "goodbye")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     RECUT_FIELD_NUMBER: _ClassVar[int]
@@ -213,10 +208,10 @@ class Head(_message.Message):
     recut: Recut
     mark: Mark
     goodbye: Goodbye
-    def __init__(self, num_bytes: int | None = ..., tensor: Tensor | _Mapping | None = ..., recut: Recut | _Mapping | None = ..., mark: Mark | _Mapping | None = ..., goodbye: Goodbye | _Mapping | None = ...) -> None: ...
+    def __init__(self, num_bytes: _Optional[int] = ..., tensor: _Optional[_Union[Tensor, _Mapping]] = ..., recut: _Optional[_Union[Recut, _Mapping]] = ..., mark: _Optional[_Union[Mark, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
 
 class Tensor(_message.Message):
-    __slots__ = ("answer_bits", "batch", "cut", "delta", "gradient", "ids_digest", "labels", "loss", "plain")
+    __slots__ = ("gradient", "batch", "cut", "plain", "loss", "answer_bits", "ids_digest", "labels", "delta")
     GRADIENT_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
@@ -235,10 +230,10 @@ class Tensor(_message.Message):
     ids_digest: bytes
     labels: Block
     delta: Delta
-    def __init__(self, gradient: bool = ..., batch: int | None = ..., cut: int | None = ..., plain: Encoded | _Mapping | None = ..., loss: float | None = ..., answer_bits: int | None = ..., ids_digest: bytes | None = ..., labels: Block | _Mapping | None = ..., delta: Delta | _Mapping | None = ...) -> None: ...
+    def __init__(self, gradient: bool = ..., batch: _Optional[int] = ..., cut: _Optional[int] = ..., plain: _Optional[_Union[Encoded, _Mapping]] = ..., loss: _Optional[float] = ..., answer_bits: _Optional[int] = ..., ids_digest: _Optional[bytes] = ..., labels: _Optional[_Union[Block, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ...) -> None: ...
 
 class Encoded(_message.Message):
-    __slots__ = ("bits", "high", "low", "num_bytes", "shape")
+    __slots__ = ("bits", "shape", "low", "high", "num_bytes")
     BITS_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     LOW_FIELD_NUMBER: _ClassVar[int]
@@ -249,10 +244,10 @@ class Encoded(_message.Message):
     low: _containers.RepeatedScalarFieldContainer[float]
     high: _containers.RepeatedScalarFieldContainer[float]
     num_bytes: int
-    def __init__(self, bits: int | None = ..., shape: _Iterable[int] | None = ..., low: _Iterable[float] | None = ..., high: _Iterable[float] | None = ..., num_bytes: int | None = ...) -> None: ...
+    def __init__(self, bits: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., low: _Optional[_Iterable[float]] = ..., high: _Optional[_Iterable[float]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("by_sample", "change", "count", "digest", "first", "memory_bytes", "num_ids")
+    __slots__ = ("count", "digest", "first", "change", "num_ids", "memory_bytes", "by_sample")
     COUNT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -267,23 +262,23 @@ class Delta(_message.Message):
     num_ids: int
     memory_bytes: int
     by_sample: bool
-    def __init__(self, count: int | None = ..., digest: bytes | None = ..., first: Encoded | _Mapping | None = ..., change: Encoded | _Mapping | None = ..., num_ids: int | None = ..., memory_bytes: int | None = ..., by_sample: bool = ...) -> None: ...
+    def __init__(self, count: _Optional[int] = ..., digest: _Optional[bytes] = ..., first: _Optional[_Union[Encoded, _Mapping]] = ..., change: _Optional[_Union[Encoded, _Mapping]] = ..., num_ids: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., by_sample: bool = ...) -> None: ...
 
 class Block(_message.Message):
-    __slots__ = ("dtype", "name", "shape")
+    __slots__ = ("name", "dtype", "shape")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: str | None = ..., dtype: str | None = ..., shape: _Iterable[int] | None = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Blocks(_message.Message):
     __slots__ = ("blocks",)
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     blocks: _containers.RepeatedCompositeFieldContainer[Block]
-    def __init__(self, blocks: _Iterable[Block | _Mapping] | None = ...) -> None: ...
+    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
 
 class Recut(_message.Message):
     __slots__ = ("cut", "gives")
@@ -291,7 +286,7 @@ class Recut(_message.Message):
     GIVES_FIELD_NUMBER: _ClassVar[int]
     cut: int
     gives: bool
-    def __init__(self, cut: int | None = ..., gives: bool = ...) -> None: ...
+    def __init__(self, cut: _Optional[int] = ..., gives: bool = ...) -> None: ...
 
 class Mark(_message.Message):
     __slots__ = ("batch", "cut")
@@ -299,7 +294,7 @@ class Mark(_message.Message):
     CUT_FIELD_NUMBER: _ClassVar[int]
     batch: int
     cut: int
-    def __init__(self, batch: int | None = ..., cut: int | None = ...) -> None: ...
+    def __init__(self, batch: _Optional[int] = ..., cut: _Optional[int] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ()

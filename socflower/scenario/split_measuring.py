@@ -1,0 +1,99 @@
+"""`socflower cloud measure`: what a scenario's model costs this very device at every cut, for planners to read."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from socflower.clients.split_program import LayeredProgram
+from socflower.edgecloud.deployment import BITS, SplitCosts
+from socflower.edgecloud.runtime.measuring import Measuring, from_document, measure_cloud, measure_costs, to_document
+from socflower.errors import ConfigError
+from socflower.scenario.config import Scenario
+from socflower.scenario.format import human_bytes, human_seconds
+from socflower.scenario.run_folder import write_atomically
+
+_CLOUD_KIND = "split-cloud-seconds"
+
+
+def measure_split(scenario: Scenario, program: object, *, side: str, cloud: Path | None, repeats: int, threads: int,
+                  ) -> dict[str, Any]:
+    """Return what this device takes at every cut: as the cloud seconds only, as the edge all costs.
+
+    An edge takes the cloud's seconds from the file that was measured there, or measures them on itself.
+    """
+    if not isinstance(program, LayeredProgram) or program.is_reverse:
+        raise ConfigError(f"{scenario.name}: only models that are cut between layers, with the front at the edge, are "
+                          "measured; others are priced by the catalogue")
+    if side not in ("edge", "cloud"):
+        raise ConfigError(f"--side {side}: unknown; use edge or cloud")
+    if repeats < 1 or threads < 1:
+        raise ConfigError(f"--repeats {repeats} and --threads {threads} must be 1 or more")
+    torch.set_num_threads(threads)
+    how = Measuring(optimizer=program.optimizer, batch_size=scenario.train.batch_size, num_repeats=repeats)
+    if side == "cloud":
+        return {"schema": 1, "kind": _CLOUD_KIND, "model": scenario.model.name,
+                "batch_size": scenario.train.batch_size, "fingerprint": program.fingerprint(),
+                "cloud_s": list(measure_cloud(program.split, how))}
+    cloud_s = None if cloud is None else _cloud_seconds(cloud, program.fingerprint(), scenario.train.batch_size)
+    costs = measure_costs(program.split, how, cloud_s=cloud_s, bits=[bits for bits in BITS if bits < 32],
+                          feedback=scenario.split.error_feedback)  # type: ignore[arg-type]
+    return to_document(replace(costs, model=scenario.model.name))
+
+
+def measured_costs(path: Path, expected: SplitCosts) -> SplitCosts:
+    """Return the costs of a file, if they are of the same model, cuts and batch as `expected`."""
+    costs = from_document(_read(path))
+    ours, theirs = ([cut.name for cut in each.cuts] for each in (expected, costs))
+    if ours != theirs or costs.batch_size != expected.batch_size:
+        raise ConfigError(f"costs {path}: are of batches of {costs.batch_size} and cuts after {', '.join(theirs)}; the "
+                          f"scenario has batches of {expected.batch_size} and cuts after {', '.join(ours)}; measure "
+                          "again")
+    return replace(costs, gradient_bits=expected.gradient_bits)
+
+
+def write_measured(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a document; `ConfigError` where that cannot be."""
+    try:
+        write_atomically(path, json.dumps(document, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be written ({error.strerror}); name another file") from None
+
+
+def print_measured(console: Console, document: Mapping[str, Any]) -> None:
+    """Show what was measured."""
+    if document["kind"] == _CLOUD_KIND:
+        console.print("cloud, by cut: " + ", ".join(human_seconds(seconds) for seconds in document["cloud_s"]),
+                      highlight=False, soft_wrap=True)
+        return
+    table = Table("cut after", "forward", "backward, update", "cloud", "features of a batch", header_style="bold")
+    for cut in document["cuts"]:
+        table.add_row(cut["name"], human_seconds(cut["edge_forward_s"]), human_seconds(cut["edge_backward_s"]),
+                      human_seconds(cut["cloud_s"]), human_bytes(4.0 * cut["feature_elements"]))
+    console.print(table)
+    console.print(f"a whole step at the edge: {human_seconds(document['edge_only_s'])}", highlight=False)
+
+
+def _cloud_seconds(path: Path, fingerprint: str, batch_size: int) -> list[float]:
+    document = _read(path)
+    if document.get("kind") != _CLOUD_KIND:
+        raise ConfigError(f"--cloud {path}: is not what `socflower cloud measure --side cloud` writes")
+    if (document["fingerprint"], document["batch_size"]) != (fingerprint, batch_size):
+        raise ConfigError(f"--cloud {path}: is of another model or batch size ({document['model']}, "
+                          f"{document['batch_size']}); measure the same scenario there")
+    return [float(seconds) for seconds in document["cloud_s"]]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"costs {path}: cannot be read ({error})") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"costs {path}: is no JSON object; measure again")
+    return document
