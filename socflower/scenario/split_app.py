@@ -49,7 +49,7 @@ def split_client_app(folder_of: FolderOf) -> ClientApp:
         setting, edge = _setting(folder), int(context.node_config[PARTITION_ID])
         own = cloud_link(context)
         # On one machine the line is as slow as the scenario has it; elsewhere it is what it is.
-        return replace(own, decider=setting.parties()[edge].decider,
+        return replace(own, decider=setting.live_engine(edge),
                        shaped_as=setting.links[edge] if folder.read_cloud() is not None else None)
 
     return make_split_client_app(

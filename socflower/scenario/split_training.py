@@ -72,6 +72,18 @@ class SplitSetting:
         """Return K for a batch."""
         return self.schedule.window(batch, self.total_batches)
 
+    @property
+    def moves(self) -> bool:
+        """Whether engines may move the edges' cuts."""
+        return self.scenario.strategy.name == "split-replay" and self.scenario.split.adapt and (
+            self.num_edges == 1 or self.mode == "own") and not self.workload.is_joined
+
+    def live_engine(self, edge: int) -> DecisionEngine | None:
+        """Return what may move an edge's cut on a real link; while a round runs, it cannot leave the cloud."""
+        settings = self.scenario.split
+        return DecisionEngine(
+            self.costs[edge], settings.bits, num_batches=self.total_batches) if self.moves else None
+
     def parties(self) -> list[Party]:
         """Return the edges as they begin."""
         engines = [self._engine(costs) for costs in self.costs]
@@ -79,10 +91,8 @@ class SplitSetting:
                   for costs, engine, link in zip(self.costs, engines, self.links, strict=True)]
         if self.mode == "turns":  # they share the cloud half, so they are cut at one place: the first edge's
             firsts = [replace(first, cut=firsts[0].cut) for first in firsts]
-        moves = self.scenario.strategy.name == "split-replay" and self.scenario.split.adapt and (
-            self.num_edges == 1 or self.mode == "own") and not self.workload.is_joined
         return [Party(costs=costs, trace=link, deployment=first, window=self.window,
-                      decider=engine if moves and first.cut is not None else None)
+                      decider=engine if self.moves and first.cut is not None else None)
                 for costs, engine, link, first in zip(self.costs, engines, self.links, firsts, strict=True)]
 
     def _engine(self, costs: SplitCosts) -> DecisionEngine:

@@ -167,11 +167,9 @@ class SplitReplay(Resumable):
             start_s=0.0 if self._clock is None else self._clock.now_s)
         self._arrays = array_views(arrays)
         settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
-        everyone = tuple(range(len(self.parties)))
-        alone = all(party.deployment.cut is None for party in self.parties)  # then nobody needs the cloud
         self._party_of_message, self._runs = {}, {}
-        groups = [(party,) for party in everyone] if self._mode == OWN or (self._cloud is not None and not alone) else [
-            everyone]
+        everyone = tuple(range(len(self.parties)))
+        groups = [everyone] if self._mode != OWN and self._cloud is None else [(party,) for party in everyone]
         messages = []
         for group in groups:
             if self._cloud is not None and self.parties[group[0]].deployment.cut is not None:

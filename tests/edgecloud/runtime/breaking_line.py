@@ -3,6 +3,7 @@
 import random
 import socket
 import threading
+from contextlib import suppress
 
 
 class BreakingLine:
@@ -79,8 +80,6 @@ class BreakingLine:
 
 
 def _shut(end: socket.socket) -> None:
-    try:
+    with suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
     end.close()

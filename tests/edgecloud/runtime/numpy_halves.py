@@ -1,4 +1,4 @@
-"""A small network in NumPy with momentum, cut anywhere: every batch that is lost, repeated or moved changes its weights.
+"""A small network in NumPy with momentum, cut anywhere: every batch that is lost or repeated changes its weights.
 
 Run as a program it is one side of a split training in a process of its own, to be killed.
 """
@@ -80,7 +80,8 @@ class Layers:
 
 
 class Front(Layers):
-    def __init__(self, cut: int = 1, seed: int = 0, *, first: int = 0, labels: bool = True, pause_s: float = 0.0) -> None:
+    def __init__(self, cut: int = 1, seed: int = 0, *, first: int = 0, labels: bool = True,
+                 pause_s: float = 0.0) -> None:
         super().__init__(range(first, cut + 1), seed, first=first)
         self.seed, self.pause_s, self.has_labels = seed, pause_s, labels
         self._kept: dict[int, list[Array]] = {}

@@ -10,11 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.edgecloud.error_feedback import Form
-from socflower.edgecloud.runtime.in_process import constant_staleness, run_actions
+from socflower.edgecloud.runtime.failures import SplitRefused
+from socflower.edgecloud.runtime.front import Samples
+from socflower.edgecloud.runtime.in_process import PartyReport, constant_staleness, run_actions
 from socflower.edgecloud.timeline_actions import Action, Kind
 from socflower.edgecloud.workers import Array, BackHalf, FrontHalf
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.split_training import (
+    BATCH_SIZE,
+    Source,
     adam,
     assert_same,
     chain_split,
@@ -112,6 +116,61 @@ def test_few_bits_and_error_feedback_change_what_is_learned() -> None:
     for place, weights in enumerate(different):
         assert not any(np.array_equal(weights, other) for other in [exact, *different[:place]])
     assert np.abs(different[0] - exact).max() < np.abs(different[3] - exact).max() < 0.5
+
+
+def repeating(batch: int) -> Samples:
+    """Return one of two batches, in turns, so that every sample comes again."""
+    return Source()(batch % 2)
+
+
+def test_ranges_per_sample_scale_and_changes_reach_the_halves() -> None:
+    def train(bits: int, **how: Any) -> tuple[np.ndarray, PartyReport]:
+        front, back = halves(SPLIT, 2, sgd, repeating)
+        (report,) = run_actions(constant_staleness(6, 1, cut=2, bits=bits), [front], [back], **how)
+        return front.weights()["0.weight"], report
+
+    exact, plain = train(32)
+    others = [train(4, **how)[0] for how in (
+        {}, {"grouping": "sample"}, {"delta_bytes": 1 << 20}, {"feedback": "diagonal"},
+        {"feedback": "diagonal", "scale": "mean-loss"})]
+    for place, weights in enumerate(others):
+        assert not any(np.array_equal(weights, other) for other in [exact, *others[:place]])
+    assert np.array_equal(train(32, grouping="sample", delta_bytes=1 << 20, scale="mean-loss", feedback="rank-one")[0],
+                          exact)  # nothing is lost, whatever is made of it
+    elements = BATCH_SIZE * SPLIT.cuts[2].feature_elements
+    assert set(plain.feature_bytes.values()) == {4 * elements}
+    assert set(train(4)[1].feature_bytes.values()) == {elements // 2 + 8}
+
+
+def test_changes_take_fewer_bytes_once_all_samples_are_known() -> None:
+    front, back = halves(SPLIT, 2, sgd, repeating)
+    (report,) = run_actions(constant_staleness(6, 1, cut=2, bits=2), [front], [back], delta_bytes=1 << 20)
+    elements = BATCH_SIZE * SPLIT.cuts[2].feature_elements
+    first, later = elements + 8 + 16, elements // 4 + 8 + 16  # 8 bits, then 2; a range, and what keeps both ends alike
+    assert report.feature_bytes == {batch: first if batch < 2 else later for batch in range(6)}
+
+
+def test_changes_that_arrive_out_of_order_are_refused() -> None:
+    front, back = halves(SPLIT, 2, sgd, repeating)
+    actions = [act(FORWARD, cut=2, window=1), act(FORWARD, 1, cut=2, window=1), act(STEP, 1, cut=2, window=1)]
+    with pytest.raises(SplitRefused, match="batch 1 of party 0: delta coding: message 1 was made in another state"):
+        run_actions(actions, [front], [back], delta_bytes=1 << 20)
+
+
+def test_a_recut_forgets_what_was_sent_of_other_layers() -> None:
+    front, back = halves(SPLIT, 2, sgd, repeating)
+    actions = [Action(kind, 0, batch, cut, 4) for batch, cut in enumerate([2, 2, 3, 3, 2, 2])
+               for kind in (RECUT, FORWARD, STEP, APPLY)]
+    (report,) = run_actions(actions, [front], [back], delta_bytes=1 << 20)
+    in_full = BATCH_SIZE * SPLIT.cuts[2].feature_elements + 8 + 16
+    assert report.feature_bytes[4] == report.feature_bytes[5] == in_full == report.feature_bytes[0]
+    assert all(np.isfinite(loss) for loss in report.losses.values())
+
+
+def test_features_that_are_not_finite_end_the_training() -> None:
+    front, back = halves(SPLIT, 2, sgd, lambda batch: (Source()(batch)[0] * float("nan"), *Source()(batch)[1:]))
+    with pytest.raises(ConfigError, match="features of batch 0: hold NaN, so the training has diverged"):
+        run_actions([act(FORWARD, cut=2)], [front], [back])
 
 
 def test_parties_share_a_back_half_in_turns_or_in_one_step() -> None:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from socflower.edgecloud.deployment import Deployment
 from socflower.edgecloud.feature_codec import encode
-from socflower.edgecloud.replay_window import ReplayWindow
 from socflower.edgecloud.runtime.back_loop import BackLoop
 from socflower.edgecloud.runtime.barriers import Barrier, BarrierStore, Saved, common_barrier
 from socflower.edgecloud.runtime.failures import SplitRefused
@@ -51,7 +50,7 @@ def train(front: Front, back: Back, plan: FrontPlan, num_batches: int, *, breaks
     return loop._report
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(windows=st.lists(st.integers(0, 5), min_size=1, max_size=4), seed=st.integers(0, 999),
        breaks=st.lists(st.integers(0, 30), max_size=4))
 def test_staleness_keeps_to_the_window_with_any_lags_and_breaks(
@@ -63,7 +62,7 @@ def test_staleness_keeps_to_the_window_with_any_lags_and_breaks(
 
     front, back = Front(), Back()
     report = train(front, back, FrontPlan(deployment=Deployment(cut=1), window_of=window_of), 20, breaks=breaks,
-                   seed=seed, longest_s=0.01)
+                   seed=seed, longest_s=0.006)
     assert front.forwards == front.applied == back.steps == list(range(20))
     assert all(late <= window_of(min(19, batch + late)) for batch, late in report.staleness.items())
     if not any(windows):
@@ -114,11 +113,18 @@ def answer_with(message: Any) -> None:
     """Let a front loop forward a batch and get this as its gradient."""
     near, far = channels()
     line = MemoryLine(near, far)
-    far.send(Mark(batch=0, cut=1))
-    far.send(message)
+
+    def answer() -> None:
+        far.send(far.receive())  # the mark
+        far.receive()
+        far.send(message)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
     try:
         front_loop(Front(), near, FrontPlan(deployment=Deployment(cut=1))).run(0, 3)
     finally:
+        thread.join(20)
         line.close()
 
 
@@ -126,11 +132,10 @@ def test_a_gradient_that_belongs_to_no_batch_that_is_out_is_never_applied() -> N
     gradient = encode(Front().forward(0), 32)
     with pytest.raises(ConfigError, match="batch 1"):
         answer_with(Gradient(batch=1, encoded=gradient, loss=0.0))
-    with pytest.raises(SplitRefused, match="a gradient of shape .8, 2. for features of shape .8, 5."):
+    with pytest.raises(SplitRefused, match=r"a gradient of shape .8, 2. for features of shape .8, 5."):
         answer_with(Gradient(batch=0, encoded=encode(Front().forward(0)[:, :2], 32), loss=0.0))
     with pytest.raises(SplitRefused, match="sends a mark where the gradient of batch 0 is next"):
         answer_with(Mark(batch=0, cut=1))
-    assert ReplayWindow(0).drained
 
 
 @pytest.mark.parametrize(("options", "match"), [
@@ -175,14 +180,15 @@ def test_the_common_barrier_is_the_highest_at_which_all_can_stand(offers: list[l
 def test_the_last_two_barriers_are_kept_whole(tmp_path: Path) -> None:
     store = BarrierStore(tmp_path, "mine")
     for batch in (0, 5, 10):
-        store.save(Barrier(batch=batch, lineage="ab"), Saved(half=b"h%d" % batch, codec=b"c", deployment=Deployment(cut=1)))
+        store.save(Barrier(batch=batch, lineage="ab"),
+                   Saved(half=b"h%d" % batch, codec=b"c", deployment=Deployment(cut=1)))
     assert [barrier.batch for barrier in store.barriers()] == [5, 10]
     again = BarrierStore(tmp_path, "mine")
     assert again.load(Barrier(batch=10, lineage="ab")) == Saved(half=b"h10", codec=b"c", deployment=Deployment(cut=1))
     newest = max(tmp_path.iterdir())
     newest.write_bytes(newest.read_bytes()[:-1])
     assert [barrier.batch for barrier in again.barriers()] == [5]
-    with pytest.raises(ConfigError, match="is torn or damaged .*; remove it"):
+    with pytest.raises(ConfigError, match=r"is torn or damaged .*; remove it"):
         again.load(Barrier(batch=10, lineage="ab"))
     with pytest.raises(ConfigError, match="none of batch 7"):
         again.load(Barrier(batch=7, lineage="ab"))

@@ -79,7 +79,7 @@ def test_with_a_window_each_batch_is_done_once_in_order_on_a_breaking_line(servi
                              Span(first_batch=0, num_batches=40), FrontPlan(deployment=Deployment(cut=1, window=4)))
     finally:
         line.close()
-    back: Any = service._sessions[f"window{seed}"]._half
+    back: Any = service._shelf.get(f"window{seed}")._half
     assert front.applied == front.forwards == back.steps == list(range(40))
     assert max(report.staleness.values()) <= 4 and report.peak_kept_messages <= 5
 
@@ -108,9 +108,10 @@ def test_a_line_that_is_down_for_a_while_is_waited_for(service: CloudService) ->
 def test_a_line_that_stays_down_ends_in_a_line(service: CloudService) -> None:
     open_run(service, "gone", settings={"pause_s": 0.01})
     line = BreakingLine(service.port)
-    with pytest.raises(SplitLost, match="run gone: the cloud at .* is out of reach, after trying") as lost:
-        train_front(connect(line.port, "gone", give_up_s=0.5), Front(), Span(first_batch=0, num_batches=4000), FrontPlan(
-            deployment=Deployment(cut=1), progress=lambda done: line.down() if done.batch == 3 else None))
+    with pytest.raises(SplitLost, match=r"run gone: the cloud at .* is out of reach, after trying") as lost:
+        train_front(connect(line.port, "gone", give_up_s=0.5), Front(), Span(first_batch=0, num_batches=4000),
+                    FrontPlan(deployment=Deployment(cut=1),
+                              progress=lambda done: line.down() if done.batch == 3 else None))
     line.close()
     assert "\n" not in str(lost.value)
     with pytest.raises(SplitLost, match="out of reach"):
@@ -123,7 +124,7 @@ def test_a_session_that_is_closed_meanwhile_is_not_dialled_again(service: CloudS
     with pytest.raises(SplitRefused, match="run closed was closed by its manager"):
         train_front(connect(service.port, "closed"), Front(), Span(first_batch=0, num_batches=4000), FrontPlan(
             deployment=Deployment(cut=1),
-            progress=lambda done: service._end("closed", forget=True) if done.batch == 3 else None))
+            progress=lambda done: service._shelf.end("closed", forget=True) if done.batch == 3 else None))
 
 
 def test_a_joined_party_that_falls_out_brings_all_back_to_a_barrier(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""In which order the front loop goes forward and back where it may do either, and what a decision gets to see."""
+
+import threading
+import time
+
+from socflower.edgecloud.deployment import Deployment
+from socflower.edgecloud.runtime.back_loop import BackLoop
+from socflower.edgecloud.runtime.barriers import BarrierStore
+from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
+from socflower.edgecloud.runtime.frame_channel import FrameChannel, Transfer
+from socflower.edgecloud.runtime.frames import Limits
+from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan, Situation
+from socflower.edgecloud.runtime.loop_report import LoopReport
+from socflower.edgecloud.workers import Array
+from tests.edgecloud.runtime.memory_line import MemoryLine, lags
+from tests.edgecloud.runtime.numpy_halves import Back, Front
+
+WINDOW = 3
+
+
+class Recording(Front):
+    """Notes what it does, and does its first update only when the gradients of all batches that are out have come."""
+
+    def __init__(self, channel: FrameChannel) -> None:
+        super().__init__()
+        self.channel = channel
+        self.order: list[tuple[str, int]] = []
+
+    def forward(self, batch: int, *, keep_graph: bool = False) -> Array:
+        self.order.append(("forward", batch))
+        return super().forward(batch, keep_graph=keep_graph)
+
+    def apply(self, batch: int, gradient: Array | None) -> None:
+        deadline_s = time.monotonic() + 20
+        # The answer to the first mark, and a gradient for each.
+        while batch == 0 and self.channel.standing()[0] < 1 + WINDOW + 1 and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        self.order.append(("apply", batch))
+        super().apply(batch, gradient)
+
+
+def train(plan: FrontPlan, num_batches: int, longest_s: float = 0.0) -> tuple[Recording, LoopReport]:
+    near, far = (FrameChannel(name, limits=Limits(), patience_s=20) for name in ("the cloud", "the edge"))
+    line = MemoryLine(near, far, lag_s=lags(1, longest_s))
+    front, report = Recording(near), LoopReport(first_batch=0, num_batches=num_batches)
+    behind = BackLoop(Back(), [far], joined=False, report=LoopReport(first_batch=0, num_batches=0), lineage="a",
+                      store=BarrierStore(None, "test"), receivers=[FeatureReceiver("the edge")])
+    thread = threading.Thread(target=behind.run, args=(0,))
+    thread.start()
+    FrontLoop(front, near, plan, report=report, store=BarrierStore(None, "test"), lineage="a",
+              deployment=plan.deployment, sender=FeatureSender()).run(0, num_batches)
+    thread.join(20)
+    assert not thread.is_alive()
+    line.close()
+    return front, report
+
+
+def test_a_batch_goes_forward_after_each_update_even_if_more_gradients_have_come() -> None:
+    """What F26 presupposes: two updates in a row would leave the link and the back half idle."""
+    front, _ = train(FrontPlan(deployment=Deployment(cut=1, window=WINDOW)), 12)
+    start = [("forward", batch) for batch in range(WINDOW + 1)]
+    turns = [turn for batch in range(WINDOW + 1) for turn in (("apply", batch), ("forward", batch + WINDOW + 1))]
+    assert front.order[:len(start) + len(turns)] == start + turns
+
+
+def test_every_transfer_is_shown_to_a_decision_once() -> None:
+    """Also those that are noticed while the window is full, between two decisions."""
+    seen: list[Transfer] = []
+
+    def decide(now: Situation) -> None:
+        seen.extend(now.transfers)
+
+    _, report = train(FrontPlan(deployment=Deployment(cut=1, window=WINDOW), decide=decide), 30, longest_s=0.003)
+    assert len(seen) > 20 and seen == report.transfers[:len(seen)]
