@@ -1,5 +1,6 @@
 """An edge's part of a round with the cloud far away: its half, the stream, and what came of both."""
 
+import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,9 @@ _TLS_KEYS = ("cloud-ca", "cloud-certificate", "cloud-key")
 class CloudLink:
     """How a node reaches the cloud.
 
-    `shaped_as` makes the line as slow as a trace, as scenarios do on one machine; `decider` may move the cut. With
-    a `folder` an edge that is killed within a round goes on from its last barrier.
+    `shaped_as` makes the line as slow as a trace, as scenarios do on one machine; `decider` may move the cut. The edge
+    keeps its half in `folder` at every barrier (in a temporary one by default), so that it can go back when the cloud
+    was killed.
     """
 
     tls: SplitTls | None = None
@@ -46,7 +48,8 @@ class CloudLink:
 
 def cloud_link(context: Context) -> CloudLink:
     """Return what a node config says of the way to the cloud: `cloud-ca`, `cloud-certificate`, `cloud-key` (PEM files),
-    `cloud-insecure` (true: plain text beyond private addresses), `cloud-folder` (for barriers).
+    `cloud-insecure` (true: plain text beyond private addresses), `cloud-folder` (for barriers; by default a temporary
+    one).
     """
     config = context.node_config
     ca, certificate, key = (Path(str(config[name])) if config.get(name) else None for name in _TLS_KEYS)
@@ -111,13 +114,15 @@ def train_with_cloud(
         party=0 if task.mode == "own" else party, tls=link.tls, insecure=link.insecure, up=up, down=down,
         heartbeat_s=link.heartbeat_s, give_up_s=link.give_up_s)
     span = Span(first_batch=task.first_batch - offset, num_batches=task.num_batches)
-    folder = None if link.folder is None else link.folder / task.run
+    temporary = tempfile.TemporaryDirectory(prefix="socflower-barriers-")
+    folder = Path(temporary.name) if link.folder is None else link.folder / task.run
     try:
         if task.reverse:
             report = train_back(connection, half.half, span, folder=folder)
         else:
             report = train_front(connection, half.half, span, front_plan(task, settings, link), folder=folder)
     finally:
+        temporary.cleanup()
         connection.close()
         for bucket in (up, down):
             if bucket is not None:

@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -67,8 +69,10 @@ def cloud_status(address: str, token_file: Path, tls: SplitTls | None, *, insecu
     return session_status(Operator(address=address, token=read_token(token_file), tls=tls, insecure=insecure))
 
 
-def status_table(sessions: Sequence[Mapping[str, Any]]) -> Table:
+def status_table(sessions: Sequence[Mapping[str, Any]]) -> Table | str:
     """Return sessions as people read them."""
+    if not sessions:
+        return "no sessions are open"
     keys = list(dict.fromkeys(key for session in sessions for key in session))
     table = Table(*(key.replace("_", " ") for key in keys), header_style="bold")
     for session in sessions:
@@ -111,6 +115,8 @@ def _scenario(path: Path, overrides: Sequence[str]) -> Scenario:
 
 def _named(program: str) -> SplitProgram:
     module, _, name = program.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)  # a command's path has its own folder instead
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
