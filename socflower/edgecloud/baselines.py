@@ -60,8 +60,8 @@ def shortest_path(costs: SplitCosts, rates: LinkRates, *, allow_return: bool = T
 
     A segment costs the difference between the cuts around it. Crossing to the cloud at a cut costs its features and
     labels up and its gradient down; crossing back, features down and gradient up; both, a latency each way and the
-    edge's time for the bytes. Of equal paths the one that crosses first. Without `allow_return` a path that has
-    crossed remains in the cloud.
+    edge's time for the messages and their bytes. Of equal paths the one that crosses first. Without `allow_return` a
+    path that has crossed remains in the cloud.
     """
     best: dict[bool, tuple[float, tuple[bool, ...]]] = {False: (_segment_s(costs, 0, False), (False,))}
     for cut in range(len(costs.cuts)):
@@ -101,4 +101,4 @@ def _crossing_s(costs: SplitCosts, cut: int, rates: LinkRates, *, up: bool) -> f
     gradients_bytes = costs.gradient_bytes(cut)
     up_bytes, down_bytes = (features_bytes, gradients_bytes) if up else (gradients_bytes, features_bytes)
     return (transfer_s(up_bytes, rates.up_bytes_per_s) + transfer_s(down_bytes, rates.down_bytes_per_s)
-            + 2.0 * rates.latency_s + (up_bytes + down_bytes) * costs.edge_s_per_byte)
+            + 2.0 * rates.latency_s + (up_bytes + down_bytes) * costs.edge_s_per_byte + costs.edge_s_per_batch)

@@ -76,6 +76,7 @@ class SplitCosts:
     label_bytes: float = 0.0  # that travel with the features of a batch
     codec_s_per_element: Mapping[int, float] = field(default_factory=dict)  # at the edge, by bits; 0 where missing
     edge_s_per_byte: float = 0.0  # the edge's processor time for a byte sent or received
+    edge_s_per_batch: float = 0.0  # the edge's processor time for the messages of a batch, however small they are
     gradient_bits: int = 32  # on the way back
     header_bytes: float = 256.0  # of a batch, each way: message and framing
     model_weight_bytes: float = 0.0  # of all that must move if the whole model moves; 0: unknown, no edge-only move

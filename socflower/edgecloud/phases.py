@@ -61,7 +61,7 @@ def phases(costs: SplitCosts, deployment: Deployment, rates: LinkRates, *, rever
         edge_s=cut.edge_forward_s * (2.0 if replays and not reverse else 1.0)
         + (cut.edge_backward_s if cut.front_trains or reverse else 0.0)
         + cut.feature_elements * costs.codec_s_per_element.get(deployment.bits, 0.0)
-        + (up_bytes + down_bytes) * costs.edge_s_per_byte,
+        + (up_bytes + down_bytes) * costs.edge_s_per_byte + costs.edge_s_per_batch,
         up_s=transfer_s(up_bytes, rates.up_bytes_per_s),
         cloud_s=cut.cloud_s * (1.0 + FORWARD_SHARE if replays and reverse else 1.0),
         down_s=transfer_s(down_bytes, rates.down_bytes_per_s),
@@ -70,12 +70,14 @@ def phases(costs: SplitCosts, deployment: Deployment, rates: LinkRates, *, rever
 
 
 def window_limit(costs: SplitCosts, deployment: Deployment) -> float:
-    """Return how many batches may be out beyond the first as far as mathematics goes: K, or infinity.
+    """Return how many batches may be out beyond the first: K; infinity for an edge alone, which waits for no one.
 
-    A frozen front half waits for no gradient (Type 2 transfer), and an edge alone has no one to wait for.
+    Where the front half is frozen no gradient would be stale (Type 2 transfer), but what is under way takes memory at
+    both ends, and K bounds that too.
     """
-    if deployment.cut is None or not cut_cost(costs, deployment.cut).front_trains:
+    if deployment.cut is None:
         return math.inf
+    cut_cost(costs, deployment.cut)
     return float(deployment.window)
 
 

@@ -67,16 +67,17 @@ def work(costs: SplitCosts, deployment: Deployment, *, reverse: bool) -> Work:
     gradient_bytes = costs.gradient_bytes(deployment.cut)
     replays = deployment.window > 0 and cut.front_trains
     codec_s = cut.feature_elements * costs.codec_s_per_element.get(deployment.bits, 0.0)
+    message_s = costs.edge_s_per_batch / 2.0  # one goes up, one down
     if reverse:
         forward_share = FORWARD_SHARE if cut.front_trains else 1.0
         forward_s = cut.cloud_s * forward_share
         apply_s = cut.cloud_s * (1.0 - forward_share) + (forward_s if replays else 0.0)
         step_s = (cut.edge_forward_s + cut.edge_backward_s + codec_s
-                  + (feature_bytes + gradient_bytes) * costs.edge_s_per_byte)
+                  + (feature_bytes + gradient_bytes) * costs.edge_s_per_byte + 2.0 * message_s)
     else:
-        forward_s = cut.edge_forward_s + codec_s + feature_bytes * costs.edge_s_per_byte
+        forward_s = cut.edge_forward_s + codec_s + feature_bytes * costs.edge_s_per_byte + message_s
         apply_s = ((cut.edge_backward_s if cut.front_trains else 0.0) + (cut.edge_forward_s if replays else 0.0)
-                   + gradient_bytes * costs.edge_s_per_byte)
+                   + gradient_bytes * costs.edge_s_per_byte + message_s)
         step_s = cut.cloud_s
     return Work(deployment, forward_s, step_s, apply_s, feature_bytes, gradient_bytes, cut.front_trains)
 

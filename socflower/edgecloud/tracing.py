@@ -22,6 +22,7 @@ from socflower.edgecloud.runtime.graph_reading import (
     undisturbed,
 )
 from socflower.edgecloud.runtime.tensor_arrays import form_of
+from socflower.edgecloud.runtime.tracing_gate import GATE
 from socflower.errors import ConfigError
 
 __all__ = ["CutPoint", "SplitModel", "cut_shapes", "trace_split", "whole_back", "whole_front"]
@@ -217,6 +218,7 @@ def whole_back(model: nn.Module, *, name: str | None = None) -> SplitModel:
     return _whole(model=model, example=None, name=name or type(model).__name__, is_front=False)
 
 
+@GATE.tracing()
 def _traced(*, model: nn.Module, example: Example, name: str, frozen: int | str | None) -> SplitModel:
     reading = Reading(model, name, example)
     places = reading.places()
@@ -331,6 +333,7 @@ class _WholeModel:
         return self._model
 
 
+@GATE.computing()
 def _whole(*, model: nn.Module, example: Example | None, name: str, is_front: bool) -> SplitModel:
     tensors = tensors_of(model)
     if not any(tensor.requires_grad for tensor in tensors.values()):

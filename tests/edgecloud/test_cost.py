@@ -163,14 +163,14 @@ def test_no_replay_without_a_window_and_no_codec_at_32_bits() -> None:
     assert times.up_s == pytest.approx(41.32)
 
 
-def test_a_frozen_front_half_only_goes_forward_and_waits_for_no_one() -> None:
+def test_a_frozen_front_half_only_goes_forward_and_keeps_to_its_window() -> None:
     frozen = costs(cut(front_trains=False, edge_backward_s=0.0), edge_s_per_byte=0.0)
     deployment = Deployment(cut=0, window=3)
     times = phases(frozen, deployment, RATES)
     assert times.edge_s == 1.0
     assert times.down_s == pytest.approx(100 / 400)
-    assert window_limit(frozen, deployment) == math.inf
-    assert predicted_s(frozen, deployment, RATES, 10) == pytest.approx(9 * times.longest_s + times.total_s)
+    assert window_limit(frozen, deployment) == deployment.window
+    assert predicted_s(frozen, deployment, RATES, 10) == pytest.approx(training_s(times, 10, deployment.window))
 
 
 def test_a_reverse_split_sends_features_down_and_replays_in_the_cloud() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from socflower.edgecloud.runtime.half_optimizer import SEPARATOR, HalfOptimizer, OptimizerFactory, Schedule
 from socflower.edgecloud.runtime.random_streams import random_streams
 from socflower.edgecloud.runtime.tensor_arrays import to_array, to_tensor, to_tensors
+from socflower.edgecloud.runtime.tracing_gate import GATE
 from socflower.edgecloud.tracing import SplitModel
 from socflower.edgecloud.workers import Weights
 from socflower.errors import ConfigError
@@ -183,8 +184,9 @@ class TorchHalf:
         """Return what this half's layers make of their argument, in training mode, by the streams of a batch."""
         layers = self._layers()
         if not self._split.random_layers:
-            return layers(argument)
-        with random_streams(self._seed, batch, self._device):
+            with GATE.computing():
+                return layers(argument)
+        with random_streams(self._seed, batch, self._device), GATE.computing():
             return layers(argument)
 
     def _layers(self) -> nn.Module:

@@ -2,6 +2,10 @@
 
 import threading
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
 
 from socflower.edgecloud.deployment import Deployment
 from socflower.edgecloud.runtime.back_loop import BackLoop
@@ -18,8 +22,15 @@ from tests.edgecloud.runtime.numpy_halves import Back, Front
 WINDOW = 3
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 15
+    while not holds() and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert holds()
+
+
 class Recording(Front):
-    """Notes what it does, and does its first update only when the gradients of all batches that are out have come."""
+    """Notes what it does, and does its first update only when the gradients of a full window have come."""
 
     def __init__(self, channel: FrameChannel) -> None:
         super().__init__()
@@ -31,19 +42,29 @@ class Recording(Front):
         return super().forward(batch, keep_graph=keep_graph)
 
     def apply(self, batch: int, gradient: Array | None) -> None:
-        deadline_s = time.monotonic() + 20
-        # The answer to the first mark, and a gradient for each.
-        while batch == 0 and self.channel.standing()[0] < 1 + WINDOW + 1 and time.monotonic() < deadline_s:
-            time.sleep(0.001)
+        if batch == 0:  # before the gradients there is the answer to the first mark
+            wait_until(lambda: self.channel.standing()[0] == 1 + WINDOW + 1)
         self.order.append(("apply", batch))
         super().apply(batch, gradient)
+
+
+class Late(Back):
+    """Answers nothing before the window is full."""
+
+    def __init__(self, front: Recording) -> None:
+        super().__init__()
+        self.front = front
+
+    def step(self, batch: int, features: Sequence[Array], labels: NDArray[Any]) -> tuple[list[Array | None], float]:
+        wait_until(lambda: len(self.front.order) > WINDOW)
+        return super().step(batch, features, labels)
 
 
 def train(plan: FrontPlan, num_batches: int, longest_s: float = 0.0) -> tuple[Recording, LoopReport]:
     near, far = (FrameChannel(name, limits=Limits(), patience_s=20) for name in ("the cloud", "the edge"))
     line = MemoryLine(near, far, lag_s=lags(1, longest_s))
     front, report = Recording(near), LoopReport(first_batch=0, num_batches=num_batches)
-    behind = BackLoop(Back(), [far], joined=False, report=LoopReport(first_batch=0, num_batches=0), lineage="a",
+    behind = BackLoop(Late(front), [far], joined=False, report=LoopReport(first_batch=0, num_batches=0), lineage="a",
                       store=BarrierStore(None, "test"), receivers=[FeatureReceiver("the edge")])
     thread = threading.Thread(target=behind.run, args=(0,))
     thread.start()
