@@ -110,7 +110,7 @@ class SplitWorkload(ABC):
             load_weights(model, Path(settings.pretrained))
         return LayeredProgram(
             model_fn=lambda: copy.deepcopy(model), example=example, schedule=self.schedule, loss=loss, reverse=reverse,
-            optimizer=optimizer(self.scenario), frozen=settings.frozen or None,
+            optimizer=optimizer(self.scenario), frozen=settings.frozen or None, look_ahead=settings.look_ahead,
             seed=self.scenario.seed)
 
     def _layered_costs(self, profile: ModelProfile, device: Device, cloud: Device, reverse: bool) -> SplitCosts:
@@ -164,11 +164,7 @@ class ImageWorkload(SplitWorkload):
 
     @cached_property
     def _data(self) -> DataSet:
-        data, classes = load_data(self.scenario.data.name), self.scenario.split.classes
-        if not classes:
-            return data
-        return DataSet(class_subset(data.train, classes), class_subset(data.test, classes), data.name,
-                       f"{data.source}, classes {', '.join(map(str, classes))}")
+        return _chosen(self.scenario)
 
     @cached_property
     def _parts(self) -> Sequence[NDArray[np.int64]]:
@@ -246,7 +242,7 @@ class GeneratorWorkload(SplitWorkload):
     @cached_property
     def program(self) -> LayeredProgram:
         """The digit generator."""
-        model = build_generator(self.scenario.seed)
+        model = build_generator(self.scenario.seed, num_classes=self._samples.images.num_classes)
         example = (self._samples.codes([0]).shape[1],)
         return self._program(model, example, functional.mse_loss, reverse=True)
 
@@ -279,12 +275,12 @@ class GeneratorWorkload(SplitWorkload):
     def source(self) -> str:
         """Where the images were found, and what trivial generators achieve."""
         of_all, of_class = self._samples.mean_image_losses()
-        return (f"{load_data(self.scenario.data.name).source}; the mean image has a mean squared error of "
+        return (f"{_chosen(self.scenario).source}; the mean image has a mean squared error of "
                 f"{of_all:.4f}, the mean image of each class {of_class:.4f}")
 
     @cached_property
     def _samples(self) -> GeneratorSamples:
-        return GeneratorSamples(load_data(self.scenario.data.name).train, seed=self.scenario.seed)
+        return GeneratorSamples(_chosen(self.scenario).train, seed=self.scenario.seed)
 
 
 def split_workload(scenario: Scenario, num_edges: int) -> SplitWorkload:
@@ -294,6 +290,9 @@ def split_workload(scenario: Scenario, num_edges: int) -> SplitWorkload:
         raise ConfigError(f"{scenario.name}: [model] name = {model!r} with [data] name = {data!r}; {CLICK_MODEL!r} and "
                           f"{CLICKS!r} belong together")
     if data == CLICKS:
+        if scenario.split.classes or scenario.split.frozen or scenario.split.pretrained:
+            raise ConfigError(f"{scenario.name} [edgecloud]: {CLICKS!r} knows no classes, frozen and pretrained; leave "
+                              "them out")
         if num_edges != 2:
             raise ConfigError(f"{scenario.name}: {CLICKS!r} has two parties, and {num_edges} SoCs take part; set "
                               "[strategy] socs = 2")
@@ -304,6 +303,15 @@ def split_workload(scenario: Scenario, num_edges: int) -> SplitWorkload:
                               "part; set [strategy] socs = 1")
         return GeneratorWorkload(scenario, num_edges)
     return ImageWorkload(scenario, num_edges)
+
+
+def _chosen(scenario: Scenario) -> DataSet:
+    """Return the scenario's images, of the classes that it names."""
+    data, classes = load_data(scenario.data.name), scenario.split.classes
+    if not classes:
+        return data
+    return DataSet(class_subset(data.train, classes), class_subset(data.test, classes), data.name,
+                   f"{data.source}, classes {', '.join(map(str, classes))}")
 
 
 @cache
