@@ -21,6 +21,7 @@ from socflower.edgecloud.runtime.operator_calls import Operator, session_status
 from socflower.edgecloud.runtime.session import SessionFactory
 from socflower.errors import ConfigError
 from socflower.scenario.config import Scenario
+from socflower.scenario.format import human_bytes
 from socflower.scenario.scenario_file import apply_override, from_document, load_scenario
 from socflower.scenario.split_app import split_settings
 from socflower.scenario.split_training import SplitSetting
@@ -70,14 +71,23 @@ def cloud_status(address: str, token_file: Path, tls: SplitTls | None, *, insecu
 
 
 def status_table(sessions: Sequence[Mapping[str, Any]]) -> Table | str:
-    """Return sessions as people read them."""
+    """Return sessions as people read them, in few columns; `cloud_status` has all there is to know."""
     if not sessions:
         return "no sessions are open"
-    keys = list(dict.fromkeys(key for session in sessions for key in session))
-    table = Table(*(key.replace("_", " ") for key in keys), header_style="bold")
+    table = Table("run", "edges", "state", "received", "sent", "last error", header_style="bold")
     for session in sessions:
-        table.add_row(*(str(session.get(key, "")) for key in keys))
+        table.add_row(session["run_id"], str(session["num_parties"]), _state(session),
+                      human_bytes(session["received_bytes"]), human_bytes(session["sent_bytes"]), session["error"])
     return table
+
+
+def _state(session: Mapping[str, Any]) -> str:
+    if session["waiting"]:
+        return f"{len(session['waiting'])} of {session['num_parties']} edges are here"
+    if session["stands_at"] is not None:
+        return f"before batch {session['stands_at']}"
+    last = session["last_batch"]
+    return "training" if last is None else f"training, batch {last} done"
 
 
 def _factory(program: str, overrides: Sequence[str]) -> SessionFactory:

@@ -54,9 +54,13 @@ def compare(
     return document
 
 
-def common_target(results: Sequence[dict[str, Any]]) -> float:
-    """Return the accuracy all strategies are timed to: a point below the lowest final one, so that all reach it."""
-    return max(0.0, min(float(result["final_accuracy"]) for result in results) - 0.01)
+def common_target(results: Sequence[dict[str, Any]]) -> float | None:
+    """Return the accuracy all strategies are timed to: a point below the lowest final one, so that all reach it.
+
+    None where a result has no accuracy, since nothing of what is learnt is right or wrong.
+    """
+    reached = [result["final_accuracy"] for result in results]
+    return None if None in reached else max(0.0, min(map(float, reached)) - 0.01)
 
 
 def _finished(path: Path, scenario: Scenario, engine: str) -> dict[str, Any] | None:

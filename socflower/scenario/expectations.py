@@ -11,6 +11,7 @@ Result: TypeAlias = Mapping[str, Any]
 
 _OF_ONE_RUN: Mapping[str, Callable[[Result], float | None]] = {
     "accuracy": lambda result: result["final_accuracy"],
+    "loss": lambda result: result["rounds"][-1]["loss"],
     "virtual_s": lambda result: result["virtual_s"],
     "energy_j": lambda result: result["energy_j"],
     "wall_s": lambda result: result["wall_s"],
@@ -25,6 +26,7 @@ _OF_ONE_RUN: Mapping[str, Callable[[Result], float | None]] = {
     "wan_bytes": lambda result: result["bytes"]["wan"],
     "mean_staleness": lambda result: _split(result, "mean_staleness"),
     "max_staleness": lambda result: _split(result, "max_staleness"),
+    "staleness_spread": lambda result: _split(result, "staleness_spread"),
     "moves": lambda result: _split(result, "num_moves"),
     "contention": lambda result: result["plan"] and result["plan"]["contention"],
     "communication_groups": lambda result: result["plan"] and len(result["plan"]["communication_groups"]),

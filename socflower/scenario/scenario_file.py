@@ -36,11 +36,12 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
     """Return the scenario of a TOML file with `table.key=value` overrides applied; `ConfigError` in one line."""
     document = read_toml(path, "scenario")
     _resolve_cluster(document, path)
+    name_files_from_anywhere(document, path.parent)
     for override in overrides:
         apply_override(document, override)
     _resolve_cluster(document, path)
     inline_recorded_link(document, path)
-    name_files_from_anywhere(document, path)
+    name_files_from_anywhere(document, Path())  # what an override names lies where the command runs
     text = path.read_text("utf-8")
     return parse_scenario(document, name=path.stem, question=_leading_comment(text), where=str(path))
 

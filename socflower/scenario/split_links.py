@@ -32,12 +32,11 @@ def inline_recorded_link(document: dict[str, Any], path: Path) -> None:
                      zip(pairwise(times_s), trace.up.bytes_per_s, trace.down.bytes_per_s, strict=True)]}
 
 
-def name_files_from_anywhere(document: dict[str, Any], path: Path) -> None:
-    """Let what a scenario names beside itself be found from any folder."""
+def name_files_from_anywhere(document: dict[str, Any], folder: Path) -> None:
+    """Let files that `[edgecloud]` names by their place in `folder` be found from any other."""
     table = document.get("edgecloud")
     if isinstance(table, Mapping):
-        named = {key: str((path.parent / str(table[key])).resolve())
-                 for key in ("costs", "pretrained") if table.get(key)}
+        named = {key: str((folder / str(table[key])).resolve()) for key in ("costs", "pretrained") if table.get(key)}
         document["edgecloud"] = {**table, **named}
 
 

@@ -23,7 +23,8 @@ class SplitStory:
         self._start: str = kept.get("start") or place(parties[0].deployment, parties[0].costs)
         self._moves: list[dict[str, Any]] = list(kept.get("moves", ()))
         self._cuts: list[list[float]] = list(kept.get("cuts") or [[0.0, self._index(parties[0].deployment)]])
-        self._staleness = Counter({int(key): value for key, value in kept.get("staleness", {}).items()})
+        before: Sequence[Mapping[str, int]] = kept.get("staleness") or ({},) * len(parties)  # by edge
+        self._staleness = [Counter({int(key): count for key, count in one.items()}) for one in before]
         self._busy = Counter(kept.get("busy", {}))
         self._num_parties = len(parties)
         self._costs = [party.costs for party in parties]
@@ -31,12 +32,14 @@ class SplitStory:
     def state(self) -> dict[str, Any]:
         """Return what a resumed run goes on from, as JSON keeps it."""
         return {"start": self._start, "moves": self._moves, "cuts": self._cuts,
-                "staleness": {str(key): value for key, value in self._staleness.items()}, "busy": dict(self._busy)}
+                "staleness": [{str(key): value for key, value in one.items()} for one in self._staleness],
+                "busy": dict(self._busy)}
 
     def add(self, report: SplitRoundReport, began_s: float) -> None:
         """Take in a round that began at `began_s`."""
         timeline = report.timeline
-        self._staleness.update(staleness_of(report))
+        for known, fresh in zip(self._staleness, staleness_by_edge(report), strict=False):
+            known.update(fresh)
         for edge, (party, costs) in enumerate(zip(timeline.parties, self._costs, strict=True)):
             for move in party.moves:
                 at_s = began_s + move.decided_s + move.drain_s + move.migration_s
@@ -50,16 +53,17 @@ class SplitStory:
 
     def document(self, parties: Sequence[Party], mode: str, now_s: float) -> dict[str, Any]:
         """Return the result's `split`."""
-        total = self._staleness.total()
+        staleness = sum(self._staleness, Counter[int]())
+        by_edge = [_mean(one) for one in self._staleness]
         whole_s = now_s * self._num_parties
         return {
             "mode": mode, "num_edges": self._num_parties, "cut_names": self._names, "start": self._start,
             "end": place(parties[0].deployment, parties[0].costs), "num_moves": len(self._moves),
             "moves": self._moves, "cuts_over_time": [*self._cuts, [now_s, self._cuts[-1][1]]],
             "link_over_time": _rates(self._links[0], now_s),
-            "staleness": {str(key): self._staleness[key] for key in sorted(self._staleness)},
-            "mean_staleness": sum(key * value for key, value in self._staleness.items()) / total if total else 0.0,
-            "max_staleness": max(self._staleness, default=0),
+            "staleness": {str(key): staleness[key] for key in sorted(staleness)},
+            "mean_staleness": _mean(staleness), "max_staleness": max(staleness, default=0),
+            "mean_staleness_by_edge": by_edge, "staleness_spread": max(by_edge) - min(by_edge),
             # Of the cloud: of one processor for each half.
             "busy": {key: value / whole_s if whole_s else 0.0 for key, value in self._busy.items()},
         }
@@ -68,12 +72,17 @@ class SplitStory:
         return float(len(self._names) if deployment.cut is None else deployment.cut)
 
 
-def staleness_of(report: SplitRoundReport) -> Counter[int]:
-    """Return how many gradients came back how stale: as measured on real links, else as virtual time has it."""
+def staleness_by_edge(report: SplitRoundReport) -> list[Counter[int]]:
+    """Return for every edge how many gradients came back how stale: as measured on real links, else in virtual time."""
     if report.measured:
-        return Counter({stale: sum(each.staleness[stale] for each in report.measured if stale < len(each.staleness))
-                        for stale in range(max(len(each.staleness) for each in report.measured))})
-    return Counter(stale for party in report.timeline.parties for stale in party.staleness)
+        return [Counter({stale: count for stale, count in enumerate(each.staleness) if count})
+                for each in report.measured]
+    return [Counter(party.staleness) for party in report.timeline.parties]
+
+
+def staleness_of(report: SplitRoundReport) -> Counter[int]:
+    """Return the same of all edges together."""
+    return sum(staleness_by_edge(report), Counter[int]())
 
 
 def place(deployment: Deployment, costs: SplitCosts) -> str:
@@ -81,6 +90,11 @@ def place(deployment: Deployment, costs: SplitCosts) -> str:
     if deployment.cut is None:
         return "edge alone"
     return f"after {costs.cuts[deployment.cut].name}, {deployment.bits} bits"
+
+
+def _mean(staleness: Counter[int]) -> float:
+    total = staleness.total()
+    return sum(key * value for key, value in staleness.items()) / total if total else 0.0
 
 
 def _rates(link: LinkTrace, until_s: float) -> list[list[float]]:

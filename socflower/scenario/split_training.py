@@ -82,7 +82,8 @@ class SplitSetting:
         """Return what may move an edge's cut on a real link; while a round runs, it cannot leave the cloud."""
         settings = self.scenario.split
         return DecisionEngine(
-            self.costs[edge], settings.bits, num_batches=self.total_batches) if self.moves else None
+            self.costs[edge], settings.bits, num_batches=self.total_batches,
+            reverse=self.workload.program.is_reverse) if self.moves else None
 
     def parties(self) -> list[Party]:
         """Return the edges as they begin."""
@@ -183,11 +184,13 @@ def train_split(scenario: Scenario, grid: Grid, folder: RunFolder) -> dict[str, 
     def own_state() -> dict[str, Any]:
         return {"balance": {**strategy.state, "story": story.state()}}
 
-    final = strategy.start(
-        grid, arrays, num_rounds=strategy.num_rounds, timeout=scenario.train.reply_timeout_s,
-        evaluate_fn=record.evaluation(round_end, strategy.num_rounds, own_state)).arrays
-    if cloud is not None:
-        cloud.close()
+    try:
+        final = strategy.start(
+            grid, arrays, num_rounds=strategy.num_rounds, timeout=scenario.train.reply_timeout_s,
+            evaluate_fn=record.evaluation(round_end, strategy.num_rounds, own_state)).arrays
+    finally:  # else a cloud that serves others too would keep what nobody comes back for
+        if cloud is not None:
+            cloud.close()
     if not final:
         raise TrainingFailed("Flower returned no model: every client failed; see the log for the first cause")
     return {

@@ -80,8 +80,10 @@ def test_measured_costs_take_the_place_of_the_catalogues(path: Path, tmp_path: P
     cloud, edge = tmp_path / "cloud.json", tmp_path / "costs.json"
     cloud.write_text(json.dumps(measure_split(scenario, program, side="cloud", cloud=None, repeats=1, threads=1)))
     edge.write_text(json.dumps(measure_split(scenario, program, side="edge", cloud=cloud, repeats=1, threads=1)))
-    (costs,) = SplitSetting(load_scenario(path, ["edgecloud.costs=costs.json"])).costs
+    (costs,) = SplitSetting(load_scenario(path, [f"edgecloud.costs={edge}"])).costs
     assert [cut.cloud_s for cut in costs.cuts] == json.loads(cloud.read_text())["cloud_s"]
+    path.write_text(f'{SPLIT}costs = "costs.json"\n')  # beside the scenario, wherever the command runs
+    assert SplitSetting(load_scenario(path)).costs == (costs,)
     assert costs.edge_only_s == json.loads(edge.read_text())["edge_only_s"]
 
 

@@ -1,0 +1,232 @@
+"""Split training through the whole path: scenario file, Flower messages, both halves, result and report."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from socflower.edgecloud.cost import training_s
+from socflower.edgecloud.deployment import Deployment, LinkRates
+from socflower.edgecloud.phases import phases
+from socflower.errors import ConfigError
+from socflower.scenario.cli import main
+from socflower.scenario.comparison import compare
+from socflower.scenario.config import Scenario
+from socflower.scenario.runner import run_scenario, run_to_folder
+from socflower.scenario.scenario_file import from_document
+from socflower.scenario.split_training import SplitSetting
+from tests.scenario.test_resume import assert_ends_as, resume, stop_after
+
+RATES = LinkRates(up_bytes_per_s=4e6, down_bytes_per_s=8e6, latency_s=0.004)
+CONSTANT = {"link": "constant", "up_bytes_per_s": RATES.up_bytes_per_s, "down_bytes_per_s": RATES.down_bytes_per_s,
+            "latency_s": RATES.latency_s}
+EXACT = {**CONSTANT, "bits": [32], "cut": "4", "adapt": False}
+MOVING = {"link": "wifi", "up_bytes_per_s": None, "down_bytes_per_s": None, "latency_s": 0.0, "bits": [32],
+          "segments": [[0.1, 1e6, 1e6], [9.0, 5e9, 5e9]], "window": [[0.0, 2]]}
+
+
+def split(
+    name: str = "split-replay", *, edges: int = 1, train: Mapping[str, Any] | None = None, model: str = "lenet5",
+    images: str = "digits", seed: int = 1, **edgecloud: Any,
+) -> Scenario:
+    """Return a scenario of LeNet on two of the digits, 7 batches of 128 an epoch."""
+    table = {**CONSTANT, **({} if images == "clicks" else {"classes": [0, 1]}), **edgecloud}
+    return from_document({
+        "seed": seed, "name": "split", "question": "Does it run?", "model": {"name": model}, "data": {"name": images},
+        "cluster": {"boards": 1, "socs_per_board": edges, "device": "raspberry-pi-4b"}, "strategy": {"name": name},
+        "train": {"epochs": 2, "batch_size": 128, "learning_rate": 0.02, **(train or {})},
+        "edgecloud": {key: value for key, value in table.items() if value is not None}})
+
+
+def ran(scenario: Scenario) -> dict[str, Any]:
+    return run_scenario(scenario, num_workers=0)
+
+
+@cache
+def ran_with_window(window: int) -> dict[str, Any]:
+    return ran(split(**EXACT, window=[[0.0, window]]))
+
+
+# ---------------------------------------------------------------------------------------------------- weights
+def test_equal_seeds_give_equal_weights_and_equal_times() -> None:
+    again = ran(split(**EXACT, window=[[0.0, 3]]))
+    for key in ("weights_sha256", "virtual_s", "energy_j", "split"):
+        assert again[key] == ran_with_window(3)[key]
+    other = ran(split(**EXACT, window=[[0.0, 3]], seed=2))
+    assert other["weights_sha256"] != again["weights_sha256"]
+
+
+def test_weights_depend_on_how_stale_gradients_may_be() -> None:
+    results = [ran_with_window(window) for window in (0, 1, 3)]
+    assert len({result["weights_sha256"] for result in results}) == 3
+    assert [result["split"]["max_staleness"] for result in results] == [0, 1, 3]
+
+
+@pytest.mark.parametrize("cut", [0, "8"])
+def test_without_staleness_and_compression_the_weights_are_those_of_the_edge_alone(cut: int | str) -> None:
+    """F23, bit for bit through Flower's messages; plain split learning and JointDNN are such trainings too."""
+    alone = ran(split("edge-only"))
+    assert ran(split(**{**EXACT, "cut": cut}, window=[[0.0, 0]]))["weights_sha256"] == alone["weights_sha256"]
+    assert ran(split("split", cut=cut))["weights_sha256"] == alone["weights_sha256"]
+    assert alone["bytes"]["wan"] == 0 and alone["split"]["start"] == "edge alone"
+
+
+def test_a_cut_that_moves_changes_no_weights_where_nothing_is_stale_or_compressed() -> None:
+    """After a tenth of a second the link is so fast that all but one layer leave the edge."""
+    moved = ran(split(**{**MOVING, "window": [[0.0, 0]]}))
+    assert moved["split"]["num_moves"] >= 1
+    assert moved["weights_sha256"] == ran(split("edge-only"))["weights_sha256"]
+
+
+# --------------------------------------------------------------------------------------------- time and bytes
+def test_virtual_time_is_that_of_the_formulas() -> None:
+    """F26 over a link that never changes; a round ends with nothing under way, so each of both begins anew."""
+    setting = SplitSetting(split())
+    costs, rounds, batches = setting.costs[0], 2, setting.workload.batches_per_epoch
+    assert ran(split("edge-only"))["virtual_s"] == pytest.approx(rounds * batches * costs.edge_only_s)
+    cut = [each.name for each in costs.cuts].index("4")
+    for window in (0, 1, 3):
+        at_once = phases(costs, Deployment(cut=cut, bits=32, window=window), RATES)
+        longest_s = rounds * training_s(at_once, batches, window)
+        shortest_s = rounds * ((batches - 1) * at_once.longest_s + at_once.total_s)
+        observed_s = ran_with_window(window)["virtual_s"]
+        if window == 0:
+            assert observed_s == pytest.approx(longest_s)
+        assert shortest_s * (1 - 1e-9) <= observed_s <= longest_s * (1 + 1e-9)
+
+
+def test_bytes_over_the_wan_are_features_labels_and_gradients() -> None:
+    setting = SplitSetting(split())
+    costs, batches = setting.costs[0], setting.total_batches
+    cut = [each.name for each in costs.cuts].index("4")
+    assert ran_with_window(1)["bytes"]["wan"] == pytest.approx(
+        batches * (costs.feature_bytes(cut, 32) + costs.gradient_bytes(cut)))
+    frozen = ran(split(**EXACT, frozen="4"))
+    assert frozen["bytes"]["wan"] == pytest.approx(batches * (costs.feature_bytes(cut, 32) + costs.header_bytes))
+    assert frozen["split"]["max_staleness"] == 0
+
+
+def test_a_window_by_phase_is_kept_to_in_each_round() -> None:
+    result = ran(split(window=[[0.0, 1], [0.5, 3]], bits=[32], cut="4"))
+    assert [entry["mean_staleness"] <= bound for entry, bound in zip(result["rounds"][1:], (1, 3), strict=True)] == [
+        True, True]
+    assert result["split"]["max_staleness"] == 3
+
+
+def test_staleness_is_told_by_edge() -> None:
+    """A fast party waits for the slow one, so its gradients come back as late as they may."""
+    result = ran(from_document({
+        "name": "silos", "question": "Who waits?", "board": [{"device": "jetson-tx2", "socs": 1},
+                                                             {"device": "raspberry-pi-4b", "socs": 1}],
+        "model": {"name": "click-model"}, "data": {"name": "clicks"}, "strategy": {"name": "split-replay"},
+        "train": {"epochs": 1, "batch_size": 4096, "optimizer": "adam"},
+        "edgecloud": {"links": ["one-hop", "constant"], "up_bytes_per_s": 1e9, "down_bytes_per_s": 1e9,
+                      "latency_s": 0.0001, "gradient_bits": 8, "window": [[0.0, 4]]}}))
+    fast, slow = result["split"]["mean_staleness_by_edge"]
+    assert result["split"]["mode"] == "joined" and 3 < fast <= 4 and slow < 2
+    assert result["split"]["staleness_spread"] == pytest.approx(fast - slow)
+
+
+# ----------------------------------------------------------------------------------------------------- resuming
+CASES = {
+    "moving cut": split(**MOVING, round_epochs=0.5),
+    "adam, frozen": split(frozen="1", train={"optimizer": "adam", "learning_rate": 0.002}),
+    "averaged halves": split(edges=2, round_epochs=1.0),
+    "shared half": split(edges=2, halves="shared"),
+    "reverse": split(model="digit-generator", train={"batch_size": 128, "epochs": 2}, classes=[1]),
+    "edge alone": split("edge-only"),
+}
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] if name in ("averaged halves", "edge alone") else [])
+    for name in CASES])
+def test_a_resumed_run_ends_as_one_that_was_never_interrupted(name: str, tmp_path: Path) -> None:
+    """Weights, virtual time, moves, staleness, trace: everything but the wall clock."""
+    scenario, out = CASES[name], tmp_path / "out"
+    reference = run_to_folder(scenario, tmp_path / "reference", num_workers=0)
+    stop_after(scenario, out, 1)
+    assert resume(scenario, out)["resumed_from"] == [1]
+    ours = assert_ends_as(tmp_path / "reference", out)
+    assert ours["split"] == reference["split"] and ours["virtual_s"] == reference["virtual_s"]
+
+
+# ----------------------------------------------------------------------------------------------- kinds of work
+def test_one_cloud_half_for_all_edges_does_as_many_steps_as_they_have_batches() -> None:
+    shared = ran(split(edges=2, halves="shared"))
+    own = ran(split(edges=2))
+    assert (shared["split"]["mode"], own["split"]["mode"]) == ("turns", "own")
+    assert shared["weights_sha256"] != own["weights_sha256"]
+    assert sum(shared["split"]["staleness"].values()) == sum(own["split"]["staleness"].values())
+
+
+def test_a_generator_has_a_loss_and_no_accuracy() -> None:
+    result = ran(split(model="digit-generator", train={"batch_size": 128, "epochs": 1}, classes=[1]))
+    assert result["final_accuracy"] is None
+    assert 0 < result["rounds"][-1]["loss"] < result["rounds"][0]["loss"]
+
+
+def test_a_generator_can_be_trained_by_the_edge_alone_too() -> None:
+    """Which then has both codes and images; without staleness and compression a split changes no weights."""
+    settings: dict[str, Any] = {"model": "digit-generator", "train": {"epochs": 1}, "classes": [1]}
+    alone = ran(split("edge-only", **settings))
+    assert ran(split("split", **settings))["weights_sha256"] == alone["weights_sha256"]
+
+
+def test_what_has_no_accuracy_is_compared_without_a_target(tmp_path: Path) -> None:
+    scenario = split(model="digit-generator", train={"epochs": 1}, classes=[1])
+    document = compare(scenario, ["split-replay", "split"], tmp_path, num_workers=0)
+    assert document["target_accuracy"] is None
+    assert [row["time_to_accuracy_s"] for row in document["rows"]] == [None, None]
+    assert "Edge and cloud" in (tmp_path / "report.html").read_text()
+
+
+def test_the_report_has_a_section_on_edge_and_cloud(tmp_path: Path) -> None:
+    run_to_folder(split(**MOVING), tmp_path, num_workers=0)
+    page = (tmp_path / "report.html").read_text()
+    assert "Edge and cloud" in page and "Mean staleness" in page and "Moves of the cut" in page
+
+
+def test_pretrained_weights_of_other_classes_are_taken_but_for_the_head(tmp_path: Path) -> None:
+    before = tmp_path / "before.npz"
+    run_to_folder(split(classes=[2, 3]), tmp_path / "before", num_workers=0, save_model=before)
+    settings = {"frozen": "8", "train": {"epochs": 1}}
+    taught, random = (ran(split(**settings, **more)) for more in ({"pretrained": str(before)}, {}))
+    assert taught["rounds"][1]["loss"] < random["rounds"][1]["loss"]
+
+
+# ----------------------------------------------------------------------------------------------------- bad input
+@pytest.mark.parametrize(("options", "said"), [
+    ({"cut": "conv9"}, r"cut = 'conv9': the model can be cut after 1, 4, 8, 10"),
+    ({"cut": 9}, "cut = 9: cuts are 0 to 3"),
+    ({"frozen": "conv9"}, "conv9"),
+    ({"pretrained": "nowhere.npz"}, "nowhere.npz: no such file"),
+    ({"classes": [3, 11]}, "there is no class 11"),
+    ({"links": ["wifi", "5g"], "link": "wifi", "up_bytes_per_s": None, "down_bytes_per_s": None},
+     "2 for 1 edges; name one for each"),
+    ({"link": "wfi", "up_bytes_per_s": None, "down_bytes_per_s": None}, "did you mean 'wifi'"),
+    ({"model": "click-model"}, "'click-model' and 'clicks' belong together"),
+    ({"model": "click-model", "images": "clicks", "frozen": "1"}, "'clicks' knows no classes, frozen"),
+    ({"model": "click-model", "images": "clicks"}, "two parties, and 1 SoCs take part"),
+    ({"model": "click-model", "images": "clicks", "edges": 2, "name": "edge-only"}, "leave edge-only out"),
+    ({"model": "digit-generator", "edges": 2}, "trained with one edge, and 2 SoCs take part"),
+])
+def test_what_does_not_go_together_is_said_in_one_line(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        ran(split(options.pop("name", "split-replay"), **options))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_line_says_it_and_exits_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "split.toml"
+    path.write_text('# Does it?\n[strategy]\nname = "split-replay"\nsocs = 1\n[edgecloud]\ncut = 9\n')
+    monkeypatch.setattr("sys.argv", ["socflower", "run", str(path), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "cuts are 0 to 3" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
