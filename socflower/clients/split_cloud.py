@@ -1,9 +1,11 @@
 """The cloud's side of a split training: what makes its halves, and how a ServerApp has them made and fetches them."""
 
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
@@ -13,13 +15,16 @@ from socflower.clients.split_here import SplitSettings, party_batches
 from socflower.clients.split_program import Arrays, PlacedHalf, SplitProgram, named_without
 from socflower.cluster.split_protocol import JOINED, OWN, TURNS, SplitTask
 from socflower.edgecloud.runtime.credentials import new_token
+from socflower.edgecloud.runtime.failures import SplitLost, SplitRefused
 from socflower.edgecloud.runtime.operator_calls import Operator, close_session, fetch_weights, open_session
 from socflower.edgecloud.runtime.session import CloudHalf, FrontWork, SessionFactory, SessionTerms
 from socflower.edgecloud.workers import Weights
 from socflower.errors import ConfigError
 
 CloudSamplesFn: TypeAlias = Callable[[int, int], Samples]
+_Answer = TypeVar("_Answer")
 _TASK = "task"
+_PAUSE_S = 0.5
 
 
 def session_factory(
@@ -35,6 +40,9 @@ def session_factory(
         if terms.fingerprint != program.fingerprint():
             raise ConfigError(f"run {terms.run_id}: the server cut another model ({terms.fingerprint[:12]}) than this "
                               f"cloud's ({program.fingerprint()[:12]}); run the same code on both")
+        if not isinstance(terms.settings.get(_TASK), Mapping):
+            raise ConfigError(f"run {terms.run_id}: was opened without a split task; its manager must be "
+                              "socflower.clients.CloudClient")
         task = SplitTask.decode(terms.settings[_TASK])
         own = program.beginning_at(task.session_first)
         if not task.reverse:
@@ -57,10 +65,13 @@ class CloudClient:
     """The sessions of one training in one cloud, for `SplitReplay`.
 
     `name` begins the sessions' names, so that trainings do not get into each other's; a random one where missing.
+    A cloud that does not answer may be starting again, and is waited for `patience_s`. Raises `SplitLost` where that
+    was too short, and `SplitRefused` for what the cloud does not want.
     """
 
-    def __init__(self, operator: Operator, program: SplitProgram, *, address: str = "", name: str = "") -> None:
-        self._operator, self._program = operator, program
+    def __init__(self, operator: Operator, program: SplitProgram, *, address: str = "", name: str = "",
+                 patience_s: float = 60.0) -> None:
+        self._operator, self._program, self._patience_s = operator, program, patience_s
         self._address = address or operator.address
         self._name = name or f"run-{secrets.token_hex(4)}"
         self._open: dict[str, SplitTask] = {}
@@ -85,24 +96,43 @@ class CloudClient:
         token = new_token()
         opened = replace(task, address=self._address, run=run, token=token, session_first=task.first_batch)
         settings = {**task.encode(), "session-first": task.first_batch}
-        open_session(
+        self._reach(lambda: open_session(
             self._operator, run_id=run, edge_token=token, fingerprint=task.fingerprint,
             weights=named_without(self._program.cloud_prefix, weights), settings={_TASK: settings},
             joined=task.mode == JOINED, num_parties=1 if task.mode == OWN else task.num_parties, reverse=task.reverse,
-            replace=True)
+            replace=True))
         self._open[run] = opened
         return opened
 
     def fetch(self, run: str) -> dict[str, NDArray[Any]]:
-        """Return the weights of a session's half by their names in the whole model."""
-        prefix = self._program.cloud_prefix
-        return {f"{prefix}{name}": array for name, array in fetch_weights(self._operator, run)[1].items()}
+        """Return the weights of a session's half by their names in the whole model.
+
+        Raises `SplitRefused` where they are not those of the end of the round: its cloud was started anew without all
+        of its files.
+        """
+        batch, weights = self._reach(lambda: fetch_weights(self._operator, run))
+        task = self._open[run]
+        if task.session_first + batch != (stop := task.first_batch + task.num_batches):
+            raise SplitRefused(f"run {run}: the cloud's half is at batch {task.session_first + batch} and its edges at "
+                               f"{stop}; give the cloud a folder that outlives it, and start the run again")
+        return {f"{self._program.cloud_prefix}{name}": array for name, array in weights.items()}
 
     def close(self) -> None:
-        """Close all sessions."""
+        """Close all sessions. What they came to is fetched by now, so a cloud that is gone is no harm."""
         for run in list(self._open):
-            close_session(self._operator, run)
+            with suppress(SplitLost, SplitRefused):
+                close_session(self._operator, run)
             del self._open[run]
+
+    def _reach(self, call: Callable[[], _Answer]) -> _Answer:
+        deadline_s = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return call()
+            except SplitLost:
+                if time.monotonic() + _PAUSE_S > deadline_s:
+                    raise
+                time.sleep(_PAUSE_S)
 
 
 def _load(half: PlacedHalf[Any], weights: Weights) -> None:

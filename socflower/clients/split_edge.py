@@ -128,7 +128,7 @@ def train_with_cloud(
             if bucket is not None:
                 bucket.close()
     if _keeps(task):
-        state.keep([half.half.save()])
+        state.keep([half.half.save()], [half.half.cut])
     whole = range(task.first_batch, task.first_batch + task.num_batches)
     return SpanOutcome(
         arrays=half.arrays(), mean_loss=mean_loss(report), report=_report(report, half.half.cut, task, events),

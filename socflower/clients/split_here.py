@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from socflower.clients.split_batches import BatchOrder, PartyBatches, Samples
 from socflower.clients.split_program import Arrays, PlacedHalf, SplitProgram
@@ -46,6 +47,23 @@ class SpanOutcome:
     events: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class _BothSides:
+    """The cloud's inputs in a reverse split, and the labels that an edge with all layers compares with."""
+
+    cloud: Samples
+    edge: Samples
+
+    def __len__(self) -> int:
+        return len(self.cloud)
+
+    def inputs(self, rows: Tensor) -> Tensor:
+        return self.cloud.inputs(rows)
+
+    def labels(self, rows: Tensor) -> NDArray[Any]:
+        return self.edge.labels(rows)
+
+
 def train_here(
     program: SplitProgram, task: SplitTask, arrays: Arrays, samples: Sequence[Samples],
     cloud_samples: Sequence[Samples] | None, state: SplitState, settings: SplitSettings,
@@ -63,10 +81,11 @@ def train_here(
         back.load(arrays)
     reports = run_actions(
         _own_numbers(task), [half.half for half in fronts], [half.half for half in backs],
-        joined=task.mode == JOINED, feedback=settings.feedback, gradient_bits=task.gradient_bits)
+        joined=task.mode == JOINED, feedback=settings.feedback, grouping=settings.grouping,
+        delta_bytes=settings.delta_bytes, gradient_bits=task.gradient_bits)
     keeps = kept_halves(task, fronts, backs)
     if keeps:
-        state.keep([half.half.save() for half in keeps])
+        state.keep([half.half.save() for half in keeps], [place_of(front) for front in fronts])
     losses = [loss for report in reports for loss in report.losses.values()]
     return SpanOutcome(arrays=_whole(task, fronts, backs, batches), mean_loss=math.fsum(losses) / len(losses),
                        num_samples=_num_samples(task, batches), events=events)
@@ -85,12 +104,18 @@ def kept_halves(task: SplitTask, fronts: Fronts, backs: Backs) -> list[PlacedHal
     return [] if task.mode == OWN else list(backs)
 
 
+def place_of(half: PlacedHalf[Any]) -> int:
+    """Return where a half is cut, as tasks say it."""
+    return EDGE_ALONE if half.half.cut == half.half.everything else half.half.cut
+
+
 def _halves(
     program: SplitProgram, task: SplitTask, batches: Sequence[PartyBatches], cloud_samples: Sequence[Samples] | None,
 ) -> tuple[Fronts, Backs]:
     cuts = [None if cut == EDGE_ALONE else cut for cut in task.cuts]
     sources = batches if cloud_samples is None else [
-        party_batches(task, party, own) for party, own in zip(task.parties, cloud_samples, strict=True)]
+        party_batches(task, party, _BothSides(cloud, own.samples))
+        for party, cloud, own in zip(task.parties, cloud_samples, batches, strict=True)]
     fronts = [program.front(party, cut, source)
               for party, cut, source in zip(task.parties, cuts, sources, strict=True)]
     targets = list(batches) if task.reverse else [None] * len(batches)

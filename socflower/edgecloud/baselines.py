@@ -100,5 +100,7 @@ def _crossing_s(costs: SplitCosts, cut: int, rates: LinkRates, *, up: bool) -> f
     features_bytes = costs.feature_bytes(cut, FULL_BITS) - labels_bytes
     gradients_bytes = costs.gradient_bytes(cut)
     up_bytes, down_bytes = (features_bytes, gradients_bytes) if up else (gradients_bytes, features_bytes)
-    return (transfer_s(up_bytes, rates.up_bytes_per_s) + transfer_s(down_bytes, rates.down_bytes_per_s)
-            + 2.0 * rates.latency_s + (up_bytes + down_bytes) * costs.edge_s_per_byte + costs.edge_s_per_batch)
+    # What the edge does for the bytes passes while the link carries them, as in `phases`.
+    return (max(transfer_s(up_bytes, rates.up_bytes_per_s) + rates.latency_s, up_bytes * costs.edge_s_per_byte)
+            + max(transfer_s(down_bytes, rates.down_bytes_per_s) + rates.latency_s, down_bytes * costs.edge_s_per_byte)
+            + costs.edge_s_per_batch)

@@ -20,11 +20,15 @@ class Phases:
     cloud_s: float = 0.0  # T3
     down_s: float = 0.0  # T4
     latency_s: float = 0.0  # of both ways together; a batch waits for it, but it occupies no one
+    hidden_s: float = 0.0  # of edge_s: the edge's part in transfers, as far as it passes while the link carries them
 
     def __post_init__(self) -> None:
-        for key in ("edge_s", "up_s", "cloud_s", "down_s", "latency_s"):
+        for key in ("edge_s", "up_s", "cloud_s", "down_s", "latency_s", "hidden_s"):
             if not getattr(self, key) >= 0:
                 raise ConfigError(f"phases: {key} = {getattr(self, key)} must be 0 or more")
+        if self.hidden_s > self.edge_s:
+            raise ConfigError(f"phases: hidden_s = {self.hidden_s} is a part of edge_s = {self.edge_s} and cannot be "
+                              "more")
 
     @property
     def longest_s(self) -> float:
@@ -34,7 +38,7 @@ class Phases:
     @property
     def total_s(self) -> float:
         """T_Σ: from the beginning of a batch to its update at the front half, if nothing else is in the way."""
-        return self.edge_s + self.up_s + self.cloud_s + self.down_s + self.latency_s
+        return self.edge_s - self.hidden_s + self.up_s + self.cloud_s + self.down_s + self.latency_s
 
 
 def phases(costs: SplitCosts, deployment: Deployment, rates: LinkRates, *, reverse: bool = False) -> Phases:
@@ -43,6 +47,8 @@ def phases(costs: SplitCosts, deployment: Deployment, rates: LinkRates, *, rever
     The front half goes forward, once more for the replay if gradients may come late (window > 0), and backward. Where
     it is frozen it only goes forward, and what comes back is an empty message. The codec runs at the edge, on what it
     encodes or decodes; its work in the cloud counts as nothing (paper §5.2). Without a cut the edge does it all.
+    What the edge's processor has to do for a transfer, it does in parts while the link carries others: it occupies the
+    processor, but a batch waits for the longer of the two only, not for their sum.
 
     In a `reverse` split the back half is at the edge: features travel down and gradients up, `edge_*` of a cut are
     the edge's back half and `cloud_s` the front half, whose replay costs a forward pass more: a third of `cloud_s`,
@@ -57,15 +63,18 @@ def phases(costs: SplitCosts, deployment: Deployment, rates: LinkRates, *, rever
     gradients_bytes = costs.gradient_bytes(deployment.cut)
     up_bytes, down_bytes = (gradients_bytes, features_bytes) if reverse else (features_bytes, gradients_bytes)
     replays = deployment.window > 0 and cut.front_trains
+    up_s, down_s = transfer_s(up_bytes, rates.up_bytes_per_s), transfer_s(down_bytes, rates.down_bytes_per_s)
     return Phases(
         edge_s=cut.edge_forward_s * (2.0 if replays and not reverse else 1.0)
         + (cut.edge_backward_s if cut.front_trains or reverse else 0.0)
         + cut.feature_elements * costs.codec_s_per_element.get(deployment.bits, 0.0)
         + (up_bytes + down_bytes) * costs.edge_s_per_byte + costs.edge_s_per_batch,
-        up_s=transfer_s(up_bytes, rates.up_bytes_per_s),
+        up_s=up_s,
         cloud_s=cut.cloud_s * (1.0 + FORWARD_SHARE if replays and reverse else 1.0),
-        down_s=transfer_s(down_bytes, rates.down_bytes_per_s),
+        down_s=down_s,
         latency_s=2.0 * rates.latency_s,
+        hidden_s=0.0 if reverse else (min(up_bytes * costs.edge_s_per_byte, up_s + rates.latency_s)
+                                      + min(down_bytes * costs.edge_s_per_byte, down_s + rates.latency_s)),
     )
 
 

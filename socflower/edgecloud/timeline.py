@@ -246,17 +246,21 @@ class _Simulation:
             front.alone_s += batch_work.forward_s
             self._at(now_s + batch_work.forward_s, self._alone, front)
         else:
-            front.front_s += batch_work.forward_s
+            front.front_s += batch_work.forward_s + batch_work.sending_s + batch_work.receiving_s
             self._at(now_s + batch_work.forward_s, self._forwarded, front)
         front.next += 1
 
     def _forwarded(self, now_s: float, front: _Front) -> None:
-        front.busy = False
         batch = front.next - 1
         batch_work = front.under[batch]
         self._act(now_s, Kind.FORWARD, front, batch, batch_work.deployment)
         arrival_s = front.out.send(now_s, batch_work.feature_bytes, f"batch {batch}")
-        self._at(arrival_s, self._features, front, batch)
+        self._at(max(arrival_s, now_s + batch_work.sending_s), self._features, front, batch)
+        # Transfers take their part of the processor before it is free for another batch.
+        self._at(now_s + batch_work.sending_s + batch_work.receiving_s, self._free, front)
+
+    def _free(self, now_s: float, front: _Front) -> None:
+        front.busy = False
         self._dispatch(front, now_s)
 
     def _apply(self, front: _Front, now_s: float) -> None:
@@ -303,7 +307,7 @@ class _Simulation:
             front.back_s += batch_work.step_s
             self._act(now_s, Kind.STEP, front, batch, batch_work.deployment)
             arrival_s = front.back.send(now_s, batch_work.gradient_bytes, f"the gradient of batch {batch}")
-            self._at(arrival_s, self._gradient, front, batch)
+            self._at(max(arrival_s, now_s + batch_work.receiving_s), self._gradient, front, batch)
 
     def _gradient(self, now_s: float, front: _Front, batch: int) -> None:
         front.back.arrived(now_s)

@@ -45,12 +45,14 @@ class Work:
     """What one batch asks of every server; the sums over each are those of `phases`."""
 
     deployment: Deployment
-    forward_s: float  # at the front half: forward pass, encoding, sending
+    forward_s: float  # at the front half: forward pass, encoding
     step_s: float  # at the back half
-    apply_s: float  # at the front half: receiving, replay, backward pass, update
+    apply_s: float  # at the front half: replay, backward pass, update
     feature_bytes: float
     gradient_bytes: float
     trains: bool  # whether anything in front of the cut does
+    sending_s: float = 0.0  # of the front half's processor, while the link carries the features
+    receiving_s: float = 0.0  # of the same, while it carries the gradient; both are taken right after the forward pass
 
     @property
     def alone(self) -> bool:
@@ -75,11 +77,13 @@ def work(costs: SplitCosts, deployment: Deployment, *, reverse: bool) -> Work:
         step_s = (cut.edge_forward_s + cut.edge_backward_s + codec_s
                   + (feature_bytes + gradient_bytes) * costs.edge_s_per_byte + 2.0 * message_s)
     else:
-        forward_s = cut.edge_forward_s + codec_s + feature_bytes * costs.edge_s_per_byte + message_s
+        forward_s = cut.edge_forward_s + codec_s + message_s
         apply_s = ((cut.edge_backward_s if cut.front_trains else 0.0) + (cut.edge_forward_s if replays else 0.0)
-                   + gradient_bytes * costs.edge_s_per_byte + message_s)
+                   + message_s)
         step_s = cut.cloud_s
-    return Work(deployment, forward_s, step_s, apply_s, feature_bytes, gradient_bytes, cut.front_trains)
+    s_per_byte = 0.0 if reverse else costs.edge_s_per_byte
+    return Work(deployment, forward_s, step_s, apply_s, feature_bytes, gradient_bytes, cut.front_trains,
+                feature_bytes * s_per_byte, gradient_bytes * s_per_byte)
 
 
 def migration(costs: SplitCosts, old: int | None, new: int | None, *, reverse: bool) -> tuple[Direction, float]:

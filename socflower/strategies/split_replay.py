@@ -111,6 +111,7 @@ class SplitReplay(Resumable):
         self._roster = Roster(cluster, range(len(parties)))
         self._timeline: Timeline | None = None
         self._runs: dict[int, str] = {}  # the cloud's session, by party
+        self._began_anew: dict[int, str] = {}  # what is to be said of sessions that did, by party
         self._arrays: Arrays = {}  # of the round's beginning
         self._party_of_message: dict[int, tuple[int, ...]] = {}  # by node
 
@@ -167,7 +168,7 @@ class SplitReplay(Resumable):
             start_s=0.0 if self._clock is None else self._clock.now_s)
         self._arrays = array_views(arrays)
         settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
-        self._party_of_message, self._runs = {}, {}
+        self._party_of_message, self._runs, self._began_anew = {}, {}, {}
         everyone = tuple(range(len(self.parties)))
         groups = [everyone] if self._mode != OWN and self._cloud is None else [(party,) for party in everyone]
         messages = []
@@ -205,6 +206,8 @@ class SplitReplay(Resumable):
                    for party, report in measured.items() for text in report.events]
         events += [ReplyEvent(kind="began-anew", group_id=group[0], text=f"edge {', '.join(map(str, group))}: {text}")
                    for group, reply in usable.items() for text in _texts(reply)]
+        events += [ReplyEvent(kind="began-anew", group_id=party, text=f"edge {party}: {text}")
+                   for party, text in self._began_anew.items()]
         for event in events:
             log(WARNING, "aggregate_train: %s", event.text)
         first, num_batches = self._span(server_round)
@@ -258,6 +261,10 @@ class SplitReplay(Resumable):
                                for other in range(len(self.parties)))) if self._mode != OWN else edge
         task = self._cloud.open(task, {name: array for name, array in self._arrays.items() if name not in others})
         self._runs[party] = task.run
+        goes_on = self._mode != OWN or len(self.parties) == 1  # and is not averaged with others each round
+        if goes_on and 0 < task.first_batch == task.session_first:
+            self._began_anew[party] = (f"the cloud's half begins a new session before batch {task.first_batch}, with "
+                                       "the last round's weights and a new optimiser")
         own = to_array_record({name: array for name, array in self._arrays.items() if name in edge})
         return self._message((party,), task, own, settings, server_round)
 

@@ -24,7 +24,7 @@ def tables(draw: st.DrawFn, slowest: float) -> SplitCosts:
         cloud_s=sum(cloud[i + 1:]), feature_elements=draw(st.integers(1, 10**6)), front_weight_bytes=1.0)
         for i in range(num_cuts))
     return SplitCosts(model="m", batch_size=2, cuts=cuts, edge_only_s=sum(edge), label_bytes=draw(st.floats(0, 1e3)),
-                      edge_s_per_byte=draw(st.floats(0, 1e-7)))
+                      edge_s_per_byte=draw(st.floats(0, 1e-7)), edge_s_per_batch=draw(st.floats(0, 0.1)))
 
 
 RATES = st.builds(lambda up, down, latency_s: LinkRates(up_bytes_per_s=up, down_bytes_per_s=down, latency_s=latency_s),
@@ -42,8 +42,9 @@ def seconds_of(costs: SplitCosts, rates: LinkRates, in_cloud: tuple[bool, ...]) 
             features = costs.feature_bytes(i - 1, 32) - (0.0 if place else costs.label_bytes)
             gradients = costs.gradient_bytes(i - 1)
             up, down = (features, gradients) if place else (gradients, features)
-            total_s += (transfer_s(up, rates.up_bytes_per_s) + transfer_s(down, rates.down_bytes_per_s)
-                        + 2 * rates.latency_s + (up + down) * costs.edge_s_per_byte)
+            total_s += (max(transfer_s(up, rates.up_bytes_per_s) + rates.latency_s, up * costs.edge_s_per_byte)
+                        + max(transfer_s(down, rates.down_bytes_per_s) + rates.latency_s, down * costs.edge_s_per_byte)
+                        + costs.edge_s_per_batch)
     return total_s
 
 

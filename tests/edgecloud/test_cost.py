@@ -154,7 +154,13 @@ def test_phases_are_those_of_the_paper() -> None:
     assert (times.up_s, times.cloud_s, times.down_s) == pytest.approx((11.32, 0.3, 10.25))
     assert times.latency_s == 0.5
     assert times.longest_s == pytest.approx(11.32)
-    assert times.total_s == pytest.approx(times.edge_s + 11.32 + 0.3 + 10.25 + 0.5)
+    # Waiting for the link is longer than what the edge does for the bytes meanwhile.
+    assert times.hidden_s == pytest.approx((1132 + 4100) * 1e-4)
+    assert times.total_s == pytest.approx(1.0 + 1.0 + 2.0 + 1000 * 1e-3 + 11.32 + 0.3 + 10.25 + 0.5)
+    fast = LinkRates(up_bytes_per_s=1e9, down_bytes_per_s=1e9)
+    slowed = phases(costs(edge_s_per_batch=0.25), Deployment(cut=0, bits=8, window=2), fast)
+    assert slowed.edge_s == pytest.approx(times.edge_s + 0.25)
+    assert slowed.total_s == pytest.approx(slowed.edge_s + 0.3)
 
 
 def test_no_replay_without_a_window_and_no_codec_at_32_bits() -> None:
@@ -242,6 +248,7 @@ def test_a_change_costs_the_drain_and_the_migration_at_the_rates_of_now() -> Non
     (lambda: phases(costs(), Deployment(cut=1), RATES), "no cut 1; its cuts are 0 to 0"),
     (lambda: Phases(edge_s=-1.0), "edge_s = -1.0"),
     (lambda: Phases(edge_s=math.nan), "edge_s = nan"),
+    (lambda: Phases(edge_s=1.0, hidden_s=2.0), "hidden_s = 2.0 is a part of edge_s = 1.0"),
     (lambda: training_s(Phases(edge_s=1.0), 0.5, 1), "num_batches = 0.5"),
     (lambda: training_s(Phases(edge_s=1.0), math.inf, 1), "num_batches = inf"),
     (lambda: training_s(Phases(edge_s=1.0), 5, -1), "window = -1"),

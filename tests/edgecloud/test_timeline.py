@@ -33,6 +33,7 @@ def costs(draw: st.DrawFn, *, frozen: bool = True) -> SplitCosts:
                      not (frozen and draw(st.booleans()))) for index in range(3))
     return SplitCosts(model="tiny", batch_size=8, cuts=cuts, edge_only_s=1.0 + draw(SECONDS), label_bytes=8.0,
                       codec_s_per_element={8: 0.001}, edge_s_per_byte=draw(st.sampled_from([0.0, 0.001])),
+                      edge_s_per_batch=draw(st.sampled_from([0.0, 0.5])),
                       header_bytes=16.0, model_weight_bytes=1000.0)
 
 
@@ -185,10 +186,11 @@ def test_all_happens_as_early_as_its_order_allows(data: st.DataObject, reverse: 
             front_s += one.forward_s
             expected_s = front_s
             out_s = party.trace.passed_s(out, max(out_s, front_s), one.feature_bytes)
-            cloud_s = max(cloud_s, out_s + party.trace.latency_s) + one.step_s
+            cloud_s = max(cloud_s, out_s + party.trace.latency_s, front_s + one.sending_s) + one.step_s
             step_s[action.batch] = cloud_s
             back_s = party.trace.passed_s(back, max(back_s, cloud_s), one.gradient_bytes)
-            gradient_s[action.batch] = back_s + party.trace.latency_s
+            gradient_s[action.batch] = max(back_s + party.trace.latency_s, cloud_s + one.receiving_s)
+            front_s += one.sending_s + one.receiving_s
         elif action.kind == Kind.STEP:
             expected_s = step_s[action.batch]
         else:
@@ -203,10 +205,12 @@ def phases_of(one: SplitCosts, where: int, bits: int, window: int, rates: tuple[
     layer = one.cuts[where]
     up_bytes = 16.0 + 8.0 + math.ceil(layer.feature_elements * bits / 8)
     down_bytes = 16.0 + 4.0 * layer.feature_elements
-    edge_s = (layer.edge_forward_s * (2 if window else 1) + layer.edge_backward_s
-              + layer.feature_elements * (0.001 if bits == 8 else 0.0) + one.edge_s_per_byte * (up_bytes + down_bytes))
-    four = [edge_s, up_bytes / rates[0], layer.cloud_s, down_bytes / rates[1]]
-    return four, sum(four) + 2 * rates[2]
+    layers_s = (layer.edge_forward_s * (2 if window else 1) + layer.edge_backward_s + one.edge_s_per_batch
+                + layer.feature_elements * (0.001 if bits == 8 else 0.0))
+    for_bytes_s = up_bytes * one.edge_s_per_byte, down_bytes * one.edge_s_per_byte
+    four = [layers_s + sum(for_bytes_s), up_bytes / rates[0], layer.cloud_s, down_bytes / rates[1]]
+    return four, (layers_s + max(four[1] + rates[2], for_bytes_s[0]) + layer.cloud_s
+                  + max(four[3] + rates[2], for_bytes_s[1]))
 
 
 RATES = st.tuples(st.floats(30, 5000), st.floats(30, 5000), st.sampled_from([0.0, 0.5, 4.0]))
@@ -263,8 +267,8 @@ def test_the_work_of_a_batch_sums_up_to_its_phases(
     deployment = Deployment(cut=where, bits=8, window=window)
     expected = phases(one, deployment, LinkRates(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1]), reverse=reverse)
     batch = work(one, deployment, reverse=reverse)
-    ends = (batch.step_s, batch.forward_s + batch.apply_s) if reverse and not batch.alone else \
-        (batch.forward_s + batch.apply_s, batch.step_s)
+    front_s = batch.forward_s + batch.sending_s + batch.receiving_s + batch.apply_s
+    ends = (batch.step_s, front_s) if reverse and not batch.alone else (front_s, batch.step_s)
     assert ends == pytest.approx((expected.edge_s, expected.cloud_s))
 
 

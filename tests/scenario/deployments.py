@@ -30,12 +30,14 @@ DEADLINE_S = 240.0
 
 
 class DeployedRun:
-    """One run of a small scenario on two SuperNodes; used as a context, it leaves nothing running."""
+    """One run of a small scenario, on two SuperNodes or what `scenario` says; used as a context, it leaves nothing
+    running.
+    """
 
-    def __init__(self, folder: Path, *options: str, epochs: int = 3) -> None:
+    def __init__(self, folder: Path, *options: str, epochs: int = 3, scenario: str = SCENARIO) -> None:
         self.folder = folder
         self.scenario = folder / "survive.toml"
-        self.scenario.write_text(SCENARIO.format(epochs=epochs))
+        self.scenario.write_text(scenario.format(epochs=epochs))
         self.out = folder / "out"
         temporary = folder / "tmp"
         temporary.mkdir(exist_ok=True)

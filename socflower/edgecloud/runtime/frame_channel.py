@@ -20,23 +20,20 @@ from threading import Condition
 
 from socflower.edgecloud.runtime.blocks import slices_of
 from socflower.edgecloud.runtime.failures import FrameRefused, SplitLost
-from socflower.edgecloud.runtime.frames import LARGEST_PART_BYTES, Limits, Message, Packed, check_head, pack, unpack
+from socflower.edgecloud.runtime.frames import (
+    LARGEST_PART_BYTES,
+    Limits,
+    Message,
+    Packed,
+    check_head,
+    cost_bytes,
+    pack,
+    unpack,
+)
+from socflower.edgecloud.runtime.traffic import Traffic, Transfer
 from socflower.edgecloud.runtime.wire import split_pb2 as wire
 
-_MESSAGE_BYTES = 1024
-"""What a message counts beside its body, so that many small ones are bounded too."""
-
 _KEPT_TRANSFERS = 1024
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Transfer:
-    """A message that has crossed the link, as its sender saw it."""
-
-    sent: bool  # by this end; otherwise by the other
-    num_bytes: int  # with framing
-    seconds: float  # from its first byte, or from when the link was free of the one before, until all was known there
-    at_s: float  # when this end knew, on the channel's clock
 
 
 @dataclass(slots=True)
@@ -51,25 +48,6 @@ class _Kept:
     @property
     def cost_bytes(self) -> int:
         return cost_bytes(self.packed.head)
-
-
-def cost_bytes(head: wire.Head) -> int:
-    """Return what a message takes of its receiver's credit."""
-    tensor = head.tensor
-    num_ranges = len(tensor.plain.low) + len(tensor.delta.first.low) + len(tensor.delta.change.low)
-    return int(head.num_bytes) + 16 * num_ranges + _MESSAGE_BYTES
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What has gone through a channel, all streams together."""
-
-    sent_bytes: int = 0  # frames, those sent again too
-    received_bytes: int = 0
-    streams: int = 0
-    peak_inbox_bytes: int = 0
-    peak_kept_bytes: int = 0
-    peak_kept_messages: int = 0
 
 
 class FrameChannel:
@@ -141,12 +119,19 @@ class FrameChannel:
 
     def receive(self, what: str = "message") -> Message:
         """Return the next message, waiting for it. Raises what `fail` was given, and `SplitLost`."""
+        message = self._awaited(what, lambda: False)
+        assert message is not None
+        return message
+
+    def receive_or_idle(self, what: str = "message") -> Message | None:
+        """Return the next message, or None as soon as `is_idle`, waiting for either. Raises as `receive` does."""
+        return self._awaited(what, self._nothing_waits)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no message waits for the link: each has at least begun to go out."""
         with self._changed:
-            began_s = self._clock()
-            while not self._inbox:
-                self._wait(began_s, f"sends no {what}")
-            self._raise_failure()
-            return self._pop()
+            return self._nothing_waits()
 
     def flush(self, timeout_s: float) -> bool:
         """Return whether the other end got everything, after waiting for that as long as it takes or is allowed."""
@@ -288,6 +273,17 @@ class FrameChannel:
         if self._failure is not None:
             raise self._failure
 
+    def _awaited(self, what: str, enough: Callable[[], bool]) -> Message | None:
+        with self._changed:
+            began_s = self._clock()
+            while not self._inbox and not enough():
+                self._wait(began_s, f"sends no {what}")
+            self._raise_failure()
+            return self._pop() if self._inbox else None
+
+    def _nothing_waits(self) -> bool:
+        return not self._kept or self._kept[-1].number <= self._started
+
     def _pop(self) -> Message:
         cost, message = self._inbox.popleft()
         self._inbox_bytes -= cost
@@ -306,6 +302,7 @@ class FrameChannel:
             self._started = kept.number
             self._ahead.append((kept.number, kept.cost_bytes))
             kept.began_s = self._clock()
+            self._changed.notify_all()
             return kept
         return None
 
@@ -395,5 +392,3 @@ def _parts(kept: _Kept, part_bytes: int) -> Iterator[wire.Part]:
     """Yield a message's parts."""
     for index, piece in enumerate(slices_of(kept.packed.body, part_bytes)):
         yield wire.Part(number=kept.number, index=index, head=None if index else kept.packed.head, body=piece)
-
-

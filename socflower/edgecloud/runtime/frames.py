@@ -39,6 +39,10 @@ LARGEST_FRAME_BYTES = LARGEST_PART_BYTES + (256 << 10)
 """A part and its head: least and largest value of each of some thousand samples at most."""
 
 
+_MESSAGE_BYTES = 1024
+"""What a message counts beside its body, so that many small ones are bounded too."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaFeatures:
     """Features coded against what was last sent of each sample, and all that the other end needs to follow."""
@@ -150,6 +154,13 @@ def pack(message: Message) -> Packed:
             head.goodbye.SetInParent()
     head.num_bytes = size_of(body)
     return Packed(head=head, body=body)
+
+
+def cost_bytes(head: wire.Head) -> int:
+    """Return what a message takes of its receiver's credit."""
+    tensor = head.tensor
+    num_ranges = len(tensor.plain.low) + len(tensor.delta.first.low) + len(tensor.delta.change.low)
+    return int(head.num_bytes) + 16 * num_ranges + _MESSAGE_BYTES
 
 
 def check_head(head: wire.Head, limits: Limits) -> None:

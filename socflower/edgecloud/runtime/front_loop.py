@@ -12,9 +12,10 @@ from socflower.edgecloud.replay_window import ReplayWindow
 from socflower.edgecloud.runtime.barriers import Barrier, BarrierStore, Saved
 from socflower.edgecloud.runtime.failures import SplitRefused
 from socflower.edgecloud.runtime.feature_path import FeatureSender
-from socflower.edgecloud.runtime.frame_channel import FrameChannel, Transfer
+from socflower.edgecloud.runtime.frame_channel import FrameChannel
 from socflower.edgecloud.runtime.frames import Features, Goodbye, Gradient, Mark, Message, Recut, digest_of_ids
 from socflower.edgecloud.runtime.loop_report import LARGEST_TRANSFERS, LoopReport, Move
+from socflower.edgecloud.runtime.traffic import Transfer
 from socflower.edgecloud.workers import FrontHalf
 from socflower.errors import ConfigError
 
@@ -74,9 +75,11 @@ class FrontLoop:
 
     Where it may do either, it takes turns: right after an update a batch goes forward, if the window allows; else a
     gradient that has come is applied. To apply all that has come first would bunch batches up, while link and back half
-    stand idle, and take up to 1.7 times as long as F26 says (see `cost.training_s`). It never waits for room, so it
-    always reads (see `frame_channel`); its own memory is bounded by the window. All that goes wrong on the way is
-    raised as it comes: `SplitLost`, `SplitRefused`, `StartOver`, `ConfigError` of the half.
+    stand idle, and take up to 1.7 times as long as F26 says (see `cost.training_s`). No batch goes forward while
+    another waits for the link: it would come no sooner, take memory, and be staler. So features wait here of one batch,
+    besides those that are on their way. The loop never waits for room, so it always reads (see `frame_channel`). All
+    that goes wrong on the way is raised as it comes: `SplitLost`, `SplitRefused`, `StartOver`, `ConfigError` of the
+    half.
 
     `on_barrier` is told every barrier that both sides have saved, where the half stands for whoever comes next;
     `on_step` that it stands there no longer.
@@ -106,7 +109,9 @@ class FrontLoop:
             self._want(self._deployment.cut)
         updated = False  # since a batch went forward last
         while batch < stop or not self._window.drained:
-            ready = batch < stop and self._may_forward(batch) and not self._must_drain(batch)
+            allowed = batch < stop and self._may_forward(batch) and not self._must_drain(batch)
+            # What would only wait behind another batch for the link may as well wait to be computed.
+            ready = allowed and self._channel.is_idle
             message = None if ready and updated else self._channel.poll()
             if message is not None:
                 self._apply(message)
@@ -115,11 +120,13 @@ class FrontLoop:
                 self._forward(batch)
                 batch += 1
                 updated = False
-            elif not self._window.drained:
+            elif allowed or not self._window.drained:
+                what = f"gradient of batch {self._window.oldest}"
                 with self._report.waiting():
-                    message = self._channel.receive(f"gradient of batch {self._window.oldest}")
-                self._apply(message)
-                updated = True
+                    message = self._channel.receive_or_idle(what) if allowed else self._channel.receive(what)
+                if message is not None:
+                    self._apply(message)
+                    updated = True
             elif self._wanted is not None:
                 self._recut(self._wanted, batch)
             else:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from socflower.edgecloud.deployment import Deployment
-from socflower.edgecloud.runtime.frame_channel import Traffic, Transfer
+from socflower.edgecloud.runtime.traffic import Traffic, Transfer
 
 LARGEST_TRANSFERS = 100_000
 

@@ -26,16 +26,24 @@ _KIND = "split-costs"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measuring:
-    """How to measure: everything that is timed runs `num_warm_ups` times before, and counts by its median."""
+    """How to measure: everything that is timed runs `num_warm_ups` times before, and counts by its median.
+
+    With `at_least_s` each of the `num_repeats` timings is a mean over so many runs as last that long: where a quota
+    stops the processor from time to time, most runs shorter than the stops are spared, and their median would be too
+    little.
+    """
 
     optimizer: OptimizerFactory
     batch_size: int
     num_repeats: int = 5
     num_warm_ups: int = 2
+    at_least_s: float = 0.0
     device: str = "cpu"
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
+        if not 0 <= self.at_least_s < math.inf:
+            raise ConfigError(f"measuring: at_least_s = {self.at_least_s} must be 0 or more and finite")
         if self.batch_size < 1 or self.num_repeats < 1 or self.num_warm_ups < 1:
             raise ConfigError(f"measuring: batch_size = {self.batch_size}, num_repeats = {self.num_repeats} and "
                               f"num_warm_ups = {self.num_warm_ups} must be 1 or more")
@@ -47,10 +55,12 @@ class Measuring:
         times_s: list[float] = []
         for _ in range(self.num_repeats):
             self._settle()
-            start_s = self.clock()
-            work()
-            self._settle()
-            times_s.append(self.clock() - start_s)
+            start_s, num_runs, passed_s = self.clock(), 0, 0.0
+            while num_runs == 0 or passed_s < self.at_least_s:
+                work()
+                self._settle()
+                num_runs, passed_s = num_runs + 1, self.clock() - start_s
+            times_s.append(passed_s / num_runs)
         return statistics.median(times_s)
 
     def _settle(self) -> None:

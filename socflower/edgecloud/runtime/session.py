@@ -98,6 +98,7 @@ class CloudSession:
         self._store = BarrierStore(folder, f"{terms.run_id}, cloud")
         self._half_lock = Lock()  # around what changes the half or where it stands
         self._stands_at: int | None = 0
+        self._is_new = True  # no span has begun, here
         self._changed = Condition()
         self._waiting: dict[int, _Ticket] = {}
         self._training: _Training | None = None
@@ -202,12 +203,23 @@ class CloudSession:
     def weights(self) -> tuple[int, Weights]:
         """Return how many batches the half was trained on, and its weights; `SplitRefused` while a span runs."""
         with self._half_lock:
+            self._wake_up()
             return self._standing(), {name: array.copy() for name, array in self._half.weights().items()}
 
     def state(self) -> tuple[int, bytes]:
         """Return how many batches the half was trained on, and what `Half.restore` needs; else as `weights`."""
         with self._half_lock:
+            self._wake_up()
             return self._standing(), self._half.save()
+
+    def _wake_up(self) -> None:
+        """Stand at the newest barrier, if the service was started anew since that was saved and no edge has come."""
+        saved = self._store.barriers() if self._is_new else ()
+        self._is_new = False
+        if saved:
+            newest = self._store.load(saved[-1])
+            self._half.restore(newest.half)
+            self._stands_at, self._deployment = saved[-1].batch, newest.deployment or self._deployment
 
     def _standing(self) -> int:
         if self._stands_at is None:
@@ -279,6 +291,8 @@ class CloudSession:
         terms, hellos = self.terms, [ticket.hello for ticket in tickets]
         with self._changed:
             self._training = None
+        with self._half_lock:
+            self._is_new = False
         first, num_batches = hellos[0].first_batch, hellos[0].num_batches
         stop = first + num_batches
         offers = [[Barrier(batch=barrier.batch, lineage=barrier.lineage) for barrier in hello.barriers]

@@ -2,7 +2,8 @@
 
 Both ends are here, and do the same: features go, a gradient of the same size comes. So half of the process's processor
 time is what an edge spends, serialising, copying and system calls included. Two sizes tell what a byte costs, and what
-a batch costs however small it is.
+a batch costs however small it is. In between, more memory is gone over than a cache holds, as a training does; that
+itself does not count.
 """
 
 import itertools
@@ -20,7 +21,7 @@ from socflower.edgecloud.runtime.cloud_service import CloudService
 from socflower.edgecloud.runtime.credentials import new_token
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.edge_training import Span, train_front
-from socflower.edgecloud.runtime.front_loop import FrontPlan
+from socflower.edgecloud.runtime.front_loop import FrontPlan, Progress
 from socflower.edgecloud.runtime.operator_calls import Operator, open_session
 from socflower.edgecloud.workers import Array, Weights
 from socflower.errors import ConfigError
@@ -28,6 +29,7 @@ from socflower.errors import ConfigError
 _FINGERPRINT = "a stream that carries nothing but zeros"
 _FEW, _MANY = 64, 1 << 18  # elements of float32
 _WARM_UP_BATCHES = 3
+_TRAINING_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,14 +78,18 @@ def _edge_cpu_s(elements: int, num_batches: int) -> float:
     """Return the processor seconds of one end for a batch with so many features."""
     token, edge_token, run = new_token(), new_token(), "stream-costs"
     told_s: list[float] = []
-    service = CloudService("127.0.0.1:0", lambda terms, weights: _Echo(elements), operator_token=token,
-                           log=lambda line: None)
+    front, back = _Echo(elements), _Echo(elements)
+    service = CloudService("127.0.0.1:0", lambda terms, weights: back, operator_token=token, log=lambda line: None)
+
+    def note(progress: Progress) -> None:
+        told_s.append(time.process_time() - front.training_s - back.training_s)
+
     try:
         open_session(Operator(address=service.address, token=token), run_id=run, edge_token=edge_token,
                      fingerprint=_FINGERPRINT)
         connection = EdgeConnection(service.address, run_id=run, token=edge_token, fingerprint=_FINGERPRINT)
-        plan = FrontPlan(deployment=Deployment(cut=0), progress=lambda progress: told_s.append(time.process_time()))
-        train_front(connection, _Echo(elements), Span(first_batch=0, num_batches=_WARM_UP_BATCHES + num_batches), plan)
+        plan = FrontPlan(deployment=Deployment(cut=0), progress=note)
+        train_front(connection, front, Span(first_batch=0, num_batches=_WARM_UP_BATCHES + num_batches), plan)
         connection.close()
     finally:
         service.close()
@@ -92,16 +98,24 @@ def _edge_cpu_s(elements: int, num_batches: int) -> float:
 
 
 class _Echo:
-    """Either half of a model that computes nothing."""
+    """Either half of a model that computes nothing of use."""
 
     def __init__(self, elements: int) -> None:
         self._features = np.zeros((1, elements), np.float32)
+        self._memory = np.zeros(_TRAINING_BYTES // 4, np.float32)
+        self.training_s = 0.0  # of the processor
+
+    def _train(self) -> None:
+        began_s = time.thread_time()
+        self._memory += 1.0
+        self.training_s += time.thread_time() - began_s
 
     @property
     def cut(self) -> int:
         return 0
 
     def forward(self, batch: int, *, keep_graph: bool = False) -> Array:
+        self._train()
         return self._features.copy()  # as a half gives features of its own
 
     def labels(self, batch: int) -> NDArray[Any]:
@@ -111,9 +125,11 @@ class _Echo:
         return np.array([batch], np.int64)
 
     def apply(self, batch: int, gradient: Array | None) -> None:
-        """Let go of it."""
+        """Let go of the gradient."""
+        self._train()
 
     def step(self, batch: int, features: Sequence[Array], labels: NDArray[Any]) -> tuple[list[Array | None], float]:
+        self._train()
         return [part.copy() for part in features], 0.0
 
     def weights(self) -> Weights:

@@ -40,6 +40,10 @@ class BreakingLine:
         self.down()
         _shut(self._listener)
 
+    def passed(self, content: bytes) -> bytes:
+        """Return what arrives of some bytes, when they do; worse lines do worse."""
+        return content
+
     def _accept(self) -> None:
         while True:
             try:
@@ -70,7 +74,7 @@ class BreakingLine:
                 budget[0] -= len(content)
                 if budget[0] < 0:
                     break
-                sink.sendall(content)
+                sink.sendall(self.passed(content))
         except OSError:
             pass
         for end in (source, sink):

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.edgecloud.runtime.failures import FrameRefused, SplitLost, StartOver
-from socflower.edgecloud.runtime.frame_channel import FrameChannel, cost_bytes
-from socflower.edgecloud.runtime.frames import Goodbye, Limits, Mark, Recut, pack
+from socflower.edgecloud.runtime.frame_channel import FrameChannel
+from socflower.edgecloud.runtime.frames import Goodbye, Limits, Mark, Recut, cost_bytes, pack
 from socflower.edgecloud.runtime.wire import split_pb2 as wire
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.memory_line import MemoryLine

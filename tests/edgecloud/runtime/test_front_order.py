@@ -11,10 +11,11 @@ from socflower.edgecloud.deployment import Deployment
 from socflower.edgecloud.runtime.back_loop import BackLoop
 from socflower.edgecloud.runtime.barriers import BarrierStore
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
-from socflower.edgecloud.runtime.frame_channel import FrameChannel, Transfer
+from socflower.edgecloud.runtime.frame_channel import FrameChannel
 from socflower.edgecloud.runtime.frames import Limits
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan, Situation
 from socflower.edgecloud.runtime.loop_report import LoopReport
+from socflower.edgecloud.runtime.traffic import Transfer
 from socflower.edgecloud.workers import Array
 from tests.edgecloud.runtime.memory_line import MemoryLine, lags
 from tests.edgecloud.runtime.numpy_halves import Back, Front
@@ -44,6 +45,8 @@ class Recording(Front):
     def apply(self, batch: int, gradient: Array | None) -> None:
         if batch == 0:  # before the gradients there is the answer to the first mark
             wait_until(lambda: self.channel.standing()[0] == 1 + WINDOW + 1)
+        # As in a real training the line is quicker to begin with a message than the half is to update itself.
+        wait_until(lambda: self.channel.is_idle)
         self.order.append(("apply", batch))
         super().apply(batch, gradient)
 
@@ -93,3 +96,27 @@ def test_every_transfer_is_shown_to_a_decision_once() -> None:
 
     _, report = train(FrontPlan(deployment=Deployment(cut=1, window=WINDOW), decide=decide), 30, longest_s=0.003)
     assert len(seen) > 20 and seen == report.transfers[:len(seen)]
+
+
+def test_no_batch_goes_forward_while_another_waits_for_the_link() -> None:
+    """However wide the window: what would wait for the link takes no memory, and its weights are not older."""
+    near, far = (FrameChannel(name, limits=Limits(), patience_s=20) for name in ("the cloud", "the edge"))
+    longest = []
+
+    class Counting(Front):
+        def forward(self, batch: int, *, keep_graph: bool = False) -> Array:
+            longest.append(sum(kept.number > near._started for kept in near._kept))
+            return super().forward(batch, keep_graph=keep_graph)
+
+    line = MemoryLine(near, far, lag_s=lambda: 0.01)  # slower than the halves
+    report = LoopReport(first_batch=0, num_batches=12)
+    behind = BackLoop(Back(), [far], joined=False, report=LoopReport(first_batch=0, num_batches=0), lineage="a",
+                      store=BarrierStore(None, "test"), receivers=[FeatureReceiver("the edge")])
+    thread = threading.Thread(target=behind.run, args=(0,))
+    thread.start()
+    plan = FrontPlan(deployment=Deployment(cut=1, window=8))
+    FrontLoop(Counting(), near, plan, report=report, store=BarrierStore(None, "test"), lineage="a",
+              deployment=plan.deployment, sender=FeatureSender()).run(0, 12)
+    thread.join(20)
+    line.close()
+    assert not thread.is_alive() and len(longest) == 12 and max(longest) == 0

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -141,3 +142,18 @@ def test_measuring_nothing_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key} = 0"):
         Measuring(optimizer=adam, **settings_of)
     assert np.isfinite(HOW.seconds(lambda: None))
+
+
+def test_a_timing_may_be_a_mean_over_as_many_runs_as_last_long_enough() -> None:
+    """Every fourth run is stopped for long, as by a quota: a median of single runs would not see it."""
+    now_s, runs = [0.0], [0]
+
+    def work() -> None:
+        runs[0] += 1
+        now_s[0] += 9.0 if runs[0] % 4 == 0 else 1.0
+
+    single = Measuring(optimizer=sgd, batch_size=4, num_repeats=7, num_warm_ups=1, clock=lambda: now_s[0])
+    assert single.seconds(work) == 1.0
+    assert replace(single, at_least_s=1200.0).seconds(work) == pytest.approx(3.0, rel=0.01)
+    with pytest.raises(ConfigError, match="at_least_s = -1 must be 0 or more"):
+        replace(single, at_least_s=-1)

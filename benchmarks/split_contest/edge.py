@@ -1,0 +1,106 @@
+"""The edge: `python -m benchmarks.split_contest.edge` does what the lines of its input say, and answers each.
+
+A line is JSON: `costs` with the cloud's seconds, or `run` with a run.
+"""
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from benchmarks.split_contest.plan import Batches, Measured, Run, measuring, program
+from socflower.edgecloud.link_trace import constant
+from socflower.edgecloud.runtime.credentials import new_token
+from socflower.edgecloud.runtime.edge_connection import EdgeConnection
+from socflower.edgecloud.runtime.edge_training import Span, train_front
+from socflower.edgecloud.runtime.front_loop import FrontPlan
+from socflower.edgecloud.runtime.loop_report import LoopReport
+from socflower.edgecloud.runtime.measuring import measure_costs, to_document
+from socflower.edgecloud.runtime.operator_calls import Operator, close_session, open_session
+from socflower.edgecloud.runtime.stream_costs import measure_stream
+from socflower.edgecloud.token_bucket import BURST_BYTES, TokenBucket
+
+_LATE_S = 0.05
+
+
+def costs(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return what a batch costs at every cut: halves, codec and stream, timed here as fast as here may be run."""
+    measured = measure_costs(program().split, measuring(asked["num_repeats"]), cloud_s=asked["cloud_s"],
+                             bits=(8, 16), label_bytes=8.0)
+    return to_document(measure_stream(num_batches=asked["num_batches"]).added_to(measured))
+
+
+def train(run: Run) -> Measured:
+    """Train as a run says, from the same weights as any other."""
+    batches = Batches(run.batch_size)
+    placed = program().front(0, run.cut, batches)  # type: ignore[arg-type]
+    before = _memory()
+    began_s, cpu_s = time.monotonic(), time.process_time()
+    done_s: list[float] = []
+    if run.cut is None:
+        losses = []
+        for batch in range(run.num_batches):
+            losses.append(placed.half.train_alone(batch))
+            done_s.append(time.monotonic() - began_s)
+        report = LoopReport(first_batch=0, num_batches=run.num_batches, losses=dict(enumerate(losses)))
+    else:
+        report = _train_split(run, placed.half, lambda: done_s.append(time.monotonic() - began_s))
+    if run.weights:
+        np.savez(run.weights, **placed.arrays())
+    after = _memory()
+    order = sorted(report.losses)
+    return Measured(
+        done_s=tuple(done_s), losses=tuple(report.losses[batch] for batch in order),
+        staleness=tuple(report.staleness.get(batch, 0) for batch in order), sent_bytes=report.sent_bytes,
+        received_bytes=report.received_bytes, compute_s=report.compute_s, wait_s=report.wait_s,
+        cpu_s=time.process_time() - cpu_s, source=batches.source,
+        memory={"before_bytes": before["rss"], "peak_bytes": after["peak"], "kept_bytes": report.peak_kept_bytes})
+
+
+def _train_split(run: Run, half: Any, on_done: Any) -> LoopReport:
+    operator = Operator(address=run.address, token=run.token)
+    edge_token, fingerprint = new_token(), program().fingerprint()
+    open_session(operator, run_id=run.name, edge_token=edge_token, fingerprint=fingerprint,
+                 settings={"cut": run.cut})
+    link = constant(run.bytes_per_s, run.bytes_per_s) if run.mbit_per_s else None
+    # A process that the quota stops wakes up late, which is not the link's fault: it may catch up on that.
+    burst_bytes = max(BURST_BYTES, round(_LATE_S * run.bytes_per_s))
+    up, down = (None, None) if link is None else (
+        TokenBucket(link, "up", burst_bytes=burst_bytes), TokenBucket(link, "down", burst_bytes=burst_bytes))
+    connection = EdgeConnection(run.address, run_id=run.name, token=edge_token, fingerprint=fingerprint, up=up,
+                                down=down)
+    plan = FrontPlan(deployment=run.deployment, gradient_bits=run.gradient_bits,
+                     feedback=run.feedback,  # type: ignore[arg-type]
+                     progress=lambda progress: on_done())
+    try:
+        return train_front(connection, half, Span(first_batch=0, num_batches=run.num_batches), plan)
+    finally:
+        connection.close()
+        if not run.weights:  # else the other half's are fetched
+            close_session(operator, run.name)
+
+
+def _memory() -> dict[str, float]:
+    """Return the process's resident memory, now and at most so far."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {"rss": float(psutil.Process().memory_info().rss), "peak": 1024.0 * float(lines["VmHWM"].split()[0])}
+
+
+def main() -> int:
+    """Do one thing after the other until the input ends."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        answer = asdict(train(Run(**asked["run"]))) if "run" in asked else costs(asked["costs"])
+        print(json.dumps(answer), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Starts edge and cloud, holds the edge to its part of a core, and has them do what is asked."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.split_contest.plan import Measured, Run
+from socflower.edgecloud.deployment import SplitCosts
+from socflower.edgecloud.runtime.measuring import from_document
+from tests.cpu_quota import quota
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_TIMEOUT_S = 900.0
+
+
+class Pair:
+    """A cloud and an edge of `cores`, each on a processor of its own where there are two; a context.
+
+    An edge of None is held to nothing, and has done nothing yet. One processor for all of an edge's threads: otherwise
+    one of them would hold what the quota leaves, and the others would wait for the next period.
+    """
+
+    def __init__(self, cores: float | None) -> None:
+        self._cores = cores
+        self._stack = ExitStack()
+        self._numbers = itertools.count()
+        self.address = self.token = self.folder = ""
+
+    def __enter__(self) -> "Pair":
+        with self._stack:
+            self.folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="split-contest-"))
+            processors = sorted(os.sched_getaffinity(0))
+            self._cloud = self._start("cloud", processors[-1:])
+            self._edge = self._start("edge", processors[:1])
+            said = json.loads(self._line(self._cloud))
+            self.address, self.token = said["address"], said["token"]
+            if self._cores is not None:
+                # Before it is held: to import torch with a tenth of a core takes a minute.
+                self.train(Run(cut=0, num_batches=2))
+                self.train(Run(cut=None, num_batches=2))
+                self._stack.enter_context(quota(self._cloud.pid, cores=1.0))  # only so that it goes before others
+                self._stack.enter_context(quota(self._edge.pid, cores=self._cores))
+            self._stack = self._stack.pop_all()
+        return self
+
+    def renew_edge(self) -> None:
+        """Start a fresh edge in place of the one before."""
+        processors = psutil.Process(self._edge.pid).cpu_affinity()
+        _end(self._edge)
+        self._edge = self._start("edge", processors)
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def costs(self, *, num_repeats: int, num_batches: int) -> SplitCosts:
+        """Return what a batch costs at either end, and its messages at the edge."""
+        return from_document(self._ask(self._edge, {"costs": {
+            "cloud_s": self.cloud_s(num_repeats), "num_repeats": num_repeats, "num_batches": num_batches}}))
+
+    def cloud_s(self, num_repeats: int) -> Sequence[float]:
+        """Return the cloud's seconds for a batch at every cut."""
+        assert self._cloud.stdin is not None
+        self._cloud.stdin.write(f"measure {num_repeats}\n")
+        self._cloud.stdin.flush()
+        seconds: list[float] = json.loads(self._line(self._cloud))
+        return seconds
+
+    def train(self, run: Run) -> Measured:
+        """Do a run and return what the edge measured. Raises `RuntimeError` if it fails."""
+        named = replace(run, address=self.address, token=self.token, name=run.name or f"run-{next(self._numbers)}")
+        answer = self._ask(self._edge, {"run": asdict(named)})
+        return Measured(**{key: tuple(value) if isinstance(value, list) else value for key, value in answer.items()})
+
+    def _ask(self, process: "subprocess.Popen[str]", what: dict[str, Any]) -> dict[str, Any]:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(what) + "\n")
+        process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._line(process))
+        return answer
+
+    def _line(self, process: "subprocess.Popen[str]") -> str:
+        assert process.stdout is not None
+        overdue = threading.Timer(_TIMEOUT_S, process.kill)
+        overdue.start()
+        try:
+            if line := process.stdout.readline():
+                return line
+        finally:
+            overdue.cancel()
+        raise RuntimeError(f"split: a process ended with {process.wait()}")
+
+    def _start(self, name: str, processors: Sequence[int]) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"benchmarks.split_contest.{name}"], cwd=REPOSITORY, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, env={**os.environ, **_ENVIRONMENT})
+        psutil.Process(process.pid).cpu_affinity(list(processors))
+        self._stack.callback(_end, process)
+        return process
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        with suppress(BrokenPipeError):
+            stream.close()
