@@ -130,10 +130,9 @@ def throughput_rows(costs: SplitCosts, mbit_per_s: float, found: Sequence[tuple[
     Edge-only is the first, both of ours are the last.
     """
     rates, place = _rates(mbit_per_s), f"{mbit_per_s:g} Mbit/s"
-    now = slowed(costs, found[0][1] / costs.edge_only_s)
     rows = []
     for system, own_s, ok in found:
-        predicted_s = system.seconds(costs if system.name == "edge-only" else now, rates)
+        predicted_s = system.seconds(costs, rates)
         rows.append(Row(case=f"{place}: {system.label(costs)}, by F26", ours=BATCH_SIZE / own_s, peer="F26",
                         peer_value=BATCH_SIZE / predicted_s, unit="samples/s", ratio=predicted_s / own_s, ok=ok))
     for system, own_s, ok in found[-2:]:
@@ -141,16 +140,6 @@ def throughput_rows(costs: SplitCosts, mbit_per_s: float, found: Sequence[tuple[
                      peer_value=BATCH_SIZE / other_s, unit="samples/s", ratio=other_s / own_s, ok=ok and other_ok)
                  for other, other_s, other_ok in found[:-2]]
     return rows
-
-
-def slowed(costs: SplitCosts, factor: float) -> SplitCosts:
-    """Return the costs of an edge that takes `factor` times as long for everything."""
-    return replace(
-        costs, edge_only_s=factor * costs.edge_only_s, edge_s_per_byte=factor * costs.edge_s_per_byte,
-        edge_s_per_batch=factor * costs.edge_s_per_batch,
-        codec_s_per_element={bits: factor * seconds for bits, seconds in costs.codec_s_per_element.items()},
-        cuts=tuple(replace(cut, edge_forward_s=factor * cut.edge_forward_s,
-                           edge_backward_s=factor * cut.edge_backward_s) for cut in costs.cuts))
 
 
 def _rates(mbit_per_s: float) -> LinkRates:

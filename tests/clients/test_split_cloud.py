@@ -178,8 +178,8 @@ class RestartingGrid(ThreadGrid):
         return replies
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_cloud_that_is_started_anew_between_two_rounds_leaves_no_trace_in_the_weights(
     tmp_path: Path, reverse: bool, at_once: bool,
 ) -> None:

@@ -9,8 +9,6 @@ from tests.edgecloud.split_fault_matrix import Cell, cells
 
 pytestmark = pytest.mark.timeout(300)
 
-FAST = {"wrong-token"}
-"""The others stand in make test with halves that need no torch: runtime/test_reconnect.py, test_faults.py."""
 SAYS = {
     "cloud-without-folder": "is not open at this cloud; its manager has to open it",
     "edge-without-folder": "have no barrier in common",
@@ -28,8 +26,9 @@ SAYS = {
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "split-faults.json"
 
 
+@pytest.mark.slow  # in make test the same happens to halves that need no torch: runtime/test_reconnect.py, test_faults.py
 @pytest.mark.parametrize(("name", "cell"), [
-    pytest.param(name, cell, id=name, marks=() if name in FAST else pytest.mark.slow) for name, cell in cells()])
+    pytest.param(name, cell, id=name) for name, cell in cells()])
 def test_whatever_happens_no_batch_is_lost_or_repeated_and_nothing_hangs(name: str, cell: Cell, tmp_path: Path) -> None:
     """Weights and ledgers are checked by the cell itself."""
     row = cell(tmp_path)
