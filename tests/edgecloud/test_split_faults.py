@@ -26,7 +26,8 @@ SAYS = {
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "split-faults.json"
 
 
-@pytest.mark.slow  # in make test the same happens to halves that need no torch: runtime/test_reconnect.py, test_faults.py
+# In make test the same happens to halves that need no torch: runtime/test_reconnect.py, test_faults.py.
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "cell"), [
     pytest.param(name, cell, id=name) for name, cell in cells()])
 def test_whatever_happens_no_batch_is_lost_or_repeated_and_nothing_hangs(name: str, cell: Cell, tmp_path: Path) -> None:
