@@ -28,7 +28,7 @@ _PAUSE_S = 0.5
 
 
 def session_factory(
-    program: SplitProgram, *, settings: SplitSettings = SplitSettings(),  # noqa: B008 - a frozen value
+    program: SplitProgram, *, settings: SplitSettings | None = None,
     samples_fn: CloudSamplesFn | None = None,
 ) -> SessionFactory:
     """Return what makes the cloud's half of each run of one program.
@@ -56,7 +56,7 @@ def session_factory(
         batches = party_batches(task, party, samples_fn(party, task.num_parties))
         front = own.front(party, task.cuts[0], PartyBatches(batches.samples, batches.order, task.session_first))
         _load(front, weights)
-        return FrontWork(half=front.half, plan=front_plan(task, settings))
+        return FrontWork(half=front.half, plan=front_plan(task, settings or SplitSettings()))
 
     return make
 

@@ -6,7 +6,7 @@ All three make it from the same code, so none sends code to another; a fingerpri
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -119,7 +119,7 @@ class LayeredProgram(SplitProgram):
 
     model_fn: ModelFn
     example: tuple[int, ...]
-    optimizer: OptimizerFn = sgd()  # noqa: RUF009 - a function without state
+    optimizer: OptimizerFn = field(default_factory=sgd)
     schedule: Schedule = constant_rate
     loss: LossFn = functional.cross_entropy
     frozen: str | None = None
@@ -183,7 +183,7 @@ class JoinedProgram(SplitProgram):
     examples: Sequence[Tensor]
     bottoms: Sequence[str]
     top: str
-    optimizer: OptimizerFn = sgd()  # noqa: RUF009 - a function without state
+    optimizer: OptimizerFn = field(default_factory=sgd)
     schedule: Schedule = constant_rate
     loss: LossFn = functional.cross_entropy
     seed: int = 1

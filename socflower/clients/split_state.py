@@ -4,6 +4,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from flwr.app import ConfigRecord, Context
 
@@ -39,7 +40,7 @@ class SplitState:
         begin = self._position(self.task.first_batch)
         kept = self.context.state.config_records.get(_RECORD)
         if kept and kept["position"] == list(begin):
-            return self._fitting(bytes(kept["halves"]))  # type: ignore[arg-type]
+            return self._fitting(cast(bytes, kept["halves"]))
         if self.files is None:
             return None
         try:

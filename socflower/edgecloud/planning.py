@@ -10,17 +10,18 @@ from socflower.edgecloud.timeline import Party
 
 def adaptive_party(
     costs: SplitCosts, link: LinkTrace, *, num_batches: int, bits: Sequence[int] = (8,),
-    window: WindowSchedule = WindowSchedule(), allow_edge_only: bool = False,  # noqa: B008 - a frozen value
-    moves: bool = True, reverse: bool = False,
+    window: WindowSchedule | None = None, allow_edge_only: bool = False, moves: bool = True, reverse: bool = False,
 ) -> Party:
     """Return an edge that begins with the best deployment for its link, and moves the cut as the link changes.
 
-    `num_batches` is the length of the whole training, `bits` the widths of features that may be chosen. Without `moves`
-    it stays where it begins. Raises ConfigError for what cannot be.
+    `num_batches` is the length of the whole training, `bits` the widths of features that may be chosen, `window` K by
+    part of training, by default the paper's. Without `moves` it stays where it begins. Raises ConfigError for what
+    cannot be.
     """
+    schedule = window or WindowSchedule()
     engine = DecisionEngine(costs, bits, allow_edge_only=allow_edge_only, num_batches=num_batches, reverse=reverse)
-    first = engine.best(rates_at_the_start(link), window.window(0, num_batches))
-    return Party(costs=costs, trace=link, deployment=first, window=lambda batch: window.window(batch, num_batches),
+    first = engine.best(rates_at_the_start(link), schedule.window(0, num_batches))
+    return Party(costs=costs, trace=link, deployment=first, window=lambda batch: schedule.window(batch, num_batches),
                  decider=engine if moves else None)
 
 

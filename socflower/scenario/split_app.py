@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from flwr.app import Context
 from flwr.clientapp import ClientApp
@@ -61,7 +61,7 @@ def split_settings(setting: SplitSetting) -> SplitSettings:
     """Return what a scenario makes of features and gradients on their way."""
     scenario: Scenario = setting.scenario
     table, ours = scenario.split, scenario.strategy.name == "split-replay"
-    feedback: Form = table.error_feedback if ours and not table.delta else "none"  # type: ignore[assignment]
+    feedback = cast(Form, table.error_feedback) if ours and not table.delta else "none"
     return SplitSettings(
         feedback=feedback, delta_bytes=DELTA_BYTES if ours and table.delta else 0,
         window=setting.schedule)

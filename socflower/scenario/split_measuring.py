@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from socflower.clients.split_program import LayeredProgram
 from socflower.edgecloud.deployment import BITS, SplitCosts
+from socflower.edgecloud.error_feedback import Form
 from socflower.edgecloud.runtime.measuring import Measuring, from_document, measure_cloud, measure_costs, to_document
 from socflower.errors import ConfigError
 from socflower.scenario.config import Scenario
@@ -42,7 +43,7 @@ def measure_split(scenario: Scenario, program: object, *, side: str, cloud: Path
                 "cloud_s": list(measure_cloud(program.split, how))}
     cloud_s = None if cloud is None else _cloud_seconds(cloud, program.fingerprint(), scenario.train.batch_size)
     costs = measure_costs(program.split, how, cloud_s=cloud_s, bits=[bits for bits in BITS if bits < 32],
-                          feedback=scenario.split.error_feedback)  # type: ignore[arg-type]
+                          feedback=cast(Form, scenario.split.error_feedback))
     return to_document(replace(costs, model=scenario.model.name))
 
 
