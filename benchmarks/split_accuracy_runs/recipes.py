@@ -1,0 +1,203 @@
+"""What is trained on what, and how: chosen once for training without a split, and the same for all variants."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from socflower.edgecloud.error_feedback import Form, Scale
+from socflower.edgecloud.feature_codec import Grouping
+from socflower.workloads import DataSet, LabelledData, class_subset
+
+MIDDLE, LATE = "6", "10"
+"""Cuts of VGG-tiny, behind the activations of the second and the third of its four convolutions. Before the former lie
+48 % of the arithmetic and 8 % of the weights, and 8,192 elements a sample cross it; before the latter 83 %, 37 % and
+4,096. So a real part of the network learns from late gradients."""
+
+SettingName: TypeAlias = Literal[
+    "scratch", "scratch, fast", "scratch, late cut", "pre-training", "anew", "type 1", "type 2"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """How one network is trained: SGD with momentum, a rate that rises linearly and falls along half a cosine."""
+
+    classes: tuple[int, ...] | None  # of the data set; None: all
+    num_images: int
+    num_held_out: int  # other training images, by which the learning rate is chosen
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    cut: str = MIDDLE
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    warm_up: float = 0.2  # share of all batches
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """How many batches an epoch has; their sizes differ by at most one."""
+        return math.ceil(self.num_images / self.batch_size)
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches a training has."""
+        return self.epochs * self.batches_per_epoch
+
+    def schedule(self, batch: int) -> float:
+        """Return the factor on the learning rate for a batch."""
+        rising = self.warm_up * self.num_batches
+        if batch < rising:
+            return (batch + 1) / (rising + 1)
+        return 0.5 * (1 + math.cos(math.pi * (batch - rising) / (self.num_batches - rising)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """How the two halves of a network are trained together; without a window they are not apart at all.
+
+    Every gradient comes as late as the window K allows: K batches late, as behind a slow link; or with `groups` as in
+    the paper's pipeline with barriers, where K + 1 batches go forward and then their gradients come, K to 0 late.
+    """
+
+    name: str
+    window: int | None
+    groups: bool = False
+    bits: int = 32
+    feedback: Form = "none"
+    scale: Scale = "paper"
+    grouping: Grouping = "tensor"
+    delta: bool = False  # features as changes since they were last sent
+    look_ahead: bool = False  # forward by the weights that momentum will have made
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """One training: which recipe, which variant, which seed of first weights and order of samples."""
+
+    setting: SettingName
+    variant: Variant
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What tells it from others."""
+        return self.setting, self.variant.name, self.seed
+
+
+NORMAL = Variant(name="normal", window=None)
+PIPELINED = Variant(name="K = 5", window=5)
+
+
+def _bits(bits: int) -> str:
+    return f"K = 5, {bits} bits"
+
+
+WIDTHS = tuple(Variant(name=_bits(bits), window=5, bits=bits) for bits in (8, 4, 2))
+GROUPS = tuple(Variant(name=f"K = 5, {bits} bits, groups" if bits < 32 else "K = 5, groups", window=5, bits=bits,
+                       groups=True) for bits in (8, 32))
+DELTA = tuple(Variant(name=f"{_bits(bits)}, delta", window=5, bits=bits, delta=True) for bits in (4, 2))
+PER_SAMPLE = tuple(Variant(name=f"{_bits(bits)}, per sample", window=5, bits=bits, grouping="sample")
+                   for bits in (4, 2))
+_FORMS: tuple[Form, ...] = ("diagonal", "rank-one")
+FEEDBACK = tuple(Variant(name=f"{_bits(bits)}, {form}", window=5, bits=bits, feedback=form)
+                 for bits in (8, 4, 2) for form in _FORMS)
+MEAN_LOSS = tuple(Variant(name=f"{_bits(bits)}, {form}, mean-loss", window=5, bits=bits, feedback=form,
+                          scale="mean-loss") for bits in (8, 4, 2) for form in _FORMS)
+AHEAD = tuple(Variant(name=f"{_bits(bits)}, look-ahead" if bits < 32 else "K = 5, look-ahead", window=5, bits=bits,
+                      look_ahead=True) for bits in (8, 32))
+WINDOWS = tuple(Variant(name=f"K = {window}", window=window) for window in (1, 2, 10))
+
+
+def is_judged(setting: str, variant: str) -> bool:
+    """Return whether a variant must be within a point of normal: 8 bits, also as in the paper's Table 4, by Alg. 1."""
+    return setting in ("scratch", "type 1", "type 2") and variant in ("K = 5, 8 bits", "K = 5, 8 bits, diagonal")
+
+
+def works(seeds: Sequence[int]) -> list[Work]:
+    """Return all trainings, what matters most first, so that what is there after a cut can be compared."""
+    def each(setting: SettingName, variants: Sequence[Variant], of: Sequence[int] = seeds) -> list[Work]:
+        return [Work(setting=setting, variant=variant, seed=seed) for seed in of for variant in variants]
+
+    one, others = seeds[:1], seeds[1:]
+    return [
+        *each("scratch", [NORMAL, PIPELINED, *WIDTHS, GROUPS[0], AHEAD[0]]),
+        *each("pre-training", [NORMAL]),
+        *each("type 1", [NORMAL, PIPELINED, *WIDTHS, GROUPS[0]]),
+        *each("type 2", [NORMAL, PIPELINED, WIDTHS[0]]),
+        *each("anew", [NORMAL]),
+        *each("scratch", [*DELTA, *PER_SAMPLE], one),
+        *each("scratch, fast", [NORMAL, PIPELINED, WIDTHS[0], GROUPS[0], *AHEAD, *WINDOWS], one),
+        *each("scratch", FEEDBACK[:1]),
+        *each("scratch", FEEDBACK[1:], one),
+        *each("scratch, fast", [NORMAL, PIPELINED, WIDTHS[0], GROUPS[0], AHEAD[0]], others),
+        *each("scratch, late cut", [PIPELINED, WIDTHS[0], GROUPS[0]], one),
+        *each("scratch", [*DELTA, *PER_SAMPLE], others),
+        *each("scratch", MEAN_LOSS, one),
+        *each("scratch", FEEDBACK[1:], others),
+        *each("scratch", [GROUPS[1], AHEAD[1]]),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The data set and its recipes."""
+
+    dataset: str
+    recipes: dict[SettingName, Recipe]
+    seeds: tuple[int, ...]
+    num_compared: int  # steps in which K = 0 must have the very weights of training without a split
+    model: str = "vgg-tiny"
+
+
+def full_plan() -> Plan:
+    """Return the trainings on CIFAR-10.
+
+    Of the recipes that `--choose` tries, "scratch, fast" is the one that is best for normal training. The others are
+    gentler, with small batches and low rates, so that weights move less while K batches pass.
+    """
+    fast = Recipe(classes=None, num_images=25_000, num_held_out=5_000, epochs=4, batch_size=64, learning_rate=0.05)
+    gentle = replace(fast, batch_size=16, learning_rate=0.005)
+    first = replace(fast, classes=tuple(range(5)), num_held_out=0, epochs=3)
+    rest = replace(gentle, classes=tuple(range(5, 10)), num_images=5_000)
+    return _plan("cifar10", fast, gentle, first, rest, seeds=(1, 2, 3), num_compared=8)
+
+
+def quick_plan() -> Plan:
+    """Return the same on handwritten digits in seconds, to see that all of it runs."""
+    fast = Recipe(classes=None, num_images=640, num_held_out=300, epochs=1, batch_size=64, learning_rate=0.05)
+    gentle = replace(fast, batch_size=32, learning_rate=0.01)
+    first = replace(fast, classes=tuple(range(5)), num_held_out=0, epochs=2)
+    rest = replace(gentle, classes=tuple(range(5, 10)), num_images=320)
+    return _plan("digits", fast, gentle, first, rest, seeds=(1,), num_compared=3)
+
+
+def _plan(dataset: str, fast: Recipe, gentle: Recipe, first: Recipe, rest: Recipe, *, seeds: tuple[int, ...],
+          num_compared: int) -> Plan:
+    recipes: dict[SettingName, Recipe] = {
+        "scratch": gentle, "scratch, fast": fast, "scratch, late cut": replace(gentle, cut=LATE),
+        "pre-training": first, "anew": rest, "type 1": rest, "type 2": rest}
+    return Plan(dataset=dataset, recipes=recipes, seeds=seeds, num_compared=num_compared)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Images:
+    """What a recipe trains on, chooses by, and is judged by."""
+
+    train: LabelledData
+    held_out: LabelledData
+    test: LabelledData
+
+
+def images_of(recipe: Recipe, dataset: DataSet) -> Images:
+    """Return a recipe's images: the same for all seeds, drawn once at random from the training images."""
+    train, test = dataset.train, dataset.test
+    if recipe.classes is not None:
+        train, test = class_subset(train, recipe.classes), class_subset(test, recipe.classes)
+    order = np.random.default_rng(0).permutation(len(train))
+    stop = recipe.num_images + recipe.num_held_out
+    if stop > len(train):
+        raise ValueError(f"{stop} images are asked of {len(train)}")
+    return Images(train=train.select(order[:recipe.num_images]), held_out=train.select(order[recipe.num_images:stop]),
+                  test=test)
