@@ -18,7 +18,7 @@ SMALL = sorted((ROOT / "scenarios").glob("*.toml"))
 FULL = sorted((ROOT / "scenarios" / "full").glob("*.toml"))
 SLOW = {"auto_groups", "data_stays", "dead_client", "deployment_digits", "failed_fan", "hot_ambient", "hot_board",
         "idle_windows", "mixed_shelf", "predictive_fan", "split_against_edge", "split_generator", "split_on_a_tram",
-        "split_transfer"}
+        "split_transfer", "splitfed", "tidal_games"}
 """Small ones that `make test` can do without: other tests run what they are about (for a client that dies or hangs,
 tests/scenario/test_faults.py)."""
 NEED_PROCESSES = {"dead_client"}

@@ -58,9 +58,10 @@ def locally(text: str, epochs: int, folder: Path) -> dict[str, Any]:
     return run_to_folder(load_scenario(folder / "case.toml"), folder / "out", num_workers=0)
 
 
+# In make test edges train through a real cloud in test_split_cloud.py, and SuperNodes are in test_deployment.py.
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name == "one edge" else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_at_k_0_uncompressed_a_deployment_has_the_weights_of_one_process_bit_for_bit(
     name: str, tmp_path: Path,
 ) -> None:

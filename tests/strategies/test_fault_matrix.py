@@ -47,6 +47,7 @@ def struck_mid_batch(
         return run
 
 
+@pytest.mark.slow
 def test_two_of_four_die_at_once(tmp_path: Path) -> None:
     run = struck_mid_batch(tmp_path, lambda run: (run.kill(1), run.kill(2)), lost=(1, 2), socs_per_board=4)
     assert run.kinds().count("ring-formed-again") >= 1
@@ -69,6 +70,7 @@ def test_one_after_the_other_dies_while_the_ring_forms_again(tmp_path: Path) -> 
     struck_mid_batch(tmp_path, strike, lost=(0, 2), socs_per_board=4)
 
 
+@pytest.mark.slow
 def test_the_work_of_a_whole_group_that_dies_is_lost_and_said_to_be(tmp_path: Path) -> None:
     with FaultyRun(tmp_path, boards=2, socs_per_board=2, num_groups=2, num_epochs=2) as run:
         run.wait_steps(2, 1, 2)
@@ -89,7 +91,7 @@ def test_a_kill_at_any_moment_loses_no_step(tmp_path: Path, transport: str, seed
     kill_at_a_random_moment(tmp_path, transport, seed)
 
 
-@pytest.mark.parametrize("seed", [101, 102])
+@pytest.mark.parametrize("seed", [101, pytest.param(102, marks=pytest.mark.slow)])
 def test_a_kill_at_some_moments_loses_no_step(tmp_path: Path, seed: int) -> None:
     kill_at_a_random_moment(tmp_path, ("gloo", "grpc")[seed % 2], seed)
 
