@@ -158,7 +158,7 @@ def _is_exact(pair: Pair) -> bool:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        alone = program().front(0, None, Batches(BATCH_SIZE)).half  # type: ignore[arg-type]
+        alone = program().front(0, None, Batches(BATCH_SIZE)).half
         for batch in range(num_batches):
             alone.train_alone(batch)
     finally:

@@ -130,8 +130,9 @@ class Bench:
         num_batches, seed = self._plan.num_compared, self._plan.seeds[0]
         self._pretrain(seed)
         compared = []
-        for setting in ("scratch", "type 2"):
-            different, num_tensors = differing_tensors(self.training(setting, seed), num_batches)  # type: ignore[arg-type]
+        settings: tuple[SettingName, ...] = ("scratch", "type 2")
+        for setting in settings:
+            different, num_tensors = differing_tensors(self.training(setting, seed), num_batches)
             compared.append({"setting": setting, "batches": num_batches, "tensors": num_tensors,
                              "different": different})
         self._runs.change("same_weights", lambda _: compared)

@@ -57,7 +57,10 @@ class Training:
         if self.pretrained is not None:
             load_weights(model, self.pretrained)
         # The layout in which convolutions run faster on most CPUs; it is the same for all variants.
-        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+        for weight in model.parameters():
+            if weight.dim() == 4:
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        return model
 
     def batches(self) -> PartyBatches:
         """Return which samples are in which batch."""

@@ -39,7 +39,7 @@ def costs(asked: dict[str, Any]) -> dict[str, Any]:
 def train(run: Run) -> Measured:
     """Train as a run says, from the same weights as any other."""
     batches = Batches(run.batch_size)
-    placed = program().front(0, run.cut, batches)  # type: ignore[arg-type]
+    placed = program().front(0, run.cut, batches)
     before = _memory()
     began_s, cpu_s = time.monotonic(), time.process_time()
     done_s: list[float] = []
@@ -76,8 +76,7 @@ def _train_split(run: Run, half: Any, on_done: Any) -> LoopReport:
     connection = EdgeConnection(run.address, run_id=run.name, token=edge_token, fingerprint=fingerprint, up=up,
                                 down=down)
     plan = FrontPlan(deployment=run.deployment, gradient_bits=run.gradient_bits,
-                     feedback=run.feedback,  # type: ignore[arg-type]
-                     progress=lambda progress: on_done())
+                     feedback=run.feedback, progress=lambda progress: on_done())
     try:
         return train_front(connection, half, Span(first_batch=0, num_batches=run.num_batches), plan)
     finally:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from socflower.clients import sgd
 from socflower.clients.split_program import LayeredProgram
 from socflower.edgecloud.deployment import Deployment
+from socflower.edgecloud.error_feedback import Form
 from socflower.edgecloud.runtime.measuring import Measuring
 from socflower.errors import DataUnavailable
 from socflower.workloads import build_model, load_data
@@ -45,7 +46,7 @@ class Batches:
         try:
             data = load_data("cifar10")
             self.inputs, self.labels = data.train.batch(range(NUM_SAMPLES))
-            self.source = f"CIFAR-10 ({data.source})"
+            self.source = "CIFAR-10"
         except DataUnavailable:
             generator = torch.Generator().manual_seed(1)
             self.inputs = torch.randn(NUM_SAMPLES, *_SHAPE, generator=generator)
@@ -67,7 +68,7 @@ class Run:
     bits: int = 32
     window: int = 0
     gradient_bits: int = 32
-    feedback: str = "none"
+    feedback: Form = "none"
     mbit_per_s: float = 0.0  # of the link, each way; 0: as fast as loopback is
     batch_size: int = BATCH_SIZE
     num_batches: int = 20

@@ -1,7 +1,8 @@
 """Which samples a party of a split training has in which batch: a function of the seed, the same on all engines."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -12,6 +13,10 @@ from socflower.errors import ConfigError
 
 Rows = NDArray[np.int64]
 NO_LABELS: NDArray[np.int64] = np.empty(0, np.int64)
+
+
+BatchSource: TypeAlias = Callable[[int], tuple[Tensor, NDArray[Any], Rows]]
+"""Inputs, labels and sample ids of a batch by its number; asked again, it answers the same."""
 
 
 class Samples(Protocol):

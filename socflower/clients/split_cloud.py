@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
-from socflower.clients.split_batches import PartyBatches, Samples
+from socflower.clients.split_batches import Samples
 from socflower.clients.split_edge import front_plan
 from socflower.clients.split_here import SplitSettings, party_batches
 from socflower.clients.split_program import Arrays, PlacedHalf, SplitProgram, named_without
@@ -53,8 +53,8 @@ def session_factory(
             raise ConfigError(f"run {terms.run_id}: a reverse split, and this cloud knows nothing of its samples; give "
                               "session_factory samples_fn")
         party = task.parties[0]
-        batches = party_batches(task, party, samples_fn(party, task.num_parties))
-        front = own.front(party, task.cuts[0], PartyBatches(batches.samples, batches.order, task.session_first))
+        batches = party_batches(task, party, samples_fn(party, task.num_parties), first=task.session_first)
+        front = own.front(party, task.cuts[0], batches)
         _load(front, weights)
         return FrontWork(half=front.half, plan=front_plan(task, settings or SplitSettings()))
 
@@ -95,6 +95,7 @@ class CloudClient:
             return self._open[run]
         token = new_token()
         opened = replace(task, address=self._address, run=run, token=token, session_first=task.first_batch)
+        # Not of `opened`: what the cloud writes down has no token.
         settings = {**task.encode(), "session-first": task.first_batch}
         self._reach(lambda: open_session(
             self._operator, run_id=run, edge_token=token, fingerprint=task.fingerprint,

@@ -8,11 +8,18 @@ from typing import Any
 
 from flwr.app import Context
 
-from socflower.clients.split_batches import PartyBatches, Samples
-from socflower.clients.split_here import SpanOutcome, SplitSettings, party_batches
+from socflower.clients.split_batches import Samples
+from socflower.clients.split_here import (
+    SpanOutcome,
+    SplitSettings,
+    kept_halves,
+    party_batches,
+    resume,
+    span_of,
+)
 from socflower.clients.split_program import Arrays, PlacedHalf, SplitProgram
 from socflower.clients.split_state import SplitState
-from socflower.cluster.split_protocol import JOINED, SplitReport, SplitTask
+from socflower.cluster.split_protocol import OWN, SplitReport, SplitTask
 from socflower.edgecloud.bandwidth import BandwidthMeter
 from socflower.edgecloud.deployment import Deployment, LinkRates
 from socflower.edgecloud.link_trace import LinkTrace
@@ -101,17 +108,17 @@ def train_with_cloud(
         raise ConfigError(f"split client: a message for parties {list(task.parties)}; with a cloud each edge gets its "
                           "own")
     party, offset = task.parties[0], task.session_first
-    batches = party_batches(task, party, samples)
-    batches = PartyBatches(batches.samples, batches.order, offset)
+    batches = party_batches(task, party, samples, first=offset)
     own = program.beginning_at(offset)
     half: PlacedHalf[Any] = own.back(task.cuts[0], batches) if task.reverse else own.front(party, task.cuts[0], batches)
-    events = _resume(task, half, state)
+    keeps = kept_halves(task, [], [half]) if task.reverse else kept_halves(task, [half], [])
+    events = resume(keeps, state)
     half.load(arrays)
     shape = link.shaped_as
     up, down = (None, None) if shape is None else (TokenBucket(shape, "up"), TokenBucket(shape, "down"))
     connection = EdgeConnection(
         task.address, run_id=task.run, token=task.token, fingerprint=task.fingerprint,
-        party=0 if task.mode == "own" else party, tls=link.tls, insecure=link.insecure, up=up, down=down,
+        party=0 if task.mode == OWN else party, tls=link.tls, insecure=link.insecure, up=up, down=down,
         heartbeat_s=link.heartbeat_s, give_up_s=link.give_up_s)
     span = Span(first_batch=task.first_batch - offset, num_batches=task.num_batches)
     temporary = tempfile.TemporaryDirectory(prefix="socflower-barriers-")
@@ -127,12 +134,11 @@ def train_with_cloud(
         for bucket in (up, down):
             if bucket is not None:
                 bucket.close()
-    if _keeps(task):
-        state.keep([half.half.save()], [half.half.cut])
-    whole = range(task.first_batch, task.first_batch + task.num_batches)
+    if keeps:
+        state.keep([one.half.save() for one in keeps], [half.half.cut])
     return SpanOutcome(
         arrays=half.arrays(), mean_loss=mean_loss(report), report=_report(report, half.half.cut, task, events),
-        num_samples=sum(len(batches.order.rows(batch)) for batch in whole))
+        num_samples=sum(len(batches.order.rows(batch)) for batch in span_of(task)))
 
 
 def front_plan(task: SplitTask, settings: SplitSettings, link: CloudLink | None = None) -> FrontPlan:
@@ -146,21 +152,6 @@ def front_plan(task: SplitTask, settings: SplitSettings, link: CloudLink | None 
         grouping=settings.grouping, feedback="none" if settings.delta_bytes else settings.feedback,
         delta_bytes=settings.delta_bytes, gradient_bits=task.gradient_bits,
         checkpoint_batches=settings.checkpoint_batches, decide=decider)
-
-
-def _keeps(task: SplitTask) -> bool:
-    return task.num_parties == 1 or task.mode == JOINED
-
-
-def _resume(task: SplitTask, half: PlacedHalf[Any], state: SplitState) -> tuple[str, ...]:
-    if not _keeps(task):
-        return ()
-    saved = state.read()
-    if saved is None:
-        return () if task.first_batch == 0 else (
-            f"nothing is left of the optimiser before batch {task.first_batch}; went on with a new one",)
-    half.half.restore(saved[0])
-    return ()
 
 
 def _report(report: LoopReport, cut: int, task: SplitTask, events: tuple[str, ...]) -> SplitReport:

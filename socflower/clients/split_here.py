@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.timeline_actions import Action, decode_actions
+from socflower.hierarchy.aggregation import weighted_average
 
 Fronts: TypeAlias = Sequence[PlacedHalf[TorchFront]]
 Backs: TypeAlias = Sequence[PlacedHalf[TorchBack]]
@@ -74,7 +74,8 @@ def train_here(
     """
     batches = [party_batches(task, party, own) for party, own in zip(task.parties, samples, strict=True)]
     fronts, backs = _halves(program, task, batches, cloud_samples)
-    events = _resume(task, fronts, backs, state)
+    keeps = kept_halves(task, fronts, backs)
+    events = resume(keeps, state)
     for front in fronts:
         front.load(arrays)
     for back in backs:
@@ -83,18 +84,19 @@ def train_here(
         _own_numbers(task), [half.half for half in fronts], [half.half for half in backs],
         joined=task.mode == JOINED, feedback=settings.feedback, grouping=settings.grouping,
         delta_bytes=settings.delta_bytes, gradient_bits=task.gradient_bits)
-    keeps = kept_halves(task, fronts, backs)
     if keeps:
         state.keep([half.half.save() for half in keeps], [place_of(front) for front in fronts])
     losses = [loss for report in reports for loss in report.losses.values()]
     return SpanOutcome(arrays=_whole(task, fronts, backs, batches), mean_loss=math.fsum(losses) / len(losses),
-                       num_samples=_num_samples(task, batches), events=events)
+                       num_samples=sum(_num_samples(task, each)
+                                       for each in (batches[:1] if task.mode == JOINED else batches)), events=events)
 
 
-def party_batches(task: SplitTask, party: int, samples: Samples) -> PartyBatches:
-    """Return a party's batches; those of joined parties are the same samples in the same order."""
+def party_batches(task: SplitTask, party: int, samples: Samples, *, first: int = 0) -> PartyBatches:
+    """Return a party's batches, of which `first` is called 0; joined parties have the same samples in the same order.
+    """
     return PartyBatches(samples, BatchOrder(len(samples), task.batches_per_epoch, task.seed,
-                                            0 if task.mode == JOINED else party))
+                                            0 if task.mode == JOINED else party), first)
 
 
 def kept_halves(task: SplitTask, fronts: Fronts, backs: Backs) -> list[PlacedHalf[TorchFront] | PlacedHalf[TorchBack]]:
@@ -102,6 +104,25 @@ def kept_halves(task: SplitTask, fronts: Fronts, backs: Backs) -> list[PlacedHal
     if task.num_parties == 1 or task.mode == JOINED:
         return [*fronts, *backs]
     return [] if task.mode == OWN else list(backs)
+
+
+def resume(halves: Sequence[PlacedHalf[Any]], state: SplitState) -> tuple[str, ...]:
+    """Restore the halves that were kept; return a line where they should have been and are not."""
+    if not halves:
+        return ()
+    saved = state.read()
+    if saved is None:
+        what, new = ("optimisers", "new ones") if len(halves) > 1 else ("optimiser", "a new one")
+        first = state.task.first_batch
+        return () if first == 0 else (f"nothing is left of the {what} before batch {first}; went on with {new}",)
+    for half, one in zip(halves, saved, strict=True):
+        half.half.restore(one)
+    return ()
+
+
+def span_of(task: SplitTask) -> range:
+    """Return the batches of a task, counted from the start of training."""
+    return range(task.first_batch, task.first_batch + task.num_batches)
 
 
 def place_of(half: PlacedHalf[Any]) -> int:
@@ -123,39 +144,14 @@ def _halves(
     return fronts, backs if task.mode == OWN else backs[:1]
 
 
-def _resume(
-    task: SplitTask, fronts: Fronts, backs: Backs, state: SplitState,
-) -> tuple[str, ...]:
-    """Restore the halves that were kept; return a line where they should have been and are not."""
-    halves = kept_halves(task, fronts, backs)
-    if not halves:
-        return ()
-    saved = state.read()
-    if saved is None:
-        return () if task.first_batch == 0 else (
-            f"nothing is left of the optimisers before batch {task.first_batch}; went on with new ones",)
-    for half, one in zip(halves, saved, strict=True):
-        half.half.restore(one)
-    return ()
-
-
 def _whole(
     task: SplitTask, fronts: Fronts, backs: Backs, batches: Sequence[PartyBatches],
 ) -> dict[str, NDArray[Any]]:
-    whole: dict[str, NDArray[Any]] = {}
-    for back in backs:
-        whole.update(back.arrays())
-    if task.mode == JOINED or len(fronts) == 1:
-        for front in fronts:
-            whole.update(front.arrays())
-        return whole
-    weights = np.array([len(each.samples) for each in batches], np.float64)
+    """Return the whole model: joined parties have a part each, and those that take turns are averaged (F8)."""
     parts = [front.arrays() for front in fronts]
-    for name in parts[0]:
-        mean = sum(part[name].astype(np.float64) * share
-                   for part, share in zip(parts, weights / weights.sum(), strict=True))
-        whole[name] = np.asarray(mean).astype(parts[0][name].dtype)
-    return whole
+    if task.mode != JOINED:
+        parts = [weighted_average(parts, [float(_num_samples(task, each)) for each in batches])]
+    return {name: array for half in (*(back.arrays() for back in backs), *parts) for name, array in half.items()}
 
 
 def _own_numbers(task: SplitTask) -> list[Action]:
@@ -164,7 +160,6 @@ def _own_numbers(task: SplitTask) -> list[Action]:
     return [replace(action, party=place[action.party]) for action in decode_actions(task.actions)]
 
 
-def _num_samples(task: SplitTask, batches: Sequence[PartyBatches]) -> int:
-    span = range(task.first_batch, task.first_batch + task.num_batches)
-    counted = batches[:1] if task.mode == JOINED else batches
-    return sum(len(each.order.rows(batch)) for each in counted for batch in span)
+def _num_samples(task: SplitTask, batches: PartyBatches) -> int:
+    """Return how many samples a party trains on in the task's span."""
+    return sum(len(batches.order.rows(batch)) for batch in span_of(task))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from socflower.clients.fp32_trainer import LossFn, OptimizerFn, sgd
-from socflower.clients.split_batches import PartyBatches
+from socflower.clients.split_batches import BatchSource, PartyBatches
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.half_optimizer import Schedule, constant_rate
@@ -77,7 +77,7 @@ class SplitProgram(ABC):
         """Return the names of the places where a party's model can be cut, in order."""
 
     @abstractmethod
-    def front(self, party: int, cut: int | None, batches: PartyBatches) -> PlacedHalf[TorchFront]:
+    def front(self, party: int, cut: int | None, batches: BatchSource) -> PlacedHalf[TorchFront]:
         """Return a party's front half; None is the cut of an edge that has all layers."""
 
     @abstractmethod
@@ -145,7 +145,7 @@ class LayeredProgram(SplitProgram):
         """Return the names of all cuts."""
         return tuple(point.name for point in self.split.cuts)
 
-    def front(self, party: int, cut: int | None, batches: PartyBatches) -> PlacedHalf[TorchFront]:
+    def front(self, party: int, cut: int | None, batches: BatchSource) -> PlacedHalf[TorchFront]:
         """Return the front half; parties draw other random numbers, so that dropout differs between them."""
         return PlacedHalf(TorchFront(
             self.split.copy(), self.split.num_cuts if cut is None else cut, batches, self.optimizer,
@@ -211,7 +211,7 @@ class JoinedProgram(SplitProgram):
         """Return the bottom's name: its end is where the model is cut."""
         return (self.bottoms[party],)
 
-    def front(self, party: int, cut: int | None, batches: PartyBatches) -> PlacedHalf[TorchFront]:
+    def front(self, party: int, cut: int | None, batches: BatchSource) -> PlacedHalf[TorchFront]:
         """Return a party's bottom model."""
         split = whole_front(self.model_fn().get_submodule(self.bottoms[party]), self.examples[party])
         return PlacedHalf(TorchFront(split, _only(cut), batches, self.optimizer, schedule=self.schedule,

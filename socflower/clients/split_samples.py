@@ -66,18 +66,11 @@ class CodeSamples:
         return NO_LABELS
 
 
-@dataclass(frozen=True)
-class ImageTargets:
-    """The images that a generator should make: what the edge has of a reverse split."""
+class ImageTargets(CodeSamples):
+    """The same with the images that a generator should make of them: what the edge has of a reverse split.
 
-    samples: GeneratorSamples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def inputs(self, rows: Tensor) -> Tensor:
-        """Return codes: an edge that has all layers needs them too."""
-        return self.samples.codes(rows)
+    Codes are needed by an edge that has all layers.
+    """
 
     def labels(self, rows: Tensor) -> NDArray[Any]:
         """Return images, in 0..1."""

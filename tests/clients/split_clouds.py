@@ -28,7 +28,7 @@ class Cloud:
     """A service of one program, and its operator."""
 
     def __init__(self, program: SplitProgram, *, knows_samples: bool = True, folder: Path | None = None,
-                 settings: SplitSettings = SplitSettings()) -> None:  # noqa: B008
+                 settings: SplitSettings | None = None) -> None:
         self.program, self.lines = program, list[str]()
         factory = session_factory(program, settings=settings, samples_fn=None if not knows_samples else
                                   lambda party, num_parties: codes_of(program, party, num_parties))
@@ -56,12 +56,11 @@ class Cloud:
         return CloudClient(self.operator, self.program, **settings)
 
 
-def edge_app(program: SplitProgram, *, link: CloudLink = PATIENCE, settings: SplitSettings = SplitSettings(),  # noqa: B008
-             ) -> ClientApp:
+def edge_app(program: SplitProgram, *, link: CloudLink = PATIENCE, settings: SplitSettings | None = None) -> ClientApp:
     return make_split_client_app(
         lambda context: program, lambda context, party, num_parties: samples_of(program, party),
         cloud_samples_fn=lambda context, party, num_parties: codes_of(program, party, num_parties),
-        settings_fn=lambda context: settings, link_fn=lambda context: link)
+        settings_fn=lambda context: settings or SplitSettings(), link_fn=lambda context: link)
 
 
 def strategy_of(program: SplitProgram, num_parties: int, cloud: Any, *, mode: Any = "own", num_epochs: int = 2,

@@ -113,11 +113,11 @@ def codes_of(program: SplitProgram, party: int, num_parties: int) -> MadeSamples
     return MadeSamples((4,), 0, labelled=False)
 
 
-def local_training(program: SplitProgram, num_batches: int) -> dict[str, NDArray[Any]]:
+def local_training(program: LayeredProgram | JoinedProgram, num_batches: int) -> dict[str, NDArray[Any]]:
     """Return the weights of the undivided model, trained on the same batches as anyone would in torch."""
     model = program.model()
     model.train()
-    updates = program.optimizer(model.parameters())  # type: ignore[attr-defined]
+    updates = program.optimizer(model.parameters())
     parties = program.num_parties or 1
     holders = [samples_of(program, party) for party in range(parties)]
     order = BatchOrder(len(holders[0]), BATCHES_PER_EPOCH, SEED)
@@ -126,8 +126,7 @@ def local_training(program: SplitProgram, num_batches: int) -> dict[str, NDArray
         parts = [holder.inputs(torch.from_numpy(rows)) for holder in holders]
         updates.zero_grad()
         outputs = model(parts if isinstance(program, JoinedProgram) else parts[0])
-        program.loss(outputs, torch.from_numpy(  # type: ignore[attr-defined]
-            holders[0].labels(torch.from_numpy(rows)))).backward()
+        program.loss(outputs, torch.from_numpy(holders[0].labels(torch.from_numpy(rows)))).backward()
         updates.step()
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 

@@ -1,13 +1,11 @@
 """The client of a split training: what it is asked, what it keeps between rounds, and weights of local training."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from hypothesis import given
@@ -26,7 +24,6 @@ from socflower.cluster.split_protocol import CLOUD_MODES, SPLIT, SplitReport, Sp
 from socflower.edgecloud.timeline import simulate
 from socflower.edgecloud.timeline_actions import decode_actions, encode_actions
 from socflower.errors import ConfigError
-from socflower.sim.flower_internals import begin_run
 from socflower.strategies import SplitReplay
 from tests.clients.split_models import (
     BATCHES_PER_EPOCH,
@@ -45,14 +42,7 @@ from tests.clients.split_models import (
 
 NUM_BATCHES = 2 * BATCHES_PER_EPOCH
 
-
-@pytest.fixture(autouse=True)
-def one_run_and_thread() -> Iterator[None]:
-    begin_run(1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_run_and_thread")
 
 
 def client_app(program: SplitProgram, **settings: Any) -> ClientApp:

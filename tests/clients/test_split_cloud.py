@@ -1,14 +1,12 @@
 """Edges, ServerApp and a cloud that listens, in one process: the weights of training in one place, and refusals."""
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from numpy.typing import NDArray
 
@@ -21,7 +19,6 @@ from socflower.edgecloud.runtime.credentials import new_token
 from socflower.edgecloud.runtime.failures import SplitLost, SplitRefused
 from socflower.edgecloud.runtime.operator_calls import Operator, fetch_weights, open_session, session_status
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.sim.flower_internals import begin_run
 from socflower.strategies import SplitReplay
 from tests.clients.split_clouds import Cloud, edge_app, start, strategy_of
 from tests.clients.split_models import (
@@ -37,14 +34,7 @@ from tests.clients.split_models import (
 
 NUM_BATCHES = 2 * BATCHES_PER_EPOCH
 
-
-@pytest.fixture(autouse=True)
-def one_run_and_thread() -> Iterator[None]:
-    begin_run(1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_run_and_thread")
 
 
 def train(

@@ -41,6 +41,7 @@ class TracingGate:
                 self._tracing = True
             finally:
                 self._num_wanting -= 1
+                self._changed.notify_all()
         try:
             yield
         finally:
