@@ -67,9 +67,28 @@ def migration_s(costs: SplitCosts, old: int | None, new: int | None, rates: Link
     """
     if old == new:
         return 0.0
-    received_bytes = _edge_weight_bytes(costs, new, reverse) - _edge_weight_bytes(costs, old, reverse)
+    received_bytes = received_weight_bytes(costs, old, new, reverse=reverse)
     rate = rates.down_bytes_per_s if received_bytes > 0 else rates.up_bytes_per_s
     return transfer_s(abs(received_bytes), rate) + rates.latency_s
+
+
+def received_weight_bytes(costs: SplitCosts, old: int | None, new: int | None, *, reverse: bool = False) -> float:
+    """Return the bytes of weights the edge receives as the cut moves, negative if it gives some up (Eq. 13).
+
+    Raises ConfigError for a cut that the model does not have, and for None where the model's bytes are not known.
+    """
+    return _edge_weight_bytes(costs, new, reverse) - _edge_weight_bytes(costs, old, reverse)
+
+
+def _edge_weight_bytes(costs: SplitCosts, cut: int | None, reverse: bool) -> float:
+    if cut is None:
+        if not costs.model_weight_bytes:
+            raise ConfigError(f"model {costs.model}: model_weight_bytes is not known; without it no cost of moving to "
+                              "or from an edge that trains alone can be told")
+        return costs.model_weight_bytes
+    front_bytes = cut_cost(costs, cut).front_weight_bytes
+    # Unknown bytes of the whole model count as 0: between two cuts of a reverse split they cancel out.
+    return costs.model_weight_bytes - front_bytes if reverse else front_bytes
 
 
 def drain_s(phases: Phases, window: float) -> float:
@@ -97,16 +116,6 @@ def predicted_s(costs: SplitCosts, deployment: Deployment, rates: LinkRates, num
     leaving_s = 0.0 if previous.cut is None else drain_s(phases(costs, previous, now, reverse=reverse),
                                                          window_limit(costs, previous))
     return training + leaving_s + migration_s(costs, previous.cut, deployment.cut, now, reverse=reverse)
-
-
-def _edge_weight_bytes(costs: SplitCosts, cut: int | None, reverse: bool) -> float:
-    if (cut is None or reverse) and not costs.model_weight_bytes:
-        raise ConfigError(f"model {costs.model}: model_weight_bytes is not known; without it no cost of moving to or "
-                          "from an edge that trains alone, or of a reverse split, can be told")
-    if cut is None:
-        return costs.model_weight_bytes
-    front_bytes = cut_cost(costs, cut).front_weight_bytes
-    return costs.model_weight_bytes - front_bytes if reverse else front_bytes
 
 
 def _check_batches(num_batches: float) -> None:

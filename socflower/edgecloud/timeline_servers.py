@@ -4,10 +4,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
+from socflower.edgecloud.cost import received_weight_bytes
 from socflower.edgecloud.deployment import Deployment, LinkRates, SplitCosts
 from socflower.edgecloud.link_trace import Direction, LinkTrace
 from socflower.edgecloud.phases import FORWARD_SHARE, cut_cost
-from socflower.errors import ConfigError, SocflowerError
+from socflower.errors import SocflowerError
 
 CloudMode: TypeAlias = Literal["own", "turns", "joined"]
 
@@ -88,20 +89,8 @@ def work(costs: SplitCosts, deployment: Deployment, *, reverse: bool) -> Work:
 
 def migration(costs: SplitCosts, old: int | None, new: int | None, *, reverse: bool) -> tuple[Direction, float]:
     """Return which way layers move when the cut does, and their bytes (F26); `ConfigError` if those are not known."""
-    grows = _edge_bytes(costs, new, reverse) - _edge_bytes(costs, old, reverse)
-    return ("down", grows) if grows > 0 else ("up", -grows)
-
-
-def _edge_bytes(costs: SplitCosts, cut: int | None, reverse: bool) -> float:
-    if cut is not None and not reverse:
-        return cut_cost(costs, cut).front_weight_bytes
-    if not costs.model_weight_bytes:
-        # Between two cuts of a reverse split the total cancels out.
-        if cut is None:
-            raise ConfigError(f"model {costs.model}: model_weight_bytes is not known; without it no move to or from "
-                              "the edge alone can be simulated")
-        return -cut_cost(costs, cut).front_weight_bytes
-    return costs.model_weight_bytes - (0.0 if cut is None else cut_cost(costs, cut).front_weight_bytes)
+    received_bytes = received_weight_bytes(costs, old, new, reverse=reverse)
+    return ("down", received_bytes) if received_bytes > 0 else ("up", -received_bytes)
 
 
 class Link:
