@@ -2,7 +2,10 @@
 
 
 class SocflowerError(Exception):
-    """Base of every error a user can mend; the command line prints its text and exits with status 2."""
+    """Base of every error a user can mend; the command line prints its text and exits with status 2.
+
+    That is the status of mistakes, which show before anything is trained; training that failed has status 1.
+    """
 
 
 class ConfigError(SocflowerError):
@@ -18,4 +21,7 @@ class DataUnavailable(SocflowerError):
 
 
 class TrainingFailed(SocflowerError):
-    """No usable reply was left to aggregate; the text carries the first cause and the node it came from."""
+    """No usable reply was left to aggregate; the text carries the first cause and the node it came from.
+
+    The command line exits with status 1.
+    """

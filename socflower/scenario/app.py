@@ -49,7 +49,7 @@ def scenario_server_app(folder_of: FolderOf) -> ServerApp:
             scenario = folder.read_scenario()
             folder.write_outcome((train_split if scenario.is_split else train)(scenario, grid, folder))
         except SocflowerError as error:
-            folder.write_outcome({"error": str(error)})
+            folder.write_outcome({"error": str(error), "kind": type(error).__name__})
         except Exception as error:
             # A bug of ours; where Flower runs the app nobody else would see where it happened.
             folder.write_outcome({"error": f"{type(error).__name__}: {error}", "bug": traceback.format_exc()})

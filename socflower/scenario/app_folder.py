@@ -14,6 +14,7 @@ from socflower.scenario.run_folder import write_atomically
 from socflower.scenario.runner import new_folder
 from socflower.sim import EventClock, Trace
 from socflower.sim.engine import load_flower_app, run_app
+from socflower.sim.message_log import MessageLog
 
 
 def run_app_folder(
@@ -24,6 +25,7 @@ def run_app_folder(
 
     A node is a SoC of the cluster (default: all). `training_flops` is what one example costs in training; without it
     a foreign client's training takes no virtual time, only its messages do. `overrides` set keys of the run config.
+    Raises `TrainingFailed`, and writes nothing, if no client succeeded.
     """
     app = load_flower_app(folder)
     cluster = load_cluster(cluster_file)
@@ -37,11 +39,11 @@ def run_app_folder(
         if not isinstance(parsed, bool | int | float | str):
             raise ConfigError(f"--set {override}: a run config holds numbers, texts, true and false only")
         run_config[key.strip()] = parsed
-    trace = Trace()
+    trace, messages = Trace(), MessageLog()
     started_s = perf_counter()
     clock = run_app(app.server_app, app.client_app, cluster=cluster, num_nodes=num_nodes, run_config=run_config,
                     num_workers=num_workers, model_profile=_profile(training_flops),
-                    clock=EventClock(cluster, trace=trace))
+                    clock=EventClock(cluster, trace=trace), messages=messages)
     usage = clock.usage
     result = {
         "schema": 1, "app": str(folder), "engine": "local", "run_config": run_config,
@@ -49,6 +51,7 @@ def run_app_folder(
         "bytes": {tier.value: value for tier, value in usage.num_bytes.items()},
         "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
                       "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
+        "events": messages.documents(),
     }
     with new_folder(out) as fresh:
         write_atomically(fresh / "result.json", json.dumps(result, indent=1))

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from socflower import __version__
-from socflower.errors import ConfigError, SocflowerError
+from socflower.errors import ConfigError, SocflowerError, TrainingFailed
 from socflower.scenario import cloud_commands, heat_commands, terminal
 
 app = typer.Typer(
@@ -32,7 +32,7 @@ Workers = Annotated[int | None, typer.Option(help="Worker processes of the local
 
 
 def main() -> None:
-    """Run the command line: exit status 0 if all that was asked holds, 1 if a claim fails, 2 for a mistake."""
+    """Run the command line: exit status 0 if what was asked holds, 1 if a claim or training fails, 2 for a mistake."""
     # A narrow or dumb terminal must not break the one line of an error.
     try:
         app()
@@ -40,7 +40,7 @@ def main() -> None:
         # What the user typed may hold line breaks, and stands in the text.
         line = " ".join(str(error).split())
         _err.print(f"[bold red]error:[/] {terminal.escape(line)}", soft_wrap=True, highlight=False)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, TrainingFailed) else 2)
     except KeyboardInterrupt:
         _err.print("interrupted; nothing was written")
         sys.exit(130)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, TrainingFailed
 from socflower.scenario.config import STRATEGIES, Scenario
 from socflower.scenario.expectations import check_expectations
 from socflower.scenario.report import write_report
@@ -31,12 +31,16 @@ def compare(
     for name in strategies:
         if name not in STRATEGIES:
             raise ConfigError(f"--strategies {name}: unknown; use some of {', '.join(STRATEGIES)}")
-    results = []
+    results: list[dict[str, Any]] = []
     for name in strategies:
         variant = with_strategy(scenario, name)
         result = _finished(out / name / "result.json", variant, engine)
         if result is None:
-            result = run_to_folder(variant, out / name, engine, num_workers=num_workers, on_round=on_start(name))
+            try:
+                result = run_to_folder(variant, out / name, engine, num_workers=num_workers, on_round=on_start(name))
+            except TrainingFailed as error:
+                done = f"; finished and kept in {out}: {', '.join(strategies[:len(results)])}" if results else ""
+                raise TrainingFailed(f"{name}: {error}{done}") from None
         results.append(result)
     target = scenario.compare.target_accuracy or common_target(results)
     for result in results:

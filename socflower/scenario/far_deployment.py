@@ -81,7 +81,8 @@ def _attempt_far_away(app: Path, flwr: FlwrClient, story: RunStory, say: Say) ->
                 time.sleep(_POLL_S)
                 continue
             if run_id is None:
-                raise TrainingFailed(f"engine {ENGINE}: Flower did not start the run; its last words: {tail(log.path)}")
+                # Nothing was trained: a wrong address or name, as a rule.
+                raise ConfigError(f"engine {ENGINE}: Flower did not start the run; its last words: {tail(log.path)}")
             if status is not None and status.startswith("finished"):
                 # All of its log was read after that.
                 run_id = None

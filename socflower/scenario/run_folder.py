@@ -115,7 +115,7 @@ class RunFolder:
         np.savez(self.model, **arrays)  # type: ignore[arg-type]
 
     def write_outcome(self, outcome: dict[str, Any]) -> None:
-        """Leave what the app found, or `{"error": …}`."""
+        """Leave what the app found, or `{"error": …}`, with the `kind` of a `SocflowerError`."""
         write_atomically(self.path / "outcome.json", json.dumps(outcome))
 
     def read_outcome(self) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from flwr.app import Context, RecordDict, UserConfig
 
-from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
+from socflower.errors import ConfigError, DataUnavailable, InfeasiblePlan, SocflowerError, TrainingFailed
 from socflower.precision import Int8Model
 from socflower.scenario.app import server_app
 from socflower.scenario.app_bundle import RUN_FOLDER_KEY
@@ -131,7 +131,7 @@ def run_scenario(
         outcome = folder.read_outcome()
         assert outcome is not None
         if "error" in outcome:
-            raise TrainingFailed(outcome["error"])
+            raise _failure(outcome)
         if trace_to is not None and folder.trace.exists():
             shutil.copyfile(folder.trace, trace_to)
         if model_to is not None:
@@ -145,6 +145,12 @@ def run_scenario(
     result["time_to_accuracy_s"] = time_to_accuracy_s(result, scenario.compare.target_accuracy)
     result["notes"] = [*(_NOTES_OF_DEPLOYMENT if engine == "deployment" else _NOTES), *arithmetic_notes(scenario)]
     return result
+
+
+def _failure(outcome: Mapping[str, Any]) -> SocflowerError:
+    """Return what a run ended with: a mistake that only showed there still is one, and has a mistake's exit status."""
+    mistakes = {kind.__name__: kind for kind in (ConfigError, DataUnavailable, InfeasiblePlan)}
+    return mistakes.get(outcome.get("kind", ""), TrainingFailed)(outcome["error"])
 
 
 def with_predictions(result: dict[str, Any]) -> dict[str, Any]:

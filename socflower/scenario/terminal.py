@@ -85,7 +85,9 @@ def _heat_rows(heat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def print_app_result(console: Console, result: Mapping[str, Any], out: Path) -> None:
-    """Show what a foreign app would have cost on the cluster."""
+    """Show what a foreign app would have cost on the cluster, and which messages came to nothing."""
+    for event in result["events"]:
+        console.print(f"[yellow]{escape(event['text'])}[/]", soft_wrap=True, highlight=False)
     traffic = ", ".join(f"{human_bytes(value)} {tier.replace('_', ' ')}" for tier, value in result["bytes"].items())
     console.print(f"virtual time {human_seconds(result['virtual_s'])}, energy {human_joules(result['energy_j'])}, "
                   f"{traffic or 'no bytes'}; wall clock here {human_seconds(result['wall_s'])}")

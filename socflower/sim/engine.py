@@ -11,9 +11,10 @@ from flwr.serverapp import ServerApp
 
 from socflower.cluster import Cluster, ModelProfile
 from socflower.cluster.toml_file import read_toml
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, SocflowerError, TrainingFailed
 from socflower.sim.event_clock import EventClock
 from socflower.sim.local_grid import LocalGrid
+from socflower.sim.message_log import MessageLog
 from socflower.sim.priced_grid import PricedGrid
 from socflower.sim.workers import AppReference, ClientAppSource
 
@@ -48,10 +49,13 @@ def run_app(
     server_app: ServerApp | AppReference, client_app: ClientAppSource, *, cluster: Cluster,
     num_nodes: int | None = None, run_config: UserConfig | None = None, num_workers: int | None = None,
     model_profile: ModelProfile | None = None, batch_size: int = 32, clock: EventClock | None = None,
+    messages: MessageLog | None = None,
 ) -> EventClock:
     """Run the app on `num_nodes` nodes (default: every SoC) and return the clock, with the virtual time it took.
 
-    What the client raises reaches the strategy as an error reply; what the ServerApp raises is raised here.
+    What the client raises reaches the strategy as an error reply; what the ServerApp raises is raised here. Strategies
+    may drop failed replies and keep their weights: a run in which no client succeeded raises `TrainingFailed` with the
+    first cause, whatever its ServerApp made of it. `messages` is told what became of each message.
     """
     app = server_app.load() if isinstance(server_app, AppReference) else server_app
     if not isinstance(app, ServerApp):
@@ -62,11 +66,27 @@ def run_app(
                           "cluster or start fewer nodes")
     clock = clock or EventClock(cluster)
     config = dict(run_config or {})
-    with LocalGrid(client_app, num_nodes, run_config=config, num_workers=num_workers) as grid:
+    messages = messages or MessageLog()
+    with LocalGrid(client_app, num_nodes, run_config=config, num_workers=num_workers, messages=messages) as grid:
         priced = PricedGrid(grid, clock, cluster, model_profile=model_profile, batch_size=batch_size)
         context = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=config)
-        app(priced, context)
+        try:
+            app(priced, context)
+        except Exception as error:
+            _name_first_cause(messages, error)
+            raise
+    messages.require_success()
     return clock
+
+
+def _name_first_cause(messages: MessageLog, error: Exception) -> None:
+    """Raise `TrainingFailed` where a ServerApp stumbled over clients that had all failed, unless it says so itself."""
+    failure = messages.failure
+    mistake = isinstance(error, SocflowerError) and not isinstance(error, TrainingFailed)
+    text = " ".join(str(error).split())
+    if failure is None or mistake or messages.first_cause.partition(": ")[2] in text:
+        return
+    raise TrainingFailed(f"{failure}; then the ServerApp raised {type(error).__name__}: {text}") from error
 
 
 def quiet_flower(level: int = logging.ERROR) -> None:

@@ -9,6 +9,7 @@ from flwr.app import Message, UserConfig
 
 from socflower.errors import ConfigError
 from socflower.sim.engine_grid import EngineGrid
+from socflower.sim.message_log import MessageLog
 from socflower.sim.workers import ClientAppSource, InProcessWorkers, ProcessWorkers, Work
 
 
@@ -17,14 +18,15 @@ class LocalGrid(EngineGrid):
 
     Node ids ascend with the SoC index, and `node_config` has `partition-id` and `num-partitions` as in Flower's
     simulation. `num_workers` is the number of worker processes (default: one for each core); 0 runs all messages
-    in this process. Replies come in the order of their messages, however the workers finish.
+    in this process. Replies come in the order of their messages, however the workers finish. `messages` is told what
+    became of each.
     """
 
     in_one_process = True  # a group's members, for want of machines
 
     def __init__(
         self, client_app: ClientAppSource, num_nodes: int, *, run_config: UserConfig | None = None,
-        num_workers: int | None = None,
+        num_workers: int | None = None, messages: MessageLog | None = None,
     ) -> None:
         if num_nodes < 1:
             raise ConfigError(f"local engine: num_nodes must be 1 or more, got {num_nodes}")
@@ -32,6 +34,8 @@ class LocalGrid(EngineGrid):
         count = num_cores() if num_workers is None else num_workers
         self._workers = ProcessWorkers(client_app, count) if count else InProcessWorkers(client_app)
         self._pushed: dict[str, Message] = {}
+        self._messages = messages or MessageLog()
+        self._soc_of_node = {node: soc for soc, node in enumerate(self._contexts)}
 
     def get_node_ids(self) -> list[int]:
         """Return the node ids in the order of their SoCs."""
@@ -79,6 +83,8 @@ class LocalGrid(EngineGrid):
                 self._contexts[context.node_id] = context
                 reply.metadata.__dict__["_message_id"] = str(uuid4())
                 answered[message_id] = reply
+        self._messages.note([(message, answered.get(message_id)) for message_id, message in asked.items()],
+                            self._soc_of_node)
         return [answered[message_id] for message_id in asked if message_id in answered]
 
 

@@ -34,11 +34,16 @@ def scenario(tmp_path: Path) -> Path:
     return path
 
 
-def is_mistake(ran: Ran, *says: str) -> None:
-    assert ran.status == 2
+def is_mistake(ran: Ran, *says: str, status: int = 2) -> None:
+    assert ran.status == status
     assert ran.out == ""
     assert ran.err.startswith("error: ") and ran.err.count("\n") == 1 and ran.err.endswith("\n")
     assert all(part in ran.err for part in says), ran.err
+
+
+def has_failed(ran: Ran, *says: str) -> None:
+    """Training that failed has one line too, and a status that tells it from a mistake."""
+    is_mistake(ran, *says, status=1)
 
 
 def test_a_run_whose_claims_hold_ends_with_0(socflower: Socflower, scenario: Path, tmp_path: Path) -> None:
@@ -215,13 +220,13 @@ def test_a_run_that_failed_goes_on_after_its_last_good_round_or_starts_fresh(
     socflower: Socflower, scenario: Path, tmp_path: Path,
 ) -> None:
     failed = socflower("run", scenario, "--workers", 0, "--json", *FAULT)
-    is_mistake(failed, "fault on purpose", "round 1 is kept in out/case/checkpoint: the same command goes on after it")
+    has_failed(failed, "fault on purpose", "round 1 is kept in out/case/checkpoint: the same command goes on after it")
     again = socflower("run", scenario, "--workers", 0, "--json", *FAULT)
     resuming, error = again.err.splitlines()
     assert resuming == "resuming out/case after round 1 of 2; --fresh starts anew"
     assert "fault on purpose" in error
     fresh = socflower("run", scenario, "--workers", 0, "--fresh", "--json", *FAULT)
-    is_mistake(fresh, "fault on purpose")
+    has_failed(fresh, "fault on purpose")
     other = socflower("run", scenario, "--workers", 0, "--json")
     is_mistake(other, "strategy.sync_interval_epochs was 0.5 there and is 1", "--fresh")
     assert socflower("run", scenario, "--workers", 0, "--fresh", "--json").status == 0
@@ -232,6 +237,74 @@ def test_a_run_that_failed_goes_on_after_its_last_good_round_or_starts_fresh(
 def test_an_app_folder_has_nothing_to_start_fresh_from(socflower: Socflower, tmp_path: Path) -> None:
     (tmp_path / "app").mkdir()
     is_mistake(socflower("run", "app", "--fresh"), "--fresh is for scenarios")
+
+
+APP = {
+    "pyproject.toml": """[tool.flwr.app.components]
+serverapp = "{name}_server:app"
+clientapp = "{name}_client:app"
+[tool.flwr.app.config]
+num-rounds = 2
+fails = "all"
+""",
+    "{name}_server.py": """import numpy as np
+from flwr.app import Array, ArrayRecord
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    arrays = ArrayRecord({{"w": Array(np.zeros(3, np.float32))}})
+    FedAvg(fraction_evaluate=0.0).start(grid, arrays, num_rounds=int(context.run_config["num-rounds"]))
+""",
+    "{name}_client.py": """from flwr.app import Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+
+@app.train()
+def train(message, context):
+    if context.run_config["fails"] in ("all", message.content["config"]["server-round"]):
+        raise ValueError("not on this device")
+    content = RecordDict({{"arrays": message.content["arrays"], "metrics": MetricRecord({{"num-examples": 1}})}})
+    return Message(content, reply_to=message)
+""",
+}
+
+
+def flower_app(folder: Path, name: str) -> Path:
+    """Write an app of Flower's own; its modules need names that no other test has imported."""
+    folder.mkdir()
+    for path, text in APP.items():
+        (folder / path.format(name=name)).write_text(text.format(name=name))
+    (folder / "cluster.toml").write_text("[cluster]\nboards = 1\nsocs_per_board = 2\n")
+    return folder
+
+
+def test_an_app_in_which_no_client_succeeds_ends_with_1_and_its_first_cause(
+    socflower: Socflower, tmp_path: Path,
+) -> None:
+    """Flower's FedAvg logs what failed, keeps its weights and returns."""
+    app = flower_app(tmp_path / "app", "all_fail")
+    ran = socflower("run", app, "--cluster", app / "cluster.toml", "--out", "here", "--workers", 0)
+    assert ran.status == 1 and ran.out == ""
+    assert ran.err.splitlines()[-1].startswith(
+        "error: no client succeeded: none of 4 train messages had a usable answer; first cause: SoC ")
+    assert "(node 100" in ran.err and "<class 'ValueError'>:<'not on this device'>" in ran.err.splitlines()[-1]
+    assert not (tmp_path / "here").exists()
+
+
+def test_a_round_in_which_no_client_succeeds_is_in_the_result_and_said(socflower: Socflower, tmp_path: Path) -> None:
+    app = flower_app(tmp_path / "app", "one_fails")
+    ran = socflower("run", app, "--cluster", app / "cluster.toml", "--out", "here", "--workers", 0, "--set", "fails=2")
+    assert ran.status == 0
+    (event,) = json.loads((tmp_path / "here" / "result.json").read_text())["events"]
+    assert event["kind"] == "no-client" and "round 2: 2 of 2 train messages came to nothing" in event["text"]
+    assert event["text"] in ran.out
 
 
 def test_a_file_for_the_model_is_refused_before_anything_is_trained(

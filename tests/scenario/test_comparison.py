@@ -95,8 +95,9 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(
     monkeypatch.setattr(comparison, "run_to_folder",
                         lambda scenario, *rest, **more: (stop if scenario.strategy.name == "ring" else train)(
                             scenario, *rest, **more))
-    with pytest.raises(TrainingFailed):
+    with pytest.raises(TrainingFailed) as caught:
         compare(small(), ["socflow", "ring", "sgd"], tmp_path)
+    assert str(caught.value) == f"ring: power cut; finished and kept in {tmp_path}: socflow"
     assert not (tmp_path / "comparison.json").exists()
     monkeypatch.setattr(comparison, "run_to_folder", train)
     compare(small(), ["socflow", "ring", "sgd"], tmp_path)

@@ -178,7 +178,7 @@ def test_events_strike_the_training_and_not_the_warm_up_that_chooses_the_groups(
 
 @pytest.mark.parametrize("strategy", ["socflow", "fedavg"])
 def test_an_event_that_could_never_strike_is_refused(strategy: str) -> None:
-    with pytest.raises(TrainingFailed, match=r"\[\[event\]\] round = 99, but the run has \d rounds"):
+    with pytest.raises(ConfigError, match=r"\[\[event\]\] round = 99, but the run has \d rounds"):
         run_scenario(small(strategy, events=(event("nan", soc=0, server_round=99),)), num_workers=0)
-    with pytest.raises(TrainingFailed, match=r"\[\[event\]\] soc = 3 takes no part in the run; those that do: 0, 1"):
+    with pytest.raises(ConfigError, match=r"\[\[event\]\] soc = 3 takes no part in the run; those that do: 0, 1"):
         run_scenario(small(strategy, socs=2, events=(event("nan", soc=3),)), num_workers=0)
