@@ -249,7 +249,7 @@ def test_a_peer_that_leaves_ends_the_exchange() -> None:
 # --------------------------------------------------------------------------------------------- halves
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(size=st.integers(2, 6), exponent=st.integers(-110, 110), seed=st.integers(0, 10**6),
        spread=st.floats(0, 8))
 def test_halves_are_off_by_no_more_than_their_rounding(size: int, exponent: int, seed: int, spread: float) -> None:
@@ -270,7 +270,7 @@ def test_halves_neither_overflow_nor_underflow_together() -> None:
 # --------------------------------------------------------------------------------------------- eight bits
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(size=st.integers(1, 63), num_words=st.integers(1, 20), seed=st.integers(0, 10**6))
 def test_packed_lanes_add_without_running_into_each_other(size: int, num_words: int, seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -291,7 +291,7 @@ def eight_bit_step(gradients: Sequence[Tensor], rounding: float = 0.5) -> Tensor
     return torch.stack(largest).sum(0) / (126 - rounding * len(gradients))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(size=st.integers(2, 6), num_elements=st.integers(1, 9000), seed=st.integers(0, 10**6),
        exponent=st.integers(-110, 110))
 def test_eight_bits_are_off_by_half_a_step_a_member(size: int, num_elements: int, seed: int, exponent: int) -> None:
@@ -382,7 +382,7 @@ def test_what_was_not_sent_is_kept_to_the_last_bit() -> None:
     assert int((exchanged != 0).sum()) > 100
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 10**6), exponent=st.integers(-120, 110), spread=st.floats(0, 12))
 def test_halves_of_the_largest_values_and_their_rest_are_the_value(seed: int, exponent: int, spread: float) -> None:
     gradient = random_gradients(1, 300, seed, spread)[0] * 2.0 ** exponent

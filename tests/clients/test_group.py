@@ -43,7 +43,7 @@ def parts_of(data: LabelledData, sizes: list[int]) -> list[tuple[torch.Tensor, t
     return list(zip(inputs.split(sizes), labels.split(sizes), strict=True))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(lambda sizes: sum(sizes) > 0))
 def test_uneven_shares_equal_the_full_batch(sizes: list[int]) -> None:
     data = small_data(sum(sizes))

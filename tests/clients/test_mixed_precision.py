@@ -188,7 +188,7 @@ def test_without_confidence_everything_is_fp32_bit_for_bit() -> None:
 
 
 # ------------------------------------------------------------------------------------------ F4 and F12: the merge
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(sizes=SIZES, rule=st.sampled_from(["paper", "normalised", "half", "int8"]), data=st.data())
 def test_with_an_exact_accelerator_a_mixed_step_is_a_step_on_the_whole_batch(
     sizes: list[int], rule: str, data: st.DataObject,
@@ -258,7 +258,7 @@ def test_momentum_and_weight_decay_live_on_the_master(members: tuple[int, ...]) 
             torch.testing.assert_close(loaded[name], master, rtol=1e-4, atol=2e-6)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(sizes=SIZES, rule=st.sampled_from(["paper", "normalised"]), cosine=st.floats(0.0, 1.0), data=st.data())
 def test_the_reported_share_is_gamma_and_lies_between_1_minus_beta_and_1(
     sizes: list[int], rule: str, cosine: float, data: st.DataObject,

@@ -255,7 +255,7 @@ def test_a_warm_device_does_less_on_fewer_threads(monkeypatch: pytest.MonkeyPatc
 
 @given(epochs=st.integers(1, 50), now_c=st.floats(20.0, 79.9))
 @example(epochs=2, now_c=79.9)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_work_is_scaled_by_the_share_but_never_to_nothing(epochs: int, now_c: float) -> None:
     app = ForeignApp(mod_of(at(now_c)))
     app(**{"local-epochs": epochs})
@@ -373,7 +373,7 @@ LIES = st.sampled_from([
 
 
 @given(lies=st.lists(LIES, min_size=1, max_size=4), epochs=st.integers(1, 3))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_lying_sensor_never_stops_training(lies: list[Callable[[], Any]], epochs: int) -> None:
     number = iter(range(10**6))
     when = Time()
@@ -390,7 +390,7 @@ readings = st.builds(
 
 
 @given(seen=st.lists(readings, min_size=1, max_size=10))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_whatever_the_source_says_a_reply_comes_within_the_longest_pause(seen: list[dict[str, Any]]) -> None:
     number = iter(range(10**6))
     when = Time()

@@ -88,7 +88,7 @@ def test_every_length_up_to_forty_has_the_bits_of_the_specification(size: int) -
             assert copy.tobytes() == in_ring_order(buffers).tobytes()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(size=st.integers(2, 5), length=st.integers(1, 600_000), seed=st.integers(0, 2**32 - 1),
        dtype=st.sampled_from([np.float32, np.float64, np.float16, np.int32]))
 def test_sums_are_numpys_and_alike_on_all_ranks(size: int, length: int, seed: int, dtype: type) -> None:
@@ -116,7 +116,7 @@ def test_chunks_keep_their_limits_and_alignment(part_bytes: int) -> None:
     assert chunk_bytes(part_bytes) % 8 == 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(lengths=st.lists(st.sampled_from([0, 1, 5, MAX_CHUNK_BYTES, MAX_CHUNK_BYTES + 1, 3_000_000]), min_size=1,
                         max_size=5))
 def test_everybody_gathers_everything(lengths: list[int]) -> None:

@@ -16,7 +16,7 @@ def at(next_step: int, group_id: int = 0, num_groups: int = 2, total_steps: int 
     return Position(group_id, num_groups, total_steps, next_step)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(position=st.tuples(*[st.integers(0, 10**9)] * 4), state=st.none() | st.binary())
 def test_what_was_written_comes_back_at_its_position_only(
     position: tuple[int, int, int, int], state: bytes | None,
@@ -31,7 +31,7 @@ def test_what_was_written_comes_back_at_its_position_only(
             assert files.read(Position(*other)) is None
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(steps=st.lists(st.integers(1, 12), min_size=1, max_size=4))
 def test_the_three_before_any_step_are_there_after_it_was_written(steps: list[int]) -> None:
     """Whatever attempts there were before: going back removes nothing that is needed."""

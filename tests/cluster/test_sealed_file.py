@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.cluster.sealed_file import DamagedFile, read_sealed, remove_partial, write_sealed
@@ -16,7 +16,6 @@ JSON = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
 
 
-@settings(deadline=None)
 @given(header=st.dictionaries(st.text(), JSON), payload=st.lists(st.binary()))
 def test_what_was_written_comes_back(header: dict[str, Any], payload: list[bytes]) -> None:
     with TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ def build(name: str, in_channels: int = 3, image_size: int = 32) -> nn.Module:
 # ------------------------------------------------------------------------------------ against hand formulas
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     groups=st.integers(1, 4),
     in_per_group=st.integers(1, 4),
@@ -55,7 +55,7 @@ def test_convolution_costs_two_operations_per_weight_and_output_pixel(
     assert (layer.name, layer.kind) == ("Conv2d", "Conv2d")
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     features=st.tuples(st.integers(1, 50), st.integers(1, 50)), batch_size=st.integers(1, 5), bias=st.booleans()
 )

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.edgecloud.bandwidth import BandwidthMeter
@@ -17,7 +17,6 @@ def up(meter: BandwidthMeter, now_s: float) -> float:
     return meter.rates(now_s).up_bytes_per_s
 
 
-@settings(deadline=None)
 @given(rate=st.floats(1e3, 1e9), latency_s=st.floats(0, 0.2),
        transfers=st.lists(st.tuples(st.floats(1e4, 1e7), st.floats(0, 30)), min_size=1, max_size=20))
 def test_a_constant_link_is_measured_exactly(
@@ -33,7 +32,6 @@ def test_a_constant_link_is_measured_exactly(
     assert meter.rates(now_s) == LinkRates(up_bytes_per_s=up(meter, now_s), down_bytes_per_s=7.0, latency_s=latency_s)
 
 
-@settings(deadline=None)
 @given(transfers=st.lists(st.tuples(st.floats(1e4, 1e7), st.floats(0.01, 60), st.floats(0, 30)), min_size=1))
 def test_an_estimate_lies_between_what_was_measured(transfers: list[tuple[float, float, float]]) -> None:
     meter = BandwidthMeter(first=LinkRates(up_bytes_per_s=1.0, down_bytes_per_s=1.0))
@@ -45,7 +43,6 @@ def test_an_estimate_lies_between_what_was_measured(transfers: list[tuple[float,
     assert min(measured) * (1 - 1e-9) <= up(meter, now_s) <= max(measured) * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(old=st.floats(1e4, 1e8), new=st.floats(1e4, 1e8), piece_s=st.floats(0.1, 2.0))
 def test_the_past_is_forgotten(old: float, new: float, piece_s: float) -> None:
     """Back to back: after five memories, e^-5 of the weight is left to the old rate."""
@@ -58,7 +55,6 @@ def test_the_past_is_forgotten(old: float, new: float, piece_s: float) -> None:
     assert abs(up(meter, now_s) - new) <= 0.03 * max(old, new)
 
 
-@settings(deadline=None)
 @given(rate=st.floats(1e4, 1e9), num_bytes=st.floats(1, 1e8), since_s=st.floats(0, 1e4))
 def test_silence_shows_as_a_loss_two_seconds_after_something_was_due(
     rate: float, num_bytes: float, since_s: float,

@@ -4,7 +4,7 @@ import dataclasses
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.edgecloud.baselines import edge_only, joint_dnn, pipelined, plain_split, shortest_path, splitfed
@@ -48,7 +48,6 @@ def seconds_of(costs: SplitCosts, rates: LinkRates, in_cloud: tuple[bool, ...]) 
     return total_s
 
 
-@settings(deadline=None)
 @given(costs=tables(3.0), rates=RATES)
 def test_the_shortest_path_is_the_best_of_all_placements(costs: SplitCosts, rates: LinkRates) -> None:
     placements = [(False, *rest) for rest in product((False, True), repeat=len(costs.cuts))]
@@ -58,7 +57,6 @@ def test_the_shortest_path_is_the_best_of_all_placements(costs: SplitCosts, rate
     assert path.seconds == pytest.approx(min(seconds_of(costs, rates, placement) for placement in placements))
 
 
-@settings(deadline=None)
 @given(costs=tables(1.0), rates=RATES)
 def test_one_cut_is_enough_where_the_cloud_is_nowhere_slower(costs: SplitCosts, rates: LinkRates) -> None:
     anywhere = shortest_path(costs, rates)
@@ -67,7 +65,6 @@ def test_one_cut_is_enough_where_the_cloud_is_nowhere_slower(costs: SplitCosts, 
     assert len(single.cuts) <= 1
 
 
-@settings(deadline=None)
 @given(costs=tables(3.0), rates=RATES, allow=st.booleans())
 def test_joint_dnn_is_the_best_fixed_sequential_deployment(costs: SplitCosts, rates: LinkRates, allow: bool) -> None:
     fixed = [plain_split(costs, cut) for cut in range(len(costs.cuts))] + ([edge_only()] if allow else [])

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.edgecloud.cost import drain_s, migration_s, paper_training_s, period_s, predicted_s, training_s
@@ -59,7 +59,6 @@ def groups_s(times: Phases, num_batches: int, window: int) -> float:
     return total_s
 
 
-@settings(deadline=None)
 @given(times=ANY_PHASES, num_batches=st.integers(1, 60), window=st.integers(0, 8))
 def test_training_time_bounds_a_sliding_window_and_is_exact_where_it_says(
     times: Phases, num_batches: int, window: int,
@@ -72,7 +71,6 @@ def test_training_time_bounds_a_sliding_window_and_is_exact_where_it_says(
         assert said_s == pytest.approx(exact_s, rel=1e-9)
 
 
-@settings(deadline=None)
 @given(times=ANY_PHASES, num_batches=st.integers(1, 60), window=st.integers(0, 8))
 def test_equation_12_is_a_sliding_window_and_never_more_than_groups_with_a_barrier(
     times: Phases, num_batches: int, window: int,
@@ -96,7 +94,6 @@ def test_equation_12_falls_short_of_groups_by_as_much_as_its_docstring_says() ->
         assert shortfall == pytest.approx(share, abs=0.005)
 
 
-@settings(deadline=None)
 @given(split=st.floats(0.1, 0.9), times=ANY_PHASES, num_batches=st.integers(1, 60), window=st.integers(0, 8))
 def test_an_edge_that_alternates_between_its_passes_keeps_the_pace_of_four_servers(
     split: float, times: Phases, num_batches: int, window: int,
@@ -118,7 +115,6 @@ def test_an_edge_that_prefers_to_go_backward_falls_behind() -> None:
     assert greedy_s > 1.6 * alternating_s
 
 
-@settings(deadline=None)
 @given(times=ANY_PHASES, num_batches=st.integers(1, 50), window=st.integers(0, 8))
 def test_a_wider_window_never_takes_longer_and_none_is_sequential(
     times: Phases, num_batches: int, window: int,
@@ -203,7 +199,6 @@ def test_over_a_dead_link_nothing_ends() -> None:
     assert training_s(times, 0, 1) == paper_training_s(times, 0, 1) == 0.0
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.floats(0, 1e6), min_size=3, max_size=3), up=st.floats(1, 1e6), down=st.floats(1, 1e6),
        reverse=st.booleans(), latency_s=st.floats(0, 1))
 def test_a_detour_never_migrates_cheaper(

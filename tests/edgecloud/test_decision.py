@@ -44,7 +44,6 @@ def follow(engine: DecisionEngine, rates: Sequence[LinkRates], start: Deployment
     return current
 
 
-@settings(deadline=None)
 @given(costs=tables(), rates=RATES, window=st.integers(0, 6), start=st.integers(0, 4), bits=st.sampled_from(BITS),
        allowed=st.sets(st.sampled_from(BITS), min_size=1), edge_only=st.booleans(), gap=st.floats(1, 500))
 def test_a_decision_is_the_best_of_all_deployments(
@@ -73,7 +72,7 @@ def test_a_decision_is_the_best_of_all_deployments(
         predicted_s(costs, deployment, rates, gap) for deployment in everything)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(costs=tables(), rates=RATES, window=st.integers(0, 6), bits=st.sampled_from(BITS), min_gain=st.floats(0, 0.3),
        edge_only=st.booleans())
 def test_on_a_constant_link_one_move_is_all(
@@ -89,7 +88,7 @@ def test_on_a_constant_link_one_move_is_all(
     assert settled.log == ()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(costs=tables(frozen=False), low=RATES, high=RATES, half=st.integers(1, 60), window=st.integers(0, 5),
        random=st.randoms(use_true_random=False))
 def test_no_link_makes_it_thrash(
@@ -119,7 +118,6 @@ def test_no_link_makes_it_thrash(
         assert moves <= 2 * (num_batches + first_gap / (1 - beta)) / pays_after
 
 
-@settings(deadline=None)
 @given(costs=tables(), rates=st.lists(RATES, min_size=1, max_size=12), window=st.integers(0, 5),
        power=st.integers(-6, 6))
 def test_the_unit_of_time_does_not_matter(
@@ -249,7 +247,6 @@ def test_a_change_of_bits_drains_but_moves_no_weights() -> None:
     assert decision.predicted_s_move > predicted_s(RESNET, decision.new, decision.rates, 50)
 
 
-@settings(deadline=None)
 @given(fractions=st.lists(st.floats(0.01, 0.99), max_size=4, unique=True), num_batches=st.integers(1, 1000),
        windows=st.lists(st.integers(0, 9), min_size=5, max_size=5))
 def test_a_schedule_gives_the_window_of_the_last_fraction_reached(

@@ -30,7 +30,7 @@ def state(end: DeltaSender | DeltaReceiver) -> bytes:
 
 
 @given(data=st.data(), storage=STORAGE, num_held=st.integers(0, 12), grouping=st.sampled_from(["tensor", "sample"]))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_both_ends_hold_the_same_bits_through_any_sequence(
     data: st.DataObject, storage: Storage, num_held: int, grouping: Any,
 ) -> None:
@@ -62,7 +62,7 @@ def test_both_ends_hold_the_same_bits_through_any_sequence(
 
 
 @given(seed=st.integers(0, 999), bits=st.sampled_from([2, 4, 8]), storage=STORAGE)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_the_error_of_a_repeated_activation_decreases_geometrically(seed: int, bits: int, storage: Storage) -> None:
     """By a factor of 2ⁿ − 1 at least, down to what rounding leaves."""
     features = np.random.default_rng(seed).normal(size=(4, 50)).astype(np.float32)
@@ -80,7 +80,7 @@ def test_the_error_of_a_repeated_activation_decreases_geometrically(seed: int, b
 
 
 @given(seed=st.integers(0, 999))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_errors_do_not_add_up_over_many_small_changes(seed: int) -> None:
     rng = np.random.default_rng(seed)
     features = rng.normal(size=(3, 40)).astype(np.float32)

@@ -5,7 +5,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.cluster.catalog import device
@@ -32,7 +32,6 @@ def cuts(num_layers: int = 6) -> tuple[CutShape, ...]:
                  for i in range(num_layers - 1))
 
 
-@settings(deadline=None)
 @given(batch=st.integers(1, 256), num_layers=st.integers(2, 8), reverse=st.booleans(), measured=st.booleans())
 def test_the_two_halves_on_one_device_are_the_whole(
     batch: int, num_layers: int, reverse: bool, measured: bool,
@@ -122,7 +121,6 @@ def test_energy_is_watts_by_seconds() -> None:
     assert training_energy_j(PI, times, 10, 9) == pytest.approx(6.4 * 10 + 2.7 * (pipelined_s - 10) + 0.4 * pipelined_s)
 
 
-@settings(deadline=None)
 @given(window=st.integers(0, 8), num_batches=st.integers(1, 50), edge_s=st.floats(0.01, 5), up_s=st.floats(0, 5))
 def test_a_pipeline_never_needs_more_joules_than_a_sequence(
     window: int, num_batches: int, edge_s: float, up_s: float,

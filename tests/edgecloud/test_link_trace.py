@@ -11,7 +11,7 @@ from socflower.edgecloud.link_trace import LinkTrace, Steps, constant, segments
 from socflower.edgecloud.trace_files import PACKET_BYTES, read_csv, read_mahimahi, write_csv, write_mahimahi
 from socflower.errors import ConfigError
 
-FEW = settings(max_examples=80, deadline=None)
+FEW = settings(max_examples=80)
 RATES = st.sampled_from([0.0, 1.0, 1000.0, 64000.0, 1.25e6]) | st.floats(0, 1e7)
 TICKS = st.integers(0, 6000)  # of a millisecond
 
@@ -43,7 +43,7 @@ def link(direction: Steps) -> LinkTrace:
     return LinkTrace(direction, constant(1.0, 1.0).down)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(trace=steps(), ends=st.tuples(TICKS, TICKS))
 def test_bytes_between_is_the_sum_over_milliseconds(trace: Steps, ends: tuple[int, int]) -> None:
     begin, end = sorted(ends)
@@ -51,7 +51,7 @@ def test_bytes_between_is_the_sum_over_milliseconds(trace: Steps, ends: tuple[in
                                                                                     rel=1e-6, abs=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(trace=steps(lively=True), begin=TICKS, num_bytes=st.integers(1, 10**6))
 def test_a_transfer_ends_in_the_millisecond_in_which_the_sum_reaches_it(
     trace: Steps, begin: int, num_bytes: int,
@@ -136,7 +136,7 @@ def test_an_outage_holds_a_transfer_up_for_just_its_length() -> None:
 # ------------------------------------------------------------------------------------------------------ files
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(up=steps(), down=steps())
 def test_what_is_written_as_a_table_reads_back_the_same(
     tmp_path_factory: pytest.TempPathFactory, up: Steps, down: Steps,
@@ -181,7 +181,7 @@ def test_a_bad_table_is_one_line_that_names_the_line(tmp_path: Path, text: str, 
     assert "link.csv" in str(caught.value)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(trace=steps(lively=True))
 def test_packets_carry_what_the_trace_does_up_to_one(
     tmp_path_factory: pytest.TempPathFactory, trace: Steps,

@@ -118,7 +118,7 @@ def check(timeline: Timeline, parties: Sequence[Party], first: int, num_batches:
         assert report.duration_s <= timeline.duration_s
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_staleness_never_exceeds_the_window_and_every_batch_is_done_once_in_order(data: st.DataObject) -> None:
     cloud = data.draw(CLOUDS)
@@ -141,7 +141,7 @@ def test_staleness_never_exceeds_the_window_and_every_batch_is_done_once_in_orde
         assert timeline.parties[index].down_bytes == pytest.approx(num_batches * down)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), reverse=st.booleans(), wishes=WISHES)
 def test_the_cut_moves_only_while_nothing_is_in_flight(
     data: st.DataObject, reverse: bool, wishes: list[Deployment | None],
@@ -168,7 +168,7 @@ def test_the_cut_moves_only_while_nothing_is_in_flight(
     assert recuts == [batch for batch, move in moves.items() if move.old.cut != move.new.cut]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data(), reverse=st.booleans(), apply_first=st.booleans())
 def test_all_happens_as_early_as_its_order_allows(data: st.DataObject, reverse: bool, apply_first: bool) -> None:
     """A recurrence over the front half's own order: no server waits while it could work."""
@@ -216,7 +216,7 @@ def phases_of(one: SplitCosts, where: int, bits: int, window: int, rates: tuple[
 RATES = st.tuples(st.floats(30, 5000), st.floats(30, 5000), st.sampled_from([0.0, 0.5, 4.0]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(one=costs(frozen=False), where=st.integers(0, 2), bits=st.sampled_from([8, 32]), window=st.integers(1, 7),
        rates=RATES)
 def test_constant_rates_give_the_duration_of_f26(
@@ -241,7 +241,7 @@ def test_constant_rates_give_the_duration_of_f26(
     assert timeline.cloud_busy_s == pytest.approx(num_batches * four[2])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(one=costs(frozen=False), where=st.integers(0, 2), bits=st.sampled_from([8, 32]), rates=RATES,
        num_batches=st.integers(1, 200), reverse=st.booleans())
 def test_a_window_of_0_takes_the_sum_of_all_phases(
@@ -258,7 +258,7 @@ def test_a_window_of_0_takes_the_sum_of_all_phases(
     assert set(timeline.parties[0].staleness) == {0}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(one=costs(), where=st.none() | st.integers(0, 2), window=st.integers(0, 5), reverse=st.booleans(),
        rates=RATES)
 def test_the_work_of_a_batch_sums_up_to_its_phases(

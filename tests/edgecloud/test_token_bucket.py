@@ -40,7 +40,7 @@ def traces(draw: st.DrawFn) -> LinkTrace:
     return segments(parts, repeats=draw(st.booleans()))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(trace=traces(), late_s=LATE, sends=st.lists(
     st.tuples(st.integers(1, 40_000), st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.4])), min_size=1, max_size=40))
 def test_in_no_span_passes_more_than_the_trace_and_a_burst(
@@ -63,7 +63,7 @@ def test_in_no_span_passes_more_than_the_trace_and_a_burst(
                 trace.bytes_between("up", 0.0, end_s) * (1 + 1e-9) + 1
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(trace=traces(), late_s=LATE, chunk=st.sampled_from([4096, 16384, 65536]), pause_s=st.sampled_from([0.0, 1e-4]))
 def test_a_long_transfer_takes_what_the_trace_says(
     trace: LinkTrace, late_s: list[float], chunk: int, pause_s: float,

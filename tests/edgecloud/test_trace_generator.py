@@ -62,7 +62,7 @@ def test_the_logarithm_of_the_rate_forgets_by_its_time_constant(step_s: float) -
     assert np.corrcoef(logs, np.log(np.array(trace.up.bytes_per_s)))[0, 1] == pytest.approx(0.6, abs=0.05)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(kind=st.sampled_from(kinds()), seed=st.integers(0, 2**40), steps=st.integers(1, 300),
        step_s=st.sampled_from([0.1, 0.5, 1.0]))
 def test_equal_seeds_give_equal_traces_and_longer_ones_begin_alike(

@@ -78,7 +78,7 @@ def test_cuts_lie_after_activations_and_norms_outside_branches(name: str, expect
     assert [point.name for point in split_of(name)[1].cuts] == expected
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(kinds=st.lists(st.sampled_from(["linear", "relu", "norm", "tanh", "dropout", "block"]), min_size=1, max_size=8))
 def test_a_chain_is_cut_after_each_activation_or_norm_with_weights_on_both_sides(kinds: Sequence[str]) -> None:
     layers = {"linear": lambda: nn.Linear(4, 4), "relu": nn.ReLU, "norm": lambda: nn.BatchNorm1d(4), "tanh": nn.Tanh,

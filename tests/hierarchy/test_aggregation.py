@@ -15,7 +15,7 @@ def model(rng, dtype=np.float32):
     return {str(shape): np.asarray(rng.standard_normal(shape), dtype) for shape in SHAPES}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 8).flatmap(lambda n: st.lists(st.floats(0, 1e4), min_size=n, max_size=n)).filter(sum),
     st.integers(0, 2**32 - 1),
@@ -37,7 +37,7 @@ def test_is_the_weighted_mean(weights, seed, dtype):
         assert np.all(np.abs(tensor - expected) <= precision * scale + 1e-7 * (dtype == np.float16))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(0, 2**32 - 1))
 def test_equal_inputs_in_equal_order_give_equal_bits(num_models, seed):
     rng = np.random.default_rng(seed)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import combinations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.hierarchy import communication_groups, conflicts, integrity_greedy, map_groups
@@ -35,7 +35,6 @@ def test_colouring_is_proper_and_complete(groups: list[Placed]) -> None:
     assert all(turn[group_id] == 0 for group_id, others in conflicts(groups).items() if not others)
 
 
-@settings(deadline=None)
 @given(slots=st.lists(st.integers(1, 6), min_size=1, max_size=12), data=st.data())
 def test_contiguous_placement_yields_paths_hence_at_most_two_colours(
     slots: list[int], data: st.DataObject,

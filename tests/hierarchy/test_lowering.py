@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.cluster import (
@@ -106,7 +106,6 @@ def test_every_update_needs_every_members_compute_and_follows_into_the_next_step
             assert {task.processor for task in own} == {"npu"}
 
 
-@settings(deadline=None)
 @given(slots=BOARDS, data=st.data())
 def test_turn_taking_edges_lie_between_conflicting_groups_only_and_all_of_them(
     slots: list[int], data: st.DataObject,
@@ -147,7 +146,6 @@ def test_buckets_carry_all_bytes_and_tensors_one_after_the_other() -> None:
     assert [graph.tasks[i].seconds for i in first] == [2.0]  # forward and half the backward
 
 
-@settings(deadline=None)
 @given(slots=BOARDS, data=st.data())
 def test_hub_traffic_is_n_up_and_n_down_never_m(slots: list[int], data: st.DataObject) -> None:
     cluster = rack(*slots)
@@ -248,7 +246,6 @@ def seconds_of(works: list[tuple[float, ...]], *, repeat: int, overlap_buckets: 
     return EventClock(cluster).run(graph, repeat=repeat).duration_s
 
 
-@settings(deadline=None)
 @given(work=WORK, repeat=st.integers(1, 4), buckets=st.integers(1, 3))
 def test_a_step_alone_takes_the_slower_processor_then_merge_then_update(
     work: tuple[float, ...], repeat: int, buckets: int,
@@ -261,7 +258,6 @@ def test_a_step_alone_takes_the_slower_processor_then_merge_then_update(
     assert seconds_of([work], repeat=repeat, overlap_buckets=buckets) == pytest.approx(repeat * step_s)
 
 
-@settings(deadline=None)
 @given(works=st.lists(WORK, min_size=2, max_size=4))
 def test_the_exchange_waits_for_both_processors_and_the_merge_of_every_member(works: list[tuple[float, ...]]) -> None:
     """A ring of n has 2 (n - 1) sub-steps of 1200 / n bytes over links of 100 bytes a second."""
@@ -272,7 +268,6 @@ def test_the_exchange_waits_for_both_processors_and_the_merge_of_every_member(wo
     assert seconds_of(works, repeat=1) == pytest.approx(ready_s + ring_s + last_update_s)
 
 
-@settings(deadline=None)
 @given(cpu=st.tuples(SECONDS, SECONDS), npu=st.tuples(SECONDS, SECONDS), buckets=st.integers(1, 6))
 def test_each_bucket_leaves_as_soon_as_both_processors_have_it(
     cpu: tuple[float, float], npu: tuple[float, float], buckets: int,

@@ -4,7 +4,7 @@ import json
 from itertools import groupby, permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.cluster import Cluster, parse_cluster
@@ -21,7 +21,6 @@ def totals(plan: GroupPlan, capacities: list[float]) -> list[float]:
     return [sum(capacities[soc] for soc in group.members) for group in plan.groups]
 
 
-@settings(deadline=None)
 @given(slots=st.lists(st.integers(1, 6), min_size=1, max_size=8), data=st.data())
 def test_every_soc_is_used_at_most_once_and_rings_are_contiguous_by_board(
     slots: list[int], data: st.DataObject,
@@ -94,7 +93,6 @@ def test_equal_capacities_change_nothing() -> None:
     assert plan_groups(rack, 4, 13) == plan_groups(rack, 4, 13, [0.7] * 14)
 
 
-@settings(deadline=None)
 @given(capacities=st.lists(st.sampled_from([0.5, 0.6, 0.9, 1.0]), min_size=8, max_size=8))
 def test_groups_of_a_board_are_about_equally_fast_and_placement_stays(capacities: list[float]) -> None:
     rack = cluster(4, 4)

@@ -28,7 +28,7 @@ from socflower.sim import EventClock
 PROFILE = ModelProfile(name="toy", input_bytes=4.0, layers=(
     LayerProfile(name="only", kind="Linear", forward_flops=1e10, output_bytes=4.0, weight_bytes=4.0, num_tensors=1),))
 PARTS = st.floats(0.05, 1.0)
-LOOSE = settings(deadline=None, max_examples=60)
+LOOSE = settings(max_examples=60)
 
 
 @st.composite
@@ -273,7 +273,7 @@ def run(speeds: Sequence[float], steps: int | None, batch_size: int = 120, num_g
     return usage, in_use
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(speeds=st.lists(st.floats(0.2, 1.0), min_size=2, max_size=4), steps=st.integers(1, 10))
 def test_rebalanced_steps_take_what_the_total_capacity_allows(speeds: list[float], steps: int) -> None:
     """The ideal of F4, but for samples that are whole and the steps until the first look."""

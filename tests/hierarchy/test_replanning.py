@@ -9,7 +9,7 @@ from socflower.errors import InfeasiblePlan
 from socflower.hierarchy import conflicts, plan_groups, plan_without
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(boards=st.lists(st.integers(1, 5), min_size=1, max_size=5), num_groups=st.integers(1, 6), data=st.data())
 def test_everybody_who_is_there_works_and_nobody_else(boards: list[int], num_groups: int, data: st.DataObject) -> None:
     cluster = parse_cluster({"boards": boards})

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.cluster import LayerProfile, ModelProfile, Usage, parse_cluster
@@ -39,7 +39,6 @@ def assert_same(ours: Usage, reference: Usage) -> None:
     assert dict(ours.num_bytes) == pytest.approx(dict(reference.num_bytes))
 
 
-@settings(deadline=None)
 @given(alpha=ALPHAS)
 def test_phases_that_say_what_the_pricing_says_cost_the_same(alpha: float) -> None:
     pricing = MixedPricing(rule="paper", alpha=alpha)
@@ -53,7 +52,6 @@ def test_phases_that_say_what_the_pricing_says_cost_the_same(alpha: float) -> No
     assert_same(usage(other, [(10, {0: pricing, 1: pricing})]), expected)
 
 
-@settings(deadline=None)
 @given(first=st.tuples(ALPHAS, ALPHAS), second=st.tuples(ALPHAS, ALPHAS), cut=st.integers(1, 9))
 def test_two_phases_cost_the_sum_of_both_and_one_synchronisation(
     first: tuple[float, float], second: tuple[float, float], cut: int,

@@ -18,8 +18,8 @@ KERNELS = _int8.available_kernels()
 THREADS = (1, 2, 3)
 ROUNDINGS = (nk.NEAREST, nk.PSEUDO_STOCHASTIC)
 
-many = settings(max_examples=40, derandomize=True, deadline=None)
-few = settings(max_examples=15, derandomize=True, deadline=None)
+many = settings(max_examples=40)
+few = settings(max_examples=15)
 seeds = st.integers(0, 2**32 - 1)
 
 

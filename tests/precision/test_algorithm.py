@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
@@ -18,7 +18,6 @@ def test_the_published_algorithms():
     assert isinstance(ADAPTIVE_FIXED_POINT.update, Fp32Update)
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.floats(0.0, 1.0))
 def test_gradient_bits_follow_niti(progress):
     """F18: 5, then 4 from half, then 3 from three quarters of training."""

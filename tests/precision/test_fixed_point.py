@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
@@ -21,7 +21,6 @@ from socflower.precision.fixed_point import (
 magnitudes = st.floats(min_value=2.0**-149, max_value=2.0**127, width=32)
 
 
-@settings(derandomize=True, deadline=None)
 @given(magnitudes)
 def test_the_exponent_is_the_smallest_at_which_a_magnitude_fits_127(magnitude):
     exponent = exponent_for(magnitude)
@@ -40,7 +39,6 @@ def test_zero_has_exponent_zero():
     assert exponent_for(0.0) == 0
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 7))
 def test_the_shift_is_the_smallest_that_leaves_so_many_bits(largest, bits):
     shift = shift_for(largest, bits)
@@ -48,7 +46,6 @@ def test_the_shift_is_the_smallest_that_leaves_so_many_bits(largest, bits):
     assert shift == 0 or largest >> (shift - 1) >= 2**bits
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=40))
 def test_quantised_values_lie_within_half_a_step(values):
     real = np.array(values, np.float32)
@@ -75,7 +72,6 @@ def test_denormal_weights_are_quantised_like_any_others():
     np.testing.assert_allclose(np.ldexp(out.astype(np.float64), exponent), real, atol=1e-44)
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=9), st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=9))
 def test_scaled_integers_share_the_finest_exponent_that_their_bits_allow(first, second):
     arrays = np.array(first), np.array(second)
@@ -89,7 +85,6 @@ def test_scaled_integers_share_the_finest_exponent_that_their_bits_allow(first, 
     assert any(filled) or not (arrays[0].any() or arrays[1].any())
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.integers(1, 5000))
 def test_the_channel_stride_is_the_next_multiple_of_16(channels):
     stride = channel_stride(channels)

@@ -29,7 +29,7 @@ from tests.precision.numpy_engine import NumpyTrainer
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 SELDOM = RescalingPolicy(adaptive=True, warm_up_batches=2)
 
-few = settings(max_examples=20, derandomize=True, deadline=None)
+few = settings(max_examples=20)
 
 
 def built(name, algorithm=HANDED_OUT_GRADIENTS, **engine):

@@ -33,7 +33,6 @@ def looks(policy, exponents):
     return batches
 
 
-@settings(derandomize=True, deadline=None)
 @given(exponents, st.integers(1, 150))
 def test_every_batch_of_the_warm_up_is_looked_at(exponents, warm_up):
     seen = looks(RescalingPolicy(warm_up_batches=warm_up), exponents)
@@ -41,13 +40,11 @@ def test_every_batch_of_the_warm_up_is_looked_at(exponents, warm_up):
     assert seen[:first] == list(range(first))
 
 
-@settings(derandomize=True, deadline=None)
 @given(exponents)
 def test_without_adaptation_every_batch_is_looked_at(exponents):
     assert looks(RescalingPolicy(adaptive=False, warm_up_batches=1), exponents) == list(range(len(exponents)))
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.integers(1, 9), st.integers(3, 30))
 def test_the_period_is_half_the_mean_interval_between_changes(interval, num_changes):
     """With a change every `interval` batches the trackers' looks are max(1, interval / 2) apart (F16)."""
@@ -71,7 +68,7 @@ def test_a_change_is_found_again_after_it_stopped_for_long():
     assert len([batch for batch in seen if batch > 1000]) < 300
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 2**26), st.integers(-3, 3)), min_size=1, max_size=60), st.integers(1, 8))
 def test_rounding_out_follows_the_model_of_the_tracker(values, warm_up):
     """round_product and round_elementwise give the integers and exponents of F14 and F16, whatever comes."""
@@ -150,7 +147,7 @@ sixteen = st.lists(st.integers(-127, 127), min_size=16, max_size=16)
 addends = st.tuples(sixteen | st.just([0] * 16), st.integers(-30, 30))
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(addends, addends)
 def test_sums_are_exact_within_20_bits_and_zeros_have_no_say_beyond(a, b):
     a, b = ((np.array(values, np.int8).reshape(1, 1, 1, 16), exponent) for values, exponent in (a, b))

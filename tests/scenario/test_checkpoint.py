@@ -39,7 +39,6 @@ def equal(left: Checkpoint, right: Checkpoint) -> bool:
     return same_arrays and replace(left, arrays={}) == replace(right, arrays={})
 
 
-@settings(deadline=None)
 @given(arrays=ARRAYS, virtual_s=FLOATS, loss=st.none() | FLOATS, dropped=st.lists(st.integers(0, 99)))
 def test_a_checkpoint_comes_back_as_it_was(
     arrays: dict[str, Any], virtual_s: float, loss: float | None, dropped: list[int],
@@ -78,7 +77,7 @@ def test_somebody_elses_files_are_never_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.ckpt"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), part=st.sampled_from(["round", "trace"]))
 def test_damage_anywhere_is_noticed_and_the_one_before_is_used(where: float, bit: int, part: str) -> None:
     with TemporaryDirectory() as folder:

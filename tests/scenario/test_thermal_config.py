@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.errors import SocflowerError
@@ -183,7 +183,6 @@ users = st.builds(UsersConfig, games=st.sampled_from(GAMES), start_hour=hours, l
                   share=st.floats(0.0, 0.99), idle_windows=windows)
 
 
-@settings(deadline=None)
 @given(st.builds(
     Scenario, cluster=st.just({"boards": 4}), thermal=st.none() | thermals, users=st.none() | users,
     strategy=st.builds(StrategyConfig, rebalance=st.sampled_from(REBALANCE), rebalance_steps=st.integers(0, 99))))

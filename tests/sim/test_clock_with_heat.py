@@ -22,7 +22,7 @@ from socflower.thermal.users import NOBODY, UserLoad
 
 MakeCluster = Callable[..., Cluster]
 AddRing = Callable[..., list[int]]
-FEW = settings(max_examples=20, deadline=None)
+FEW = settings(max_examples=20)
 SLOTS = (3, 2)
 # So little air that the toys' 5 W throttle it within minutes.
 RACK = Rack(slots_per_board=SLOTS, chassis_j_per_k=300.0, soc_to_board_w_per_k=0.4)
@@ -97,7 +97,7 @@ class BruteForce:
                 (float(out.sum()) - self.conductance * (air_c - 25.0)) / RACK.chassis_j_per_k)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seconds=st.lists(st.floats(0.5, 8.0), min_size=5, max_size=5), tick_s=st.sampled_from([1.0, 5.0, 0.7]),
        rpm=st.sampled_from([3250.0, 8300.0]))
 def test_virtual_time_under_throttling_equals_a_brute_force_integration(

@@ -263,7 +263,7 @@ def test_unknown_participants_and_negative_repeats_are_config_errors(make_cluste
 
 
 # ------------------------------------------------------------------------------------- leaving off and going on
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(before=st.lists(st.integers(0, 40), max_size=4), after=st.lists(st.integers(0, 40), max_size=4))
 def test_a_restored_clock_goes_on_to_the_last_bit(before: list[int], after: list[int]) -> None:
     cluster = parse_cluster({"boards": 2, "socs_per_board": 2})

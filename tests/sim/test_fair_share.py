@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.sim.fair_share import max_min_rates
@@ -18,7 +18,6 @@ def networks(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], dict[int, float]]:
     return draw(st.lists(path, max_size=12)), capacities
 
 
-@settings(deadline=None)
 @given(networks())
 def test_max_min_certificate(network: tuple[list[tuple[int, ...]], dict[int, float]]) -> None:
     paths, capacities = network
@@ -32,7 +31,6 @@ def test_max_min_certificate(network: tuple[list[tuple[int, ...]], dict[int, flo
             for link in path), "a flow has no bottleneck"
 
 
-@settings(deadline=None)
 @given(networks(), st.randoms(use_true_random=False))
 def test_order_of_flows_does_not_matter(network: tuple[list[tuple[int, ...]], dict[int, float]],
                                         random: object) -> None:
@@ -44,7 +42,6 @@ def test_order_of_flows_does_not_matter(network: tuple[list[tuple[int, ...]], di
         [rates[flow] for flow in order], rel=1e-9)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 50), st.floats(0.1, 1e9))
 def test_single_link_is_shared_equally(num_flows: int, capacity: float) -> None:
     rates = max_min_rates([("link",)] * num_flows, {"link": capacity})
@@ -52,7 +49,6 @@ def test_single_link_is_shared_equally(num_flows: int, capacity: float) -> None:
     assert sum(rates) == pytest.approx(capacity)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3).flatmap(lambda n: st.tuples(
     st.lists(st.sets(st.integers(0, 2), min_size=1).map(tuple), min_size=n, max_size=n),
     st.tuples(*[st.integers(1, 6)] * 3))))

@@ -20,7 +20,7 @@ from tests.clients.test_batches import task
 from tests.clients.test_group import small_data, small_network
 
 TOLERANCE = 0.05
-FEW = settings(deadline=None, max_examples=40)
+FEW = settings(max_examples=40)
 SPEEDS = st.lists(st.floats(0.1, 1.0), min_size=8, max_size=8)
 
 
@@ -200,7 +200,7 @@ def test_a_balancer_that_is_restored_decides_as_if_it_had_not_been_interrupted(
 
 
 # ----------------------------------------------------------------------------------------------------- weights
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(capacities=st.lists(st.lists(st.floats(0.05, 1.0), min_size=3, max_size=3), min_size=1, max_size=3),
        batch_size=st.integers(2, 17))
 def test_weights_under_any_rebalancing_equal_the_full_batch_step(

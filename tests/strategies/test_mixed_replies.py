@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.cluster import Cluster, LayerProfile, ModelProfile, parse_cluster
@@ -46,7 +46,6 @@ def with_alphas(message: Message, held: Held, *, value: float = 1.0, num_example
 
 
 # --------------------------------------------------------------------------------------------------- phases
-@settings(deadline=None)
 @given(groups=st.lists(HELD, min_size=1, max_size=3))
 def test_every_step_is_priced_at_the_alpha_that_held_in_each_group(groups: list[Held]) -> None:
     """Against one entry a step; the groups' epochs need not begin at the same step."""

@@ -120,7 +120,7 @@ def test_the_other_experiment_is_not_met_by_a_load_of_the_cpu_alone() -> None:
     assert 38.0 < hottest_c < 41.0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(still=st.floats(8.0, 12.0), threshold_rpm=st.floats(1000.0, 8000.0), flow=st.floats(0.002, 0.004),
        drag=st.floats(1e-5, 1e-3), air=st.floats(1e-11, 1e-10))
 def test_fitting_finds_the_curve_that_made_the_rows(

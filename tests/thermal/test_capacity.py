@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.clients.batches import one_at_least
@@ -74,7 +74,6 @@ def test_step_times_approach_each_other_monotonically(devices: list[Device], sha
         assert min(after_s) >= min(taken_s) * (1 - 1e-9)
 
 
-@settings(deadline=None)
 @given(devices=DEVICES, batch_size=st.integers(48, 512))
 def test_under_constant_load_shares_come_to_rest_where_times_are_equal_within_a_sample(
     devices: list[Device], batch_size: int,
@@ -162,7 +161,6 @@ def test_all_members_slower_by_the_same_factor_move_nothing() -> None:
     assert filtered.num_moves == 0
 
 
-@settings(deadline=None)
 @given(seen=st.lists(st.lists(RATES, min_size=3, max_size=3), max_size=40))
 def test_equal_observations_give_equal_bits_also_after_a_restore(seen: list[list[float]]) -> None:
     first, second = even(3), even(3)

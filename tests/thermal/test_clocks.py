@@ -25,7 +25,7 @@ def look(machine: Machine) -> Reading:
 
 @given(policies=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3_000_000), st.integers(1, 3_000_000),
                                    st.integers(1, 1024)), min_size=1, max_size=4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_clock_is_the_mean_over_processors_weighted_by_capacity(
     tmp_path_factory: pytest.TempPathFactory, policies: list[tuple[int, int, int, int]],
 ) -> None:

@@ -19,7 +19,7 @@ from socflower.thermal.rack import Rack
 from socflower.thermal.steps import Steps, changes
 from socflower.thermal.users import NOBODY, UserLoad
 
-FEW = settings(max_examples=25, deadline=None)
+FEW = settings(max_examples=25)
 # Little air, so that minutes are enough for everything to happen.
 RACK = Rack(slots_per_board=(2, 1), chassis_j_per_k=400.0)
 SLOW_S = st.floats(0.0, 300.0)
@@ -136,7 +136,7 @@ def test_a_rack_goes_as_its_equations_in_small_steps_go(
     assert rack.cooling_j == pytest.approx(brute.fan_j)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(around=surroundings(), policy=POLICIES, watts=WATTS, before_s=SLOW_S, start_c=st.floats(20.0, 45.0),
        tick_s=st.sampled_from([1.0, 5.0, 0.7]))
 def test_speeds_hold_as_long_as_they_are_said_to_and_then_change(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from socflower.errors import ConfigError
 from socflower.thermal.fan import FanCurve, rack_fans
 
-FEW = settings(max_examples=100, deadline=None)
+FEW = settings(max_examples=100)
 RPM = st.floats(0.0, 30000.0)
 
 

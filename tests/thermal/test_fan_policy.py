@@ -25,9 +25,9 @@ from socflower.thermal.fan_policy import (
 from socflower.thermal.rack import Rack
 from socflower.thermal.steps import Steps
 
-FEW = settings(max_examples=100, deadline=None)
+FEW = settings(max_examples=100)
 # Shrinking a simulated hour takes minutes and says no more.
-FEWER = settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+FEWER = settings(max_examples=12, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 HOTTEST = st.one_of(st.none(), st.floats(-50.0, 200.0), st.sampled_from([math.nan, math.inf, -math.inf, -128.0]))
 PLAN = PlannedLoad(rack_w=216.0, local_rise_c=1.5)
 

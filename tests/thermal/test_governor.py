@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from socflower.errors import ConfigError
 from socflower.thermal.governor import ClockGovernor, snapdragon_governor
 
-FEW = settings(max_examples=100, deadline=None)
+FEW = settings(max_examples=100)
 TEMPERATURES = st.one_of(st.floats(-50.0, 200.0), st.sampled_from([math.nan, math.inf, -math.inf]))
 
 

@@ -13,7 +13,7 @@ from socflower.thermal.model import ThermalNetwork, Vector
 CONDUCTANCES = st.floats(0.1, 50.0)
 AMBIENT_C = st.floats(-20.0, 45.0)
 SECONDS = st.floats(0.0, 5000.0)
-FEW = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=40)
 
 
 @st.composite

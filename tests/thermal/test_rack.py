@@ -13,7 +13,7 @@ from socflower.errors import ConfigError
 from socflower.thermal.rack import Rack
 
 SLOTS = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
-FEW = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=40)
 
 
 @st.composite

@@ -89,7 +89,7 @@ def test_all_that_is_not_below_our_supernode_is_others(
 STEPS = st.lists(st.tuples(st.sampled_from([20, 21, 22, 30, 40]), st.integers(0, 150)), max_size=8)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rounds=st.lists(st.tuples(STEPS, st.booleans(), st.integers(0, 100)), min_size=1, max_size=6))
 def test_others_part_is_exact_whatever_starts_and_ends(
     tmp_path_factory: pytest.TempPathFactory, rounds: list[tuple[list[tuple[int, int]], bool, int]],

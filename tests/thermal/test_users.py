@@ -14,7 +14,7 @@ from socflower.errors import ConfigError
 from socflower.thermal.steps import Steps
 from socflower.thermal.users import DAY_S, NOBODY, Game, Tide, UserLoad, idle_windows
 
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=60)
 HOURS = st.integers(0, 96).map(lambda quarters: quarters / 4)
 
 

@@ -3,7 +3,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
@@ -23,7 +23,6 @@ def normalised(data: LabelledData, rows: list[int]) -> torch.Tensor:
     return ((pixels - mean) / std).float()
 
 
-@settings(deadline=None)
 @given(rows=st.lists(st.integers(0, 19), max_size=30))
 def test_batch_is_normalised(rows: list[int]) -> None:
     data = samples()

@@ -1,7 +1,7 @@
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
@@ -20,7 +20,6 @@ def assert_equal(left: list[npt.NDArray[np.int64]], right: list[npt.NDArray[np.i
     assert [part.tolist() for part in left] == [part.tolist() for part in right]
 
 
-@settings(deadline=None)
 @given(num_samples=st.integers(1, 300), num_partitions=st.integers(1, 300), seed=SEEDS)
 def test_iid_holds_every_sample_once_in_sizes_that_differ_by_at_most_one(
     num_samples: int, num_partitions: int, seed: int
@@ -34,7 +33,6 @@ def test_iid_holds_every_sample_once_in_sizes_that_differ_by_at_most_one(
     assert_equal(partitions, iid_partition(num_samples, num_partitions, seed))
 
 
-@settings(deadline=None)
 @given(
     labels=LABELS,
     num_partitions=st.integers(1, 20),

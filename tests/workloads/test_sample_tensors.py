@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
@@ -26,7 +26,6 @@ def images(num_samples: int, dtype: torch.dtype = torch.uint8) -> LabelledData:
     return LabelledData(pixels, torch.randint(0, 3, (num_samples,), generator=generator), (0.5,), (0.2,), 3)
 
 
-@settings(deadline=None)
 @given(ids=IDS, seed=st.integers(0, 99))
 def test_whatever_the_order_the_same_id_names_the_same_sample(ids: list[int], seed: int) -> None:
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -36,7 +35,6 @@ def test_whatever_the_order_the_same_id_names_the_same_sample(ids: list[int], se
     assert torch.equal(other.batch(rows)[0][1], one.batch(range(len(ids)))[0][1])
 
 
-@settings(deadline=None)
 @given(ids=IDS, data=st.data())
 def test_a_batch_holds_each_partys_rows_and_the_labels(ids: list[int], data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(0, len(ids) - 1), max_size=10))
@@ -65,7 +63,6 @@ def test_vertical_samples_that_do_not_fit_are_refused() -> None:
             samples.rows_of([6])
 
 
-@settings(deadline=None)
 @given(ids=IDS, seed=st.integers(0, 2**63), data=st.data())
 def test_a_code_is_a_function_of_seed_id_and_label_alone(ids: list[int], seed: int, data: st.DataObject) -> None:
     labels = data.draw(st.lists(st.integers(0, 9), min_size=len(ids), max_size=len(ids)))

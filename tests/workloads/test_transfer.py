@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -30,7 +30,6 @@ def saved(model: nn.Module, path: Path) -> Path:
     return path
 
 
-@settings(deadline=None)
 @given(classes=CLASSES)
 def test_a_subset_keeps_order_and_pixels_and_numbers_classes_as_named(classes: list[int]) -> None:
     everything = samples()
@@ -41,7 +40,6 @@ def test_a_subset_keeps_order_and_pixels_and_numbers_classes_as_named(classes: l
     assert (chosen.num_classes, chosen.mean, chosen.std) == (len(classes), everything.mean, everything.std)
 
 
-@settings(deadline=None)
 @given(classes=CLASSES)
 def test_a_subset_and_the_others_hold_every_sample_once(classes: list[int]) -> None:
     others = [label for label in range(7) if label not in classes]

@@ -24,7 +24,7 @@ def layers(cut: int, size: int) -> Recut:
     return Recut(cut=cut, weights={"w": np.full(size, cut, np.uint8)})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=20), breaks=st.lists(st.integers(0, 25), max_size=5),
        part_bytes=st.integers(1, 999), credit_bytes=st.integers(1, 6000))
 def test_each_message_arrives_once_and_in_order_wherever_streams_break(

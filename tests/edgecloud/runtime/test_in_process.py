@@ -81,7 +81,7 @@ def test_constant_staleness_is_the_window_for_all_but_the_last(num_batches: int,
     assert all(kept == (window == 0) for kind, _, *rest in front.notes if kind == "forward" for kept in rest)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(cuts=st.lists(st.one_of(st.none(), st.integers(0, SPLIT.num_cuts - 1)), min_size=1, max_size=5))
 def test_window_0_through_actions_is_local_training(cuts: list[int | None]) -> None:
     """Also where the cut moves, and where the edge trains alone for a while (None)."""

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -32,7 +32,6 @@ def equal(left: Weights, right: Weights) -> bool:
     return all((left[name] == right[name]).all() for name in left)
 
 
-@settings(deadline=None)  # the first optimiser of a process takes seconds
 @given(momentum=st.floats(0.0, 0.99), rate=st.floats(1e-4, 1.0), num_updates=st.integers(1, 8),
        seed=st.integers(0, 1000))
 def test_where_no_gradient_comes_momentum_carries_the_weights_exactly_there(

@@ -50,7 +50,7 @@ def train(front: Front, back: Back, plan: FrontPlan, num_batches: int, *, breaks
     return loop._report
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(windows=st.lists(st.integers(0, 5), min_size=1, max_size=4), seed=st.integers(0, 999),
        breaks=st.lists(st.integers(0, 30), max_size=4))
 def test_staleness_keeps_to_the_window_with_any_lags_and_breaks(
@@ -69,7 +69,7 @@ def test_staleness_keeps_to_the_window_with_any_lags_and_breaks(
         assert same(front.weights(), back.weights(), wanted=local_training(20))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(cuts=st.lists(st.integers(0, 2), min_size=12, max_size=12), breaks=st.lists(st.integers(0, 30), max_size=4))
 def test_any_moves_of_the_cut_at_k_0_leave_the_weights_of_local_training(cuts: list[int], breaks: list[int]) -> None:
     front, back = Front(), Back()

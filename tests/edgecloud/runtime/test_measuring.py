@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.edgecloud.runtime.measuring import (
@@ -35,7 +35,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5))
 def test_monotone_is_the_nearest_non_decreasing_sequence(values: list[int]) -> None:
     """Against brute force over pools: the best fit is constant on runs, with the means of the runs."""
