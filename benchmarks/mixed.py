@@ -60,7 +60,7 @@ def run(quick: bool = False) -> list[Row]:
 
 def _rows_of(case: Case, repeats: int, epochs: int) -> list[Row]:
     single = case.model == "lenet5"
-    fp32 = FP32Trainer(optimizer=sgd(case.learning_rate))
+    fp32 = FP32Trainer(optimizer=sgd(case.learning_rate), channels_last=True)
     steps = [_stepper(case, fp32, num_threads=1), _stepper(case, fp32, num_threads=2)]
     steps += [_stepper(case, MixedPrecisionTrainer(fp32=fp32, rule=rule), num_threads=1) for rule in RULES]
     # A step of a small network is shorter than a time slice of the system: many of them in a turn.
@@ -105,7 +105,7 @@ def _accuracy(case: Case, rule: str | None, epochs: int) -> float:
     """Return the test accuracy after training on the digits, with two FP32 threads or one of each kind."""
     train, test = _digits(case)
     torch.set_num_threads(2 if rule is None else 1)
-    fp32 = FP32Trainer(optimizer=sgd(case.learning_rate), scheduler=cosine_annealing)
+    fp32 = FP32Trainer(optimizer=sgd(case.learning_rate), scheduler=cosine_annealing, channels_last=True)
     trainer: Trainer = fp32 if rule is None else MixedPrecisionTrainer(fp32=fp32, rule=rule)
     model, steps = _model(case), -(-len(train) // BATCH)
     session = trainer.start(model, TrainingSpan(total_steps=epochs * steps, steps_per_epoch=steps))

@@ -19,4 +19,5 @@ def ledger(context: Context) -> Path:
     return Path(str(context.run_config["ledgers"])) / f"node-{context.node_config['partition-id']}.jsonl"
 
 
-app = make_client_app(lambda context: load_model(), load_all, FP32Trainer(optimizer=sgd(0.002)), ring_ledger=ledger)
+app = make_client_app(lambda context: load_model(), load_all, FP32Trainer(optimizer=sgd(0.002), channels_last=True),
+                      ring_ledger=ledger)

@@ -69,4 +69,4 @@ def model() -> nn.Module:
 
 def trainer() -> FP32Trainer:
     """Return what all members train with."""
-    return FP32Trainer(optimizer=sgd(LEARNING_RATE, MOMENTUM))
+    return FP32Trainer(optimizer=sgd(LEARNING_RATE, MOMENTUM), channels_last=True)

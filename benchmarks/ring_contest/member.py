@@ -74,7 +74,7 @@ class Ours:
     def __init__(self, model: nn.Module, entry: Entry, port: RingPort, size: int) -> None:
         self.model = model
         self._exchange = GradientExchange(model, entry.num_buckets)
-        trainer = FP32Trainer(optimizer=sgd(LEARNING_RATE, MOMENTUM))
+        trainer = FP32Trainer(optimizer=sgd(LEARNING_RATE, MOMENTUM), channels_last=True)
         self._session = trainer.start(model, TrainingSpan())
         # Without the steps in which it would be gentler at first.
         momentum = self._session.hand_over_momentum() if entry.compression == "dgc" else 0.0
@@ -104,7 +104,8 @@ class Alone:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._session = FP32Trainer(optimizer=sgd(LEARNING_RATE, MOMENTUM)).start(model, TrainingSpan())
+        trainer = FP32Trainer(optimizer=sgd(LEARNING_RATE, MOMENTUM), channels_last=True)
+        self._session = trainer.start(model, TrainingSpan())
         self.forward_s = self.backward_s = 0.0
         self._began_s = 0.0
         model.register_forward_pre_hook(self._on_begin)

@@ -39,7 +39,8 @@ class FP32Trainer:
     """Trains in float32.
 
     `scheduler` is called with the optimiser and the total number of steps, and stepped once a batch.
-    `channels_last` keeps 4-d weights and inputs in the layout in which convolutions run faster on most CPUs.
+    `channels_last` turns 4-d weights and inputs into the layout in which convolutions run faster on most CPUs; a model
+    that flattens features by `view` cannot take it. Without it both stay in the layout that they come in.
     `member_passes`: "auto" gives each member a pass of its own only where that changes the result, that is for
     models with batch-dependent layers; elsewhere one pass over the whole batch has the same gradient (F4).
     "always" runs every member's pass, as a real ring does; "ring" sums their gradients in a ring's order as well, in
@@ -49,7 +50,7 @@ class FP32Trainer:
     optimizer: OptimizerFn = field(default_factory=sgd)
     scheduler: SchedulerFn | None = None
     loss: LossFn = functional.cross_entropy
-    channels_last: bool = True
+    channels_last: bool = False
     member_passes: str = "auto"
     num_buckets: int = 1
 
@@ -73,9 +74,13 @@ class FP32Session:
 
     def __init__(self, trainer: FP32Trainer, model: nn.Module, num_members: int, total_steps: int) -> None:
         self._trainer = trainer
-        # Layout first: the optimiser's state takes the layout of the parameters.
-        self._layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
-        self._model = model.to(memory_format=self._layout).train()  # type: ignore[call-overload]
+        if trainer.channels_last:
+            # Layout first: the optimiser's state takes the layout of the parameters.
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if not model.training:
+            # Else layers in evaluation mode are meant so: a BatchNorm that keeps its statistics.
+            model.train()
+        self._model = model
         self._optimizer = trainer.optimizer(model.parameters())
         # Before a state is restored, in which somebody else may have taken it over.
         self._momentum = float(self._optimizer.param_groups[0].get("momentum", 0.0))
@@ -168,8 +173,8 @@ class FP32Session:
         return stream.getvalue()
 
     def _backward(self, inputs: Tensor, labels: Tensor, weight: float) -> Tensor:
-        if inputs.dim() == 4:
-            inputs = inputs.contiguous(memory_format=self._layout)
+        if self._trainer.channels_last and inputs.dim() == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
         loss = self._trainer.loss(self._model(inputs), labels)
         if weight != 1.0:
             loss = loss * weight

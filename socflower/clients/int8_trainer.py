@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from socflower.clients.member_buffers import require_batch_statistics
 from socflower.clients.trainer import Part, SessionEnd, TrainingSpan
 from socflower.errors import ConfigError
 from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
@@ -90,6 +91,7 @@ class Int8Session:
         self._state = state
 
     def _start(self, image_shape: Sequence[int]) -> Int8Model:
+        require_batch_statistics(self._module, "Int8Trainer")
         channels, height, width = image_shape
         arrays: dict[str, Any] = {}
         header: dict[str, Any] = {}

@@ -6,11 +6,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from socflower.errors import ConfigError
+
 
 def depends_on_batch(model: nn.Module) -> bool:
     """Return whether a sample's output depends on which samples share its pass (BatchNorm and its kin)."""
     return any(isinstance(module, _NormBase) and (module.training or not module.track_running_stats)
                for module in model.modules())
+
+
+def require_batch_statistics(model: nn.Module, trainer: str) -> None:
+    """Raise `ConfigError` if a normalisation of a model that trains is to keep its statistics, which int8 cannot."""
+    for name, module in model.named_modules():
+        if model.training and isinstance(module, _NormBase) and not module.training:
+            raise ConfigError(f"{trainer}: {type(module).__name__} {name!r} is in evaluation mode, but int8 training "
+                              "normalises by the statistics of the batch; put it into training mode in model_fn, or "
+                              "train in FP32")
 
 
 class MemberBuffers:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from socflower.clients.fp32_trainer import FP32Session, FP32Trainer
+from socflower.clients.member_buffers import require_batch_statistics
 from socflower.clients.throughput import ThroughputRatio
 from socflower.clients.trainer import Metric, Part, SessionEnd, TrainingSpan
 from socflower.cluster.protocol import ALPHA, ALPHA_STEPS, CPU_SHARE
@@ -202,6 +203,7 @@ class MixedPrecisionSession:
         if held_out is not None and held_out.shape[1:] != inputs.shape[1:]:
             raise ConfigError(f"mixed precision: held_out has inputs of shape {tuple(held_out.shape[1:])}, but "
                               f"training has {tuple(inputs.shape[1:])}; hold out samples of the same data")
+        require_batch_statistics(self._model, "MixedPrecisionTrainer")
         channels, height, width = inputs.shape[1:]
         self._backend = self._trainer.backend()
         self._backend.build(self._model, (channels, height, width))
@@ -228,10 +230,12 @@ class MixedPrecisionSession:
         held_out = self._trainer.held_out
         inputs = torch.cat([inputs for inputs, _ in parts]) if held_out is None else held_out
         self._backend.load_weights(self._weights(with_statistics=True), seed=self._seed)
+        modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         with torch.no_grad():
             fp32 = self._model(inputs).numpy()
-        self._model.train()
+        for module, training in modes:
+            module.training = training
         return confidence(fp32, self._backend.predict(_images(inputs)))
 
     def _measure_ratio(self, parts: Sequence[Part]) -> ThroughputRatio:

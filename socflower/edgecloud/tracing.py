@@ -193,7 +193,8 @@ def trace_split(
     trained (transfer learning): its weights stop requiring gradients, its layers stay in evaluation mode.
 
     Raises ConfigError where torch.fx cannot follow the model, naming the line, where the model fails for the example,
-    where nothing of it is trained, and where there is no cut.
+    where nothing of it is trained, where there is no cut, and for a layer in evaluation mode inside a model in training
+    mode that `frozen` does not reach.
     """
     return _traced(model=model, example=example, name=name or type(model).__name__, frozen=frozen)
 
@@ -228,6 +229,8 @@ def _traced(*, model: nn.Module, example: Example, name: str, frozen: int | str 
     frozen_until = _frozen_until(reading, places, frozen)
     frozen_nodes = [node for node in reading.nodes if reading.position[node] <= frozen_until]
     _freeze(reading, frozen_nodes, frozen)
+    frozen_layers = _layers_within(reading, frozen_nodes)
+    _require_training_mode(model, name, frozen_layers)
     tensors = tensors_of(model)
     front_ids = [reading.tensor_ids(reading.front(place)) for place in places]
     cuts = [_cut_point(reading, place, ids) for place, ids in zip(places, front_ids, strict=True)]
@@ -235,7 +238,7 @@ def _traced(*, model: nn.Module, example: Example, name: str, frozen: int | str 
         model=model, name=name, cuts=cuts,
         front_names=[frozenset(key for key, tensor in tensors.items() if id(tensor) in ids) for ids in front_ids],
         halves=GraphHalves(reading, places, frozen_until),
-        frozen_layers=_layers_within(reading, frozen_nodes),
+        frozen_layers=frozen_layers,
         fingerprint=_digest(reading, [point.name for point in cuts], frozen_until),
         asked={"example": example, "name": name, "frozen": frozen},
         writes_in_place=reading.writes_in_place)
@@ -267,6 +270,15 @@ def _freeze(reading: Reading, frozen_nodes: Sequence[fx.Node], frozen: int | str
     for weight in reading.model.parameters():
         if id(weight) in ids:
             weight.requires_grad_(False)
+
+
+def _require_training_mode(model: nn.Module, name: str, frozen_layers: frozenset[str]) -> None:
+    """Raise `ConfigError` for a layer that its maker keeps in evaluation mode: halves train all that is not frozen."""
+    kept = [path for path, module in model.named_modules() if model.training and not module.training]
+    strangers = [path for path in kept if not any(f"{layer}.".startswith(f"{path}.") for layer in frozen_layers)]
+    if strangers:
+        raise ConfigError(f"model {name}: layer {strangers[0]!r} is in evaluation mode, but the model is in training "
+                          "mode; put it into training mode, or name the last layer that is not trained with frozen=…")
 
 
 def _layers_within(reading: Reading, nodes: Sequence[fx.Node]) -> frozenset[str]:
@@ -338,6 +350,7 @@ def _whole(*, model: nn.Module, example: Example | None, name: str, is_front: bo
     tensors = tensors_of(model)
     if not any(tensor.requires_grad for tensor in tensors.values()):
         raise ConfigError(f"model {name}: nothing of it is trained")
+    _require_training_mode(model, name, frozenset())
     features = None if example is None else _whole_features(model, example, name)
     front = list(tensors.values()) if is_front else []
     trained = [tensor for tensor in front if tensor.requires_grad]

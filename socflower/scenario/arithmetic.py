@@ -80,6 +80,7 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
     fp32 = FP32Trainer(
         optimizer=optimizer(scenario),
         scheduler=cosine_annealing if settings.schedule == "cosine" else None,
+        channels_last=True,  # the models of the registry take it, and are faster in it
         member_passes=settings.member_passes, num_buckets=scenario.strategy.overlap_buckets,
     )
     if precision.arithmetic == "fp32":

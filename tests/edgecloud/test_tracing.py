@@ -267,3 +267,19 @@ def test_a_whole_model_is_a_half_with_one_cut_at_its_end() -> None:
         back.samples(1)
     with pytest.raises(ConfigError, match="model flat: a front half yields one float32 tensor with the batch in front"):
         whole_front(nn.Sequential(nn.Linear(3, 3), nn.Flatten(0)), (4, 3), name="flat")
+
+
+def test_a_layer_that_its_maker_keeps_in_evaluation_mode_has_to_be_frozen() -> None:
+    def network() -> nn.Sequential:
+        return nn.Sequential(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), nn.ReLU(), nn.Flatten(),
+                             nn.Linear(4 * 16, 3))
+
+    kept = network()
+    kept[0].eval()
+    with pytest.raises(ConfigError, match=r"layer '0' is in evaluation mode, but the model is in training mode"):
+        trace_split(kept, (1, 6, 6))
+    with pytest.raises(ConfigError, match="layer '0' is in evaluation mode"):
+        whole_front(kept, (1, 6, 6))
+    split = trace_split(kept, (1, 6, 6), frozen="0")
+    assert split.copy().frozen_layers == split.frozen_layers
+    trace_split(network().eval(), (1, 6, 6))  # as libraries hand out pretrained models: it trains as a whole
