@@ -14,6 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from socflower import __version__
 from socflower.errors import ConfigError, SocflowerError, TrainingFailed
 from socflower.scenario import cloud_commands, heat_commands, terminal
+from socflower.scenario.options import (
+    refuse_all_but,
+    refuse_unread,
+    require_engine,
+    require_local_engine,
+    unread_by_compare,
+    unread_by_run,
+)
 
 app = typer.Typer(
     name="socflower", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -48,6 +56,7 @@ def main() -> None:
 
 @app.command()
 def run(
+    context: typer.Context,
     scenario: Annotated[Path, typer.Argument(help="A scenario file (TOML), or the folder of a Flower app.",
                                              show_default=False)],
     engine: Engine = "local",
@@ -75,17 +84,16 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run a scenario, write result, trace and report, and check its claims."""
-    _require_model_file(save_model, scenario, out, superlink)
-    _require_deployment(engine, superlink=superlink, superlink_ca=superlink_ca, checkpoint_folder=checkpoint_folder,
-                        warm=warm)
-    if scenario.is_dir():
-        if fresh:
-            raise ConfigError("--fresh is for scenarios: the run of an app folder keeps no checkpoints")
+    is_app = scenario.is_dir()
+    if is_app:
+        require_local_engine(engine, scenario)
+    require_engine(engine)
+    refuse_unread(context, unread_by_run(of_app_folder=is_app, engine=engine, elsewhere=bool(superlink),
+                                         keeps_checkpoints=bool(checkpoint_folder)))
+    if is_app:
         _run_app_folder(scenario, cluster, out, nodes, training_flops, set_ or [], workers, as_json)
         return
-    if cluster is not None or nodes is not None or training_flops is not None:
-        raise ConfigError(f"{scenario} is a scenario: --cluster, --nodes and --training-flops are for the folder of a "
-                          "Flower app; a scenario has its own [cluster] and [strategy] socs")
+    _require_model_file(save_model, out)
     from socflower.scenario import runner
     from socflower.scenario.deployment_options import Deployment
     from socflower.scenario.scenario_file import load_scenario
@@ -114,6 +122,7 @@ def run(
 
 @app.command()
 def compare(
+    context: typer.Context,
     scenario: ScenarioPath,
     strategies: Annotated[str | None, typer.Option(help="Comma-separated; default the scenario's [compare].")] = None,
     engine: Engine = "local",
@@ -123,12 +132,12 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Run the same work under several strategies and put them side by side."""
+    require_engine(engine)
+    refuse_unread(context, unread_by_compare(engine))
     from socflower.scenario.comparison import compare as run_comparison
-    from socflower.scenario.runner import check_feasible
     from socflower.scenario.scenario_file import load_scenario
 
     loaded = load_scenario(scenario, set_ or ())
-    check_feasible(loaded, engine)
     names = [name.strip() for name in strategies.split(",")] if strategies else list(loaded.compare.strategies)
     target = out or Path("out") / f"{loaded.name}-compare"
     with _progress(as_json) as bar:
@@ -154,6 +163,9 @@ def plan(
 
     overrides = [*(set_ or ()), *([f"strategy.groups={groups}"] if groups is not None else ())]
     loaded = load_scenario(scenario, overrides)
+    if groups is not None and loaded.strategy.name != "socflow":
+        raise ConfigError(f"--groups {groups}: is for strategy.name = 'socflow', and {scenario} has "
+                          f"{loaded.strategy.name!r}, which forms no groups; leave it out")
     if loaded.is_split:
         _plan_split(loaded, as_json)
         return
@@ -167,6 +179,7 @@ def plan(
 
 @app.command()
 def bench(
+    context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="Which benchmark; without one, the list.")] = None,
     quick: Annotated[bool, typer.Option(help="Smaller cases, fewer repeats.")] = False,
     as_json: Json = False,
@@ -175,7 +188,11 @@ def bench(
     from socflower.scenario.benchmarking import benchmark_names, run_benchmark
 
     if name is None:
-        _out.print("\n".join(benchmark_names()))
+        refuse_all_but(context, "as_json", because="without a name, bench only lists what there is")
+        if as_json:
+            _print_json({"schema": 1, "benchmarks": benchmark_names()})
+        else:
+            _out.print("\n".join(benchmark_names()))
         return
     document = run_benchmark(name, quick=quick)
     if as_json:
@@ -188,6 +205,7 @@ def bench(
 
 @app.command()
 def profile(
+    context: typer.Context,
     model: Annotated[list[str] | None, typer.Option(help="Model that is timed; repeatable. Default vgg11.")] = None,
     data: Annotated[str, typer.Option(help="Data set whose image shape is used; it need not be there.")] = "cifar10",
     batch_size: Annotated[list[int] | None, typer.Option(help="Images per step; repeatable. Default 1, 8 and "
@@ -207,14 +225,9 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Measure this device: steps and operators in int8 and FP32, power, a link; write a profile that planners read."""
-    given = [option for option, value in (
-        ("--model", model), ("--batch-size", batch_size), ("--kernel", kernel), ("--like", like), ("--peer", peer),
-    ) if value]
+    refuse_unread(context, {})
     if serve is not None:
-        given += [option for option, value in (("--out", out), ("--name", name), ("--device", device),
-                                               ("--json", as_json)) if value]
-        if given:
-            raise ConfigError(f"--serve only answers: leave out {', '.join(given)}")
+        refuse_all_but(context, "serve", because="--serve only answers")
         from socflower.scenario.link_probe import serve as serve_probes
 
         try:
@@ -226,8 +239,8 @@ def profile(
     from socflower.scenario import device_profile as profiling
 
     if device is not None:
-        if given:
-            raise ConfigError(f"--device prints a device of the catalogue: leave out {', '.join(given)}")
+        refuse_all_but(context, "device", "name", "out", "as_json",
+                       because="--device prints a device of the catalogue")
         document = profiling.published_device(device, name)
         text = profiling.published_toml(document, device)
         if out is not None:
@@ -311,23 +324,13 @@ def certificates(
                                "them: it signs new hosts."), soft_wrap=True, highlight=False)
 
 
-def _require_model_file(save_model: Path | None, scenario: Path, out: Path | None, superlink: str) -> None:
+def _require_model_file(save_model: Path | None, out: Path | None) -> None:
     """Refuse a file for the model that nothing could be written to at the end of a long training."""
     if save_model is None:
         return
     folder = save_model.parent
     if save_model.suffix != ".npz" or not (folder.is_dir() or (out is not None and folder.resolve() == out.resolve())):
         raise ConfigError(f"--save-model {save_model}: name a file FILE.npz in a folder that exists")
-    if scenario.is_dir() or superlink:
-        raise ConfigError("--save-model: an app of your own, or a SuperLink elsewhere, keeps its model there; leave it "
-                          "out")
-
-
-def _require_deployment(engine: str, **options: object) -> None:
-    if engine != "deployment":
-        given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
-        if given:
-            raise ConfigError(f"{', '.join(given)}: for --engine deployment only, and this is --engine {engine}")
 
 
 def _run_app_folder(

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from socflower.scenario.options import refuse_unread
+
 cloud = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The cloud's side of split training.")
 _err = Console(stderr=True)
 
@@ -17,6 +19,7 @@ Tls = Annotated[Path | None, typer.Option(help="PEM file.")]
 
 @cloud.command()
 def serve(
+    context: typer.Context,
     program: Annotated[str, typer.Argument(help="A split scenario (TOML, or JSON as a result has it), or "
                                                 "module:name of a SplitProgram.", show_default=False)],
     listen: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 asks for a free one."
@@ -34,6 +37,7 @@ def serve(
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
 ) -> None:
     """Host the cloud's halves of a program's runs, until Ctrl-C. A token file that is not there is made."""
+    refuse_unread(context, {"insecure": "is for plain text, and --certificate was given"} if certificate else {})
     from socflower.edgecloud.runtime.credentials import SplitTls
     from socflower.scenario.cloud_serving import read_or_make_token, serve_until_signal
 
@@ -55,6 +59,7 @@ def serve(
 
 @cloud.command()
 def measure(
+    context: typer.Context,
     scenario: Annotated[Path, typer.Argument(help="A split scenario (TOML).", show_default=False)],
     side: Annotated[str, typer.Option(help="What this device is: edge or cloud.")] = "edge",
     cloud_seconds: Annotated[Path | None, typer.Option("--cloud", help="What --side cloud wrote on the cloud's "
@@ -67,6 +72,8 @@ def measure(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
 ) -> None:
     """Measure what the scenario's model costs this device at every cut."""
+    refuse_unread(context, {"cloud_seconds": "is for --side edge, which reads what the cloud took"}
+                  if side == "cloud" else {})
     from socflower.scenario.scenario_file import load_scenario
     from socflower.scenario.split_measuring import measure_split, print_measured, write_measured
     from socflower.scenario.split_training import SplitSetting
@@ -84,6 +91,7 @@ def measure(
 
 @cloud.command()
 def status(
+    context: typer.Context,
     address: Annotated[str, typer.Argument(help="HOST:PORT of the cloud.", show_default=False)],
     token_file: Token = Path("cloud-token"),
     ca: Annotated[Path | None, typer.Option(help="PEM file of the authority that signed its certificate.")] = None,
@@ -91,6 +99,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
 ) -> None:
     """Show the sessions of a cloud: how far they are, who is there, what went wrong last."""
+    refuse_unread(context, {"insecure": "is for plain text, and --ca was given"} if ca else {})
     from socflower.edgecloud.runtime.credentials import SplitTls
     from socflower.scenario.cloud_serving import cloud_status, status_table
 

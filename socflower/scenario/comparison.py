@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.scenario.config import STRATEGIES, Scenario
+from socflower.scenario.config import CLUSTER_STRATEGIES, STRATEGIES, Scenario
 from socflower.scenario.expectations import check_expectations
 from socflower.scenario.report import write_report
 from socflower.scenario.run_folder import write_atomically
-from socflower.scenario.runner import run_to_folder, time_to_accuracy_s, with_strategy
+from socflower.scenario.runner import check_feasible, run_to_folder, time_to_accuracy_s, with_strategy
 from socflower.scenario.scenario_file import to_document
+from socflower.scenario.split_config import SPLIT_STRATEGIES
 
 _ROW_KEYS = ("strategy", "seed", "final_accuracy", "virtual_s", "wall_s", "energy_j", "bytes", "weights_sha256",
              "target_accuracy", "time_to_accuracy_s")
@@ -28,12 +29,21 @@ def compare(
     engine, is taken as it is, so that an interrupted comparison goes on where it stopped. `comparison.json` and
     `report.html` hold all of them. The claims are the first strategy's, against the others.
     """
+    family = SPLIT_STRATEGIES if scenario.is_split else CLUSTER_STRATEGIES
     for name in strategies:
         if name not in STRATEGIES:
             raise ConfigError(f"--strategies {name}: unknown; use some of {', '.join(STRATEGIES)}")
+        if name not in family:
+            raise ConfigError(f"--strategies {name}: cannot do the work of {scenario.strategy.name!r}; use some of "
+                              f"{', '.join(family)}")
+        if strategies.count(name) > 1:
+            raise ConfigError(f"--strategies {name}: is named twice; name each once")
+    variants = {name: with_strategy(scenario, name) for name in strategies}
+    # All of them before the first: what cannot run should not be found after the others have trained.
+    for variant in variants.values():
+        check_feasible(variant, engine)
     results: list[dict[str, Any]] = []
-    for name in strategies:
-        variant = with_strategy(scenario, name)
+    for name, variant in variants.items():
         result = _finished(out / name / "result.json", variant, engine)
         if result is None:
             try:

@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from socflower.scenario.options import refuse_unread
+
 _out = Console()
 _err = Console(stderr=True)
 
@@ -24,6 +26,7 @@ def heat(
 
 
 def fan(
+    context: typer.Context,
     config: Annotated[Path, typer.Argument(help="A fan configuration (TOML); docs/fans.md.", show_default=False)],
     once: Annotated[bool, typer.Option("--once", help="Look once, set the fans, print, and give them back.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Set nothing.")] = False,
@@ -34,6 +37,11 @@ def fan(
     as_json: Json = False,
 ) -> None:
     """Set the fans of a rack by the temperatures of its SoCs, until a signal; then give them back."""
+    if restore:
+        refuse_unread(context, dict.fromkeys(("dry_run", "as_json"), "is for looks at the fans, and --restore takes "
+                                                                     "none"))
+    if calibrate:
+        refuse_unread(context, {"as_json": "is for looks at the fans, and --calibrate prints keys of [fan]"})
     from socflower.scenario.fan_command import run_fan
 
     def say(line: str) -> None:

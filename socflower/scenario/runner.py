@@ -26,6 +26,7 @@ from socflower.scenario.expectations import check_expectations
 from socflower.scenario.flower_simulation import run_in_flower_simulation
 from socflower.scenario.heat import check_boards
 from socflower.scenario.model import initial_model
+from socflower.scenario.options import require_engine
 from socflower.scenario.report import write_report
 from socflower.scenario.round_record import versions
 from socflower.scenario.run_folder import RunFolder, write_atomically
@@ -37,7 +38,6 @@ from socflower.sim.local_grid import LocalGrid, num_cores
 from socflower.sim.workers import AppReference
 from socflower.workloads import data_shape, load_data, model_names
 
-ENGINES = ("local", "simulation", "deployment")
 _TEMPORARY = ".socflower-"  # how the names of folders begin whose files are not finished
 _NEED_WORKERS = ("hang", "die")  # kinds of fault that only a process of its own can suffer
 _NOTES = (
@@ -62,8 +62,7 @@ def check_feasible(scenario: Scenario, engine: str, *, trains_here: bool = True)
 
     Where others train, whether data and kernels are there shows only when they begin.
     """
-    if engine not in ENGINES:
-        raise ConfigError(f"--engine {engine}: unknown; use one of {', '.join(ENGINES)}")
+    require_engine(engine)
     cluster = scenario_cluster(scenario)
     num_socs = scenario.strategy.socs or cluster.num_socs
     if num_socs > cluster.num_socs:
