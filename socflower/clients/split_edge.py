@@ -1,7 +1,7 @@
 """An edge's part of a round with the cloud far away: its half, the stream, and what came of both."""
 
-import tempfile
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from socflower.clients.split_here import (
 from socflower.clients.split_program import Arrays, PlacedHalf, SplitProgram
 from socflower.clients.split_state import SplitState
 from socflower.cluster.split_protocol import OWN, SplitReport, SplitTask
+from socflower.cluster.temporary_folder import temporary_folder
 from socflower.edgecloud.bandwidth import BandwidthMeter
 from socflower.edgecloud.deployment import Deployment, LinkRates
 from socflower.edgecloud.link_trace import LinkTrace
@@ -121,15 +122,13 @@ def train_with_cloud(
         party=0 if task.mode == OWN else party, tls=link.tls, insecure=link.insecure, up=up, down=down,
         heartbeat_s=link.heartbeat_s, give_up_s=link.give_up_s)
     span = Span(first_batch=task.first_batch - offset, num_batches=task.num_batches)
-    temporary = tempfile.TemporaryDirectory(prefix="socflower-barriers-")
-    folder = Path(temporary.name) if link.folder is None else link.folder / task.run
     try:
-        if task.reverse:
-            report = train_back(connection, half.half, span, folder=folder)
-        else:
-            report = train_front(connection, half.half, span, front_plan(task, settings, link), folder=folder)
+        with nullcontext(link.folder / task.run) if link.folder else temporary_folder("socflower-barriers-") as folder:
+            if task.reverse:
+                report = train_back(connection, half.half, span, folder=folder)
+            else:
+                report = train_front(connection, half.half, span, front_plan(task, settings, link), folder=folder)
     finally:
-        temporary.cleanup()
         connection.close()
         for bucket in (up, down):
             if bucket is not None:

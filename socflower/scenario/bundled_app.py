@@ -6,6 +6,8 @@ folder that the run config names, and are removed when the run has ended well.
 
 import hashlib
 import json
+import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -16,8 +18,9 @@ from typing import Any
 
 from flwr.app import Context
 from flwr.clientapp import ClientApp
-from flwr.serverapp import ServerApp
+from flwr.serverapp import Grid, ServerApp
 
+from socflower.cluster.temporary_folder import temporary_folder
 from socflower.errors import ConfigError
 from socflower.scenario.app import scenario_client_app, scenario_server_app
 from socflower.scenario.app_bundle import CHECKPOINT_FOLDER_KEY, FRESH_KEY, SCENARIO_FILE
@@ -38,13 +41,17 @@ _MOST_TRACE_BYTES = 64 * 2**20  # a longer one stays where it is: it would fill 
 def bundled_server_app(bundle: Path) -> ServerApp:
     """Return the ServerApp of the scenario that lies in `bundle`."""
 
-    def folder_of(context: Context) -> RunFolder:
-        kept = str(context.run_config.get(CHECKPOINT_FOLDER_KEY, ""))
-        return BundledRunFolder(
-            path=Path(tempfile.mkdtemp(prefix="socflower-")), bundle=bundle, kept=Path(kept) if kept else None,
-            fresh=bool(context.run_config.get(FRESH_KEY, False)), say=_say)
+    app = ServerApp()
 
-    return scenario_server_app(folder_of)
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        kept = str(context.run_config.get(CHECKPOINT_FOLDER_KEY, ""))
+        with temporary_folder() as path:
+            folder = BundledRunFolder(path=path, bundle=bundle, kept=Path(kept) if kept else None,
+                                      fresh=bool(context.run_config.get(FRESH_KEY, False)), say=_say)
+            scenario_server_app(lambda _: folder)(grid, context)
+
+    return app
 
 
 def bundled_client_app(bundle: Path) -> ClientApp:
@@ -111,7 +118,10 @@ class BundledRunFolder(RunFolder):
             if self.trace.stat().st_size <= _MOST_TRACE_BYTES:
                 self._log("trace", json.loads(self.trace.read_text("utf-8")))
             else:
-                self.say(f"the trace is long and stays on the SuperLink's machine: {self.trace}")
+                descriptor, kept = tempfile.mkstemp(prefix="socflower-trace-", suffix=".json")
+                os.close(descriptor)
+                shutil.copyfile(self.trace, kept)
+                self.say(f"the trace is long and stays on the SuperLink's machine, until you remove it: {kept}")
         self._log("outcome", outcome)
         if self.kept is not None and "error" not in outcome:
             CheckpointFolder(self.kept).remove()

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from socflower import __version__
 from socflower.errors import ConfigError, SocflowerError, TrainingFailed
 from socflower.scenario import cloud_commands, heat_commands, terminal
+from socflower.scenario.ending import interrupted_by_signals
 from socflower.scenario.options import (
     refuse_all_but,
     refuse_unread,
@@ -41,6 +42,11 @@ Workers = Annotated[int | None, typer.Option(help="Worker processes of the local
 
 def main() -> None:
     """Run the command line: exit status 0 if what was asked holds, 1 if a claim or training fails, 2 for a mistake."""
+    with interrupted_by_signals():
+        _main()
+
+
+def _main() -> None:
     # A narrow or dumb terminal must not break the one line of an error.
     try:
         app()

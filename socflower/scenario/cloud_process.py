@@ -13,6 +13,7 @@ from socflower.scenario.run_folder import CloudAddress, write_atomically
 from socflower.scenario.scenario_file import to_document
 
 _POLL_S = 0.1
+_STARTS = 3
 
 
 def needs_cloud(scenario: Scenario) -> bool:
@@ -51,13 +52,28 @@ class LocalCloud:
             self._process = self._start()
 
     def _start(self) -> Process:
+        for _ in range(_STARTS - 1):
+            if (process := self._start_once()) is not None:
+                return process
+            self._say("the cloud was killed while it started; starting it again")
+        process = self._start_once()
+        if process is None:
+            raise TrainingFailed(f"engine deployment: the cloud was killed at each of its {_STARTS} starts; is there "
+                                 "enough memory?")
+        return process
+
+    def _start_once(self) -> Process | None:
+        """Return the cloud when it listens, or None if it was killed before."""
         log = self._folder / "log"
         process = start(["socflower", "cloud", "serve", str(self._scenario), "--listen", self.address.address,
                          "--token-file", self.address.token_file, "--folder", str(self._folder / "sessions"),
                          "--threads", "1"], self._environment, log, self._folder, append=True)
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
-            if process.poll() is not None:
+            code = process.poll()
+            if code is not None and code < 0:
+                return None
+            if code is not None:
                 raise TrainingFailed(f"engine deployment: the cloud ended at its start: {tail(log)}")
             if time.monotonic() > deadline_s:
                 raise TrainingFailed(f"engine deployment: the cloud was not ready after {START_TIMEOUT_S:g} s: "

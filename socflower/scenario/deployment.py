@@ -28,6 +28,7 @@ from socflower.scenario.submitted_run import FlwrClient, RunLog
 
 _POLL_S = 0.2
 _ASK_S = 5.0  # between two questions to Flower, each of which starts a process
+_LAST_WORDS_S = 5.0  # in which Flower ends a run whose ServerApp failed by itself; that one was killed it learns later
 
 
 def run_in_deployment(scenario: Scenario, folder: RunFolder, deployment: Deployment, say: Say) -> None:
@@ -85,18 +86,23 @@ def _attempt_here(
     """
     app = attempt.path / "app"
     write_app(app, attempt.path, num_nodes=len(flower.node_pids))
-    log, num_told, asked_s = flwr.submit(app), 0, 0.0
+    start = _ServerAppStart(flower)
+    log, num_told, asked_s, pid = flwr.submit(app), 0, 0.0, None
     try:
         while True:
             flower.look_after_nodes()
             if cloud is not None:
                 cloud.look_after()
             cause = flower.superlink_death()
-            pid = attempt.read_server_process()
+            died_s = start.died_s() if pid is None else None
+            # After that: whoever has ended may have told its process id before.
+            pid = pid or attempt.read_server_process()
             if cause is None and pid is not None and not _is_running(pid):
                 cause = "the ServerApp's process died"
             if cause is None and log.ended() and time.monotonic() - asked_s >= _ASK_S:
                 cause, asked_s = _verdict(log, flwr, begun=pid is not None), time.monotonic()
+            if cause is None and pid is None and died_s is not None and time.monotonic() - died_s >= _LAST_WORDS_S:
+                cause = "the ServerApp's process died while it started"
             # In this order: whoever died may have left an outcome before, and progress before that.
             has_outcome = attempt.read_outcome() is not None
             for entry in attempt.read_progress(num_told):
@@ -112,6 +118,27 @@ def _attempt_here(
             time.sleep(_POLL_S)
     finally:
         log.close()
+
+
+class _ServerAppStart:
+    """The ServerApp's process from its start to the moment at which it tells its process id.
+
+    Flower notices the death of such a process after a minute, and then ends the run, or starts another process.
+    """
+
+    def __init__(self, flower: LocalFlower) -> None:
+        self._flower = flower
+        self._of_others = flower.server_apps()  # of an earlier attempt
+        self._seen = False
+        self._died_s: float | None = None
+
+    def died_s(self) -> float | None:
+        """Return since when no process is left of those that were seen, None if there is one or none was seen."""
+        if self._flower.server_apps() - self._of_others:
+            self._seen, self._died_s = True, None
+        elif self._seen and self._died_s is None:
+            self._died_s = time.monotonic()
+        return self._died_s
 
 
 def _verdict(log: RunLog, flwr: FlwrClient, *, begun: bool) -> str | None:

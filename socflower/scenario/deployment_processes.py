@@ -2,8 +2,10 @@
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from socflower.clients.warm_executor import warm_supernode_command
 from socflower.cluster import sustained_rates
@@ -27,6 +29,7 @@ from socflower.scenario.scenario_file import scenario_cluster
 ENGINE = "deployment"
 CONNECTION = "scenario"
 _SUPERLINK = "superlink"
+_SERVER_APP = "flwr-serverapp"
 
 
 def participants(scenario: Scenario) -> tuple[int, ...]:
@@ -81,6 +84,16 @@ class LocalFlower:
         """Process ids of the SuperNodes that are left."""
         return tuple(process.pid for process in self._nodes.values())
 
+    def server_apps(self) -> set[psutil.Process]:
+        """Return the ServerApps' processes that run now, started by the SuperLink."""
+        found = set()
+        with suppress(psutil.Error):
+            for process in psutil.Process(self._superlink.pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    if any(Path(word).name == _SERVER_APP for word in process.cmdline()[:3]):
+                        found.add(process)
+        return found
+
     def superlink_death(self) -> str | None:
         """Return how the SuperLink ended, or None while it runs."""
         code = self._superlink.poll()
@@ -114,7 +127,13 @@ class LocalFlower:
         process = start(
             ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self._port),
              "--database", str(self._folder / "superlink.sqlite")], environment, log, self._folder, append=True)
-        wait_until_healthy(self._port, process, log, ENGINE)
+        try:
+            wait_until_healthy(self._port, process, log, ENGINE)
+        except TrainingFailed:
+            # One that was killed is a death like any other, of which `superlink_death` tells; one that gave up would
+            # do so again.
+            if (process.poll() or 0) >= 0:
+                raise
         return process
 
     def _start_node(self, index: int, config: str, port: int) -> Process:
@@ -135,7 +154,7 @@ def local_flower(
     num_nodes = len(participants(scenario))
     ports = free_ports(2 * num_nodes + 1)
     configs = node_configs(scenario, ports[:num_nodes])
-    with own_processes() as mark:
+    with own_processes(folder) as mark:
         yield LocalFlower(folder, configs, ports[num_nodes:], mark, say, warm=warm)
 
 

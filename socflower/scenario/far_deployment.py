@@ -38,7 +38,7 @@ def run_far_away(
     environment, connection = connection_to(deployment, folder)
     require_command("flwr", environment, ENGINE)
     fresh = deployment.fresh
-    with own_processes() as mark:
+    with own_processes(folder) as mark:
         flwr = FlwrClient(marked(environment, mark, "command"), connection, folder)
         while True:
             app = folder / f"app-{len(story.restarts) + 1}"

@@ -78,10 +78,14 @@ def await_end(process: Process) -> None:
 
 
 @contextmanager
-def own_processes() -> Iterator[str]:
-    """Yield a mark for the environment of processes; all that carry it end with this, or with this process."""
+def own_processes(folder: Path | None = None) -> Iterator[str]:
+    """Yield a mark for the environment of processes; all that carry it end with this, or with this process.
+
+    Where this process is killed, `folder` is removed after them: nobody else is left to do it.
+    """
     mark = uuid.uuid4().hex
-    guard = subprocess.Popen([sys.executable, "-m", "socflower.scenario.process_guard", mark], start_new_session=True,
+    command = [sys.executable, "-m", "socflower.scenario.process_guard", mark]
+    guard = subprocess.Popen(command if folder is None else [*command, str(folder)], start_new_session=True,
                              stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     assert guard.stdin is not None
     try:
@@ -89,6 +93,7 @@ def own_processes() -> Iterator[str]:
     finally:
         end_marked(mark)
         with suppress(OSError):
+            guard.stdin.write(b"done")
             guard.stdin.close()
         await_end(guard)
 

@@ -15,12 +15,14 @@ from socflower.scenario.flower_processes import (
     await_end,
     flower_environment,
     free_ports,
+    own_processes,
     require_command,
     start,
     tail,
     wait_until_healthy,
     write_connection,
 )
+from socflower.scenario.process_guard import marked
 from socflower.scenario.run_folder import RunFolder
 
 __all__ = ["flower_environment", "run_in_flower_simulation", "running_superlink"]
@@ -37,6 +39,11 @@ def run_in_flower_simulation(folder: RunFolder, num_nodes: int) -> None:
     app = folder.path / "app"
     write_app(app, folder.path)
     environment = flower_environment(folder.path)
+    with own_processes(folder.path) as mark:
+        _submit(folder, app, num_nodes, marked(environment, mark))
+
+
+def _submit(folder: RunFolder, app: Path, num_nodes: int, environment: dict[str, str]) -> None:
     with running_superlink(folder.path, environment):
         command = [
             "flwr", "run", str(app), "scenario", "--stream",

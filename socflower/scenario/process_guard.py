@@ -1,12 +1,14 @@
 """Ending all processes that carry a mark, also when the one that started them was killed.
 
-    python -m socflower.scenario.process_guard MARK
+    python -m socflower.scenario.process_guard MARK [FOLDER]
 
-waits until its standard input ends, which it does when its parent is gone in whatever way, and then ends them. It
+waits until its standard input ends, which it does when its parent is gone in whatever way, and then ends them and
+removes the folder in which they worked; unless its parent wrote something first, since it has done so itself. It
 imports little, since it is there as long as a run is.
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 
@@ -65,5 +67,7 @@ def _signal(process: psutil.Process, *, kill: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdin.buffer.read()
-    end_marked(sys.argv[1])
+    if not sys.stdin.buffer.read():
+        end_marked(sys.argv[1])
+        for abandoned in sys.argv[2:]:
+            shutil.rmtree(abandoned, ignore_errors=True)

@@ -2,10 +2,9 @@
 
 import json
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, TypeAlias
 
 from flwr.app import Context, RecordDict, UserConfig
 
+from socflower.cluster.temporary_folder import temporary_folder
 from socflower.errors import ConfigError, DataUnavailable, InfeasiblePlan, SocflowerError, TrainingFailed
 from socflower.precision import Int8Model
 from socflower.scenario.app import server_app
@@ -115,8 +115,8 @@ def run_scenario(
     if engine == "local" and num_workers == 0 and any(event.kind in _NEED_WORKERS for event in scenario.events):
         raise ConfigError(f"{scenario.name} [[event]]: {' and '.join(_NEED_WORKERS)} would take this process with "
                           "them; use --workers 1 or more")
-    with tempfile.TemporaryDirectory(prefix="socflower-") as temporary:
-        folder = RunFolder(Path(temporary))
+    with temporary_folder() as temporary:
+        folder = RunFolder(temporary)
         folder.write_scenario(scenario)
         if checkpointing is not None:
             folder.write_checkpointing(checkpointing)
@@ -253,14 +253,15 @@ def new_folder(out: Path, *, within: Path | None = None) -> Iterator[Path]:
         raise ConfigError(f"--out {out}: is a file; name a folder")
     nearest = within or next((parent for parent in (out, *out.parents) if parent.exists()), Path("."))
     # On the file system of `out`, so that moving there is a rename; and what cannot be written is known at once.
-    try:
-        temporary_folder = tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=nearest)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot write in {nearest} ({error.strerror}); name another folder") from None
-    with temporary_folder as temporary:
-        yield Path(temporary)
+    with ExitStack() as stack:
+        try:
+            temporary = stack.enter_context(temporary_folder(_TEMPORARY, within=nearest))
+        except OSError as error:
+            raise ConfigError(f"--out {out}: cannot write in {nearest} ({error.strerror}); name another folder") \
+                from None
+        yield temporary
         out.mkdir(parents=True, exist_ok=True)
-        for entry in Path(temporary).iterdir():
+        for entry in temporary.iterdir():
             target = out / entry.name
             if target.is_dir():
                 shutil.rmtree(target)

@@ -91,6 +91,13 @@ class DeployedRun:
             assert time.monotonic() < end_s, f"nothing happened: {self.said()}"
             time.sleep(0.1)
 
+    def wait_until_gone(self, pattern: str) -> None:
+        """Wait until no temporary file or folder of a name is left, also after the end of the run."""
+        end_s = time.monotonic() + DEADLINE_S
+        while left := list((self.folder / "tmp").glob(pattern)):
+            assert time.monotonic() < end_s, left
+            time.sleep(0.1)
+
     def said(self) -> str:
         return self._said.read_text("utf-8")
 

@@ -42,6 +42,11 @@ class Runs:
         # What a killed process leaves in its temporary folder goes with this one. Sockets in it need a short path.
         self._temporary = tempfile.TemporaryDirectory(prefix="kill-", ignore_cleanup_errors=True)
 
+    @property
+    def temporary(self) -> Path:
+        """Where its processes keep temporary files."""
+        return Path(self._temporary.name)
+
     def start(self, *options: str) -> "subprocess.Popen[str]":
         temporary = {} if "simulation" in options else {"TMPDIR": self._temporary.name}
         return subprocess.Popen(

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,9 +28,75 @@ def test_ctrl_c_says_how_to_go_on_and_fresh_does_not(tmp_path: Path) -> None:
     (line,) = [line for line in said.splitlines() if "interrupted" in line]
     assert f"round {runs.newest()} is kept in {runs.out / 'checkpoint'}: the same command goes on after it" in line
     assert [path.name for path in runs.out.iterdir()] == ["checkpoint"]
-    assert not list((tmp_path / "tmp").glob("socflower-*"))
+    assert not list(runs.temporary.glob("socflower-*"))
     assert "resuming" not in runs.finish("--fresh")
     assert runs.assert_as_uninterrupted() == []
+
+
+PROGRAM = """\
+import sys, time
+from pathlib import Path
+from socflower.cluster.temporary_folder import temporary_folder
+from socflower.scenario.ending import interrupted_by_signals
+with interrupted_by_signals(), temporary_folder(within=Path(sys.argv[1])):
+    try:
+        print("ready", flush=True)
+        sys.stdin.read()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        sys.stdin.read()  # as long as cleaning up takes
+        print("cleaned up", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("number", "second"), [(signal.SIGTERM, signal.SIGHUP), (signal.SIGHUP, signal.SIGTERM)])
+def test_a_signal_is_died_of_after_cleaning_up_and_a_second_one_does_not_cut_that_short(
+    number: signal.Signals, second: signal.Signals, tmp_path: Path,
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == "interrupted\n"
+        process.send_signal(second)
+        assert process.communicate(timeout=DEADLINE_S)[0] == "cleaned up\n"
+    assert process.returncode == -number
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    process = subprocess.Popen(["nohup", sys.executable, "-c", PROGRAM, str(tmp_path)], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        assert process.communicate(timeout=DEADLINE_S)[0] == ""
+    assert process.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_to_end_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
+    runs = Runs(tmp_path, epochs=3)
+    run = runs.start()
+    try:
+        wait_for(lambda: runs.newest() > 0 or run.poll() is not None)
+        assert list(runs.temporary.glob("socflower-*"))
+        os.kill(run.pid, number)
+        out, said = run.communicate(timeout=DEADLINE_S)
+    finally:
+        kill(run)
+    # Whoever sent it sees that it was obeyed; its user, how to go on.
+    assert (run.returncode, out) == (-number, "")
+    if number == signal.SIGKILL:  # nobody had time for anything: the next run removes it
+        assert "resuming" in runs.finish()
+        assert not list(runs.temporary.glob("socflower-*"))
+        return
+    assert f"interrupted; round {runs.newest()} is kept" in said
+    assert [path.name for path in runs.out.iterdir()] == ["checkpoint"]
+    assert not list(runs.temporary.glob("socflower-*"))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
+from flwr.app import Context, RecordDict, UserConfig
 
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.scenario.app_bundle import write_app, write_bundle
+from socflower.scenario.bundled_app import bundled_server_app
 from socflower.scenario.config import DataConfig
 from socflower.scenario.deployment_options import Deployment
 from socflower.scenario.deployment_processes import node_configs, participants
@@ -25,6 +28,8 @@ from socflower.scenario.run_folder import RunFolder
 from socflower.scenario.run_story import RunStory
 from socflower.scenario.runner import check_feasible, run_to_folder, time_to_accuracy_s, with_predictions
 from socflower.scenario.scenario_file import from_document
+from socflower.sim.local_grid import LocalGrid
+from socflower.sim.workers import AppReference
 from tests.scenario.conftest import Socflower
 from tests.scenario.deployments import DeployedRun
 from tests.scenario.small_runs import small, small_result
@@ -150,6 +155,24 @@ def test_a_bundle_has_its_scenario_with_it_and_names_nothing_of_this_machine(tmp
     assert not any(str(tmp_path) in path.read_text("utf-8") for path in (tmp_path / "app").iterdir())
     write_app(tmp_path / "other", tmp_path)
     assert not (tmp_path / "other" / "scenario.json").exists()
+
+
+def test_the_app_of_a_bundle_leaves_no_folder_on_the_machine_of_its_super_link(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("SOCFLOWER_DATA", str(tmp_path / "none"))
+    document = {**json.loads(json.dumps(small_result()["scenario"])), "data": {"name": "cifar10"}}
+    write_bundle(tmp_path / "app", from_document(document), num_nodes=1)
+    run_config: UserConfig = {"num-nodes": 1}
+    with LocalGrid(AppReference(target="socflower.scenario.app:client_app"), 1, run_config=run_config,
+                   num_workers=0) as grid:
+        bundled_server_app(tmp_path / "app")(grid, Context(
+            run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=run_config))
+    assert "socflower:" in capsys.readouterr().out  # the outcome, which is an error here
+    assert not list(temporary.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------- processes

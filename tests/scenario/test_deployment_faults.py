@@ -5,8 +5,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from socflower.errors import TrainingFailed
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.scenario_file import load_scenario
 from tests.scenario.deployments import SCENARIO, DeployedRun
@@ -72,7 +74,49 @@ def test_a_killed_super_node_is_told_of_and_not_started_again(tmp_path: Path) ->
         assert len(run.processes("flower-supernode")) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def loads_torch(process: psutil.Process) -> bool:
+    """Whether a process is that far in its start: Flower has handed it the run, and it imports the app."""
+    try:
+        return any("libtorch" in mapped.path for mapped in process.memory_maps())
+    except psutil.Error:
+        return False
+
+
+def test_a_server_app_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    with DeployedRun(tmp_path, epochs=1) as run:
+        victim = run.one("flwr-serverapp")
+        run.wait_for(lambda: loads_torch(victim))
+        victim.suspend()  # else it may get further before it is killed
+        told = list((tmp_path / "tmp").glob("socflower-*/attempt-1/server.json"))
+        assert not told, "it was faster than this test"
+        victim.kill()
+        result = run.finish()
+        (restart,) = result["restarts"]
+        assert restart == {"after_round": 0, "cause": "the ServerApp's process died while it started"}
+        assert not run.left_over()
+
+
+def test_a_super_link_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    with DeployedRun(tmp_path, epochs=1) as run:
+        run.one("flower-superlink").kill()
+        result = run.finish()
+        assert [restart["cause"] for restart in result["restarts"]] == ["the SuperLink ended (killed by SIGKILL)"]
+
+
+def test_a_server_app_that_fails_by_itself_as_it_starts_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("socflower.scenario.app_bundle._IN_FOLDER",
+                        "app = None\nraise ImportError('no {part}App here')")
+    scenario = tmp_path / "survive.toml"
+    scenario.write_text(SCENARIO.format(epochs=1))
+    said: list[str] = []
+    with pytest.raises(TrainingFailed, match="no ServerApp here"):
+        run_to_folder(load_scenario(scenario), tmp_path / "out", "deployment", say=said.append)
+    assert said == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_whatever_ends_the_command_ends_all_it_started(number: signal.Signals, tmp_path: Path) -> None:
     with DeployedRun(tmp_path, epochs=20) as run:
         run.one("flwr-clientapp")
@@ -80,3 +124,5 @@ def test_whatever_ends_the_command_ends_all_it_started(number: signal.Signals, t
         os.kill(run.process.pid, number)
         assert run.process.wait(60) == (130 if number == signal.SIGINT else -number)
         assert not run.left_over()
+        # Where it was killed itself, its guard removes them, last of all.
+        run.wait_until_gone("socflower-*")
