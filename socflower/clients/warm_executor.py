@@ -9,7 +9,7 @@ Beside the SuperExec stands a zygote, a process with one thread that has importe
 fork. A fork of it runs `flwr-clientapp` with the arguments, environment, streams and exit status that the fresh process
 would have. The zygote ends with its SuperExec; a killed one is replaced at the next message.
 
-This is the one file that relies on Flower's internals: that two of its modules start their children by
+Of all files this relies most on Flower's internals: that two of its modules start their children by
 `subprocess.Popen` (see `_STARTERS`). Hence the check of its version, and hence the option is off unless asked for.
 """
 
@@ -35,9 +35,9 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
+from socflower.cluster.dependencies import dependencies
 from socflower.errors import ConfigError
 
-TESTED_FLWR_VERSION = "1.41.0"
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "flwr.supernode.cli", "flwr.clientapp", "socflower.clients")
 
 _SUPERNODE, _SUPEREXEC, _CLIENTAPP = "flower-supernode", "flower-superexec", "flwr-clientapp"
@@ -205,9 +205,16 @@ class _WarmSuperExec:
 
 def check_flwr_version(found: str) -> None:
     """Raise `ConfigError` unless `found` is the version of Flower that this file was tested with."""
-    if found != TESTED_FLWR_VERSION:
-        raise ConfigError(f"warm executor: tested with flwr {TESTED_FLWR_VERSION}, found {found}; leave it out, or "
-                          "pass --any-flwr-version")
+    if found != (tested := _tested_flwr()):
+        raise ConfigError(f"warm executor: tested with flwr {tested}, found {found}; leave it out, or pass "
+                          "--any-flwr-version")
+
+
+def _tested_flwr() -> str:
+    flower = dependencies().get("flwr")
+    if flower is None:
+        raise ConfigError("warm executor: this installation's metadata is older than its code; install socflower again")
+    return flower.tested
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -216,7 +223,7 @@ def main(arguments: Sequence[str]) -> None:
         prog="python -m socflower.clients.warm_executor",
         description="Run a Flower SuperNode (or SuperExec) that forks its ClientApps from a process with torch loaded.")
     parser.add_argument("--any-flwr-version", action="store_true",
-                        help=f"try it also where flwr is not {TESTED_FLWR_VERSION}")
+                        help="try it also where flwr is not the tested version")
     parser.add_argument("--preload", metavar="MODULE", action="append", default=[],
                         help="import this module too before forking; may be given several times")
     parser.add_argument("command", nargs="+", metavar="-- flower-supernode ARGS")
@@ -232,7 +239,7 @@ def main(arguments: Sequence[str]) -> None:
     starter = importlib.import_module(_STARTERS[command[0]])
     if getattr(starter, "subprocess", None) is not subprocess:
         raise ConfigError(f"warm executor: flwr {version('flwr')} starts its processes in another way than "
-                          f"{TESTED_FLWR_VERSION}; leave it out")
+                          f"{_tested_flwr()}; leave it out")
     sys.argv = [shutil.which(command[0]) or command[0], *command[1:]]
     vars(starter)["subprocess"] = (_WarmSuperNode(options) if command[0] == _SUPERNODE
                                    else _WarmSuperExec([*chosen.preload, *PRELOAD]))

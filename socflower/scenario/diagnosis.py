@@ -13,18 +13,17 @@ import numpy as np
 import torch
 
 from socflower import _int8
+from socflower.cluster.dependencies import dependencies
 from socflower.hierarchy import weighted_average
 from socflower.scenario.heat_watch import sensors_line
 from socflower.sim.local_grid import num_cores
 from socflower.thermal.sensors import LinuxSensors
 from socflower.workloads import load_data
 
-_TESTED_FLWR = "1.41"
-
 
 def diagnose() -> list[dict[str, Any]]:
     """Return findings: name, status ("ok", "missing" or "broken"), detail, and a remedy where one is needed."""
-    return [_machine(), _flower(), _kernel(), *_int8_kernels(), *_rings(), _ray(), _sensors(),
+    return [_machine(), *_versions(), _kernel(), *_int8_kernels(), *_rings(), _ray(), _sensors(),
             *(_data(name) for name in ("digits", "mnist", "cifar10"))]
 
 
@@ -37,12 +36,24 @@ def _machine() -> dict[str, Any]:
                                      f"{platform.python_version()}, torch {torch.__version__}")
 
 
-def _flower() -> dict[str, Any]:
-    version = metadata.version("flwr")
-    if version.startswith(_TESTED_FLWR):
-        return _finding("flwr", "ok", version)
-    return _finding("flwr", "missing", f"{version}; tested with {_TESTED_FLWR}",
-                    f"if something breaks: pip install 'flwr=={_TESTED_FLWR}.*'")
+def _versions() -> list[dict[str, Any]]:
+    """Return what is installed of each package with a tested version, beside what is allowed and what was tested."""
+    if not dependencies():
+        return [_finding("versions", "broken", "this installation's metadata is older than its code",
+                         "install socflower again: make setup, or pip install")]
+    findings = []
+    for one in dependencies().values():
+        if one.installed is None:  # an extra; the finding about what it is for says so
+            continue
+        allowed = "any version" if not one.allowed else str(one.allowed)
+        detail = f"{one.installed}; allowed {allowed}, tested {one.tested}"
+        if not one.is_allowed:
+            findings.append(_finding(one.name, "broken", detail, f"pip install '{one.name}{one.allowed}'"))
+        elif one.is_tested:
+            findings.append(_finding(one.name, "ok", detail))
+        else:
+            findings.append(_finding(one.name, "ok", f"{detail}: allowed, but not the tested version"))
+    return findings
 
 
 def _kernel() -> dict[str, Any]:

@@ -17,6 +17,7 @@ import pytest
 from benchmarks.hub_traffic import deployed
 from socflower.clients import warm_executor
 from socflower.clients.warm_executor import ForkedProcess, Zygote, check_flwr_version, warm_supernode_command
+from socflower.cluster.dependencies import dependencies
 from socflower.errors import ConfigError
 from socflower.scenario.flower_processes import free_ports
 
@@ -255,7 +256,7 @@ def test_other_tasks_start_as_ever() -> None:
 
 
 def test_another_version_of_flower_is_refused_unless_any_will_do(environment: dict[str, str], tmp_path: Path) -> None:
-    check_flwr_version("1.41.0")
+    check_flwr_version(dependencies()["flwr"].tested)
     with pytest.raises(ConfigError, match=r"tested with flwr 1\.41\.0, found 1\.42\.0; leave it out, or pass --any-"):
         check_flwr_version("1.42.0")
     newer = tmp_path / "flwr-9.9.9.dist-info"
