@@ -149,7 +149,8 @@ def _verdict(log: RunLog, flwr: FlwrClient, *, begun: bool) -> str | None:
         return None
     if not begun:
         # The next attempt would fare no better.
-        raise TrainingFailed(f"engine {ENGINE}: Flower did not start the run; its last words: {tail(log.path)}")
+        what = "Flower did not start the run" if log.run_id is None else "the ServerApp failed as it started"
+        raise TrainingFailed(f"engine {ENGINE}: {what}; Flower's last words: {tail(log.path)}")
     return f"Flower ended the run ({status or 'it does not answer'})"
 
 

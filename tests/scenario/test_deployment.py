@@ -172,7 +172,7 @@ def test_the_app_of_a_bundle_leaves_no_folder_on_the_machine_of_its_super_link(
         bundled_server_app(tmp_path / "app")(grid, Context(
             run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=run_config))
     assert "socflower:" in capsys.readouterr().out  # the outcome, which is an error here
-    assert not list(temporary.iterdir())
+    assert not list(temporary.glob("socflower-*"))
 
 
 # ------------------------------------------------------------------------------------------------- processes
