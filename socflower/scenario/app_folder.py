@@ -7,6 +7,7 @@ from typing import Any
 
 from socflower.cluster import LayerProfile, ModelProfile
 from socflower.cluster.cluster_file import load_cluster
+from socflower.cluster.folder_lock import sole_use
 from socflower.cluster.profile import BACKWARD_TO_FORWARD
 from socflower.cluster.toml_file import parse_value
 from socflower.errors import ConfigError
@@ -27,6 +28,14 @@ def run_app_folder(
     a foreign client's training takes no virtual time, only its messages do. `overrides` set keys of the run config.
     Raises `TrainingFailed`, and writes nothing, if no client succeeded.
     """
+    with sole_use(out, f"--out {out}"):
+        return _run(folder, cluster_file, out, num_nodes, training_flops, overrides, num_workers)
+
+
+def _run(
+    folder: Path, cluster_file: Path, out: Path, num_nodes: int | None, training_flops: float | None,
+    overrides: tuple[str, ...], num_workers: int | None,
+) -> dict[str, Any]:
     app = load_flower_app(folder)
     cluster = load_cluster(cluster_file)
     run_config = dict(app.run_config)

@@ -20,6 +20,7 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from socflower.cluster.folder_lock import LOCK_FILE, FolderLock
 from socflower.cluster.temporary_folder import temporary_folder
 from socflower.errors import ConfigError
 from socflower.scenario.app import scenario_client_app, scenario_server_app
@@ -35,6 +36,7 @@ ENGINE = "deployment"
 STATE_FOLDER_KEY = "state-folder"
 """In a SuperNode's config: where its machine keeps the states of trainers between runs."""
 
+_ENDING_S = 60.0  # how long the ServerApp of an attempt before may take to find that its SuperLink has given it up
 _MOST_TRACE_BYTES = 64 * 2**20  # a longer one stays where it is: it would fill the SuperLink's database
 
 
@@ -78,6 +80,7 @@ class BundledRunFolder(RunFolder):
         if self.kept is None:
             return None
         kept, scenario = CheckpointFolder(self.kept), to_document(self.read_scenario())
+        _hold(self.kept, self.say)
         if self.fresh:
             kept.remove()
         kept.create()
@@ -124,11 +127,27 @@ class BundledRunFolder(RunFolder):
                 self.say(f"the trace is long and stays on the SuperLink's machine, until you remove it: {kept}")
         self._log("outcome", outcome)
         if self.kept is not None and "error" not in outcome:
+            if lock := _held.pop(self.kept, None):
+                lock.release()
             CheckpointFolder(self.kept).remove()
 
     def _log(self, kind: str, document: Any) -> None:
         for line in to_lines(kind, document):
             self.say(line)
+
+
+_held: dict[Path, FolderLock] = {}
+"""Locks of checkpoint folders; this process holds them until its run has ended well, or it ends itself."""
+
+
+def _hold(folder: Path, say: Callable[[str], None]) -> None:
+    if folder not in _held:
+        what = f"{CHECKPOINT_FOLDER_KEY} {folder}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{what}: cannot be made ({error.strerror}); name another folder") from None
+        _held[folder] = FolderLock(folder / LOCK_FILE, what, wait_s=_ENDING_S, on_wait=say)
 
 
 @cache

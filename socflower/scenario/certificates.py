@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from socflower.cluster.folder_lock import sole_use
 from socflower.cluster.sealed_file import write_whole
 from socflower.errors import ConfigError
 
@@ -86,13 +87,17 @@ def write_certificates(
     if _NODE_CONFIG_REFUSES & set(str(folder)):
         raise ConfigError(f"{folder}: quotes, backslashes and line breaks in a path cannot stand in --node-config; "
                           "name another folder")
+    with sole_use(folder, f"--out {folder}"):
+        return _write(folder, names, valid_days, renew)
+
+
+def _write(folder: Path, names: Sequence[str], valid_days: int, renew: bool) -> dict[str, HostCertificate]:
     existing = _read_authority(folder)
     kept = {} if existing is None else {
         host: certificate for host in names if (certificate := _read_host(folder, host, existing, renew)) is not None}
     if existing is None:
         _refuse_orphans(folder, names)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         authority = existing or _make_authority(folder)
         return {host: HostCertificate(host=host, ca=authority.path, certificate=_certificate_path(folder, host),
                                       key=_key_path(folder, host), not_after=kept[host].not_valid_after_utc,

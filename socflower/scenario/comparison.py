@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from socflower.cluster.folder_lock import sole_use
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.scenario.config import CLUSTER_STRATEGIES, STRATEGIES, Scenario
 from socflower.scenario.expectations import check_expectations
@@ -42,6 +43,14 @@ def compare(
     # All of them before the first: what cannot run should not be found after the others have trained.
     for variant in variants.values():
         check_feasible(variant, engine)
+    with sole_use(out, f"--out {out}"):
+        return _compare(scenario, variants, out, engine, num_workers, on_start)
+
+
+def _compare(
+    scenario: Scenario, variants: Mapping[str, Scenario], out: Path, engine: str, num_workers: int | None,
+    on_start: OnStart,
+) -> dict[str, Any]:
     results: list[dict[str, Any]] = []
     for name, variant in variants.items():
         result = _finished(out / name / "result.json", variant, engine)
@@ -49,7 +58,7 @@ def compare(
             try:
                 result = run_to_folder(variant, out / name, engine, num_workers=num_workers, on_round=on_start(name))
             except TrainingFailed as error:
-                done = f"; finished and kept in {out}: {', '.join(strategies[:len(results)])}" if results else ""
+                done = f"; finished and kept in {out}: {', '.join([*variants][:len(results)])}" if results else ""
                 raise TrainingFailed(f"{name}: {error}{done}") from None
         results.append(result)
     target = scenario.compare.target_accuracy or common_target(results)

@@ -27,6 +27,7 @@ from socflower.cluster.device_file import (
     read_device_file,
     toml_text,
 )
+from socflower.cluster.folder_lock import FolderLock
 from socflower.cluster.power_meter import PowerMeter, find_power_meter, mean_watts
 from socflower.errors import ConfigError
 from socflower.scenario.link_probe import LinkFigures, parse_peer, probe
@@ -96,6 +97,14 @@ def profile_device(
 
     Finished cells are kept in `out` + ".part.json" at once. Power meters are sought below `root`.
     """
+    if out is None:
+        return _profile(request, None, on_cell, root)
+    existing_profile(out, request.name or host_name())  # a file that cannot be written is found before its lock is made
+    with FolderLock(out.with_name(f".{out.name}.lock"), f"--out {out}"):
+        return _profile(request, out, on_cell, root)
+
+
+def _profile(request: ProfileRequest, out: Path | None, on_cell: OnCell, root: Path) -> dict[str, Any]:
     name = request.name or host_name()
     before = None if out is None else existing_profile(out, name)
     at = conditions(kernel=request.kernel, num_threads=request.num_threads, repeats=request.repeats)

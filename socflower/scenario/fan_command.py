@@ -6,11 +6,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from socflower.cluster.folder_lock import FolderLock
 from socflower.cluster.sealed_file import write_whole
 from socflower.errors import ConfigError
 from socflower.scenario.fan_config import FanFile, read_fan_file
@@ -72,7 +73,7 @@ def run_fan(
         raise ConfigError(f"{config}: {error}") from None
     if dry_run:
         outputs = [_DryRun(output) for output in outputs]
-    with StopSignals() as stop:
+    with StopSignals() as stop, nullcontext() if dry_run else FolderLock(_lock_file(config, loaded), f"{config}: fans"):
         if calibrate_fans:
             _calibrate(outputs, loaded, stop, show, say)
             return True
@@ -218,6 +219,12 @@ def _calibrate(
         show(f"# {output.describe()}")
         show(f"curve_percent = {[round(100 * duty) for duty, _ in curve.points]}")
         show(f"curve_rpm = {[round(rpm) for _, rpm in curve.points]}")
+
+
+def _lock_file(config: Path, loaded: FanFile) -> Path:
+    """Return the file that keeps a second daemon off the same fans; a daemon may write where its status goes."""
+    beside = loaded.status_file or config
+    return beside.with_name(f".{beside.name}.lock")
 
 
 def _in_background(source: Any, max_age_s: float, loaded: FanFile, stack: ExitStack) -> BackgroundSource:

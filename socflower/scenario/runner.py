@@ -4,7 +4,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from flwr.app import Context, RecordDict, UserConfig
 
+from socflower.cluster.folder_lock import sole_use
 from socflower.cluster.temporary_folder import temporary_folder
 from socflower.errors import ConfigError, DataUnavailable, InfeasiblePlan, SocflowerError, TrainingFailed
 from socflower.precision import Int8Model
@@ -175,8 +176,14 @@ def run_to_folder(
     `ConfigError` for a checkpoint of another run.
     """
     run = partial(_run_to_folder, scenario, out, engine, num_workers, on_round, say, deployment, save_model)
-    if not resumable:
-        return run(None)
+    with sole_use(out, f"--out {out}"):
+        return run(None) if not resumable else _resumed(run, scenario, out, engine, fresh, say)
+
+
+def _resumed(
+    run: Callable[[Checkpointing | None], dict[str, Any]], scenario: Scenario, out: Path, engine: str, fresh: bool,
+    say: Say,
+) -> dict[str, Any]:
     with _kept_checkpoints(out, fresh) as kept:
         checkpoint = kept.newest(say)
         if checkpoint is not None:
@@ -212,11 +219,8 @@ def checkpoint_folder(out: Path) -> CheckpointFolder:
 
 @contextmanager
 def _kept_checkpoints(out: Path, fresh: bool) -> Iterator[CheckpointFolder]:
-    """Yield the folder of checkpoints; after an error with none in it, `out` is as it was before."""
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out}: is a file; name a folder")
+    """Yield the folder of checkpoints; after an error with none in it, it is gone."""
     kept = checkpoint_folder(out)
-    new_parents = [parent for parent in (out, *out.parents) if not parent.exists()]
     try:
         if fresh:
             kept.remove()
@@ -230,9 +234,6 @@ def _kept_checkpoints(out: Path, fresh: bool) -> Iterator[CheckpointFolder]:
     except BaseException as error:
         if not kept.rounds():
             kept.remove()
-            with suppress(OSError):
-                for parent in new_parents:
-                    parent.rmdir()
         elif isinstance(error, TrainingFailed):
             raise TrainingFailed(f"{error}; {kept_line(kept)}") from None
         raise

@@ -227,7 +227,7 @@ def test_keys_whose_authority_is_gone_are_not_overwritten(tmp_path: Path) -> Non
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="cannot write in"):
         write_certificates(tmp_path / "file" / "below", ["soc-1"])
     with pytest.raises(ConfigError, match="quotes"):
         write_certificates(tmp_path / 'a"b', ["soc-1"])

@@ -131,6 +131,15 @@ def daemon(config: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
 
 
 # ------------------------------------------------------------------------------------------------- the daemon
+def test_a_second_daemon_is_refused_while_the_first_lives(rack: Rack) -> None:
+    config = rack.config()
+    with daemon(config) as process:
+        until(lambda: rack.status().get("fans"), "a status")
+        for options in ({"once": True}, {"restore": True}, {}):
+            with pytest.raises(ConfigError, match=f"fan.toml: fans: process {process.pid} is at work there"):
+                Ran(config, **options)
+        assert process.poll() is None
+    Ran(config, restore=True)  # a daemon that was killed keeps nobody out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

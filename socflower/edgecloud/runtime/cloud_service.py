@@ -69,6 +69,14 @@ class CloudService:
         self._shelf = SessionShelf(
             factory, folder=folder, limits=limits or Limits(), patience_s=patience_s, gather_s=gather_s,
             most_parties=max_streams, log=self._log)
+        try:
+            self._listen(listen, host, port, tls, max_streams, heartbeat_s)
+        except BaseException:
+            self._shelf.close()  # else nobody could use its folder while this process lives
+            raise
+
+    def _listen(self, listen: str, host: str, port: int, tls: SplitTls | None, max_streams: int, heartbeat_s: float,
+                ) -> None:
         credentials = tls.server_credentials() if tls is not None else None
         _require_free(listen, host, port)
         # Every stream holds a thread; the manager's calls get their own on top.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 
+from socflower.cluster.folder_lock import LOCK_FILE, FolderLock
 from socflower.cluster.sealed_file import DamagedFile, read_sealed, write_sealed
 from socflower.edgecloud.runtime.blocks import unpack_weights
 from socflower.edgecloud.runtime.failures import FrameRefused, SplitRefused, StartOver
@@ -40,7 +41,12 @@ class SessionShelf:
         self._lock = Lock()
         self._opening = Lock()  # one at a time: two of the same run must not write the same folder
         self._sessions: dict[str, CloudSession] = {}
-        self._restore()
+        self._folder_lock: FolderLock | None = None
+        try:
+            self._restore()
+        except BaseException:
+            self._unlock()
+            raise
 
     def all(self) -> list[CloudSession]:
         """Return what there is."""
@@ -101,6 +107,11 @@ class SessionShelf:
         """Let go of all sessions; their files stay, and their edges try to come back."""
         for session in self.all():
             session.close(StartOver())
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._folder_lock is not None:
+            self._folder_lock.release()
 
     def check(self, opening: wire.Opening) -> SessionTerms:
         """Return the terms of an opening; `SplitRefused` for what cannot be."""
@@ -136,6 +147,7 @@ class SessionShelf:
         except OSError as error:
             raise ConfigError(f"split cloud: folder {self._folder} cannot be used ({error.strerror}); give one that "
                               "this process may write to") from None
+        self._folder_lock = FolderLock(self._folder / LOCK_FILE, f"split cloud: folder {self._folder}")
         for path in paths:
             try:
                 document, packed = read_sealed(path)
