@@ -60,7 +60,7 @@ def run_fan(
     Returns
     -------
     bool
-        False if `once` found no temperature or could not set a fan, or `restore` could not give one back.
+        False if `once` found too few temperatures or could not set a fan, or `restore` could not give one back.
     """
     show, say = show or _print, say or _print_error
     if sum((once, restore, calibrate_fans)) > 1:
@@ -91,8 +91,9 @@ def run_fan(
             began_s = time.monotonic()
             control = FanControl(
                 sources or {0: _NoSource()}, policy, outputs, min_rpm=settings.min_rpm, max_rpm=settings.max_rpm,
-                failsafe_rpm=settings.failsafe_rpm, period_s=settings.period_s, max_silence_s=settings.max_silence_s,
-                stuck_after_s=settings.stuck_after_s, spin_up_s=settings.spin_up_s, say=tell,
+                failsafe_rpm=settings.failsafe_rpm, boards=loaded.boards if sources else None,
+                period_s=settings.period_s, max_silence_s=settings.max_silence_s, stuck_after_s=settings.stuck_after_s,
+                spin_up_s=settings.spin_up_s, say=tell,
                 clock=lambda: time.monotonic() - began_s)
             if restore:
                 with control:
@@ -109,7 +110,7 @@ def run_fan(
                     if not as_json:
                         for line in _lines(document):
                             show(line)
-                    return not state.num_output_errors and state.hottest_c is not None
+                    return not state.num_output_errors and not state.failsafe and state.hottest_c is not None
 
                 def on_step(state: FanState) -> None:
                     _notify("READY=1\nWATCHDOG=1")  # the watchdog's patience begins anew

@@ -163,6 +163,7 @@ class SourceTable(ABC):
 
     kind: str
     soc: int | None = None  # default: its place in the list, from 0
+    board: int | None = None  # default: all SoCs are on one
     max_age_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -244,6 +245,11 @@ class FanFile:
     sources: Mapping[int, SourceTable]
     status_file: Path | None
 
+    @property
+    def boards(self) -> dict[int, int]:
+        """Each SoC's board; all are on one where the file names none."""
+        return {soc: table.board or 0 for soc, table in self.sources.items()}
+
 
 def read_fan_file(path: Path) -> FanFile:
     """Return the configuration; `ConfigError` names the file and what in it cannot be."""
@@ -271,11 +277,17 @@ def _fan_file(document: Mapping[str, Any]) -> FanFile:
         where = f"[[source]] {index + 1}"
         source = _by_kind(_SOURCES, table, "kind", where)
         soc = index if source.soc is None else source.soc
+        if source.board is not None and source.board < 0:
+            raise ConfigError(f"{where} board = {source.board}: number boards from 0 on")
         if soc < 0 or soc in sources:
             raise ConfigError(f"{where} soc = {soc}: give each source another number, from 0 on")
         sources[soc] = source
     if not sources:
         raise ConfigError('there is no [[source]], so nobody would know how hot it is; add one, such as kind = "local"')
+    without = [soc for soc, source in sources.items() if source.board is None]
+    if without and len(without) < len(sources):
+        raise ConfigError(f"[[source]] soc = {without[0]} has no board, but others have; give all sources their board, "
+                          "or none of them")
     return FanFile(fan=fan, policy_name=policy["name"], sources=sources,
                    policy_settings={key: value for key, value in policy.items() if key != "name"},
                    status_file=None if status_file is None else Path(status_file))

@@ -98,12 +98,13 @@ class BackgroundSource:
 
 
 def _reading(content: bytes, now_s: float, where: str) -> Reading:
-    """Return a document's temperature as a reading; None and a note if it has none that can be."""
+    """Return a document's temperature, and its load if it tells it; None and a note if it has none that can be."""
     try:
         document: Any = json.loads(content)
         if isinstance(document, dict):
             document = document.get("reading", document)
         temperature_c, at_s = document.get("temperature_c"), document.get("at_s")
+        load = document.get("user_load")
     except (ValueError, AttributeError, RecursionError):
         return _nothing(now_s, f"{where}: is no JSON object")
     # The other machine's time is kept: by it one sees whether it ever looks again.
@@ -112,7 +113,8 @@ def _reading(content: bytes, now_s: float, where: str) -> Reading:
         return _nothing(at_s, f"{where}: has no temperature_c")
     if not is_number(temperature_c) or not COLDEST_C <= temperature_c <= HOTTEST_C:
         return _nothing(at_s, f"{where}: its temperature_c cannot be")
-    return Reading(at_s=at_s, temperature_c=float(temperature_c))
+    return Reading(at_s=at_s, temperature_c=float(temperature_c),
+                   user_load=float(load) if is_number(load) and 0.0 <= load <= 1.0 else None)
 
 
 def _nothing(at_s: float, note: str) -> Reading:

@@ -13,14 +13,18 @@ from types import FrameType
 from typing import Any
 
 from socflower.errors import ConfigError
-from socflower.thermal.believed import STUCK_AFTER_S, BelievedTemperatures, is_number
+from socflower.thermal.believed import STUCK_AFTER_S, BelievedTemperatures, Quorum, is_number
 from socflower.thermal.fan_output import FanOutput
-from socflower.thermal.fan_policy import FanObservation, FanPolicy
+from socflower.thermal.fan_policy import FanObservation, FanPolicy, ForesightedPolicy
 from socflower.thermal.reading import HeatSource
 from socflower.thermal.troubles import Troubles
 
 SPIN_UP_S = 15.0
 """A fan that still shows no turn this long after it was set does not turn."""
+
+_EXPECTED_C = 3.0
+"""How far the hottest SoC should have moved, by the policy's plan, before sensors that all stand still are doubted:
+more than two steps of the coarsest sensors."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +53,9 @@ class FanControl:
     """Keeps fans at the speed that a policy wants for the hottest SoC; a context manager that gives them back.
 
     Every speed that is written lies between `min_rpm` and `max_rpm`. The fail-safe speed is written instead of the
-    policy's while no SoC has been believed yet, after none was for `max_silence_s`, and whenever the policy raises or
-    wants what is no speed.
+    policy's until enough SoCs are believed for the first time, after too few were for `max_silence_s` until enough are
+    for as long, and whenever the policy raises or wants what is no speed. Enough are half of all, and one of each
+    board (`Quorum`).
 
     Parameters
     ----------
@@ -64,6 +69,8 @@ class FanControl:
         Need 0 < min_rpm <= failsafe_rpm <= max_rpm.
     period_s : float
         Seconds between two looks of `run`.
+    boards : Mapping, optional
+        Each SoC's board; by default all are on one.
     max_silence_s, stuck_after_s : float
         When sources are no longer believed: see `BelievedTemperatures`.
     clock : Callable
@@ -74,8 +81,9 @@ class FanControl:
 
     def __init__(
         self, sources: Mapping[int, HeatSource], policy: FanPolicy, output: FanOutput | Sequence[FanOutput], *,
-        min_rpm: float, max_rpm: float, failsafe_rpm: float, period_s: float = 5.0, max_silence_s: float = 30.0,
-        stuck_after_s: float = STUCK_AFTER_S, spin_up_s: float = SPIN_UP_S, clock: Callable[[], float] = time.monotonic,
+        min_rpm: float, max_rpm: float, failsafe_rpm: float, boards: Mapping[int, int] | None = None,
+        period_s: float = 5.0, max_silence_s: float = 30.0, stuck_after_s: float = STUCK_AFTER_S,
+        spin_up_s: float = SPIN_UP_S, clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], object] = _log.warning,
     ) -> None:
         if not 0.0 < min_rpm <= failsafe_rpm <= max_rpm < math.inf:
@@ -88,13 +96,17 @@ class FanControl:
         if not sources or not self._outputs:
             raise ConfigError(f"fan control: {len(sources)} sources and {len(self._outputs)} fans; one of each at "
                               "least is needed")
+        if boards is not None and boards.keys() != sources.keys():
+            raise ConfigError(f"fan control: boards of SoCs {sorted(boards)}, but sources of {sorted(sources)}; give "
+                              "each its board")
         self._policy, self._clock = policy, clock
         self._min_rpm, self._max_rpm, self._failsafe_rpm = min_rpm, max_rpm, failsafe_rpm
-        self._period_s, self._max_silence_s, self._spin_up_s = period_s, max_silence_s, spin_up_s
+        self._period_s, self._spin_up_s = period_s, spin_up_s
         self._troubles = Troubles(say)
         self._temperatures = BelievedTemperatures(
             sources, max_silence_s=max_silence_s, stuck_after_s=stuck_after_s, clock=clock, troubles=self._troubles)
-        self._believed_s = -math.inf  # when any SoC was believed last
+        self._quorum = Quorum(boards or dict.fromkeys(sources, 0), patience_s=max_silence_s)
+        self._expectation = _Expectation(policy)
         self._rpm = failsafe_rpm
         # What the policy wanted, while only the limits made something else of it: one that asks for more than the fans
         # can give, and looks whether it is cooling already, must find its own speed.
@@ -125,18 +137,21 @@ class FanControl:
     def step(self) -> FanState:
         """Look at all SoCs, ask the policy, and set the fans. Never raises; what goes wrong is in the notes."""
         now_s = self._clock()
-        temperatures_c = self._temperatures.look()
-        hottest_c = max((value for value in temperatures_c.values() if value is not None), default=None)
-        if hottest_c is not None:
-            self._believed_s = now_s
-        self._trouble("silence", None if hottest_c is not None else
-                      "no SoC's temperature is known; the fans go to the fail-safe speed if that lasts")
-        num_unknown = sum(value is None for value in temperatures_c.values())
-        wanted_rpm = self._ask(FanObservation(at_s=now_s, hottest_c=hottest_c, rpm=self._asked_rpm,
-                                              num_unknown=num_unknown))
-        silent = hottest_c is None and now_s - self._believed_s >= self._max_silence_s
-        failsafe = silent or wanted_rpm is None
-        rpm = self._failsafe_rpm if silent or wanted_rpm is None else wanted_rpm
+        temperatures_c = self._temperatures.look(
+            may_all_stand_still=self._expectation.may_stand_still(now_s, self._rpm))
+        believed = {soc: value for soc, value in temperatures_c.items() if value is not None}
+        hottest_c = max(believed.values(), default=None)
+        self._expectation.note(now_s, hottest_c, self._temperatures.still_since_s)
+        lost = not self._quorum.holds(now_s, believed)
+        missing = self._quorum.missing(believed)
+        self._trouble("sight", f"{missing}; the fans {'turn at' if lost else 'go to'} the fail-safe speed"
+                               f"{'' if lost else ' if that lasts'}" if missing else None,
+                      well="enough temperatures are known again")
+        wanted_rpm = self._ask(FanObservation(
+            at_s=now_s, hottest_c=hottest_c, rpm=self._asked_rpm, num_unknown=len(temperatures_c) - len(believed),
+            num_socs=len(temperatures_c)))
+        failsafe = lost or wanted_rpm is None
+        rpm = self._failsafe_rpm if lost or wanted_rpm is None else wanted_rpm
         self._asked_rpm = rpm
         self._rpm = min(max(rpm, self._min_rpm), self._max_rpm)
         measured_rpm = tuple(self._measure(index, now_s) for index in range(len(self._outputs)))
@@ -216,6 +231,42 @@ class FanControl:
 
     def _trouble(self, key: object, text: str | None, *, well: str = "") -> None:
         self._troubles.set(key, text, self._clock(), well=well)
+
+
+class _Expectation:
+    """Whether temperatures that all stand still do what the policy's plan expects; without a plan they do not.
+
+    The plan's prediction starts at what was shown when they came to rest, and goes by the speeds of the fans since.
+    """
+
+    def __init__(self, policy: FanPolicy) -> None:
+        self._policy = policy if isinstance(policy, ForesightedPolicy) else None
+        self._since_s: float | None = None
+        self._at_s = 0.0
+        self._shown_c: float | None = None
+        self._expected_c: float | None = None  # None: nothing is known to speak for standing still
+        self._should_have_moved = False  # at some time since they came to rest
+
+    def may_stand_still(self, now_s: float, rpm: float) -> bool:
+        """Return whether they may, having passed the time since the last `note` at this speed."""
+        if self._policy is None or self._expected_c is None or self._shown_c is None:
+            return False
+        try:
+            self._expected_c = self._policy.expected_c(
+                self._expected_c, rpm=rpm, at_s=now_s, duration_s=max(0.0, now_s - self._at_s))
+        except Exception:  # that the policy fails is said where it is asked for a speed
+            self._expected_c = None
+        self._at_s = now_s
+        if self._expected_c is None or not abs(self._expected_c - self._shown_c) < _EXPECTED_C:
+            self._should_have_moved = True
+        return not self._should_have_moved
+
+    def note(self, now_s: float, hottest_c: float | None, still_since_s: float | None) -> None:
+        """Take in a look; a movement begins the prediction anew."""
+        if still_since_s != self._since_s:
+            self._since_s, self._shown_c, self._expected_c = still_since_s, hottest_c, hottest_c
+            self._should_have_moved = False
+        self._at_s = now_s
 
 
 class StopSignals:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from socflower.cluster.toml_file import reject_unknown_keys
 from socflower.errors import ConfigError
@@ -23,7 +23,13 @@ class FanObservation:
     hottest_c: float | None  # the hottest SoC that is believed; None: nobody knows
     rpm: float  # at present
     num_unknown: int = 0  # SoCs whose sensors say nothing that can be believed
+    num_socs: int = 0  # in all
     num_throttled: int = 0  # SoCs that say that heat holds their clocks down
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether nobody knows how hot the SoCs are: no temperature is believed, or fewer than half of them."""
+        return self.hottest_c is None or math.isnan(self.hottest_c) or 2 * self.num_unknown > self.num_socs
 
 
 class FanPolicy(Protocol):
@@ -31,6 +37,15 @@ class FanPolicy(Protocol):
 
     def rpm(self, observation: FanObservation) -> float:
         """Return the wanted speed, above 0."""
+        ...
+
+
+@runtime_checkable
+class ForesightedPolicy(FanPolicy, Protocol):
+    """A policy that knows what heat is to come, and so whether sensors may stand still."""
+
+    def expected_c(self, hottest_c: float, *, rpm: float, at_s: float, duration_s: float) -> float | None:
+        """Return what the hottest SoC should have after `duration_s` at this speed, up to `at_s`; None: not known."""
         ...
 
 
@@ -52,7 +67,7 @@ class FixedSpeed:
 class PassiveCooling:
     """Slow until the hottest SoC passes `hot_c`, then fast until it has come down to `cool_c` (F19).
 
-    Where nobody knows how hot the SoCs are, fast.
+    Where nobody knows how hot the SoCs are, or how hot more than half of them are, fast.
     """
 
     low_rpm: float = field(default_factory=lambda: constant("fan", "low_rpm"))
@@ -71,8 +86,7 @@ class PassiveCooling:
     def rpm(self, observation: FanObservation) -> float:
         """Return the low or the high speed."""
         hottest_c = observation.hottest_c
-        # NaN is not below anything.
-        if hottest_c is None or not hottest_c < self.hot_c:
+        if observation.is_blind or hottest_c is None or hottest_c >= self.hot_c:
             return self.high_rpm
         # Fans may read back less than they were told, and may not reach the high speed.
         cooling = observation.rpm > 0.5 * (self.low_rpm + self.high_rpm)
@@ -111,7 +125,7 @@ class PredictiveCooling:
 
     The rack is taken for one heat capacity, the chassis's (F21). What that leaves out, a fan that has failed, a board
     in bad air, work that takes longer than planned, shows in the temperature, and is corrected at the next look. Where
-    nobody knows how hot the SoCs are, fans turn at `high_rpm`.
+    nobody knows how hot the SoCs are, or how hot more than half of them are, fans turn at `high_rpm`.
     """
 
     load: PlannedLoad
@@ -160,7 +174,7 @@ class PredictiveCooling:
     def rpm(self, observation: FanObservation) -> float:
         """Return the speed."""
         hottest_c, at_s, load = observation.hottest_c, observation.at_s, self.load
-        if hottest_c is None or math.isnan(hottest_c):
+        if observation.is_blind or hottest_c is None:
             return self.high_rpm
         coasting = at_s >= self.coast_begin_s
         end_s = load.end_s + (self.max_slowdown * (load.end_s - load.begin_s) if coasting else 0.0)
@@ -185,6 +199,20 @@ class PredictiveCooling:
             above_band_rpm = wanted_rpm if hottest_c >= limit_c + self.band_c else 0.0
             wanted_rpm = max(efficient_rpm, above_band_rpm, observation.rpm if cooling else 0.0)
         return min(max(wanted_rpm, least_rpm, self.low_rpm), self.high_rpm)
+
+    def expected_c(self, hottest_c: float, *, rpm: float, at_s: float, duration_s: float) -> float | None:
+        """Return what the hottest SoC should have after `duration_s` of the planned load, up to `at_s`.
+
+        None outside the planned time: what the rack draws then, the plan does not say.
+        """
+        load = self.load
+        if not load.begin_s <= at_s - duration_s <= at_s <= load.end_s:
+            return None
+        part = self.coast_power if at_s >= self.coast_begin_s else 1.0
+        rise_c, conductance = part * load.local_rise_c, self.fans.conductance_w_per_k(rpm)
+        steady_c = self.ambient_c + part * load.rack_w / conductance
+        air_c = hottest_c - rise_c
+        return steady_c + (air_c - steady_c) * math.exp(-duration_s * conductance / self.chassis_j_per_k) + rise_c
 
     def _holding_rpm(self, limit_c: float, heat_w: float) -> float:
         """Return the steady speed at which the air settles at the limit."""

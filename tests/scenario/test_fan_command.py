@@ -248,6 +248,18 @@ def test_once_does_not_hold_where_nobody_knows_how_hot_it_is(rack: Rack) -> None
     assert rack.status()["failsafe"]
 
 
+@pytest.mark.parametrize("boards", [(0, 0, 1), (0, 1, 1)])
+def test_a_board_of_which_nobody_knows_how_hot_it_is_means_the_failsafe_speed(rack: Rack, boards: tuple[int]) -> None:
+    rack.heat(2, None)
+    sources = "\n".join(f'[[source]]\nkind = "file"\npath = {json.dumps(str(rack.soc_file(soc)))}\nboard = {board}'
+                        for soc, board in enumerate(boards))
+    ran = Ran(rack.config(sources=sources), once=True)
+    dark = boards == (0, 0, 1)
+    assert ran.holds != dark and rack.status()["failsafe"] == dark
+    assert rack.status()["rpm"] == (FAN["failsafe_rpm"] if dark else 3100.0)
+    assert ("no temperature of board 1 is known; the fans turn at the fail-safe speed" in ran.out) == dark
+
+
 def test_a_command_sets_the_fans(rack: Rack) -> None:
     log = rack.folder / "log"
     tee = f"{sys.executable} -c 'import sys; open(sys.argv[1], \"a\").write(sys.argv[2] + chr(10))' {log}"
@@ -344,6 +356,10 @@ def test_another_boards_heat_comes_over_http(rack: Rack) -> None:
     with server(lambda handler: reply(handler, b'{"schema": 1, "reading": {"at_s": 5, "temperature_c": 62.5}}')) as url:
         ran = Ran(rack.config(sources=f'[[source]]\nkind = "http"\nurl = "{url}"\nsoc = 12'), once=True, dry_run=True)
         assert HttpSource(url, timeout_s=PATIENCE_S).read() == Reading(at_s=5.0, temperature_c=62.5)
+    loaded = b'{"temperature_c": 62.5, "at_s": 5, "user_load": %s}'
+    for load, taken in ((b"0.25", 0.25), (b"1.5", None), (b'"much"', None)):
+        with server(lambda handler, load=load: reply(handler, loaded % load)) as url:
+            assert HttpSource(url, timeout_s=PATIENCE_S).read().user_load == taken
     assert ran.holds and ran.out[0] == "SoC 12: 62.5 °C"
 
 
@@ -461,6 +477,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sources": "[[source]]\nkind = 'http'\nurl = 'http://x'\ntimeout_s = 0"}, "timeout_s = 0"),
     ({"sources": "[[source]]\nkind = 'local'\nsoc = 1\n[[source]]\nkind = 'local'"}, "2 soc = 1: give each source an"),
     ({"sources": "[[source]]\nkind = 'local'\nsoc = -1"}, "soc = -1"),
+    ({"sources": "[[source]]\nkind = 'local'\nboard = -1"}, "board = -1: number boards from 0 on"),
+    ({"sources": "[[source]]\nkind = 'local'\nboard = 1\n[[source]]\nkind = 'local'"}, "soc = 1 has no board, but"),
 ]
 
 
