@@ -12,6 +12,7 @@ from flwr.clientapp.typing import Mod
 from torch import nn
 
 from socflower.clients.batches import local_batches
+from socflower.clients.clipping_mods import fitted
 from socflower.clients.fp32_trainer import FP32Trainer
 from socflower.clients.group import train_group
 from socflower.clients.heat_guard import paced
@@ -88,7 +89,7 @@ def make_client_app(
     (default 32) on the node's own partition, both from the message's config, with a new optimiser: what FedAvg
     expects of a client. A scheduler goes on across rounds if the config has `num-rounds`.
     """
-    app = ClientApp(mods=list(mods))
+    app = ClientApp(mods=[fitted(mod) for mod in mods])
 
     def trainer_for(context: Context) -> Trainer:
         if trainer is None:
@@ -212,6 +213,9 @@ def _train_alone(
     batch_size, num_epochs = setting("batch-size", 32), setting("local-epochs", 1)
     partition_id, num_partitions = _partition(context)
     data = data_fn(context, partition_id, num_partitions)
+    if not len(data):
+        raise ConfigError(f"data_fn(context, {partition_id}, {num_partitions}) returned no samples; give every node "
+                          "some, or start fewer nodes")
     steps = -(-len(data) // batch_size) * num_epochs
     earlier_rounds = setting(SERVER_ROUND, 1) - 1
     session = trainer.start(model, TrainingSpan(

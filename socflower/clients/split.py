@@ -9,6 +9,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from numpy.typing import NDArray
 
+from socflower.clients.clipping_mods import fitted
 from socflower.clients.ring_training import answer_query
 from socflower.clients.split_batches import Samples
 from socflower.clients.split_edge import CloudLink, train_with_cloud
@@ -50,7 +51,7 @@ def make_split_client_app(
     state_folder : (context) -> Path or None, optional
         Where halves are kept in files between rounds, beside `context.state`, so that a training can be resumed.
     """
-    app = ClientApp(mods=list(mods))
+    app = ClientApp(mods=[fitted(mod) for mod in mods])
 
     @app.query(QUERY_ACTION)
     def query(message: Message, context: Context) -> Message:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from socflower.errors import ConfigError
 
 _Values = TypeVar("_Values")
+_EMPTY: tuple[Any, ...] = ((), "")
 
 ARRAYS = "arrays"
 CONFIG = "config"
@@ -76,9 +77,13 @@ HEAT = "socflower-heat"
 
 
 def encode(values: Any) -> dict[str, Any]:
-    """Return a dataclass as a Flower record's scalars and lists."""
+    """Return a dataclass as a Flower record's scalars and lists.
+
+    Lists and texts that are empty by default are left out: Flower cannot count the bytes of empty ones, which its mod
+    for the sizes of messages does.
+    """
     return {key.replace("_", "-"): list(value) if isinstance(value, tuple) else value
-            for key, value in asdict(values).items()}
+            for key, value in asdict(values).items() if value not in _EMPTY or key not in _empty_by_default(values)}
 
 
 def decode(kind: type[_Values], record: Mapping[str, Any], name: str) -> _Values:
@@ -86,10 +91,15 @@ def decode(kind: type[_Values], record: Mapping[str, Any], name: str) -> _Values
     values: dict[str, Any] = {key.replace("-", "_"): tuple(value) if isinstance(value, list) else value
                               for key, value in record.items()}
     known = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
-    if known != values.keys():
-        raise ConfigError(f"{name} record: missing {sorted(known - values.keys())}, unknown "
-                          f"{sorted(values.keys() - known)}; server and client run different versions of socflower")
+    missing, unknown = known - values.keys() - _empty_by_default(kind), values.keys() - known
+    if missing or unknown:
+        raise ConfigError(f"{name} record: missing {sorted(missing)}, unknown {sorted(unknown)}; server and client "
+                          "run different versions of socflower")
     return kind(**values)
+
+
+def _empty_by_default(kind: Any) -> set[str]:
+    return {entry.name for entry in fields(kind) if entry.default in _EMPTY}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 
 from socflower import _int8
 from socflower.cluster import Cluster
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import GroupPlan, default_candidates
 from socflower.scenario.arithmetic import num_training_samples, pricing, uses_int8
 from socflower.scenario.checkpoint import Checkpoint
@@ -150,7 +150,10 @@ class _Training:
         """Flower's own FedAvg over all nodes, summed in their order; the grid prices its messages."""
         settings = self._scenario.train
         num_rounds = settings.epochs // settings.local_epochs
-        num_socs = len(list(self._grid.get_node_ids()))
+        num_socs, wanted = len(list(self._grid.get_node_ids())), self._scenario.strategy.socs or self._cluster.num_socs
+        if num_socs != wanted:
+            raise InfeasiblePlan(f"[strategy] fedavg trains on {wanted} SoCs and Flower has {num_socs} nodes; start as "
+                                 f"many SuperNodes, or set socs = {num_socs}")
         self._require_events_to_strike(num_rounds, range(num_socs))
         grid = PricedGrid(self._grid, self._clock, self._cluster, model_profile=self._profile,
                           batch_size=settings.batch_size, pricing=pricing(self._scenario))

@@ -14,6 +14,7 @@ from socflower.strategies.heat_replies import heat_events
 from socflower.strategies.mixed_replies import client_events, mean_metric
 from socflower.strategies.replies import ReplyEvent, fault_of, no_reply
 from socflower.strategies.resuming import Resumable
+from socflower.strategies.round_grid import OpenRound
 from socflower.strategies.socflow import SoCFlow
 
 
@@ -48,6 +49,7 @@ class OrderedFedAvg(Resumable, FedAvg):
         self.alpha: float | None = None  # of mixed precision, as in `RoundReport`
         self.cpu_share: float | None = None
         self._nodes: list[int] = []
+        self._round = OpenRound("OrderedFedAvg")
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
@@ -56,12 +58,17 @@ class OrderedFedAvg(Resumable, FedAvg):
         messages = sorted(super().configure_train(server_round, arrays, config, grid),
                           key=lambda message: message.metadata.dst_node_id)
         self._nodes = [message.metadata.dst_node_id for message in messages]
+        self._round.begin(server_round)
         return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message],
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average as Flower does, in ascending order of the nodes; `TrainingFailed` if no reply is usable."""
+        self._round.end()
+        if not self._nodes:
+            raise TrainingFailed(f"round {server_round}: no client was asked; no node is connected, or fraction_train "
+                                 "is 0")
         answers = {reply.metadata.src_node_id: reply for reply in replies}
         faults = {node_id: _fault(answers.get(node_id), soc, node_id) for soc, node_id in enumerate(self._nodes)}
         self.events = tuple(event for event in faults.values() if event is not None)
@@ -75,6 +82,13 @@ class OrderedFedAvg(Resumable, FedAvg):
                                *heat_events(answers[node_id], soc, where))
         self.alpha, self.cpu_share = mean_metric(usable, ALPHA), mean_metric(usable, CPU_SHARE)
         return super().aggregate_train(server_round, [_without_lists(reply) for reply in usable])
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+    ) -> Iterable[Message]:
+        """Address the nodes that Flower draws, after a round of training that came to an end."""
+        self._round.require_ended(server_round)
+        return super().configure_evaluate(server_round, arrays, config, grid)
 
 
 def _without_lists(reply: Message) -> Message:

@@ -102,6 +102,9 @@ def fault_of(reply: Message, group_id: int, where: str) -> ReplyEvent | None:
                           text=f"{where}: {tensor} has NaN or infinite values, dropped; a lower learning rate may "
                                "help if groups diverge")
     num_examples = cast(MetricRecord, content[METRICS])[NUM_EXAMPLES]
+    if num_examples == 0:
+        return ReplyEvent(kind="malformed", group_id=group_id,
+                          text=f"{where}: it trained on no samples, dropped; give it data, or leave its SoCs out")
     if not isinstance(num_examples, int | float) or not 0 < num_examples < math.inf:
         return ReplyEvent(kind="malformed", group_id=group_id,
                           text=f"{where}: {NUM_EXAMPLES} = {num_examples} is not a number above 0, dropped")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from logging import INFO
+from typing import cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -38,6 +39,8 @@ class Resumable(Strategy):
         evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
         """Run the rounds that are left, as Flower does; see `Strategy.start` and `resume_from`."""
+        if num_rounds < 1:
+            raise ConfigError(f"start: num_rounds = {num_rounds} trains nothing; give strategy.num_rounds")
         done = self.resumed_after
         if not done:
             return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
@@ -58,6 +61,21 @@ class Resumable(Strategy):
                 setattr(result, entry.name, {number + done: value for number, value in by_round.items()})
         result.arrays = result.arrays or initial_arrays
         return result
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+    ) -> Iterable[Message]:
+        """Address clients as the strategy does, in a round that is left."""
+        self.require_left(server_round)
+        # Whatever this is mixed into comes next.
+        return cast(Strategy, super()).configure_train(server_round, arrays, config, grid)
+
+    def require_left(self, server_round: int) -> None:
+        """Raise `ConfigError` for a round that was done before: whoever calls this one's methods has not resumed."""
+        if self.resumed_after and server_round <= self.resumed_after:
+            raise ConfigError(f"round {server_round} of a training that is resumed after round {self.resumed_after}: "
+                              "the strategy around this one counts from 1; mix Resumable into its class, and call its "
+                              f"resume_from({self.resumed_after}) too")
 
 
 class _Remaining(Strategy):

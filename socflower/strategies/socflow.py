@@ -46,7 +46,7 @@ from socflower.strategies.replies import ReplyEvent, sort_replies
 from socflower.strategies.resuming import EvaluateFn, Resumable
 from socflower.strategies.rings import Places, RingRound, RingSettings, outcome_of
 from socflower.strategies.roster import is_question
-from socflower.strategies.round_grid import RoundGrid
+from socflower.strategies.round_grid import OpenRound, RoundGrid, require_exchange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +142,9 @@ class SoCFlow(Resumable):
         self._overlap_buckets = overlap_buckets
         self._ring_round: RingRound | None = None
         self._open_questions: dict[str, int] = {}  # to nodes that have not answered yet, by message id
+        self._failed: list[Message] = []  # replies of this round that say no more than why there is none
+        self._round = OpenRound(
+            "SoCFlow", "; started with round_grid(grid) of its SoCFlow, it leaves out and names clients that fail")
         self._led_by_others: frozenset[int] = frozenset()
         self.transport = "in process"
 
@@ -167,8 +170,18 @@ class SoCFlow(Resumable):
         evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
         """Run all rounds, as Flower does; see `Strategy.start`."""
-        through = RoundGrid(grid, self._exchange)
-        return super().start(through, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+        return super().start(self.round_grid(grid), initial_arrays, num_rounds, timeout, train_config,
+                             evaluate_config, evaluate_fn)
+
+    def round_grid(self, grid: Grid) -> RoundGrid:
+        """Return the grid that a strategy around this one is started with, in place of `grid`.
+
+        `DifferentialPrivacyServerSideFixedClipping(strategy, …).start(strategy.round_grid(grid), …)`: its `start`
+        replaces this one's, and would wait for a reply of every node. Through this grid it gets one of each group.
+        """
+        if isinstance(grid, RoundGrid) and grid.is_of(self._exchange):
+            return grid
+        return RoundGrid(grid, self._exchange)
 
     @property
     def plan(self) -> GroupPlan:
@@ -219,6 +232,7 @@ class SoCFlow(Resumable):
         `config` is the caller's, so it is copied. SoCs that are away are planned without, and asked whether they are
         back.
         """
+        self.require_left(server_round)
         if self._clock is None:
             self._use_clock_of(grid)
         planning, roster = self._planning, self._planning.roster
@@ -228,9 +242,11 @@ class SoCFlow(Resumable):
         self._group_of_node = {nodes[soc]: group for group in self.plan.groups for soc in group.members}
         interval = self._interval(server_round)
         configs = self._configs(server_round, config)
+        self._round.begin(server_round)
         questions = roster.questions(grid, server_round, self._open_questions.values())
         addresses = roster.ring_address_of
         if addresses:
+            require_exchange(grid, config)
             self.transport = roster.transport(self._rings.transport)
             self._ring_round = RingRound(
                 self.plan.groups, self.plan.communication_groups,
@@ -255,7 +271,9 @@ class SoCFlow(Resumable):
 
         Raises `TrainingFailed` if none is left, or if a client raised and that is not tolerated.
         """
-        replies, planning = list(replies), self._planning
+        self._round.end()
+        replies, planning = [*self._without_answers(replies), *self._failed], self._planning
+        self._failed = []
         if self._ring_round is not None:
             planning.events += self._ring_round.events
             planning.roster.leave(self._ring_round.away)
@@ -287,6 +305,7 @@ class SoCFlow(Resumable):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
     ) -> list[Message]:
         """Send nothing: the global model is evaluated by `evaluate_fn` on the server."""
+        self._round.require_ended(server_round)
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -326,15 +345,33 @@ class SoCFlow(Resumable):
         return configs
 
     def _exchange(self, grid: Grid, messages: Iterable[Message], timeout_s: float | None) -> Iterable[Message]:
-        """Send a round's messages and return the replies to its work; those to questions are heard here."""
+        """Send a round's messages and return the replies to its work that have content.
+
+        Those to questions are heard here. Errors wait for `aggregate_train`: a strategy around this one may drop the
+        whole round for one of them. Raises `TrainingFailed` if nothing else came.
+        """
         sent = list(messages)
         if self._ring_round is not None:
-            return self._ring_round.exchange(grid, sent, timeout_s, self._planning.hear, self._open_questions)
-        replies = list(grid.send_and_receive(sent, timeout=timeout_s))
+            usable = self._ring_round.exchange(grid, sent, timeout_s, self._planning.hear, self._open_questions)
+        else:
+            replies = self._without_answers(grid.send_and_receive(sent, timeout=timeout_s))
+            if not any(message.metadata.message_type == MessageType.TRAIN for message in sent):
+                return replies  # of an evaluation
+            self._failed = [reply for reply in replies if reply.has_error()]
+            usable = [reply for reply in replies if reply.has_content()]
+        if not usable:
+            self.aggregate_train(self._round.number, [])  # raises the cause, whatever is around this strategy
+        return usable
+
+    def _without_answers(self, replies: Iterable[Message]) -> list[Message]:
+        """Return the replies to a round's work, and hear those to questions."""
+        work = []
         for reply in replies:
             if is_question(reply):
                 self._planning.hear(reply)
-        return [reply for reply in replies if not is_question(reply)]
+            else:
+                work.append(reply)
+        return work
 
     def _task(self, group: Group, interval: SyncInterval) -> GroupTask:
         return GroupTask(

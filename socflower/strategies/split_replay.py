@@ -23,6 +23,7 @@ from socflower.strategies.records import aggregate_records, array_views, to_arra
 from socflower.strategies.replies import ReplyEvent, fault_of, no_reply
 from socflower.strategies.resuming import Resumable
 from socflower.strategies.roster import Roster
+from socflower.strategies.round_grid import OpenRound
 from socflower.strategies.split_usage import usage_of
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -109,6 +110,7 @@ class SplitReplay(Resumable):
         self._clock, self._cloud = clock, cloud
         self._tolerate_client_errors = tolerate_client_errors
         self._roster = Roster(cluster, range(len(parties)))
+        self._round = OpenRound("SplitReplay")
         self._timeline: Timeline | None = None
         self._runs: dict[int, str] = {}  # the cloud's session, by party
         self._began_anew: dict[int, str] = {}  # what is to be said of sessions that did, by party
@@ -158,6 +160,7 @@ class SplitReplay(Resumable):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
     ) -> list[Message]:
         """Address every edge, or in one process the one that trains for all whose cloud half is one."""
+        self.require_left(server_round)
         if not self._roster.node_of:
             self._roster.first_look(grid, ask=self._cloud is not None)
         if self._clock is None:
@@ -179,6 +182,7 @@ class SplitReplay(Resumable):
             else:
                 task = self._task(group, first, num_batches, timeline)
                 messages.append(self._message(group, task, arrays, settings, server_round))
+        self._round.begin(server_round)
         return messages
 
     def aggregate_train(
@@ -189,6 +193,7 @@ class SplitReplay(Resumable):
         Raises `TrainingFailed` where a part of the model is missing or a client raised.
         """
         assert self._timeline is not None
+        self._round.end()
         answers = {reply.metadata.src_node_id: reply for reply in replies}
         events, usable = [], dict[tuple[int, ...], Message]()
         for node, group in self._party_of_message.items():
@@ -225,6 +230,7 @@ class SplitReplay(Resumable):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
     ) -> list[Message]:
         """Send nothing: the whole model is evaluated by `evaluate_fn` on the server."""
+        self._round.require_ended(server_round)
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

@@ -139,6 +139,12 @@ def test_a_setting_that_cannot_be_is_named(key: str, value: object) -> None:
     assert str(caught.value) == f"train config: {key} = {value!r} must be a whole number, 1 or more"
 
 
+def test_a_node_without_samples_is_told_so() -> None:
+    app = make_app()
+    with pytest.raises(ConfigError, match=r"data_fn\(context, 48, 49\) returned no samples; give every node some"):
+        app(message(), node(48, 49))
+
+
 @pytest.mark.parametrize("missing", ["partition-id", "num-partitions"])
 def test_a_node_without_its_partition_is_told_how_to_start(missing: str) -> None:
     context = node()

@@ -1,0 +1,294 @@
+"""Our strategies inside strategies whose own `start` calls their hooks, as Flower's differential privacy does."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    Strategy,
+)
+
+from socflower.cluster import parse_cluster
+from socflower.cluster.protocol import ARRAYS, RESUMED, STATUS, NodeStatus, encode
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.sim.local_grid import LocalGrid
+from socflower.sim.process_grid import ProcessGrid
+from socflower.strategies import OrderedFedAvg, Resumable, SoCFlow
+from socflower.strategies.roster import is_question
+from tests.strategies import ring_app
+from tests.strategies.fake_messages import NODES, FakeGrid, answer, answer_error, model, values
+from tests.strategies.faulty_run import FaultyRun
+from tests.strategies.test_split_replay import replay, whole
+
+FAR = 1e9  # a norm that no update reaches
+
+
+class PassingOn(Strategy):
+    """Calls the hooks of the strategy inside and changes nothing; `replies` are what it was given, by round."""
+
+    def __init__(self, inside: Strategy) -> None:
+        self.inside = inside
+        self.replies: dict[int, list[Message]] = {}
+
+    def summary(self) -> None:
+        self.inside.summary()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+    ) -> Iterable[Message]:
+        return self.inside.configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message],
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        self.replies[server_round] = list(replies)
+        return self.inside.aggregate_train(server_round, self.replies[server_round])
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+    ) -> Iterable[Message]:
+        return self.inside.configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        return self.inside.aggregate_evaluate(server_round, replies)
+
+
+class ResumablePassingOn(Resumable, PassingOn):
+    """The same, and can be resumed."""
+
+
+def private(inside: Strategy) -> Strategy:
+    """Return Flower's differential privacy without noise and in effect without clipping."""
+    return DifferentialPrivacyServerSideFixedClipping(inside, 0.0, FAR, 2)
+
+
+def adaptive(inside: Strategy) -> Strategy:
+    return DifferentialPrivacyServerSideAdaptiveClipping(inside, 0.0, 2, FAR)
+
+
+def socflow(**settings: Any) -> SoCFlow:
+    return SoCFlow(cluster=parse_cluster({"boards": [2, 2]}), num_groups=2, num_samples=400, batch_size=20,
+                   num_epochs=2, interval_epochs=1, **settings)
+
+
+def fedavg() -> OrderedFedAvg:
+    return OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=4, min_available_nodes=4)
+
+
+class ScriptedGrid(FakeGrid):
+    """Every client answers with the round's number in its model; those that `raises` names do not."""
+
+    def __init__(
+        self, raises: Callable[[int, int], bool] = lambda server_round, node: False, code: int = 2,
+        nodes: tuple[int, ...] = NODES,
+    ) -> None:
+        super().__init__(nodes)
+        self._raises, self._code = raises, code
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        replies = []
+        for message in messages:
+            server_round = int(message.content["config"]["server-round"])
+            raised = self._raises(server_round, message.metadata.dst_node_id)
+            replies.append(answer_error(message, self._code, "on purpose") if raised
+                           else answer(message, float(server_round)))
+        return replies
+
+
+# ----------------------------------------------------------------------------------------------- in one process
+@pytest.mark.parametrize("around", [PassingOn, private, adaptive])
+@pytest.mark.parametrize("given", [lambda strategy, grid: grid, SoCFlow.round_grid])
+def test_around_groups_in_one_process_it_trains_the_same(around: Any, given: Any) -> None:
+    trained = []
+    for outer in (lambda strategy: strategy, around):
+        strategy = ring_app.strategy(ring_app.cluster(), num_epochs=1)
+        with LocalGrid(ring_app.client_app(), 4, num_workers=0) as grid:
+            trained.append(outer(strategy).start(
+                given(strategy, grid), ring_app.initial(), num_rounds=strategy.num_rounds).arrays)
+        assert [report.events for report in strategy.reports] == [()]
+    for name in trained[0]:
+        np.testing.assert_allclose(trained[1][name].numpy(), trained[0][name].numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [socflow, fedavg])
+def test_a_round_that_is_kept_back_ends_the_training(make: Callable[[], Strategy]) -> None:
+    """One client raises in round 2; Flower's differential privacy then gives nothing to the strategy inside."""
+    strategy = make()
+    with pytest.raises(TrainingFailed, match=r"round 2: its replies did not reach .* Flower's log has the cause"):
+        private(strategy).start(ScriptedGrid(lambda number, node: number == 2 and node == 10), model(), num_rounds=2)
+
+
+def test_a_round_of_halves_that_is_kept_back_ends_the_training() -> None:
+    class EdgesThatRaise(FakeGrid):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+            return [answer_error(message, 2, "on purpose") for message in messages]
+
+    with pytest.raises(TrainingFailed, match="round 1: its replies did not reach SplitReplay"):
+        private(replay()).start(EdgesThatRaise(), whole(), num_rounds=2)
+
+
+def test_through_the_round_grid_the_client_that_raised_is_named() -> None:
+    strategy, grid = socflow(), ScriptedGrid(lambda number, node: number == 2 and node == 10)
+    with pytest.raises(TrainingFailed, match=r"group 0, SoC 0 \(node 10\): the client raised on purpose"):
+        private(strategy).start(strategy.round_grid(grid), model(), num_rounds=2)
+
+
+@pytest.mark.parametrize("around", [PassingOn, private, adaptive])
+def test_through_the_round_grid_a_client_that_died_is_left_out_and_told_of(around: Any) -> None:
+    strategy, grid = socflow(), ScriptedGrid(lambda number, node: number == 1 and node == 10, code=8)
+    arrays = around(strategy).start(strategy.round_grid(grid), model(), num_rounds=2).arrays
+    assert values(arrays) == pytest.approx([2.0] * 3)
+    assert [[event.kind for event in report.events] for report in strategy.reports] == [["no-reply"], []]
+    assert "SoC 0 (node 10): failed: on purpose" in strategy.reports[0].events[0].text
+
+
+@pytest.mark.parametrize("around", [PassingOn, private, adaptive])
+def test_a_round_in_which_all_clients_died_ends_with_the_first_cause(around: Any) -> None:
+    strategy, grid = socflow(), ScriptedGrid(lambda number, node: True, code=8)
+    with pytest.raises(TrainingFailed, match=r"no group sent a usable model; first cause: group 0, .* on purpose"):
+        around(strategy).start(strategy.round_grid(grid), model(), num_rounds=2)
+
+
+def test_answers_to_questions_are_heard_wherever_they_come() -> None:
+    strategy, grid = socflow(), FakeGrid()
+    strategy.resume_from(0, away=[1])
+    messages = strategy.configure_train(1, model(), ConfigRecord(), grid)  # type: ignore[arg-type]
+    (question,) = [message for message in messages if is_question(message)]
+    back = Message(RecordDict({STATUS: ConfigRecord(encode(NodeStatus()))}), reply_to=question)
+    strategy.aggregate_train(1, [back, *(answer(message, 1.0) for message in messages if message is not question)])
+    assert strategy.away == ()
+    assert [event.kind for event in strategy.reports[0].events] == ["planned-anew", "returned"]
+
+
+# --------------------------------------------------------------------------------------------------- resuming
+def test_a_strategy_around_that_counts_from_1_cannot_go_on_in_the_middle() -> None:
+    for make in (socflow, fedavg):
+        strategy = make()
+        strategy.resume_from(1)
+        with pytest.raises(ConfigError, match=r"round 1 of a training that is resumed after round 1: .*mix Resumable"):
+            PassingOn(strategy).start(ScriptedGrid(), model(), num_rounds=2)
+
+
+def test_a_resumable_strategy_around_goes_on_with_the_true_rounds() -> None:
+    strategy = socflow()
+    outer = ResumablePassingOn(strategy)
+    strategy.resume_from(1)
+    outer.resume_from(1)
+    sent: list[Message] = []
+
+    class Noting(ScriptedGrid):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+            sent.extend(messages := list(messages))
+            return super().send_and_receive(messages, timeout=timeout)
+
+    outer.start(strategy.round_grid(Noting()), model(), num_rounds=2)
+    assert [(message.content["config"]["server-round"], message.content["config"][RESUMED]) for message in sent] == [
+        (2, True)] * 2
+    assert [report.server_round for report in strategy.reports] == [2]
+
+
+@pytest.mark.parametrize("make", [socflow, fedavg])
+def test_no_rounds_are_refused(make: Callable[[], Strategy]) -> None:
+    with pytest.raises(ConfigError, match="num_rounds = 0 trains nothing"):
+        make().start(ScriptedGrid(), model(), num_rounds=0)
+
+
+def test_a_round_in_which_nobody_was_asked_is_refused() -> None:
+    with pytest.raises(TrainingFailed, match="round 1: no client was asked; no node is connected"):
+        OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=0, min_available_nodes=0).start(
+            ScriptedGrid(nodes=()), model(), num_rounds=1)
+
+
+# ------------------------------------------------------------------------------------------------------ rings
+class RingNodes(FakeGrid):
+    """Four nodes that say that they have rings, and note what else they are asked for."""
+
+    in_one_process = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[Message] = []
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        replies = []
+        for message in messages:
+            if not is_question(message):
+                self.trained.append(message)
+                continue
+            node = message.metadata.dst_node_id
+            status = NodeStatus(ring=f"127.0.0.1:{node}", board=node // 30, slot=node // 10 % 2, transports=("grpc",))
+            replies.append(Message(RecordDict({STATUS: ConfigRecord(encode(status))}), reply_to=message))
+        return replies
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        self.trained.extend(messages)
+        raise AssertionError("sent")
+
+
+@pytest.mark.parametrize("around", [PassingOn, private])
+def test_around_rings_the_grid_itself_is_refused_before_anything_is_trained(around: Any) -> None:
+    grid, strategy = RingNodes(), socflow()
+    with pytest.raises(ConfigError, match=r"its nodes form rings, .* round_grid\(grid\) of its SoCFlow") as caught:
+        around(strategy).start(grid, model(), num_rounds=2)
+    assert grid.trained == [] and "\n" not in str(caught.value)
+
+
+def test_clipping_at_the_clients_is_refused_in_rings_before_anything_is_trained() -> None:
+    grid, strategy = RingNodes(), socflow()
+    with pytest.raises(ConfigError, match=r"the train config has 'clipping_norm'.* clips at the server"):
+        strategy.start(grid, model(), num_rounds=2, train_config=ConfigRecord({"clipping_norm": 1.0}))
+    assert grid.trained == []
+
+
+def test_around_rings_every_group_has_one_reply_and_a_death_is_told(tmp_path: Path) -> None:
+    """Two rings of two processes; nothing happens in round 1, and a member is killed in round 2."""
+    outer: list[PassingOn] = []
+
+    def around(strategy: SoCFlow) -> Strategy:
+        outer.append(PassingOn(strategy))
+        return outer[0]
+
+    with FaultyRun(tmp_path, boards=2, socs_per_board=2, num_groups=2, num_epochs=1, interval_epochs=0.5,
+                   step_s=0.05, around=around) as run:
+        run.wait_steps(1, 2, 2)
+        run.kill(1)
+        run.check_weights()
+        run.check_ledger({2: (1,)})
+    first, second = run.strategy.reports
+    assert first.events == ()
+    assert {"member-lost", "ring-formed-again"} <= {event.kind for event in second.events}
+    assert {event.group_id for event in second.events} == {0}
+    for replies in outer[0].replies.values():
+        assert len(replies) == 2 and all(ARRAYS in reply.content.array_records for reply in replies)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("around", [private, adaptive])
+@pytest.mark.parametrize("transport", ["gloo", "grpc"])
+def test_differential_privacy_around_rings_clips_each_groups_update_once(around: Any, transport: str) -> None:
+    def trained(outer: Callable[[SoCFlow], Strategy]) -> tuple[ArrayRecord, Any]:
+        strategy = ring_app.strategy(ring_app.cluster(), rings={"transport": transport})
+        with ProcessGrid(ring_app.client_app, ring_app.node_configs(ring_app.cluster())) as grid:
+            started = outer(strategy)
+            result = started.start(strategy.round_grid(grid), ring_app.initial(), num_rounds=strategy.num_rounds,
+                                   timeout=120)
+        assert [report.events for report in strategy.reports] == [(), ()] and strategy.transport == transport
+        return result.arrays, started
+
+    reference, _ = trained(lambda strategy: strategy)
+    ours, outer = trained(around)
+    for name in reference:
+        np.testing.assert_allclose(ours[name].numpy(), reference[name].numpy(), atol=1e-5, rtol=1e-4)
+    if around is adaptive:  # no update was clipped, by the count over groups and not over members
+        assert outer.clipping_norm == pytest.approx(FAR * np.exp(0.2 * 0.5) ** 2)
+    clipped = trained(lambda strategy: DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 0.01, 2))[0]
+    first = ring_app.initial()
+    update = np.sqrt(sum(((clipped[name].numpy() - first[name].numpy()) ** 2).sum() for name in first))
+    assert 0.0 < update <= 2 * 0.01 * (1 + 1e-4)
