@@ -83,8 +83,8 @@ class SplitCosts:
 
     def __post_init__(self) -> None:
         if not self.cuts:
-            raise ConfigError(f"model {self.model}: has no place to cut it; a cut lies after an activation or a "
-                              "normalisation through which everything passes")
+            raise ConfigError(f"model {self.model}: has no place to cut it; a cut lies after an activation, a "
+                              "normalisation, a pooling or a residual block through which everything passes")
         if self.gradient_bits not in BITS:
             raise ConfigError(f"gradient_bits = {self.gradient_bits} is unknown; use one of "
                               f"{', '.join(map(str, BITS))}")

@@ -181,11 +181,12 @@ class SplitModel:
 def trace_split(
     model: nn.Module, example: Example, *, name: str | None = None, frozen: int | str | None = None,
 ) -> SplitModel:
-    """Return where `model` can be cut: after an activation or a normalisation through whose result all must pass.
+    """Return where `model` can be cut: after an activation, a norm, a pooling or a residual block, outside branches.
 
     `example` is a batch, of which the first sample is used, or the shape of one float32 sample. Every module or
-    function of those kinds is a cut of its own, a normalisation as well as the activation behind it; what may follow
-    (pooling, dropout, flattening) goes to the back half. Not a cut is where a second value crosses, be it a shortcut
+    function of those kinds is a cut of its own, a normalisation as well as the activation and the pooling behind it;
+    what may follow (dropout, flattening) goes to the back half. A residual block ends with its sum, or with the
+    activation or norm of it. Not a cut is where a second value crosses, be it a shortcut
     or a size read from the input; where a weight is used on both sides; where one side has no weights; where what
     crosses is not float32 with the batch in front. What the model does in training mode is what is traced.
 
@@ -224,8 +225,9 @@ def _traced(*, model: nn.Module, example: Example, name: str, frozen: int | str 
     reading = Reading(model, name, example)
     places = reading.places()
     if not places:
-        raise ConfigError(f"model {name}: has no place to cut it; a cut lies after an activation or a normalisation "
-                          "through whose result all must pass, with weights on both sides")
+        raise ConfigError(f"model {name}: has no place to cut it; a cut lies after an activation, a normalisation, "
+                          "a pooling or a residual block through whose result all must pass, with weights on both "
+                          "sides")
     frozen_until = _frozen_until(reading, places, frozen)
     frozen_nodes = [node for node in reading.nodes if reading.position[node] <= frozen_until]
     _freeze(reading, frozen_nodes, frozen)

@@ -1,6 +1,7 @@
 """Where models can be cut: everywhere that the brute force finds, nowhere else, and the halves make up the whole."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -71,21 +72,22 @@ def test_halves_share_their_weights_with_the_model_under_its_names(name: str) ->
 
 
 @pytest.mark.parametrize(("name", "expected"), [
-    ("lenet5", ["1", "4", "8", "10"]), ("resnet8", ["1", "2", "3.relu", "4.relu", "5.relu"]),
-    ("vgg-small", ["1", "3", "6", "8", "11", "13"]),
+    ("lenet5", ["1", "2", "4", "5", "8", "10"]), ("resnet8", ["1", "2", "3.relu", "4.relu", "5.relu", "6"]),
+    ("vgg-small", ["1", "3", "4", "6", "8", "9", "11", "13", "14"]),
 ])
-def test_cuts_lie_after_activations_and_norms_outside_branches(name: str, expected: list[str]) -> None:
+def test_cuts_lie_after_activations_norms_and_pooling_outside_branches(name: str, expected: list[str]) -> None:
     assert [point.name for point in split_of(name)[1].cuts] == expected
 
 
 @settings(max_examples=40)
-@given(kinds=st.lists(st.sampled_from(["linear", "relu", "norm", "tanh", "dropout", "block"]), min_size=1, max_size=8))
-def test_a_chain_is_cut_after_each_activation_or_norm_with_weights_on_both_sides(kinds: Sequence[str]) -> None:
+@given(kinds=st.lists(st.sampled_from(["linear", "relu", "norm", "tanh", "pool", "dropout", "block"]), min_size=1,
+                      max_size=8))
+def test_a_chain_is_cut_after_each_activation_norm_or_pooling_with_weights_on_both_sides(kinds: Sequence[str]) -> None:
     layers = {"linear": lambda: nn.Linear(4, 4), "relu": nn.ReLU, "norm": lambda: nn.BatchNorm1d(4), "tanh": nn.Tanh,
-              "dropout": nn.Dropout, "block": lambda: Block(4)}
+              "pool": lambda: nn.MaxPool1d(3, stride=1, padding=1), "dropout": nn.Dropout, "block": lambda: Block(4)}
     weighty = {"linear", "norm", "block"}
     expected = [place for place, kind in enumerate(kinds)
-                if kind in {"relu", "norm", "tanh", "block"} and weighty & set(kinds[:place + 1])
+                if kind in {"relu", "norm", "tanh", "pool", "block"} and weighty & set(kinds[:place + 1])
                 and weighty & set(kinds[place + 1:])]
     model = nn.Sequential(*(layers[kind]() for kind in kinds))
     if not expected:
@@ -96,6 +98,95 @@ def test_a_chain_is_cut_after_each_activation_or_norm_with_weights_on_both_sides
     assert len(split.cuts) == len(expected)
     for point, place in zip(split.cuts, expected, strict=True):
         assert point.name == str(place) if kinds[place] != "block" else point.name.startswith("relu")
+
+
+def vgg19() -> nn.Sequential:
+    """Return VGG-19 for 32x32 images with the paper's three linear layers."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width, num_convolutions in ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4)):
+        for _ in range(num_convolutions):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(),
+                         nn.Linear(4096, 10))
+
+
+def test_vgg_19_sends_after_each_layer_what_the_paper_measured() -> None:
+    """Table 3, in MB for 32 samples: 18 layers, of which those that a pooling follows are cut behind it."""
+    published = [8.0, 2.0, 4.0, 1.0, *[2.0] * 3, 0.5, *[1.0] * 3, *[0.25] * 4, 0.06, 0.5, 0.5]
+    with torch.device("meta"):
+        model = vgg19()
+    split = trace_split(model.to_empty(device="cpu"), (3, 32, 32))
+    weighty = [number for number, layer in enumerate(model) if isinstance(layer, (nn.Conv2d, nn.Linear))]
+    # Of each layer the last cut before the next layer begins.
+    sizes = [[point for point in split.cuts if before <= int(point.name) < after][-1].feature_elements * 32 * 4 / 2**20
+             for before, after in itertools.pairwise(weighty)]
+    assert [round(size, 2) for size in sizes] == published
+
+
+class Functional(nn.Module):
+    """A network as people write it: functions for all that has no weights, a pooling without any name for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
+        self.third, self.last = nn.Linear(8 * 4 * 4, 8), nn.Linear(8, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = functional.max_pool2d(functional.relu(self.first(inputs)), 2)
+        hidden = functional.adaptive_avg_pool2d(torch.relu(self.second(hidden)), 4)
+        return self.last(functional.dropout(self.third(torch.flatten(hidden, 1)).relu(), training=self.training))
+
+
+class Inverted(nn.Module):
+    """A residual block without an activation at its end, as MobileNet V2 and V3 have them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.norm(self.first(inputs))
+
+
+class GlobalMean(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.mean(dim=(2, 3))
+
+
+@pytest.mark.parametrize(("model", "expected"), [
+    (Functional(), {"relu": (4, 12, 12), "max_pool2d": (4, 6, 6), "relu_1": (8, 6, 6),
+                    "adaptive_avg_pool2d": (8, 4, 4), "relu_2": (8,)}),
+    (nn.Sequential(nn.Conv2d(1, 2, 3), Inverted(2), Inverted(2), GlobalMean(), nn.Linear(2, 3)),
+     {"add": (2, 10, 10), "add_1": (2, 10, 10), "mean": (2,)}),
+])
+def test_functions_and_blocks_that_end_with_their_sum_are_cuts_too(
+    model: nn.Module, expected: Mapping[str, tuple[int, ...]],
+) -> None:
+    split = trace_split(model, (1, 12, 12))
+    assert {point.name: point.feature_shape for point in split.cuts} == expected
+    for cut in range(split.num_cuts):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # dropout as a function draws
+            whole = split.front(split.num_cuts)(torch.ones(2, 1, 12, 12))
+            torch.manual_seed(0)
+            assert torch.equal(split.back(cut)(split.front(cut)(torch.ones(2, 1, 12, 12))), whole)
+
+
+def test_places_of_maxima_go_with_the_features_so_there_is_no_cut_between_them() -> None:
+    class Unpooling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            hidden, places = functional.max_pool2d(self.first(inputs), 2, return_indices=True)
+            return self.last(functional.max_unpool2d(torch.tanh(hidden), places, 2))
+
+    with pytest.raises(ConfigError, match="has no place to cut it"):
+        trace_split(Unpooling(), (1, 8, 8))
 
 
 def test_a_layer_profile_knows_how_many_layers_a_front_half_has() -> None:
@@ -229,7 +320,7 @@ def test_freezing_by_cut_layer_or_block_is_the_same_where_they_end_together() ->
     by = [trace_split(split_of("resnet8")[0], IMAGES["resnet8"], frozen=frozen) for frozen in (2, "3.relu", "3")]
     assert len({split.fingerprint() for split in by}) == 1
     split = by[0]
-    assert [point.front_trains for point in split.cuts] == [False, False, False, True, True]
+    assert [point.front_trains for point in split.cuts] == [False, False, False, True, True, True]
     split.enter_training()
     modes = {path: module.training for path, module in split.model.named_modules()
              if not isinstance(module, nn.Sequential) and not list(module.children())}
@@ -238,7 +329,7 @@ def test_freezing_by_cut_layer_or_block_is_the_same_where_they_end_together() ->
 
 
 @pytest.mark.parametrize(("frozen", "match"), [
-    (9, "frozen = 9 is no cut; they are numbered 0 to 3"), ("nine", "frozen = 'nine' is no layer; there are 0, 1"),
+    (9, "frozen = 9 is no cut; they are numbered 0 to 5"), ("nine", "frozen = 'nine' is no layer; there are 0, 1"),
     ("11", "nothing of it is trained with everything frozen up to '11'")])
 def test_what_cannot_be_frozen_is_refused(frozen: int | str, match: str) -> None:
     model = split_of("lenet5")[0]
@@ -249,10 +340,10 @@ def test_what_cannot_be_frozen_is_refused(frozen: int | str, match: str) -> None
 
 def test_a_cut_that_is_not_there_is_refused() -> None:
     split = split_of("lenet5")[1]
-    assert split.cut_named("8") == 2
-    for call, match in ((lambda: split.front(5), "cut = 5 is not there; use 0 to 3, or 4"),
-                        (lambda: split.back(4), "nothing is behind cut 4"), (lambda: split.back(-1), "cut = -1 is not"),
-                        (lambda: split.cut_named("7"), "has no cut '7'; there are 1, 4, 8, 10")):
+    assert split.cut_named("8") == 4
+    for call, match in ((lambda: split.front(7), "cut = 7 is not there; use 0 to 5, or 6"),
+                        (lambda: split.back(6), "nothing is behind cut 6"), (lambda: split.back(-1), "cut = -1 is not"),
+                        (lambda: split.cut_named("7"), "has no cut '7'; there are 1, 2, 4, 5, 8, 10")):
         with pytest.raises(ConfigError, match=match):
             call()
 

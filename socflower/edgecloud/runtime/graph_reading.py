@@ -13,21 +13,32 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn import functional
+from torch.nn.modules import activation, normalization, pooling
 
 from socflower.errors import ConfigError
 
 NUM_SAMPLES = 3  # of the pass that observes shapes: a leading dimension of 3 is hardly one by chance
 
-_MODULES = (
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
-    nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Softsign,
-    nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm,
+_MODULES: tuple[type[nn.Module], ...] = (
+    # Attention is filed under activations too, but yields two values.
+    *(getattr(activation, name) for name in activation.__all__ if name != "MultiheadAttention"),
+    # Unpooling takes a second value, the places of the maxima.
+    *(getattr(pooling, name) for name in pooling.__all__ if not name.startswith("MaxUnpool")),
+    *(getattr(normalization, name) for name in normalization.__all__),
+    nn.modules.batchnorm._NormBase,
 )
 _NAMES = frozenset({
     "relu", "relu6", "leaky_relu", "prelu", "rrelu", "elu", "selu", "celu", "gelu", "silu", "mish", "hardswish",
-    "hardtanh", "hardsigmoid", "tanh", "sigmoid", "softplus", "softsign", "batch_norm", "instance_norm", "layer_norm",
-    "group_norm", "local_response_norm",
+    "hardtanh", "hardsigmoid", "tanh", "sigmoid", "logsigmoid", "softplus", "softsign", "tanhshrink", "softshrink",
+    "hardshrink", "threshold", "glu", "softmax", "log_softmax", "softmin",
+    "batch_norm", "instance_norm", "layer_norm", "group_norm", "local_response_norm", "rms_norm",
+    "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "lp_pool1d", "lp_pool2d",
+    "lp_pool3d", "fractional_max_pool2d", "fractional_max_pool3d",
+    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+    "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
+    "mean", "amax",  # global pooling without a module
 })
+_SUMS = frozenset({"add", "iadd"})
 _TORCH = Path(torch.__file__).parent
 
 
@@ -56,7 +67,8 @@ class Reading:
 
     def places(self) -> list[fx.Node]:
         """Return the operations behind which the model can be cut, in order."""
-        return [node for node in self.nodes if _is_place(self.model, node) and self._can_cut(node)]
+        return [node for node in self.nodes
+                if (_is_place(self.model, node) or self._ends_block(node)) and self._can_cut(node)]
 
     def front(self, place: fx.Node) -> list[fx.Node]:
         """Return the operations up to and including a place, and the constants that they need, in order."""
@@ -107,6 +119,14 @@ class Reading:
             if self.seen[node].is_constant and any(user in nodes for user in node.users):
                 nodes.add(node)
         return [node for node in self.nodes if node in nodes]
+
+    def _ends_block(self, node: fx.Node) -> bool:
+        """Return whether a residual block ends with this sum; one that an activation or a norm follows ends there."""
+        parts = [other for other in node.all_input_nodes
+                 if self.seen[other].shape is not None and not self.seen[other].is_constant]
+        followed = any(_is_place(self.model, user) and self.seen[user].shape == self.seen[node].shape
+                       for user in node.users) and len(node.users) == 1
+        return _function_name(node) in _SUMS and len(parts) > 1 and not followed
 
     def _can_cut(self, place: fx.Node) -> bool:
         seen = self.seen[place]
@@ -236,11 +256,19 @@ def _observe(model: nn.Module, graph: fx.Graph, samples: torch.Tensor, name: str
 def _is_place(model: nn.Module, node: fx.Node) -> bool:
     if node.op == "call_module":
         return isinstance(model.get_submodule(str(node.target)), _MODULES)
-    if node.op == "call_function":
-        module = inspect.getmodule(node.target)
-        known = node.target in vars(functional).values() or module is None or module.__name__.startswith("torch")
-        return known and getattr(node.target, "__name__", "").strip("_") in _NAMES
-    return node.op == "call_method" and str(node.target).strip("_") in _NAMES
+    return _function_name(node) in _NAMES
+
+
+def _function_name(node: fx.Node) -> str:
+    """Return the name of the function or tensor method that is called, without underscores; a stranger has none."""
+    if node.op == "call_method":
+        return str(node.target).strip("_")
+    if node.op != "call_function":
+        return ""
+    module = inspect.getmodule(node.target)
+    known = node.target in vars(functional).values() or module is None or module is operator \
+        or module.__name__.startswith(("torch", "_operator"))
+    return getattr(node.target, "__name__", "").strip("_") if known else ""
 
 
 def _writes_in_place(model: nn.Module, node: fx.Node) -> bool:

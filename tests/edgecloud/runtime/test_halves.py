@@ -52,14 +52,32 @@ def test_window_0_is_local_training_with_dropout_norms_and_schedule(
         assert_same({**front.weights(), **back.weights()}, expected)
 
 
-@pytest.mark.parametrize("name", ["lenet5", "resnet8"])
+class PooledByFunctions(nn.Module):
+    """A network whose pooling and activations are functions, with dropout as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(6)
+            self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
+            self.norm, self.drop, self.last = nn.BatchNorm2d(8), nn.Dropout(0.3), nn.Linear(8, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.avg_pool2d(torch.relu(self.first(inputs)), 2)
+        hidden = self.norm(self.second(hidden)) + hidden.repeat(1, 2, 1, 1)
+        hidden = nn.functional.max_pool2d(nn.functional.relu_(hidden), 2)
+        return self.last(self.drop(nn.functional.adaptive_avg_pool2d(hidden, 1).flatten(1)))
+
+
+@pytest.mark.parametrize("name", ["lenet5", "resnet8", "vgg-tiny", "functions"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_window_0_is_local_training_of_image_models(name: str, layout: torch.memory_format) -> None:
-    model, shape = image_model(name)
+    """At every cut: after convolutions' activations and norms, after pooling, and where one pixel is left."""
+    model, shape = (PooledByFunctions(), (3, 16, 16)) if name == "functions" else image_model(name)
     split = trace_split(model.to(memory_format=layout), shape)
     source = Source(shape, 10)
     losses, expected = train_locally(split, 3, sgd, source=source)
-    for cut in (0, split.num_cuts // 2, split.num_cuts - 1):
+    for cut in range(split.num_cuts):
         front, back = halves(split, cut, sgd, source)
         assert [one_batch(front, back, batch) for batch in range(3)] == losses
         assert_same({**front.weights(), **back.weights()}, expected)
