@@ -13,10 +13,11 @@ from flwr.supercore import log
 from socflower.thermal.reading import HeatSource, Reading
 
 _LONGEST_NOTE, _MOST_NOTES = 200, 16
+_QUIET_S = 60.0  # between two warnings of one kind about a source that comes and goes
 
 
 class CarefulSource:
-    """A source whose `read` always returns, and soon; what goes wrong is a note, and a warning at its first time.
+    """A source whose `read` always returns, and soon; what goes wrong is a note, and a warning when it begins.
 
     Parameters
     ----------
@@ -33,7 +34,8 @@ class CarefulSource:
         self._source: HeatSource | None = None
         self._asking: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._said: set[str] = set()
+        self._warned_at_s: dict[str, float] = {}
+        self._is_well = True
 
     def read(self) -> Reading:
         """Return the source's reading, or one that knows nothing."""
@@ -50,7 +52,10 @@ class CarefulSource:
             self._asking.join(self._timeout_s)
             if not answers:
                 return self._unknown("hangs", f"did not answer within {self._timeout_s:g} s")
-        return answers[0] if isinstance(answers[0], Reading) else self._unknown("fails", answers[0])
+        if isinstance(answers[0], Reading):
+            self._is_well = True
+            return answers[0]
+        return self._unknown("fails", answers[0])
 
     def _ask(self, answers: list[Reading | str]) -> None:
         try:
@@ -63,10 +68,14 @@ class CarefulSource:
     def _unknown(self, kind: str, what: str) -> Reading:
         name = "heat source" if self._source is None else f"heat source {type(self._source).__name__}"
         text = _one_line(f"{name}: {what}; what it does not say is unknown")
-        if kind not in self._said:
-            self._said.add(kind)
+        now_s = self._clock()
+        if self._is_well:  # what it failed with before it recovered may be said again, but not at every look
+            self._warned_at_s = {one: at_s for one, at_s in self._warned_at_s.items() if now_s < at_s + _QUIET_S}
+            self._is_well = False
+        if kind not in self._warned_at_s:
+            self._warned_at_s[kind] = now_s
             log(WARNING, "%s", text)
-        return Reading(at_s=self._clock(), notes=(text,))
+        return Reading(at_s=now_s, notes=(text,))
 
 
 def _plain(reading: Reading) -> Reading:

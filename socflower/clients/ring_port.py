@@ -30,7 +30,7 @@ import grpc
 
 from socflower.clients.ring_address import require_private, split_address
 from socflower.clients.ring_failures import PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable, failure_of
-from socflower.clients.ring_refusals import Log, Refusals, warn
+from socflower.clients.ring_refusals import Log, RingRefusals, warn
 from socflower.clients.ring_strangers import StrangerWatch
 from socflower.clients.ring_stream import OutgoingStream
 from socflower.clients.ring_tls import RingTls
@@ -108,7 +108,7 @@ class RingPort:
         self.trusted = trusted
         self.heartbeat_s = heartbeat_s
         self._token = token
-        self._refusals = Refusals(log)
+        self._refusals = RingRefusals(log)
         self._handlers: dict[str, Handler] = {}
         self._admissions: dict[str, Admission] = {}
         self._nonces: set[bytes] = set()
@@ -190,6 +190,7 @@ class RingPort:
             channel.close()
         # Without grace gRPC tells each peer's connection of an internal error, and the peer's gRPC says so on stderr.
         self._server.stop(_GRACE_S)
+        self._refusals.close()
 
     # ------------------------------------------------------------------------------------------ as server
 

@@ -247,6 +247,24 @@ def test_a_source_that_cannot_be_made_is_tried_again(warned: list[str]) -> None:
     assert len(tries) == 3 and warned == ["heat source: ImportError: no sensors here; what it does not say is unknown"]
 
 
+def test_a_source_that_fails_again_after_it_was_well_is_warned_of_again(warned: list[str]) -> None:
+    """A day later the log must say so; one that comes and goes is said once a minute."""
+    now_s, fails = [0.0], [True]
+
+    def read() -> Reading:
+        if fails[0]:
+            raise OSError("gone")
+        return reading(temperature_c=41.0)
+
+    careful = CarefulSource(lambda: Calls(read), timeout_s=DEADLINE_S, clock=lambda: now_s[0])
+    for now_s[0], fails[0] in ((0.0, True), (1.0, False), (2.0, True), (90.0, True), (91.0, False)):
+        assert (careful.read().temperature_c is None) == fails[0]
+    assert len(warned) == 1  # once a minute, and a source that still fails is no news
+    now_s[0], fails[0] = 92.0, True
+    careful.read(), careful.read()
+    assert len(warned) == 2
+
+
 def test_a_source_that_hangs_is_waited_for_once_and_heard_again_later(warned: list[str]) -> None:
     goes_on, hangs = threading.Event(), threading.Event()
     hangs.set()

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from socflower.cluster.refusal_log import RefusalLog
 from socflower.edgecloud.runtime.blocks import pack_weights, size_of, slices_of
 from socflower.edgecloud.runtime.credentials import (
     RUN_KEY,
@@ -37,7 +38,6 @@ SERVICE = "socflower.split.Split"
 """The gRPC service's name."""
 
 _HELLO_S = 10.0
-_LOGGED_LINES = 200
 # Larger than a frame may be, so that it is this module that refuses one, with a line that says why.
 _LARGEST_MESSAGE_BYTES = 4 * LARGEST_FRAME_BYTES
 
@@ -51,24 +51,26 @@ class CloudService:
     `factory` makes the cloud's half of each run that a manager opens with `operator_token`. With a `folder` sessions
     and their barriers outlive this process: they are there again when it is started anew. Without `tls` only loopback
     and private addresses are listened on, unless `insecure`. Memory of a session is bounded by `limits` and its half.
+    Refusals are logged in a few lines for each peer and minute, by `clock`; what the cloud says of its own runs always.
     Raises `ConfigError` for an address, token, certificate or folder that cannot be used.
     """
 
     def __init__(self, listen: str, factory: SessionFactory, *, operator_token: str, tls: SplitTls | None = None,
                  insecure: bool = False, folder: Path | None = None, limits: Limits | None = None,
                  heartbeat_s: float = 5.0, patience_s: float = 900.0, gather_s: float = 300.0, max_streams: int = 64,
-                 log: Callable[[str], None] | None = None) -> None:
+                 log: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         host, port = split_address(listen)
         if tls is None and not insecure:
             require_near(listen)
         self._operator_digest = digest_of(check_token(operator_token, "operator token"))
         self._max_streams = max_streams
         self._lock = Lock()
-        self._log_line, self._lines_left = log or getLogger(__name__).warning, _LOGGED_LINES
+        log_line = log or getLogger(__name__).warning
+        self._refusals = RefusalLog(log_line, what="split cloud", clock=clock)
         self._num_streams = 0
         self._shelf = SessionShelf(
             factory, folder=folder, limits=limits or Limits(), patience_s=patience_s, gather_s=gather_s,
-            most_parties=max_streams, log=self._log)
+            most_parties=max_streams, log=log_line)
         try:
             self._listen(listen, host, port, tls, max_streams, heartbeat_s)
         except BaseException:
@@ -96,6 +98,7 @@ class CloudService:
         """End all streams and sessions; edges try to come back, and do if this service is started anew."""
         self._shelf.close()
         self._server.stop(0.2).wait(5.0)
+        self._refusals.flush(everything=True)
 
     # ------------------------------------------------------------------------------------------ the manager's calls
 
@@ -186,7 +189,7 @@ class CloudService:
             admitted = session.admit(self._hello(messages, context), context.is_active)
         except (FrameRefused, SocflowerError) as refused:
             text = str(refused) if isinstance(refused, SocflowerError) else f"{where}: the edge sent {refused}"
-            self._log(f"split cloud: refused a stream from {context.peer()}: {text}")
+            self._refuse(context, "a stream", text)
             yield _refusal(wire.Refusal.REFUSED, text)
             return
         except StartOver:
@@ -200,8 +203,7 @@ class CloudService:
         for frame in channel.frames(attachment):
             yield frame.SerializeToString()
         if refusals:
-            self._log(f"split cloud: refused a stream from {context.peer()}: {where}: it sent {refusals[0]}; the run "
-                      "is unharmed")
+            self._refuse(context, "a stream", f"{where}: it sent {refusals[0]}; the run is unharmed")
             yield _refusal(wire.Refusal.REFUSED, f"{where}: the edge sent {refusals[0]}")
         elif isinstance(channel.failure, StartOver):
             yield _refusal(wire.Refusal.START_OVER, "join anew")
@@ -272,17 +274,13 @@ class CloudService:
 
     def _turn_away(self, context: grpc.ServicerContext, what: str, text: str,
                    code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED) -> NoReturn:
-        self._log(f"split cloud: refused {what} from {context.peer()}")
+        self._refuse(context, what)
         context.abort(code, text)
         raise AssertionError("abort returned")
 
-    def _log(self, line: str) -> None:
-        """Say a line, unless strangers have had so many said that the log is to be spared."""
-        with self._lock:
-            self._lines_left -= 1
-            left = self._lines_left
-        if left >= 0:
-            self._log_line(line + ("; more will not be logged" if left == 0 else ""))
+    def _refuse(self, context: grpc.ServicerContext, what: str, why: str = "") -> None:
+        peer = context.peer()
+        self._refusals.report(peer, f"split cloud: refused {what} from {peer}{f': {why}' if why else ''}")
 
 
 def _refusal(code: "wire.Refusal.Code", text: str) -> bytes:

@@ -315,6 +315,30 @@ def test_what_a_manager_asks_in_vain_is_refused_in_a_line(cloud: Cloud) -> None:
         session_status(nobody)
 
 
+def test_a_flood_of_refusals_neither_fills_the_log_nor_silences_it() -> None:
+    """After 200 refused calls nothing was logged any more, not even the cloud's own messages."""
+    now_s = [0.0]
+    cloud = Cloud(clock=lambda: now_s[0])
+    try:
+        stranger = Operator(address=cloud.service.address, token="a-stranger-0123456")
+        for _ in range(250):
+            with pytest.raises(SplitRefused, match="operator token is not the cloud's"):
+                session_status(stranger)
+        assert len(cloud.lines) == 5 and "only counted" in cloud.lines[-1]
+        cloud.open(settings={"fails_at": 3})
+        with pytest.raises(SplitRefused, match="a half that breaks"):
+            train_front(connect(cloud.port), Front(), Span(first_batch=0, num_batches=9), plan())
+        assert any("a span of run run ended" in line for line in cloud.lines[5:])
+        now_s[0], told = 60.0, len(cloud.lines)
+        with pytest.raises(SplitRefused, match="operator token is not the cloud's"):
+            session_status(stranger)
+        counted, refused = cloud.lines[told:]
+        assert counted.startswith("split cloud: ") and "more refusals of ipv4:127.0.0.1 within 60 s" in counted
+        assert refused.startswith("split cloud: refused a manager's call with a wrong token from ipv4:127.0.0.1:")
+    finally:
+        cloud.service.close()
+
+
 def test_a_half_that_fails_fails_the_edge_in_a_line_and_nothing_else(cloud: Cloud) -> None:
     cloud.open(settings={"fails_at": 3})
     with pytest.raises(SplitRefused, match="the cloud's half failed: ValueError: a half that breaks"):
