@@ -3,8 +3,9 @@
 The edge is held to a tenth of a core by a CPU quota, the cloud has one, so it is ten times as fast; features and
 gradients go over gRPC on loopback through token buckets. At every speed of the link, samples a second of: the edge
 alone; plain split learning (middle cut, K = 0, 32 bits); JointDNN (best fixed cut, sequential, 32 bits, edge-only
-among its choices); pipelined (best cut, K = 5, 32 bits); ours (what the decision engine chooses from 8 bits and
-edge-only, K = 5), with gradients in 32 bits and in 8. A deployment that two of them choose is run once. All choices go
+among its choices); pipelined (best cut, K = 5, 32 bits, edge-only among its choices); ours (what the decision engine
+chooses from 8 bits and edge-only, K = 5), with gradients in 32 bits and in 8. A deployment that two of them choose is
+run once. All choices go
 by costs that were measured before, in the same processes, under the same quota. Rows "by F26" have what the cost model
 says of each. A shared machine is not as fast a minute later: so the edge's seconds are scaled there by what a batch of
 the edge alone takes in the same minutes; its own row shows by how much.
@@ -48,6 +49,7 @@ SPEEDS = (2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
 _QUICK_SPEEDS = (5.0, 50.0, 500.0)
 _MEMORY_CUT, _MEMORY_MBIT_PER_S = 2, 200.0
 _ENERGY_MBIT_PER_S, _ENERGY_BATCHES = 20.0, 1000
+_PLANNED_BATCHES = 200  # as many as the engine plans for
 _told: dict[str, object] = {}
 
 
@@ -94,15 +96,14 @@ def peers() -> dict[str, object]:
 
 def systems(costs: SplitCosts, rates: LinkRates) -> list[System]:
     """Return all that train at one speed; ours last."""
-    middle = len(costs.cuts) // 2
-    uncompressed = DecisionEngine(costs, (32,)).best(rates, WINDOW).cut
-    assert uncompressed is not None
     ours = [System(name=f"ours, gradients in {bits} bits", gradient_bits=bits, deployment=DecisionEngine(
         replace(costs, gradient_bits=bits), (8,), allow_edge_only=True).best(rates, WINDOW)) for bits in (32, 8)]
-    return [System(name="edge-only", deployment=baselines.edge_only()),
-            System(name="plain split learning", deployment=baselines.plain_split(costs, middle)),
-            System(name="JointDNN", deployment=baselines.joint_dnn(costs, rates, allow_edge_only=True)),
-            System(name="pipelined", deployment=baselines.pipelined(costs, uncompressed, WINDOW)), *ours]
+    # Ours may leave the cloud out here, so the pipeline without compression may too.
+    named = {"edge-only": "edge-only", "split": "plain split learning", "joint-dnn": "JointDNN",
+             "pipelined": "pipelined"}
+    return [*(System(name=name, deployment=baselines.planned(
+        peer, costs, rates, num_batches=_PLANNED_BATCHES, window=WINDOW, allow_edge_only=True))
+        for peer, name in named.items()), *ours]
 
 
 def _rows_of(pair: Pair, costs: SplitCosts, mbit_per_s: float, exact: bool, *, seconds: float) -> list[Row]:
@@ -209,7 +210,7 @@ def _energy_rows() -> list[Row]:
                          for window in (1, WINDOW, 10)),
                        System(name="8 bits both ways", gradient_bits=8,
                               deployment=Deployment(cut=_MEMORY_CUT, bits=8, window=WINDOW)),
-                       System(name="edge-only", deployment=baselines.edge_only())):
+                       System(name="edge-only", deployment=Deployment(cut=None))):
             times = phases(replace(costs, gradient_bits=system.gradient_bits), system.deployment, rates)
             joules = training_energy_j(edge, times, _ENERGY_BATCHES, system.deployment.window) \
                 / (_ENERGY_BATCHES * BATCH_SIZE)

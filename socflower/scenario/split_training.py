@@ -1,6 +1,7 @@
 """What a split scenario's ServerApp does: edges, cloud, links and strategy put together, and what came of it."""
 
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -52,14 +53,17 @@ class SplitSetting:
     @property
     def is_sequential(self) -> bool:
         """Whether edge and cloud wait for each other: the baselines that do."""
-        return self.scenario.strategy.name in ("joint-dnn", "split", "splitfed", "edge-only")
+        peer = baselines.PEERS.get(self.scenario.strategy.name)
+        return peer is not None and peer.waits
 
     @property
     def mode(self) -> CloudMode:
         """How cloud halves serve the edges."""
         if self.workload.is_joined:
             return "joined"
-        return "turns" if self.scenario.split.halves == "shared" and self.num_edges > 1 else "own"
+        # Edges that train alone have no cloud half to share; their models are averaged.
+        shared = self.scenario.split.halves == "shared" and self.num_edges > 1 and self._firsts[0].cut is not None
+        return "turns" if shared else "own"
 
     @property
     def schedule(self) -> WindowSchedule:
@@ -88,13 +92,18 @@ class SplitSetting:
     def parties(self) -> list[Party]:
         """Return the edges as they begin."""
         engines = [self._engine(costs) for costs in self.costs]
-        firsts = [self._first(costs, engine, link)
-                  for costs, engine, link in zip(self.costs, engines, self.links, strict=True)]
+        firsts = list(self._firsts)
         if self.mode == "turns":  # they share the cloud half, so they are cut at one place: the first edge's
             firsts = [replace(first, cut=firsts[0].cut) for first in firsts]
         return [Party(costs=costs, trace=link, deployment=first, window=self.window,
                       decider=engine if self.moves and first.cut is not None else None)
                 for costs, engine, link, first in zip(self.costs, engines, self.links, firsts, strict=True)]
+
+    @cached_property
+    def _firsts(self) -> tuple[Deployment, ...]:
+        """What suits each edge by itself."""
+        return tuple(self._first(costs, self._engine(costs), link)
+                     for costs, link in zip(self.costs, self.links, strict=True))
 
     def _engine(self, costs: SplitCosts) -> DecisionEngine:
         settings = self.scenario.split
@@ -103,24 +112,18 @@ class SplitSetting:
 
     def _first(self, costs: SplitCosts, engine: DecisionEngine, link: LinkTrace) -> Deployment:
         name, window = self.scenario.strategy.name, self.window(0)
-        rates = link.mean_rates()
-        if name == "edge-only":
-            if self.workload.is_joined:
-                raise ConfigError(f"{self.scenario.name}: parties that hold different features cannot train alone; "
-                                  "leave edge-only out")
-            return baselines.edge_only()
+        if name == "edge-only" and self.workload.is_joined:
+            raise ConfigError(f"{self.scenario.name}: parties that hold different features cannot train alone; "
+                              "leave edge-only out")
         best = engine.best(rates_at_the_start(link), window)
-        if self.workload.is_joined:
-            return Deployment(cut=0, bits=best.bits if name == "split-replay" else 32, window=window)
-        if name == "joint-dnn":
-            return baselines.joint_dnn(costs, rates)
+        if self.workload.is_joined:  # there is one cut, and nobody can train alone
+            bits = baselines.PEERS[name].bits if name in baselines.PEERS else best.bits
+            return Deployment(cut=0, bits=bits, window=window)
         cut = self._given_cut(costs)
-        if name in ("split", "splitfed"):
-            return baselines.plain_split(costs, _middle(costs) if cut is None else cut)
-        if name == "pipelined":
-            uncompressed = DecisionEngine(costs, (32,), reverse=self.workload.program.is_reverse)
-            chosen = uncompressed.best(rates, window).cut
-            return Deployment(cut=chosen if cut is None else cut, bits=32, window=window)
+        if name in baselines.PEERS:
+            return baselines.planned(
+                name, costs, link.mean_rates(), num_batches=self.total_batches, window=window, cut=cut,
+                allow_edge_only=self.scenario.split.allow_edge_only, reverse=self.workload.program.is_reverse)
         if cut is None:
             return best
         given = DecisionEngine(replace(costs, cuts=costs.cuts[cut:cut + 1]), self.scenario.split.bits,
@@ -211,9 +214,4 @@ def _cloud(folder: RunFolder, setting: SplitSetting) -> CloudClient | None:
     tls = SplitTls(ca=Path(where.ca)) if where.ca else None
     operator = Operator(address=where.address, token=read_token(Path(where.token_file)), tls=tls)
     return CloudClient(operator, setting.workload.program)
-
-
-def _middle(costs: SplitCosts) -> int:
-    """Return the cut in the middle of the model: what one takes who does not think about it."""
-    return len(costs.cuts) // 2
 

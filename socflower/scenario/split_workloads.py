@@ -20,6 +20,7 @@ from socflower.clients.split_program import JoinedProgram, LayeredProgram, Split
 from socflower.clients.split_samples import CodeSamples, FeatureSamples, ImageTargets, LabelledSamples
 from socflower.cluster import Device, ModelProfile
 from socflower.cluster.tracing import profile_module
+from socflower.edgecloud.baselines import gradient_bits
 from socflower.edgecloud.deployment import SplitCosts
 from socflower.edgecloud.device_costs import CutShape, split_costs
 from socflower.errors import ConfigError
@@ -123,7 +124,12 @@ class SplitWorkload(ABC):
         return split_costs(
             profile, shapes, device, cloud, self.scenario.train.batch_size, reverse=reverse,
             frozen_layers=shapes[frozen - 1].num_layers if frozen else 0,
-            gradient_bits=self.scenario.split.gradient_bits)
+            gradient_bits=self._gradient_bits)
+
+    @property
+    def _gradient_bits(self) -> int:
+        settings = self.scenario.split
+        return gradient_bits(self.scenario.strategy.name, settings.gradient_bits)
 
 
 class ImageWorkload(SplitWorkload):
@@ -221,7 +227,7 @@ class ClickWorkload(SplitWorkload):
                          feature_elements_per_sample=features,
                          front_state_bytes=float(sum(tensor.nbytes for tensor in state)))
         return split_costs(whole, [shape], device, cloud, self.scenario.train.batch_size,
-                           gradient_bits=self.scenario.split.gradient_bits,
+                           gradient_bits=self._gradient_bits,
                            label_bytes_per_sample=8.0 if edge == 0 else 0.0)
 
     @property

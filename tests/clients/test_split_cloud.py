@@ -239,9 +239,11 @@ def test_an_edge_of_a_run_that_is_not_open_is_refused() -> None:
 
 
 def test_an_edge_that_cuts_elsewhere_than_the_cloud_is_refused() -> None:
-    """The edge is sent what belongs to cut 0, so it finds out by itself."""
+    """The edge is sent what belongs to cut 0, so it finds out by itself; a pooling's weights are those before it."""
     with Cloud(layered()) as cloud:
-        assert "the front half needs" in run_refused(cloud, cuts=(1,))
+        assert "the front half needs" in run_refused(cloud, cuts=(2,))
+    with Cloud(layered()) as cloud:
+        assert "the edge's half is cut at 1, the cloud's at 0" in run_refused(cloud, cuts=(1,))
 
 
 def test_a_cloud_with_another_model_refuses_to_open() -> None:

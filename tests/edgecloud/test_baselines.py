@@ -1,15 +1,18 @@
-"""The baselines: JointDNN's shortest path against every placement there is."""
+"""The baselines: each is planned with the best of all that its own paper allows, by brute force."""
 
 import dataclasses
+import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.edgecloud.baselines import edge_only, joint_dnn, pipelined, plain_split, shortest_path, splitfed
+from socflower.edgecloud.baselines import PEERS, choices, gradient_bits, planned
+from socflower.edgecloud.cost import training_s
 from socflower.edgecloud.deployment import CutCost, Deployment, LinkRates, SplitCosts
-from socflower.edgecloud.phases import phases, transfer_s
+from socflower.edgecloud.phases import phases, transfer_s, window_limit
 from socflower.errors import ConfigError
 
 
@@ -21,8 +24,9 @@ def tables(draw: st.DrawFn, slowest: float) -> SplitCosts:
     cloud = [seconds * draw(st.floats(0, slowest)) for seconds in edge]
     cuts = tuple(CutCost(
         name=str(i), edge_forward_s=sum(edge[:i + 1]) / 3, edge_backward_s=sum(edge[:i + 1]) * 2 / 3,
-        cloud_s=sum(cloud[i + 1:]), feature_elements=draw(st.integers(1, 10**6)), front_weight_bytes=1.0)
-        for i in range(num_cuts))
+        cloud_s=sum(cloud[i + 1:]), feature_elements=draw(st.integers(1, 10**6)), front_weight_bytes=weights)
+        for i, weights in enumerate(sorted(draw(st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=num_cuts,
+                                                         max_size=num_cuts)))))
     return SplitCosts(model="m", batch_size=2, cuts=cuts, edge_only_s=sum(edge), label_bytes=draw(st.floats(0, 1e3)),
                       edge_s_per_byte=draw(st.floats(0, 1e-7)), edge_s_per_batch=draw(st.floats(0, 0.1)))
 
@@ -48,30 +52,54 @@ def seconds_of(costs: SplitCosts, rates: LinkRates, in_cloud: tuple[bool, ...]) 
     return total_s
 
 
-@given(costs=tables(3.0), rates=RATES)
-def test_the_shortest_path_is_the_best_of_all_placements(costs: SplitCosts, rates: LinkRates) -> None:
-    placements = [(False, *rest) for rest in product((False, True), repeat=len(costs.cuts))]
-    path = shortest_path(costs, rates)
-    assert path.in_cloud in placements
-    assert path.seconds == pytest.approx(seconds_of(costs, rates, path.in_cloud))
-    assert path.seconds == pytest.approx(min(seconds_of(costs, rates, placement) for placement in placements))
+@given(costs=tables(3.0), rates=RATES, bits=st.sampled_from([2, 8, 32]))
+def test_joint_dnn_is_the_best_of_all_placements_that_cross_once_at_most(
+    costs: SplitCosts, rates: LinkRates, bits: int,
+) -> None:
+    """The edge alone among them, and whatever width our own gradients have."""
+    num_cuts = len(costs.cuts)
+    once = [(*[False] * (cut + 1), *[True] * (num_cuts - cut)) for cut in range(num_cuts + 1)]
+    chosen = planned("joint-dnn", dataclasses.replace(costs, gradient_bits=bits), rates)
+    assert (chosen.bits, chosen.window) == (32, 0)
+    taken = once[num_cuts if chosen.cut is None else chosen.cut]
+    assert seconds_of(costs, rates, taken) == pytest.approx(min(seconds_of(costs, rates, each) for each in once))
 
 
 @given(costs=tables(1.0), rates=RATES)
 def test_one_cut_is_enough_where_the_cloud_is_nowhere_slower(costs: SplitCosts, rates: LinkRates) -> None:
-    anywhere = shortest_path(costs, rates)
-    single = shortest_path(costs, rates, allow_return=False)
-    assert single.seconds == pytest.approx(anywhere.seconds)
-    assert len(single.cuts) <= 1
+    """So nothing is kept from JointDNN, whose paths may cross back: they never pay."""
+    placements = [(False, *rest) for rest in product((False, True), repeat=len(costs.cuts))]
+    assert phases(costs, planned("joint-dnn", costs, rates), rates).total_s == pytest.approx(
+        min(seconds_of(costs, rates, placement) for placement in placements))
 
 
-@given(costs=tables(3.0), rates=RATES, allow=st.booleans())
-def test_joint_dnn_is_the_best_fixed_sequential_deployment(costs: SplitCosts, rates: LinkRates, allow: bool) -> None:
-    fixed = [plain_split(costs, cut) for cut in range(len(costs.cuts))] + ([edge_only()] if allow else [])
-    chosen = joint_dnn(costs, rates, allow_edge_only=allow)
-    assert chosen in fixed
-    assert phases(costs, chosen, rates).total_s == pytest.approx(
-        min(phases(costs, deployment, rates).total_s for deployment in fixed))
+@given(costs=tables(2.0), rates=RATES, peer=st.sampled_from(sorted(PEERS)), window=st.integers(0, 5),
+       allowed=st.booleans(), reverse=st.booleans(), bits=st.sampled_from([4, 32]), batches=st.integers(1, 300),
+       given_cut=st.none() | st.integers(0, 0))
+def test_a_method_is_planned_with_the_best_that_its_terms_allow(
+    costs: SplitCosts, rates: LinkRates, peer: str, window: int, allowed: bool, reverse: bool, bits: int, batches: int,
+    given_cut: int | None,
+) -> None:
+    terms, num_cuts = PEERS[peer], len(costs.cuts)
+    middle = num_cuts // 2
+    while middle + 1 < num_cuts and costs.cuts[middle + 1].front_weight_bytes == costs.cuts[middle].front_weight_bytes:
+        middle += 1  # the pooling behind a layer belongs to it
+    cuts: set[int | None] = {"best": {*range(num_cuts)}, "none": set(),
+                             "given or best": {*range(num_cuts)} if given_cut is None else {given_cut},
+                             "given or middle": {middle if given_cut is None else given_cut}}[terms.cut]
+    if terms.edge_alone in ("always", "only") or (
+            terms.edge_alone == "if allowed" and allowed and (given_cut is None or terms.cut == "best")):
+        cuts.add(None)
+    limit = 0 if terms.waits else window
+
+    def seconds(cut: int | None) -> float:
+        deployment = Deployment(cut=cut, bits=32, window=limit)
+        return training_s(phases(costs, deployment, rates, reverse=reverse), batches, window_limit(costs, deployment))
+
+    chosen = planned(peer, dataclasses.replace(costs, gradient_bits=bits), rates, num_batches=batches, window=window,
+                     cut=given_cut, allow_edge_only=allowed, reverse=reverse)
+    assert chosen.cut in cuts and (chosen.bits, chosen.window) == (32, limit)
+    assert seconds(chosen.cut) == pytest.approx(min(map(seconds, cuts)))
 
 
 def example() -> SplitCosts:
@@ -80,32 +108,43 @@ def example() -> SplitCosts:
     return SplitCosts(model="m", batch_size=2, cuts=cuts, edge_only_s=90.0, header_bytes=1.0)
 
 
-def test_a_cloud_that_is_slow_at_some_layers_is_left_and_entered_again() -> None:
-    """Why joint_dnn forbids the way back: no deployment could say it."""
-    quick = LinkRates(up_bytes_per_s=1e9, down_bytes_per_s=1e9)
-    costs = example()
-    assert shortest_path(costs, quick).cuts == (1,)
-    slow_middle = dataclasses.replace(costs, cuts=(
-        dataclasses.replace(costs.cuts[0], edge_forward_s=50.0, cloud_s=9.0),
-        dataclasses.replace(costs.cuts[1], edge_forward_s=51.0),
-        dataclasses.replace(costs.cuts[1], name="2", edge_forward_s=80.0, cloud_s=3.0),
-        dataclasses.replace(costs.cuts[1], name="3", edge_forward_s=80.5, cloud_s=0.5)))
-    path = shortest_path(slow_middle, quick)
-    assert path.in_cloud == (False, False, True, False, True)
-    assert joint_dnn(slow_middle, quick).cut == 1
+def test_the_middle_is_behind_a_layers_pooling() -> None:
+    """Or plain split learning would send four times what it has to, and be beaten for that."""
+    cuts = [CutCost(name=name, edge_forward_s=1.0, edge_backward_s=1.0, cloud_s=1.0, feature_elements=elements,
+                    front_weight_bytes=weights)
+            for name, elements, weights in (("relu1", 64, 1.0), ("pool1", 16, 1.0), ("relu2", 32, 2.0),
+                                            ("pool2", 8, 2.0), ("relu3", 4, 3.0))]
+    costs = dataclasses.replace(example(), cuts=tuple(cuts))
+    assert [each.cut for each in choices("split", costs)] == [3]
 
 
-def test_over_a_dead_link_joint_dnn_has_a_cut_or_the_edge() -> None:
+def test_over_a_dead_link_all_that_may_stay_at_the_edge_do() -> None:
     dead = LinkRates(up_bytes_per_s=0.0, down_bytes_per_s=0.0)
-    assert joint_dnn(example(), dead).cut is not None
-    assert joint_dnn(example(), dead, allow_edge_only=True) == edge_only()
+    alone = {peer for peer in PEERS if planned(peer, example(), dead, window=3, allow_edge_only=True).cut is None}
+    assert alone == {"joint-dnn", "pipelined", "edge-only"}
+    assert planned("pipelined", example(), dead, window=3).cut == 0
 
 
-def test_deployments_say_what_the_baselines_do() -> None:
-    costs = example()
-    assert edge_only() == Deployment(cut=None)
-    assert plain_split(costs, 1) == splitfed(costs, 1) == Deployment(cut=1, bits=32, window=0)
-    assert pipelined(costs, 0, 5) == Deployment(cut=0, bits=32, window=5)
-    for call in (lambda: plain_split(costs, 2), lambda: splitfed(costs, -1), lambda: pipelined(costs, 9, 5)):
+def test_a_cut_or_a_method_that_is_not_there_is_refused() -> None:
+    for peer in ("split", "splitfed", "pipelined"):
         with pytest.raises(ConfigError, match="its cuts are 0 to 1"):
-            call()
+            choices(peer, example(), cut=2)
+    with pytest.raises(ConfigError, match="baseline 'ours' is unknown; use one of pipelined, joint-dnn"):
+        choices("ours", example())
+
+
+def test_only_ours_narrows_gradients() -> None:
+    assert gradient_bits("split-replay", 8) == 8
+    assert {gradient_bits(peer, 8) for peer in PEERS} == {32}
+
+
+def test_the_documentation_has_the_terms_as_they_are() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/split-training.md").read_text("utf-8")
+    cells = {"best": "the best", "given or best": "`cut`, or the best", "given or middle": "`cut`, or the middle",
+             "none": "none", "always": "always", "if allowed": "with `allow_edge_only`", "never": "never",
+             "only": "only"}
+    for peer, terms in PEERS.items():
+        row = re.search(rf"^\| `{peer}` \| (.+) \|$", page.partition("## What the others may choose")[2], re.MULTILINE)
+        assert row is not None, peer
+        assert row[1].split(" | ") == [cells[terms.cut], cells[terms.edge_alone], "0" if terms.waits else "`window`",
+                                       str(terms.bits), str(terms.gradient_bits)]

@@ -55,10 +55,36 @@ def test_a_faster_link_never_makes_the_plan_slower(path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["pipelined", "joint-dnn", "split", "edge-only"])
 def test_every_baseline_has_a_plan(path: Path, strategy: str) -> None:
+    """At 8 Mbit/s LeNet is trained faster by the edge alone; JointDNN may do that always, the pipeline where ours may.
+    """
     (edge,) = plan_split(load_scenario(path, [f"strategy.name={strategy}"]))["edges"]
     assert edge["deployment"]["window"] == (5 if strategy == "pipelined" else 0)
-    assert (edge["deployment"]["cut"] is None) == (strategy == "edge-only")
+    assert (edge["deployment"]["cut"] is None) == (strategy in ("edge-only", "joint-dnn"))
     assert edge["batch_s"] > 0.0
+    allowing = load_scenario(path, [f"strategy.name={strategy}", "edgecloud.allow_edge_only=true"])
+    (allowed,) = plan_split(allowing)["edges"]
+    assert (allowed["deployment"]["cut"] is None) == (strategy != "split")
+
+
+@pytest.mark.parametrize("strategy", ["pipelined", "joint-dnn", "split", "splitfed"])
+def test_narrow_gradients_are_ours_alone(path: Path, strategy: str) -> None:
+    fast = "edgecloud.up_bytes_per_s=1e8"
+
+    def down_s(name: str, bits: int) -> list[float]:
+        (edge,) = plan_split(load_scenario(path, [f"strategy.name={name}", f"edgecloud.gradient_bits={bits}", fast]))[
+            "edges"]
+        return [row["down_s"] for row in edge["cuts"]]
+
+    assert down_s(strategy, 8) == down_s(strategy, 32) == down_s("split-replay", 32)
+    ours = zip(down_s("split-replay", 8), down_s("split-replay", 32), strict=True)
+    assert all(narrow < wide for narrow, wide in ours)
+
+
+def test_joint_dnn_is_planned_as_the_edge_alone_where_every_cut_is_slower() -> None:
+    scenario = Path(__file__).parents[2] / "scenarios" / "split_against_edge.toml"
+    (edge,) = plan_split(load_scenario(scenario, ["strategy.name=joint-dnn"]))["edges"]
+    assert edge["deployment"]["text"] == "edge alone"
+    assert edge["batch_s"] == edge["edge_only_s"] < min(row["batch_s"] for row in edge["cuts"])
 
 
 def test_the_command_prints_the_document(path: Path, monkeypatch: pytest.MonkeyPatch,

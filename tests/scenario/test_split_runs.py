@@ -199,8 +199,8 @@ def test_pretrained_weights_of_other_classes_are_taken_but_for_the_head(tmp_path
 
 # ----------------------------------------------------------------------------------------------------- bad input
 @pytest.mark.parametrize(("options", "said"), [
-    ({"cut": "conv9"}, r"cut = 'conv9': the model can be cut after 1, 4, 8, 10"),
-    ({"cut": 9}, "cut = 9: cuts are 0 to 3"),
+    ({"cut": "conv9"}, r"cut = 'conv9': the model can be cut after 1, 2, 4, 5, 8, 10"),
+    ({"cut": 9}, "cut = 9: cuts are 0 to 5"),
     ({"frozen": "conv9"}, "conv9"),
     ({"pretrained": "nowhere.npz"}, "nowhere.npz: no such file"),
     ({"classes": [3, 11]}, "there is no class 11"),
@@ -228,5 +228,5 @@ def test_the_command_line_says_it_and_exits_with_2(
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
-    assert "cuts are 0 to 3" in capsys.readouterr().err
+    assert "cuts are 0 to 5" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

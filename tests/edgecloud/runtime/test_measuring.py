@@ -82,7 +82,7 @@ def test_costs_of_a_small_model_are_complete_and_leave_it_as_it_was() -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     costs = measure_costs(split, HOW, bits=(4, 8, 32), feedback="diagonal")
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert [cut.name for cut in costs.cuts] == ["1", "4", "8", "10"]
+    assert [cut.name for cut in costs.cuts] == ["1", "2", "4", "5", "8", "10"]
     for cut, point in zip(costs.cuts, split.cuts, strict=True):
         assert cut.feature_elements == 4 * point.feature_elements
         # Adam keeps two moments, and a count per tensor.
