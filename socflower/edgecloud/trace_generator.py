@@ -30,6 +30,9 @@ from socflower.errors import ConfigError
 _NORMAL = NormalDist()
 _HALVINGS = 60
 
+JITTER_CORRELATION_S = 10.0
+"""After which a jittered rate has forgotten all but 1/e of where it was: an assumption."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkStatistics:
@@ -115,6 +118,44 @@ def generate_from(figures: LinkStatistics, seed: int, duration_s: float, step_s:
     times_s = tuple(index * step_s for index in range(num_steps))
     up, down = (tuple(map(float, rate)) for rate in (figures.up_down_ratio * rates[0], rates[1]))
     return LinkTrace(Steps(times_s, up, duration_s), Steps(times_s, down, duration_s), figures.latency_s)
+
+
+def jittered(
+    link: LinkTrace, deviation: float, seed: int, *, duration_s: float, step_s: float = 1.0,
+    correlation_s: float = JITTER_CORRELATION_S,
+) -> LinkTrace:
+    """Return a link whose rates scatter around those of `link`; equal arguments give equal links.
+
+    In each step a rate is multiplied by exp(sigma z_i - sigma^2/2) with the AR(1) process z_i of the module's
+    docstring: the factor's mean is 1 and its standard deviation `deviation`; both directions have one of their own.
+    A lost link remains lost. A link that begins again does so after the same time, with the same scatter; of one that
+    ends with a rate for good, the first `duration_s` scatter. Raises `ConfigError` for a deviation below 0.
+    """
+    if not 0 <= deviation < math.inf:
+        raise ConfigError(f"link trace: jitter = {deviation} must be 0 or more and finite")
+    if deviation == 0:
+        return link
+    sigma, phi = math.sqrt(math.log1p(deviation * deviation)), math.exp(-step_s / correlation_s)
+    streams = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(2))
+    up, down = (_scattered(steps, sigma, phi, stream, min(duration_s, steps.end_s), step_s)
+                for steps, stream in zip((link.up, link.down), streams, strict=True))
+    return LinkTrace(up, down, link.latency_s)
+
+
+def _scattered(
+    steps: Steps, sigma: float, phi: float, stream: np.random.Generator, until_s: float, step_s: float,
+) -> Steps:
+    noise = _autoregressive(stream.standard_normal(math.ceil(until_s / step_s)), phi)
+    factors = np.exp(sigma * noise - sigma * sigma / 2)
+    ticks = {index * step_s: float(factor) for index, factor in enumerate(factors)}
+    # A rate holds until the next of its own changes, and until the next tick.
+    times_s = sorted({*ticks, *steps.times_s, *([until_s] if until_s < steps.end_s else [])})
+    rates: list[float] = []
+    factor = 1.0
+    for time_s in times_s:
+        factor = ticks.get(time_s, factor) if time_s < until_s else 1.0
+        rates.append(steps.rate(time_s) * factor)
+    return Steps(tuple(times_s), tuple(rates), steps.end_s)
 
 
 def surge_drop_loss(

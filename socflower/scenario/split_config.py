@@ -26,7 +26,8 @@ class EdgeCloudConfig:
     latency_s: float = 0.005  # one way; of "constant"
     segments: tuple[tuple[float, float, float], ...] = ()  # [seconds, up and down bytes/s] instead of a link by name
     repeats: bool = False  # segments begin again at their end; otherwise the last one holds
-    trace_seed: int = 1
+    jitter: float = 0.0  # standard deviation of the rates of "constant" and `segments`, as a part of their mean
+    trace_seed: int | None = None  # of generated links and jitter; without it, the scenario's seed
     cut: int | str = "auto"  # number of the place, or name of the front half's last layer
     adapt: bool = True  # move the cut as the link changes; of split-replay
     allow_edge_only: bool = False
@@ -59,6 +60,13 @@ class EdgeCloudConfig:
                 raise ConfigError(f"[edgecloud] {key} = {value} must be above 0 and finite")
         if not 0 <= self.latency_s < math.inf:
             raise ConfigError(f"[edgecloud] latency_s = {self.latency_s} must be 0 or more and finite")
+        if not 0 <= self.jitter < math.inf:
+            raise ConfigError(f"[edgecloud] jitter = {self.jitter} must be 0 or more and finite")
+        if self.jitter and not self.segments and "constant" not in (self.link, *self.links):
+            raise ConfigError(f"[edgecloud] jitter = {self.jitter} is of segments and of link = \"constant\"; "
+                              "generated links scatter by themselves")
+        if self.trace_seed is not None and self.trace_seed < 0:
+            raise ConfigError(f"[edgecloud] trace_seed = {self.trace_seed} must be 0 or more")
         if not 0 < self.round_epochs < math.inf:
             raise ConfigError(f"[edgecloud] round_epochs = {self.round_epochs} must be above 0 and finite")
         if isinstance(self.cut, str) and not self.cut:

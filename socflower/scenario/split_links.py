@@ -7,12 +7,12 @@ from typing import Any
 
 from socflower.edgecloud.link_trace import LinkTrace, constant, segments
 from socflower.edgecloud.trace_files import read_csv
-from socflower.edgecloud.trace_generator import generate
+from socflower.edgecloud.trace_generator import generate, jittered
 from socflower.errors import ConfigError
 from socflower.scenario.config import Scenario
 
 GENERATED_S = 3600.0
-"""How long a generated trace is before it begins again."""
+"""How long a generated trace is before it begins again, and for how long a link in segments scatters."""
 
 
 def inline_recorded_link(document: dict[str, Any], path: Path) -> None:
@@ -41,7 +41,10 @@ def name_files_from_anywhere(document: dict[str, Any], folder: Path) -> None:
 
 
 def edge_links(scenario: Scenario, num_edges: int) -> tuple[LinkTrace, ...]:
-    """Return each edge's link; generated ones differ by the edge. `ConfigError` for a kind that is unknown."""
+    """Return each edge's link; what is random in them follows the seed, and differs by the edge.
+
+    Raises ConfigError for a kind that is unknown.
+    """
     settings = scenario.split
     if settings.links and len(settings.links) != num_edges:
         raise ConfigError(f"{scenario.name} [edgecloud] links: {len(settings.links)} for {num_edges} edges; name one "
@@ -52,11 +55,16 @@ def edge_links(scenario: Scenario, num_edges: int) -> tuple[LinkTrace, ...]:
 
 def _link(scenario: Scenario, name: str, edge: int) -> LinkTrace:
     settings = scenario.split
+    seed = (scenario.seed if settings.trace_seed is None else settings.trace_seed) + edge
+
+    def scattered(link: LinkTrace) -> LinkTrace:
+        return jittered(link, settings.jitter, seed, duration_s=GENERATED_S)
+
     if settings.segments and not settings.links:
-        return segments(settings.segments, latency_s=settings.latency_s, repeats=settings.repeats)
+        return scattered(segments(settings.segments, latency_s=settings.latency_s, repeats=settings.repeats))
     if name == "constant":
         if settings.up_bytes_per_s is None or settings.down_bytes_per_s is None:
             raise ConfigError(f"{scenario.name} [edgecloud] links: \"constant\" needs up_bytes_per_s and "
                               "down_bytes_per_s")
-        return constant(settings.up_bytes_per_s, settings.down_bytes_per_s, settings.latency_s)
-    return generate(name, settings.trace_seed + edge, GENERATED_S)
+        return scattered(constant(settings.up_bytes_per_s, settings.down_bytes_per_s, settings.latency_s))
+    return generate(name, seed, GENERATED_S)

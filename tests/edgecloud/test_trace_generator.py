@@ -8,11 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from socflower.edgecloud.link_trace import constant, segments
 from socflower.edgecloud.trace_generator import (
+    JITTER_CORRELATION_S,
     LinkStatistics,
     document,
     generate,
     generate_from,
+    jittered,
     kinds,
     statistics,
     surge_drop_loss,
@@ -127,3 +130,42 @@ def test_figures_that_cannot_be_are_refused(change: dict[str, float], complaint:
     figures = {name: getattr(BUSY, name) for name in LinkStatistics.__dataclass_fields__}
     with pytest.raises(ConfigError, match=complaint):
         LinkStatistics(**{**figures, **change})
+
+
+# ------------------------------------------------------------------------------------------------------- jitter
+@pytest.mark.parametrize("deviation", [0.05, 0.3])
+def test_jitter_keeps_the_mean_and_has_its_deviation(deviation: float) -> None:
+    link = jittered(constant(4e5, 1e6, 0.01), deviation, 5, duration_s=LONG_S)
+    error = 4 * deviation * math.sqrt(2 * JITTER_CORRELATION_S / LONG_S)
+    for steps, mean in ((link.up, 4e5), (link.down, 1e6)):
+        rates = np.array(steps.bytes_per_s[:-1])  # the last is the one that holds for good
+        assert rates.mean() == pytest.approx(mean, rel=error)
+        assert rates.std() / mean == pytest.approx(deviation, rel=0.1)
+    assert abs(np.corrcoef(link.up.bytes_per_s[:-1], link.down.bytes_per_s[:-1])[0, 1]) < 0.1
+    assert link.latency_s == 0.01 and link.rates(2 * LONG_S) == constant(4e5, 1e6, 0.01).rates(0.0)
+
+
+@given(seed=st.integers(0, 1000), repeats=st.booleans(),
+       parts=st.lists(st.tuples(st.floats(0.3, 40.0), st.sampled_from([0.0, 1e4, 2e5]), st.sampled_from([0.0, 1e5])),
+                      min_size=1, max_size=5))
+def test_a_jittered_link_is_lost_and_changes_when_the_link_itself_does(
+    seed: int, repeats: bool, parts: list[tuple[float, float, float]],
+) -> None:
+    link = segments(parts, repeats=repeats)
+    scattered = jittered(link, 0.2, seed, duration_s=60.0)
+    assert scattered == jittered(link, 0.2, seed, duration_s=60.0)
+    assert (scattered.up.end_s, scattered.down.end_s) == (link.up.end_s, link.down.end_s)
+    for ours, theirs in ((scattered.up, link.up), (scattered.down, link.down)):
+        assert set(theirs.times_s) <= set(ours.times_s)
+        for time_s, rate in zip(ours.times_s, ours.bytes_per_s, strict=True):
+            assert (rate == 0.0) == (theirs.rate(time_s) == 0.0)
+            if rate:
+                assert 0.3 < rate / theirs.rate(time_s) < 3.0
+
+
+def test_jitter_follows_its_seed_and_none_changes_nothing() -> None:
+    link = constant(1e6, 1e6)
+    assert jittered(link, 0.0, 1, duration_s=10.0) is link
+    assert jittered(link, 0.1, 1, duration_s=10.0) != jittered(link, 0.1, 2, duration_s=10.0)
+    with pytest.raises(ConfigError, match=r"jitter = -0\.1 must be 0 or more"):
+        jittered(link, -0.1, 1, duration_s=10.0)

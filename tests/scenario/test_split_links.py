@@ -5,15 +5,16 @@ import pytest
 from socflower.edgecloud.link_trace import segments
 from socflower.edgecloud.trace_files import read_csv
 from socflower.errors import ConfigError
+from socflower.scenario.config import Scenario
 from socflower.scenario.scenario_file import from_document, load_scenario, to_document
 from socflower.scenario.split_links import edge_links
 
 SPLIT = '# Does it pay?\nschema = 1\n[strategy]\nname = "split-replay"\n[edgecloud]\n'
 
 
-def scenario(folder: Path, table: str):  # type: ignore[no-untyped-def]
+def scenario(folder: Path, table: str, head: str = "") -> Scenario:
     path = folder / "split.toml"
-    path.write_text(SPLIT + table)
+    path.write_text(SPLIT.replace("schema = 1\n", f"schema = 1\n{head}") + table)
     return load_scenario(path)
 
 
@@ -51,3 +52,23 @@ def test_a_link_that_cannot_be_is_one_line(tmp_path: Path, table: str, said: str
     with pytest.raises(ConfigError, match=said) as error:
         edge_links(scenario(tmp_path, table), 2)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("table", ['link = "4g-tram"\n', "segments = [[60, 1e5, 1e5], [30, 0, 0]]\njitter = 0.1\n",
+                                   'link = "constant"\nup_bytes_per_s = 1e6\ndown_bytes_per_s = 2e6\njitter = 0.2\n'])
+def test_what_is_random_in_a_link_follows_the_seed(tmp_path: Path, table: str) -> None:
+    first, second = (edge_links(scenario(tmp_path, table, f"seed = {seed}\n"), 2) for seed in (1, 2))
+    assert first[1] == second[0]  # edge i takes the seed and i
+    assert len({id(link) for link in first}) == 2 and first[0] != first[1]
+    (given,) = edge_links(scenario(tmp_path, f"{table}trace_seed = 2\n", "seed = 1\n"), 1)
+    assert given == second[0]
+    resolved = from_document(to_document(scenario(tmp_path, table, "seed = 2\n")))
+    assert edge_links(resolved, 2) == second
+
+
+def test_the_world_of_the_moving_link_follows_the_seed() -> None:
+    """Its virtual time was the same for all seeds."""
+    path = Path(__file__).parents[2] / "scenarios" / "split_moving_link.toml"
+    links = [edge_links(load_scenario(path, [f"seed={seed}"]), 1) for seed in (1, 2, 3)]
+    assert len({link[0].up.bytes_per_s for link in links}) == 3
+    assert all(link[0].rate("up", 340.0) == 0.0 for link in links)  # the loss is a loss in each of them
