@@ -1,7 +1,6 @@
 """The cloud of a deployment on this machine: a process beside SuperLink and SuperNodes, started again if it dies."""
 
 import json
-import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from socflower.errors import TrainingFailed
 from socflower.scenario.config import Scenario
 from socflower.scenario.flower_processes import START_TIMEOUT_S, Process, free_ports, start, tail
+from socflower.scenario.private_network import MACHINE_NETWORK, Network
 from socflower.scenario.run_folder import CloudAddress, write_atomically
 from socflower.scenario.scenario_file import to_document
 
@@ -25,7 +25,8 @@ class LocalCloud:
     """`socflower cloud serve` with sessions in `folder`, on a port that it keeps when it is started again."""
 
     def __init__(self, folder: Path, scenario: Scenario, environment: Mapping[str, str], say: Callable[[str], None],
-                 ) -> None:
+                 network: Network = MACHINE_NETWORK) -> None:
+        self._network = network
         self._folder, self._environment, self._say = folder / "cloud", environment, say
         self._folder.mkdir(exist_ok=True)
         self._scenario = self._folder / "scenario.json"
@@ -65,11 +66,12 @@ class LocalCloud:
     def _start_once(self) -> Process | None:
         """Return the cloud when it listens, or None if it was killed before."""
         log = self._folder / "log"
-        process = start(["socflower", "cloud", "serve", str(self._scenario), "--listen", self.address.address,
-                         "--token-file", self.address.token_file, "--folder", str(self._folder / "sessions"),
-                         "--threads", "1"], self._environment, log, self._folder, append=True)
+        command = ["socflower", "cloud", "serve", str(self._scenario), "--listen", self.address.address,
+                   "--token-file", self.address.token_file, "--folder", str(self._folder / "sessions"),
+                   "--threads", "1"]
+        process = start(self._network.command(command), self._environment, log, self._folder, append=True)
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not self._answers():
+        while not self._network.listens(self._port):
             code = process.poll()
             if code is not None and code < 0:
                 return None
@@ -80,10 +82,3 @@ class LocalCloud:
                                      f"{tail(log)}")
             time.sleep(_POLL_S)
         return process
-
-    def _answers(self) -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", self._port), timeout=1.0):
-                return True
-        except OSError:
-            return False

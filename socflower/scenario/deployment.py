@@ -51,8 +51,10 @@ def _run_here(
     kept = CheckpointFolder(checkpointing.folder)
     kept.create()
     with local_flower(folder.path, scenario, say, warm=deployment.warm) as flower:
-        flwr = FlwrClient(flower.environment, CONNECTION, folder.path)
-        cloud = LocalCloud(folder.path, scenario, flower.environment, say) if needs_cloud(scenario) else None
+        story.superlink_shared_because = flower.network.shared_because
+        flwr = FlwrClient(flower.environment, CONNECTION, folder.path, flower.network)
+        cloud = LocalCloud(folder.path, scenario, flower.environment, say, flower.network) if needs_cloud(scenario) \
+            else None
         while True:
             attempt = RunFolder(folder.path / f"attempt-{len(story.restarts) + 1}")
             attempt.path.mkdir()

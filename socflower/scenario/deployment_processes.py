@@ -1,4 +1,7 @@
-"""A SuperLink and SuperNodes as processes of this machine: one node for each SoC that takes part, all on 127.0.0.1."""
+"""A SuperLink and SuperNodes as processes of this machine: one node for each SoC that takes part, all on 127.0.0.1.
+
+Where the system allows it they have a network of their own (`private_network.py`).
+"""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +26,7 @@ from socflower.scenario.flower_processes import (
     wait_until_healthy,
     write_connection,
 )
+from socflower.scenario.private_network import Network, private_network
 from socflower.scenario.process_guard import end_marked, marked
 from socflower.scenario.scenario_file import scenario_cluster
 
@@ -58,10 +62,11 @@ class LocalFlower:
     """A SuperLink on a database, so that it can be started again, and its SuperNodes."""
 
     def __init__(
-        self, folder: Path, configs: Sequence[str], ports: Sequence[int], mark: str, say: Callable[[str], None], *,
-        warm: bool = False,
+        self, folder: Path, configs: Sequence[str], ports: Sequence[int], mark: str, say: Callable[[str], None],
+        network: Network, *, warm: bool = False,
     ) -> None:
         self.environment = marked(flower_environment(folder), mark, "command")
+        self.network = network
         self._folder = folder
         self._mark = mark
         self._say = say
@@ -124,11 +129,11 @@ class LocalFlower:
         log = self._folder / "superlink.log"
         # The ServerApp is looked for more often than every second, which matters at the start of short runs.
         environment = {**marked(self.environment, self._mark, _SUPERLINK), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
-        process = start(
-            ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self._port),
-             "--database", str(self._folder / "superlink.sqlite")], environment, log, self._folder, append=True)
+        command = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self._port),
+                   "--database", str(self._folder / "superlink.sqlite")]
+        process = start(self.network.command(command), environment, log, self._folder, append=True)
         try:
-            wait_until_healthy(self._port, process, log, ENGINE)
+            wait_until_healthy(self._port, process, log, ENGINE, self.network)
         except TrainingFailed:
             # One that was killed is a death like any other, of which `superlink_death` tells; one that gave up would
             # do so again.
@@ -143,7 +148,7 @@ class LocalFlower:
                        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
         args = ["--insecure", "--superlink", f"127.0.0.1:{self._port}", "--port", str(port), "--node-config", config]
         command = warm_supernode_command(args) if self._warm else ["flower-supernode", *args]
-        return start(command, environment, home / "log", self._folder)
+        return start(self.network.command(command), environment, home / "log", self._folder)
 
 
 @contextmanager
@@ -154,8 +159,11 @@ def local_flower(
     num_nodes = len(participants(scenario))
     ports = free_ports(2 * num_nodes + 1)
     configs = node_configs(scenario, ports[:num_nodes])
-    with own_processes(folder) as mark:
-        yield LocalFlower(folder, configs, ports[num_nodes:], mark, say, warm=warm)
+    with own_processes(folder) as mark, private_network(marked(flower_environment(folder), mark, "network")) as network:
+        if network.shared_because:
+            say("while this runs, every user of this machine can reach its SuperLink, and so run programs as you: "
+                + network.shared_because)
+        yield LocalFlower(folder, configs, ports[num_nodes:], mark, say, network, warm=warm)
 
 
 def _how(code: int) -> str:

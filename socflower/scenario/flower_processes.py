@@ -14,14 +14,13 @@ import subprocess
 import sys
 import sysconfig
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.scenario.private_network import MACHINE_NETWORK, Network
 from socflower.scenario.process_guard import end_marked
 
 START_TIMEOUT_S = 90.0
@@ -98,17 +97,17 @@ def own_processes(folder: Path | None = None) -> Iterator[str]:
         await_end(guard)
 
 
-def wait_until_healthy(port: int, process: Process, log: Path, engine: str) -> None:
+def wait_until_healthy(
+    port: int, process: Process, log: Path, engine: str, network: Network = MACHINE_NETWORK,
+) -> None:
     """Return when the SuperLink on a port of this machine answers; `TrainingFailed` if it ended or takes too long."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise TrainingFailed(f"engine {engine}: the SuperLink ended at its start: {tail(log)}")
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2.0):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
+        if network.healthy(port):
+            return
+        time.sleep(0.2)
     raise TrainingFailed(f"engine {engine}: the SuperLink was not ready after {START_TIMEOUT_S:g} s: {tail(log)}")
 
 

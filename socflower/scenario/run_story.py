@@ -24,6 +24,7 @@ class RunStory:
             else checkpointing.resume_after
         self._wall_s: dict[int, float | None] = {}
         self.restarts: list[dict[str, Any]] = []
+        self.superlink_shared_because: str | None = None  # "" if it is isolated; None where it is not ours
 
     def tell(self, entry: dict[str, Any]) -> None:
         """Add a round, unless an earlier attempt did."""
@@ -51,12 +52,19 @@ class RunStory:
         if self.restarts:
             self.restarts[-1]["after_round"] = after_round
 
+    def _isolation(self) -> dict[str, Any]:
+        shared_because = self.superlink_shared_because
+        if shared_because is None:
+            return {"superlink_isolated": None, "superlink_shared_because": "it was not started here"}
+        return {"superlink_isolated": not shared_because, "superlink_shared_because": shared_because or None}
+
     def end(self, outcome: dict[str, Any], trace: Path | None) -> None:
         """Leave the outcome, with what only this side knows, where the runner looks for it."""
         if "rounds" in outcome:
             for entry in outcome["rounds"]:
                 entry["wall_s"] = self._wall_s.get(int(entry["round"]))
-            outcome = {**outcome, "wall_s": time.monotonic() - self._begun_s, "restarts": self.restarts}
+            outcome = {**outcome, "wall_s": time.monotonic() - self._begun_s, "restarts": self.restarts,
+                       **self._isolation()}
         if trace is not None and trace.exists():
             shutil.copyfile(trace, self._folder.trace)
         self._folder.write_outcome(outcome)

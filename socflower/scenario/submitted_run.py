@@ -7,15 +7,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from socflower.scenario.flower_processes import Process, end, start
+from socflower.scenario.private_network import MACHINE_NETWORK, Network
 
 _RUN_ID = re.compile(r"Successfully started run (\d+)")
 _COMMAND_TIMEOUT_S = 60.0
 
 
 class FlwrClient:
-    """`flwr` with one SuperLink: `connection` is its name in the Flower configuration that `environment` finds."""
+    """`flwr` with one SuperLink: `connection` is its name in the Flower configuration that `environment` finds.
 
-    def __init__(self, environment: Mapping[str, str], connection: str, folder: Path) -> None:
+    `network` is where it reaches the SuperLink.
+    """
+
+    def __init__(
+        self, environment: Mapping[str, str], connection: str, folder: Path, network: Network = MACHINE_NETWORK,
+    ) -> None:
+        self._network = network
         self._environment = environment
         self._connection = connection
         self._folder = folder
@@ -49,13 +56,13 @@ class FlwrClient:
     def _follow(self, command: list[str]) -> "RunLog":
         self._num_logs += 1
         path = self._folder / f"run-{self._num_logs}.log"
-        return RunLog(start(command, self._environment, path, self._folder), path)
+        return RunLog(start(self._network.command(command), self._environment, path, self._folder), path)
 
     def _ask(self, command: list[str]) -> str:
         try:
-            ran = subprocess.run(command, env=dict(self._environment), cwd=self._folder, capture_output=True, text=True,
-                                 timeout=_COMMAND_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL,
-                                 start_new_session=True)
+            ran = subprocess.run(self._network.command(command), env=dict(self._environment), cwd=self._folder,
+                                 capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False,
+                                 stdin=subprocess.DEVNULL, start_new_session=True)
         except subprocess.TimeoutExpired:
             return ""
         return ran.stdout

@@ -56,6 +56,8 @@ def print_result(console: Console, scenario: Scenario, result: Mapping[str, Any]
         table.add_row("wall clock here", human_seconds(result["wall_s"]))
         table.add_row("time, predicted", human_seconds(result["predicted_s"]))
         table.add_row("restarts", str(len(result["restarts"])))
+        if result.get("superlink_isolated") is not None:
+            table.add_row("SuperLink open to", "this run only" if result["superlink_isolated"] else "all users here")
     else:
         table.add_row("virtual time", human_seconds(result["virtual_s"]))
     table.add_row("energy, predicted" if deployed else "energy", human_joules(result["energy_j"]))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from socflower.scenario.deployment_options import Deployment
 from socflower.scenario.deployment_processes import node_configs, participants
 from socflower.scenario.far_deployment import connection_to
 from socflower.scenario.flower_processes import free_ports
+from socflower.scenario.private_network import private_network
 from socflower.scenario.process_guard import MARK, end_marked, marked, processes_of
 from socflower.scenario.report import render_report
 from socflower.scenario.run_folder import RunFolder
@@ -40,7 +42,17 @@ from tests.scenario.small_runs import small, small_result
 def test_a_run_on_two_super_nodes_gives_the_weights_of_the_local_engine(tmp_path: Path) -> None:
     with DeployedRun(tmp_path, epochs=1) as run:
         run.one("flower-supernode")
+        words = run.one("flower-superlink").cmdline()
+        port = int(words[words.index("--port") + 1])
+        run.one("flwr-serverapp")  # so the SuperLink answers by now
+        with socket.socket() as stranger:
+            reached = stranger.connect_ex(("127.0.0.1", port)) == 0
         result = run.finish()
+        assert result["superlink_isolated"] is not reached
+        assert (result["superlink_shared_because"] is None) is result["superlink_isolated"]
+        # Here, where it can be, it is.
+        with private_network(os.environ) as network:
+            assert result["superlink_isolated"] is (network.shared_because == "")
         assert not run.left_over()
     local = run_to_folder(from_document(result["scenario"]), tmp_path / "local", num_workers=0)
     for key in ("weights_sha256", "final_accuracy", "energy_j", "bytes"):
