@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -216,10 +217,19 @@ def _start_worker(source: ClientAppSource) -> None:
     global _app_of_this_worker  # noqa: PLW0603 - one app per worker process, set once at its start
     # Ctrl-C reaches the whole process group; the parent decides what ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         _app_of_this_worker = resolve_client_app(source)
     except Exception as error:  # told in the reply to every message: an initializer that raises tells nobody
         _app_of_this_worker = error
+
+
+def _end_with_parent() -> None:
+    """End this worker when the process that it works for is gone, however that ended: nobody else would."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _handle_in_worker(message: Message, context: Context) -> tuple[Message, Context]:
