@@ -1,9 +1,15 @@
-"""A SuperLink that is not ours, with TLS and SuperNode authentication: docs/real-rack.md on one machine."""
+"""A SuperLink that is not ours, behind its proxy, with TLS and registered keys: docs/real-rack.md on one machine.
+
+SuperNodes and strangers reach the machine at 127.0.0.2, where only the proxy listens; operators, as by the end of a
+tunnel, at 127.0.0.1. Where nginx is not installed there is no proxy, and what is about it is skipped.
+"""
 
 import json
 import os
 import re
+import shlex
 import signal
+import socket
 import subprocess
 import sysconfig
 import time
@@ -15,13 +21,16 @@ from typing import Any
 import psutil
 import pytest
 
+from socflower.scenario.app_bundle import write_bundle
 from socflower.scenario.flower_processes import flower_environment, free_ports, own_processes, start, write_connection
 from socflower.scenario.process_guard import end_marked, marked, processes_of
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.scenario_file import load_scenario
 from tests.scenario.deployments import SCENARIO
+from tests.scenario.nginx_door import DOOR_ADDRESS, FLEET, TRICKS, Door, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+SERVICE = Path(__file__).parents[2] / "docs" / "examples" / "systemd" / "socflower-superlink.service"
 SOCFLOWER = Path(sysconfig.get_path("scripts")) / "socflower"
 OPENSSL = """\
 openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -days 3650 \
@@ -29,7 +38,7 @@ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -days 3650 
 openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -keyout superlink.key -out superlink.csr \
   -subj "/CN=superlink"
 openssl x509 -req -in superlink.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 825 -out superlink.pem \
-  -extfile <(printf "subjectAltName=IP:127.0.0.1,DNS:localhost")
+  -extfile <(printf "subjectAltName=IP:127.0.0.2,IP:127.0.0.1,DNS:localhost")
 for node in node0 node1 stranger; do ssh-keygen -q -t ecdsa -b 384 -N "" -C "" -f $node; done
 """
 
@@ -42,13 +51,16 @@ class Rack:
         self.mark = mark
         self.started: list[subprocess.Popen[bytes]] = []
         subprocess.run(["bash", "-euc", OPENSSL], cwd=folder, check=True, capture_output=True, timeout=60)
-        self.port, *self.node_ports = free_ports(6)
+        self.port, door_port, *self.node_ports = free_ports(7)
         self.environment = flower_environment(folder)
         write_connection(Path(self.environment["FLWR_HOME"]), "rack", f"127.0.0.1:{self.port}",
                          root_certificates=folder / "ca.pem")
-        self.start(["flower-superlink", "--host", "127.0.0.1", "--port", str(self.port), "--database", "rack.sqlite",
-                    "--ssl-ca-certfile", "ca.pem", "--ssl-certfile", "superlink.pem", "--ssl-keyfile", "superlink.key",
-                    "--enable-supernode-auth"], "superlink")
+        self.start(service_command(folder, self.port), "superlink")
+        self.door = None
+        if missing() is None:
+            nginx = folder / "nginx"
+            nginx.mkdir()
+            self.door = Door(nginx, folder, door_port, self.port)
         for node in ("node0", "node1"):
             self.flwr("supernode", "register", f"{node}.pub", "rack", until="registered successfully")
         for index, node in enumerate(("node0", "node1")):
@@ -66,7 +78,8 @@ class Rack:
     def start_node(self, name: str, config: str, *options: str, trust: str = "ca.pem") -> "subprocess.Popen[bytes]":
         home = self.folder / f"home-{name}"
         home.mkdir()
-        command = ["flower-supernode", "--superlink", f"127.0.0.1:{self.port}", "--root-certificates", trust,
+        address = f"127.0.0.1:{self.port}" if self.door is None else self.door.address
+        command = ["flower-supernode", "--superlink", address, "--root-certificates", trust,
                    "--port", str(self.node_ports.pop()), "--node-config", config, *options]
         return self.keep(start(command, {**marked(self.environment, self.mark, name), "FLWR_HOME": str(home)},
                                self.folder / f"{name}.log", self.folder))
@@ -94,18 +107,28 @@ class Rack:
         return (self.folder / f"{name}.log").read_text("utf-8", "replace")
 
 
+def service_command(folder: Path, port: int) -> list[str]:
+    """The command of the shipped service of the SuperLink, with the port and the files of a test."""
+    unit = SERVICE.read_text("utf-8")
+    (command,) = re.findall(r"^ExecStart=\S+/(flower-superlink (?:.*\\\n)*.*)$", unit, re.MULTILINE)
+    assert " --port 8000 " in command
+    words = re.sub(r"/(?:etc|var/lib)/socflower", str(folder), command.replace("--port 8000", f"--port {port}"))
+    return shlex.split(words.replace("\\\n", " "))
+
+
 @pytest.fixture(scope="module")
 def rack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rack]:
     with own_processes() as mark:
         rack = Rack(tmp_path_factory.mktemp("rack"), mark)
         yield rack
+        if rack.door is not None:
+            rack.door.__exit__()
     for process in rack.started:
         process.wait(60)
 
 
 def submitted(rack: Rack, out: Path, *options: str, epochs: int = 2) -> "subprocess.Popen[str]":
-    scenario = out.parent / "survive.toml"
-    scenario.write_text(SCENARIO.format(epochs=epochs))
+    scenario = write_scenario(out.parent, epochs)
     return subprocess.Popen(
         [SOCFLOWER, "run", scenario, "--engine", "deployment", "--out", out, "--json", *options], cwd=out.parent,
         env={**marked(rack.environment, rack.mark, "submitting")}, text=True, stdout=subprocess.PIPE,
@@ -138,7 +161,8 @@ def test_strangers_are_refused_and_the_run_is_unharmed(rack: Rack, tmp_path: Pat
     assert result["restarts"] == []
     assert all(entry["events"] == [] for entry in result["rounds"])
     assert_as_local(result, tmp_path)
-    for name, cause in (("nokey", "All SuperNodes must be registered"), ("stranger", "Failed to activate SuperNode"),
+    unregistered = "All SuperNodes must be registered" if rack.door is None else "404 Not Found"
+    for name, cause in (("nokey", unregistered), ("stranger", "Failed to activate SuperNode"),
                         ("distrusting", "CERTIFICATE_VERIFY_FAILED")):
         end_of_wait = time.monotonic() + 60
         while cause not in rack.log(name):
@@ -148,6 +172,52 @@ def test_strangers_are_refused_and_the_run_is_unharmed(rack: Rack, tmp_path: Pat
         strangers[name].wait(60)
     listed = rack.flwr("supernode", "list", "rack", "--format", "json", until="online")
     assert len(re.findall(r'"online"', listed)) == 2
+
+
+def test_whoever_reaches_the_machine_and_holds_its_authority_can_neither_register_nor_submit(
+    rack: Rack, tmp_path: Path,
+) -> None:
+    """With `ca.pem`, which is public, Flower's own commands, and calls that differ only in where they are sent."""
+    if rack.door is None:
+        pytest.skip(str(missing()))
+    with pytest.raises(OSError, match="refused"), socket.create_connection((DOOR_ADDRESS, rack.port), timeout=10):
+        pass
+    home = tmp_path / "home"
+    write_connection(home, "door", rack.door.address, root_certificates=rack.folder / "ca.pem")
+    write_bundle(tmp_path / "app", load_scenario(write_scenario(tmp_path)), num_nodes=2)
+    outsider = {**rack.environment, "FLWR_HOME": str(home)}
+    nodes = rack.flwr("supernode", "list", "rack", "--format", "json", until='"success"')
+    runs = rack.flwr("list", "rack", "--format", "json", until='"success"')
+    for words in (["supernode", "register", str(rack.folder / "stranger.pub"), "door"], ["run", "app", "door"],
+                  ["list", "door"], ["supernode", "list", "door"], ["federation", "list", "door"]):
+        ran = subprocess.run(["flwr", *words], env=outsider, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+                             check=False)
+        assert ran.returncode != 0 and "404" in ran.stdout + ran.stderr, (words, ran.stdout, ran.stderr)
+    # A call that lists nodes to whoever may make it: here it is made in every way that a proxy might misread.
+    body = (f"Host: {DOOR_ADDRESS}\r\nContent-Type: application/x-protobuf\r\nContent-Length: 0\r\n"
+            "Connection: close\r\n\r\n")
+    before = len(rack.door.passed())
+    for target in TRICKS:
+        answer = rack.door.ask(f"POST {target} HTTP/1.1\r\n{body}".encode())
+        assert not answer.startswith(b"HTTP/1.1 2"), (target, answer)
+    # Registered nodes go on calling meanwhile; all that was passed on are their calls.
+    assert {path for path, _ in rack.door.passed()[before:]} <= FLEET
+    # A call of SuperNodes without a signature gets as far as the SuperLink, which refuses it.
+    unsigned = rack.door.ask(f"POST /v1/fleet/pull-messages HTTP/1.1\r\n{body}".encode())
+    assert unsigned.startswith(b"HTTP/1.1 401 "), unsigned
+    later = rack.flwr("supernode", "list", "rack", "--format", "json", until='"success"')
+    assert identities(later) == identities(nodes) and len(identities(nodes)) == 2
+    assert identities(rack.flwr("list", "rack", "--format", "json", until='"success"')) == identities(runs)
+
+
+def identities(listed: str) -> set[str]:
+    return set(re.findall(r'"(?:node-id|run-id)": "?(\d+)', listed))
+
+
+def write_scenario(folder: Path, epochs: int = 1) -> Path:
+    path = folder / "survive.toml"
+    path.write_text(SCENARIO.format(epochs=epochs))
+    return path
 
 
 def test_a_run_far_away_goes_on_after_its_server_app_was_killed(rack: Rack, tmp_path: Path) -> None:
