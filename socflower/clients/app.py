@@ -17,6 +17,7 @@ from socflower.clients.fp32_trainer import FP32Trainer
 from socflower.clients.group import train_group
 from socflower.clients.heat_guard import paced
 from socflower.clients.random_state import own_random_state
+from socflower.clients.read_settings import ReadSettings
 from socflower.clients.ring_training import MemberTraining, answer_query, member_reply, server_round_of
 from socflower.clients.state_files import StateFiles
 from socflower.clients.torch_threads import torch_threads
@@ -46,6 +47,7 @@ from socflower.cluster.protocol import (
     decode,
     encode,
 )
+from socflower.cluster.split_protocol import SPLIT
 from socflower.errors import ConfigError
 from socflower.workloads import LabelledData, evaluate
 
@@ -60,6 +62,7 @@ def make_client_app(
     model_fn: ModelFn, data_fn: DataFn, trainer: Trainer | TrainerFn | None = None, *,
     evaluate_data_fn: DataFn | None = None, mods: Sequence[Mod] = (), num_threads: int = 1,
     state_folder: StateFolderFn | None = None, ring_ledger: StateFolderFn | None = None,
+    extra_keys: Sequence[str] = (),
 ) -> ClientApp:
     """Return a ClientApp that trains alone, or as a whole group where the strategy asks for one.
 
@@ -82,6 +85,9 @@ def make_client_app(
         resumed after its processes are gone. One folder for each training; None keeps nothing.
     ring_ledger : (context) -> Path or None, optional
         On real clusters, a file of this node's own to which every step that counts is appended, a line of JSON each.
+    extra_keys : sequence of str
+        Keys of a message's config, records of a message, or keys of the node config that `mods` or functions of yours
+        read. Any other that nobody reads is refused with `ConfigError`. What Flower's clipping mods read is known.
 
     Notes
     -----
@@ -89,6 +95,7 @@ def make_client_app(
     (default 32) on the node's own partition, both from the message's config, with a new optimiser: what FedAvg
     expects of a client. A scheduler goes on across rounds if the config has `num-rounds`.
     """
+    settings = ReadSettings(maker="make_client_app", mods=mods, extra_keys=extra_keys)
     app = ClientApp(mods=[fitted(mod) for mod in mods])
 
     def trainer_for(context: Context) -> Trainer:
@@ -102,6 +109,11 @@ def make_client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
+        settings.check_training(message)
+        settings.check_node(context)
+        if SPLIT in message.content.config_records:
+            raise ConfigError("the message is an edge's part of a split training; make its ClientApp with "
+                              "socflower.clients.make_split_client_app")
         with torch_threads(num_threads):
             if RING in message.content.config_records:
                 return _train_in_ring(model_fn(context), message, context, data_fn, trainer_for(context), state_folder,
@@ -126,6 +138,8 @@ def make_client_app(
 
         @app.evaluate()
         def evaluate_client(message: Message, context: Context) -> Message:
+            settings.check_evaluation(message)
+            settings.check_node(context)
             with torch_threads(num_threads):
                 model = _load(model_fn(context), message)
                 outcome = evaluate(model, evaluate_data_fn(context, *_partition(context)))

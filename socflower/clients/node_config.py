@@ -12,6 +12,7 @@ from socflower.errors import ConfigError
 NodeConfig: TypeAlias = Mapping[str, str | int | float | bool]
 
 _TLS_KEYS = ("ring-ca", "ring-certificate", "ring-key")
+_KEYS_BESIDE_RING = (*_TLS_KEYS, "ring-bind", "ring-trusted", "ring-transport")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +43,9 @@ def ring_node(node_config: NodeConfig) -> RingNode | None:
     address = node_config.get("ring")
     given = [key for key in _TLS_KEYS if node_config.get(key)]
     if not address:
-        if given:
-            raise ConfigError(f"node config: {given[0]} without ring; add ring=\"host:port\", the address of this "
+        alone = [key for key in _KEYS_BESIDE_RING if node_config.get(key)]
+        if alone:
+            raise ConfigError(f"node config: {alone[0]} without ring; add ring=\"host:port\", the address of this "
                               "machine's ring port")
         return None
     if given and len(given) < len(_TLS_KEYS):
@@ -53,16 +55,28 @@ def ring_node(node_config: NodeConfig) -> RingNode | None:
     transport = node_config.get("ring-transport")
     if transport not in (None, "gloo", "grpc"):
         raise ConfigError(f"node config: ring-transport = {transport!r} is unknown; use gloo or grpc")
+    trusted = node_config.get("ring-trusted", False)
+    if not isinstance(trusted, bool):
+        raise ConfigError(f"node config: ring-trusted = {trusted!r} must be true or false, without quotes")
     tls = RingTls(*(Path(str(node_config[key])) for key in _TLS_KEYS)) if given else None
     # Who gives certificates wants encryption, and gloo has none.
     over_grpc = GRPC_WITH_TLS if tls else "grpc"
     transports = ("gloo", over_grpc) if transport is None else (over_grpc if transport == "grpc" else "gloo",)
     if tls and transport is None:
         transports = (over_grpc,)
+    board, slot = place_of(node_config)
     return RingNode(
         address=str(address), listen=str(node_config.get("ring-bind") or address), tls=tls,
-        trusted=bool(node_config.get("ring-trusted", False)), board=_index(node_config, "board"),
-        slot=_index(node_config, "slot"), transports=transports)
+        trusted=trusted, board=board, slot=slot, transports=transports)
+
+
+def place_of(node_config: NodeConfig) -> tuple[int, int]:
+    """Return board and slot of a node, -1 where its config does not say; `ConfigError` for one without the other."""
+    board, slot = _index(node_config, "board"), _index(node_config, "slot")
+    if (board < 0) != (slot < 0):
+        known, missing = ("slot", "board") if board < 0 else ("board", "slot")
+        raise ConfigError(f"node config: {known} without {missing}; a place in the cluster needs both")
+    return board, slot
 
 
 def _index(node_config: NodeConfig, key: str) -> int:

@@ -10,7 +10,7 @@ from typing import cast
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import nn
 
-from socflower.clients.node_config import RingNode, ring_node
+from socflower.clients.node_config import RingNode, place_of, ring_node
 from socflower.clients.preemption import preempt_switch
 from socflower.clients.ring_member import AppliedStep, MemberEnd, RingMember
 from socflower.clients.ring_port import RingPort
@@ -115,7 +115,8 @@ def answer_query(message: Message, context: Context) -> Message:
         kept = context.state.array_records.get(_KEPT_MODEL)
         return Message(RecordDict({ARRAYS: kept} if kept else {}), reply_to=message)
     node = ring_node(context.node_config)
-    status = NodeStatus() if node is None else node.status
+    board, slot = place_of(context.node_config)
+    status = NodeStatus(board=board, slot=slot) if node is None else node.status
     with preempt_switch(context.node_config) as switch:
         status = replace(status, preempted=switch.active)
     return Message(RecordDict({STATUS: ConfigRecord(encode(status))}), reply_to=message)

@@ -10,6 +10,7 @@ from flwr.clientapp.typing import Mod
 from numpy.typing import NDArray
 
 from socflower.clients.clipping_mods import fitted
+from socflower.clients.read_settings import ReadSettings
 from socflower.clients.ring_training import answer_query
 from socflower.clients.split_batches import Samples
 from socflower.clients.split_edge import CloudLink, train_with_cloud
@@ -33,6 +34,7 @@ def make_split_client_app(
     program_fn: ProgramFn, samples_fn: SamplesFn, *, cloud_samples_fn: SamplesFn | None = None,
     settings_fn: SettingsFn = lambda context: SplitSettings(), link_fn: CloudLinkFn = lambda context: CloudLink(),
     mods: Sequence[Mod] = (), num_threads: int = 1, state_folder: FolderFn | None = None,
+    extra_keys: Sequence[str] = (),
 ) -> ClientApp:
     """Return a ClientApp whose nodes are edges of a split training; its strategy is `SplitReplay`.
 
@@ -50,7 +52,10 @@ def make_split_client_app(
         How this node reaches the cloud: certificates, shaping, patience.
     state_folder : (context) -> Path or None, optional
         Where halves are kept in files between rounds, beside `context.state`, so that a training can be resumed.
+    extra_keys : sequence of str
+        As of `make_client_app`: what `mods` or functions of yours read.
     """
+    read = ReadSettings(maker="make_split_client_app", mods=mods, extra_keys=extra_keys)
     app = ClientApp(mods=[fitted(mod) for mod in mods])
 
     @app.query(QUERY_ACTION)
@@ -62,6 +67,8 @@ def make_split_client_app(
         if SPLIT not in message.content.config_records:
             raise ConfigError("split client: the message has no split task; the strategy must be "
                               "socflower.strategies.SplitReplay")
+        read.check_training(message)
+        read.check_node(context)
         task = SplitTask.decode(message.content.config_records[SPLIT])
         program = program_fn(context)
         if task.fingerprint and task.fingerprint != program.fingerprint():

@@ -62,8 +62,10 @@ def cloud_link(context: Context) -> CloudLink:
     config = context.node_config
     ca, certificate, key = (Path(str(config[name])) if config.get(name) else None for name in _TLS_KEYS)
     tls = SplitTls(ca=ca, certificate=certificate, key=key) if ca or certificate or key else None
-    folder = config.get("cloud-folder")
-    return CloudLink(tls=tls, insecure=bool(config.get("cloud-insecure", False)),
+    folder, insecure = config.get("cloud-folder"), config.get("cloud-insecure", False)
+    if not isinstance(insecure, bool):
+        raise ConfigError(f"node config: cloud-insecure = {insecure!r} must be true or false, without quotes")
+    return CloudLink(tls=tls, insecure=insecure,
                      folder=Path(str(folder)) if folder else None)
 
 

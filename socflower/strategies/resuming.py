@@ -23,6 +23,11 @@ class Resumable(Strategy):
 
     resumed_after = 0
 
+    @property
+    def asks_clients_to_evaluate(self) -> bool:
+        """Whether EVALUATE messages are sent, which alone carry `evaluate_config`."""
+        return bool(getattr(self, "fraction_evaluate", 1.0))
+
     def resume_from(self, server_round: int) -> None:
         """Let `start` go on after `server_round`, from the arrays that round ended with.
 
@@ -41,6 +46,9 @@ class Resumable(Strategy):
         """Run the rounds that are left, as Flower does; see `Strategy.start` and `resume_from`."""
         if num_rounds < 1:
             raise ConfigError(f"start: num_rounds = {num_rounds} trains nothing; give strategy.num_rounds")
+        if evaluate_config and not self.asks_clients_to_evaluate:
+            raise ConfigError(f"{type(self).__name__}: nobody reads evaluate_config ({', '.join(evaluate_config)}): no "
+                              "client is asked to evaluate; evaluate in evaluate_fn, on the server")
         done = self.resumed_after
         if not done:
             return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)

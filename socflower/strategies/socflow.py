@@ -184,6 +184,11 @@ class SoCFlow(Resumable):
         return RoundGrid(grid, self._exchange)
 
     @property
+    def asks_clients_to_evaluate(self) -> bool:
+        """Never; see `configure_evaluate`."""
+        return False
+
+    @property
     def plan(self) -> GroupPlan:
         """The plan of the newest round."""
         return self._planning.now

@@ -129,6 +129,11 @@ class SplitReplay(Resumable):
                 party.decider.restore(engine)
 
     @property
+    def asks_clients_to_evaluate(self) -> bool:
+        """Never; see `configure_evaluate`."""
+        return False
+
+    @property
     def state(self) -> dict[str, Any]:
         """What the next rounds depend on beside the weights, as plain values that JSON keeps exactly."""
         now = [party.deployment for party in self.parties]
