@@ -106,7 +106,7 @@ def work_of(case: Case, cluster: Cluster, rebalancing: Rebalancing | None) -> tu
     plan = plan_groups(cluster, socs // case.socs_per_group, socs)
     work = TrainingWork(
         cluster=cluster, plan=plan, profile=profile(case.model), num_samples=50_000, batch_size=case.batch_size,
-        steps_per_epoch=1, pricing=case.pricing, rebalancing=rebalancing)
+        steps_per_epoch=1, sequenced=False, pricing=case.pricing, rebalancing=rebalancing)
     step_s = EventClock(cluster).run(work.step(), repeat=100).duration_s / 100.0
     steps = round(COLD_S / step_s / NUM_INTERVALS)
     return work, [SyncInterval(index=index, first_step=index * steps, num_steps=steps, epoch_end=float(index + 1),
@@ -157,7 +157,8 @@ def run_under(policy: Policy, case: Case, cluster: Cluster, planned: Usage) -> R
         plan, _ = balancer.rearranged(plan)
         work = TrainingWork(
             cluster=cluster, plan=plan, profile=work.profile, num_samples=work.num_samples,
-            batch_size=work.batch_size, steps_per_epoch=1, pricing=work.pricing, rebalancing=policy.rebalancing)
+            batch_size=work.batch_size, steps_per_epoch=1, sequenced=False, pricing=work.pricing,
+            rebalancing=policy.rebalancing)
         work.run(interval, clock, capacities=balancer.in_use)
     return Run(duration_s=clock.now_s, energy_j=clock.usage.total_energy_j,
                cooling_j=clock.usage.energy_j[Activity.COOLING], peak_c=dynamics.peak_c)

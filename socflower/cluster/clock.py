@@ -81,6 +81,10 @@ class VirtualClock(Protocol):
         """Execute `graph` `repeat` times, repetitions overlapping as its dependencies allow, and advance."""
         ...
 
+    def predicted_s(self, graph: TaskGraph, *, repeat: int = 1) -> float:
+        """Return the seconds that `run` would take at the devices' nominal speeds; no time passes."""
+        ...
+
     def run_while_steady(self, graph: TaskGraph, pace: Pace, *, at_most: int | None = None, label: str = "") -> Usage:
         """Execute `graph` until speeds or users change, or all is done; move `pace` on and return what it took.
 

@@ -16,6 +16,7 @@ from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, reorde
 from socflower.hierarchy.replanning import plan_without
 from socflower.hierarchy.shares import member_weights, split_batch
 from socflower.hierarchy.training_work import Phase, TrainingWork
+from socflower.hierarchy.turn_taking import StepTimes, Turns, choose_turns, step_times
 
 __all__ = [
     "CapacitiesInUse",
@@ -26,9 +27,12 @@ __all__ = [
     "Phase",
     "Placement",
     "Rebalancing",
+    "StepTimes",
     "SyncInterval",
     "TrainingWork",
+    "Turns",
     "choose_group_count",
+    "choose_turns",
     "communication_groups",
     "conflicts",
     "deal_graph",
@@ -44,6 +48,7 @@ __all__ = [
     "reordered",
     "split_batch",
     "step_graph",
+    "step_times",
     "sync_schedule",
     "synchronisation_graph",
     "weighted_average",

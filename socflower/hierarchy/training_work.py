@@ -38,8 +38,8 @@ class TrainingWork:
     num_samples: int
     batch_size: int  # of a group
     steps_per_epoch: int
+    sequenced: bool  # communication groups take turns; `choose_turns` says whether they should
     reshuffle: bool = True
-    sequenced: bool = True
     overlap_buckets: int = 1
     pricing: Pricing = FP32  # of the arithmetic that members train in
     rebalancing: Rebalancing | None = None

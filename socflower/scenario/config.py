@@ -114,7 +114,7 @@ class StrategyConfig:
     socs: int | None = None  # how many slots take part; default all
     sync_interval_epochs: float | str = "decay"
     reshuffle: bool = True
-    sequenced: bool = True
+    sequenced: bool | str = "auto"
     overlap_buckets: int = 1
     tolerate_client_errors: bool = False
     rebalance: str = "off"  # what follows measured capacity
@@ -133,6 +133,8 @@ class StrategyConfig:
             _one_of("[strategy] sync_interval_epochs", self.sync_interval_epochs, ("decay",))
         else:
             _above_zero("[strategy] sync_interval_epochs", self.sync_interval_epochs)
+        if isinstance(self.sequenced, str) and self.sequenced != "auto":
+            raise ConfigError(f"[strategy] sequenced = {self.sequenced!r} is unknown; use true, false or 'auto'")
         if self.socs is not None:
             _above_zero("[strategy] socs", self.socs)
         _above_zero("[strategy] overlap_buckets", self.overlap_buckets)

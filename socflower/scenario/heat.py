@@ -8,7 +8,7 @@ import numpy as np
 from socflower.cluster import Cluster, sustained_rates
 from socflower.errors import ConfigError
 from socflower.scenario.config import Scenario
-from socflower.scenario.planning import planned_intervals, planned_training, planned_work
+from socflower.scenario.planning import planned_intervals, planned_training, planned_work, with_plan
 from socflower.scenario.thermal_config import ThermalConfig, UsersConfig
 from socflower.sim import EventClock
 from socflower.strategies.balancing import Balancer
@@ -76,13 +76,13 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
     rack = rack_dynamics(scenario, cluster)
     if rack is None:
         return None
-    clock, work = EventClock(cluster, dynamics=rack), planned_work(scenario, cluster)
+    clock, (work, _) = EventClock(cluster, dynamics=rack), planned_work(scenario, cluster)
     balancer = Balancer(cluster, sustained_rates(cluster, work.profile.name, work.pricing), work.rebalancing)
     for interval in planned_intervals(scenario, work):
         balancer.look(clock, work.plan.participants)
         plan, _ = balancer.rearranged(work.plan)
         if plan is not work.plan:
-            work = replace(work, plan=plan)
+            work, _ = with_plan(scenario, work, plan)
         work.run(interval, clock, capacities=balancer.in_use)
     return {"virtual_s": clock.now_s, "energy_j": clock.usage.total_energy_j,
             **heat_document(scenario, rack, clock.now_s, cold_training_s(scenario, cluster))}

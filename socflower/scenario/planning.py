@@ -1,17 +1,22 @@
 """The plan of a scenario without training: who works with whom, and what the clock predicts of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from socflower.cluster import Activity, Cluster, Usage, sustained_rates
 from socflower.errors import ConfigError
 from socflower.hierarchy import (
+    GroupPlan,
     Rebalancing,
     SyncInterval,
     TrainingWork,
+    Turns,
+    choose_turns,
     group_steps_per_epoch,
     plan_groups,
+    step_times,
     sync_schedule,
 )
 from socflower.precision.mixing import RULES_BY_THROUGHPUT
@@ -35,7 +40,7 @@ class PlannedTraining:
 
 def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     """Return the prediction for a strategy that has groups; with `groups = "auto"` for one group per board."""
-    work = planned_work(scenario, cluster)
+    work, _ = planned_work(scenario, cluster)
     usage = _training_usage(work, planned_intervals(scenario, work))
     return PlannedTraining(duration_s=usage.duration_s, energy_j=usage.total_energy_j, socs=work.plan.participants)
 
@@ -43,12 +48,13 @@ def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
 def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     """Return the plan document of `socflower plan`: groups on boards, communication groups, predictions.
 
-    `predicted` has seconds of a step, in turn and running freely (F7), and of a synchronisation; and of an epoch, the
-    mean over the whole training with all its synchronisations, seconds and joules. With `groups = "auto"`, which only
-    training can decide (F2), the plan is that of one group per board, and `notes` says so.
+    `predicted` has seconds of a step, as `sequenced` says, in turn and running freely (F7), and of a synchronisation;
+    and of an epoch, the mean over the whole training with all its synchronisations, seconds and joules. With
+    `groups = "auto"`, which only training can decide (F2), the plan is that of one group per board; `notes` says so.
     """
     cluster = scenario_cluster(scenario)
-    work, notes = planned_work(scenario, cluster), []
+    notes: list[str] = []
+    work, turns = planned_work(scenario, cluster)
     plan, cost = work.plan, work.pricing
     if scenario.strategy.name == "socflow" and scenario.strategy.groups == "auto":
         notes.append("groups = 'auto' is decided by training an epoch with each candidate; planned with "
@@ -63,7 +69,8 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
              for device in (board.device for board in cluster.boards)})))
     what = (f"{scenario.model.name} on {scenario.data.name}, {scenario.train.epochs} epochs of "
             f"{work.steps_per_epoch} steps, batches of {scenario.train.batch_size} a group")
-    return {"schema": 1, "work": what, **plan.to_document(), "predicted": _predict(scenario, work), "notes": notes}
+    return {"schema": 1, "work": what, **plan.to_document(), **turns.to_document(),
+            "predicted": _predict(scenario, work), "notes": notes}
 
 
 def rebalancing(scenario: Scenario) -> Rebalancing | None:
@@ -75,8 +82,11 @@ def rebalancing(scenario: Scenario) -> Rebalancing | None:
                        steps=settings.rebalance_steps)
 
 
-def planned_work(scenario: Scenario, cluster: Cluster) -> TrainingWork:
-    """Return the work of a strategy that has groups; with `groups = "auto"` that of one group per board."""
+def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[TrainingWork, Turns]:
+    """Return the work of a strategy that has groups, with or without turns, and what decided on these.
+
+    With `groups = "auto"` it is that of one group per board.
+    """
     settings = scenario.strategy
     if settings.name == "fedavg":
         raise ConfigError("plan: fedavg has no groups to plan; use strategy.name = 'socflow', 'ring' or 'sgd'")
@@ -87,11 +97,20 @@ def planned_work(scenario: Scenario, cluster: Cluster) -> TrainingWork:
     cost = pricing(scenario)
     plan = plan_groups(cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost))
     num_samples = num_training_samples(scenario, data_shape(scenario.data.name).num_train)
-    return TrainingWork(
+    work = TrainingWork(
         cluster=cluster, plan=plan, profile=model_profile(scenario), num_samples=num_samples,
-        batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, sequenced=settings.sequenced,
+        batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, sequenced=False,
         overlap_buckets=settings.overlap_buckets, pricing=cost, rebalancing=rebalancing(scenario),
         steps_per_epoch=group_steps_per_epoch(num_samples, len(plan.groups), scenario.train.batch_size))
+    return with_plan(scenario, work, plan)
+
+
+def with_plan(scenario: Scenario, work: TrainingWork, plan: GroupPlan) -> tuple[TrainingWork, Turns]:
+    """Return the work under a plan, taking turns if that is chosen for it, as a run chooses."""
+    work = replace(work, plan=plan)
+    turns = choose_turns(plan, scenario.strategy.sequenced, partial(
+        step_times, work, planned_intervals(scenario, work), EventClock(work.cluster)))
+    return replace(work, sequenced=turns.taken), turns
 
 
 def planned_intervals(scenario: Scenario, work: TrainingWork) -> Sequence[SyncInterval]:
@@ -119,11 +138,11 @@ def _predict(scenario: Scenario, work: TrainingWork) -> dict[str, float]:
     steps = work.steps_per_epoch
     synchronisation = work.synchronisation()
     busy = sum(training.soc_seconds.values())
-    in_turn = EventClock(work.cluster).run(work.step(), repeat=steps)
-    free = EventClock(work.cluster).run(work.step(sequenced=False), repeat=steps)
+    times = step_times(work, intervals, EventClock(work.cluster))
     return {
-        "step_s": in_turn.duration_s / steps,
-        "step_free_running_s": free.duration_s / steps,
+        "step_s": times.in_turn_s if work.sequenced else times.free_s,
+        "step_in_turn_s": times.in_turn_s,
+        "step_free_running_s": times.free_s,
         "steps_per_epoch": float(steps),
         "sync_s": 0.0 if synchronisation is None else EventClock(work.cluster).run(synchronisation).duration_s,
         "syncs_per_epoch": 0.0 if synchronisation is None else len(intervals) / epochs,

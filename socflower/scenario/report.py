@@ -224,11 +224,12 @@ def _plan_note(plan: Mapping[str, Any]) -> str:
     if split:
         note += f"At most {text(plan.get('contention', MISSING))} split groups share a board's uplink. "
     parts = plan.get("communication_groups") or []
+    turns = "take turns" if plan.get("sequenced", True) else "run freely, without turns"
     if len(parts) > 1 and len(groups) > _MAX_LISTED:
-        note += "Communication groups take turns: " + ", ".join(
+        note += f"Communication groups {turns}: " + ", ".join(
             f"{letter(index)} with {len(part)} groups" for index, part in enumerate(parts)) + "; see the table."
     elif len(parts) > 1:
-        note += "Communication groups take turns: " + "; ".join(
+        note += f"Communication groups {turns}: " + "; ".join(
             f"{letter(index)} = groups {text(ranges(part))}" for index, part in enumerate(parts)) + "."
     elif parts:
         note += "One communication group: all groups synchronise at once."

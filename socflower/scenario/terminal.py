@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from socflower.cluster import Cluster
+from socflower.hierarchy.turn_taking import ASKED, NO_SHARED_UPLINK
 from socflower.scenario.config import Scenario
 from socflower.scenario.format import human_bytes, human_joules, human_ratio, human_seconds, percent
 
@@ -135,8 +136,7 @@ def print_plan(console: Console, cluster: Cluster, document: Mapping[str, Any]) 
     predicted = document["predicted"]
     console.print(document["work"], soft_wrap=True, highlight=False)
     lines = (
-        f"a step {human_seconds(predicted['step_s'])}; if groups ran freely "
-        f"{human_seconds(predicted['step_free_running_s'])}",
+        _step_line(document),
         f"a synchronisation {human_seconds(predicted['sync_s'])}, {predicted['syncs_per_epoch']:.3g} an epoch",
         f"an epoch {human_seconds(predicted['epoch_s'])} and {human_joules(predicted['epoch_energy_j'])}, "
         f"{percent(predicted['compute_fraction'])} of the SoCs' time computing",
@@ -151,6 +151,18 @@ def print_plan(console: Console, cluster: Cluster, document: Mapping[str, Any]) 
                       f"{percent(heat['slowdown'])} slower than without{hottest}", soft_wrap=True, highlight=False)
     for note in document["notes"]:
         console.print(f"note: {note}")
+
+
+def _step_line(document: Mapping[str, Any]) -> str:
+    """Return what a step takes, whether groups take turns in it, and what the other choice would take (F7)."""
+    predicted = document["predicted"]
+    in_turn, freely = (human_seconds(predicted[key]) for key in ("step_in_turn_s", "step_free_running_s"))
+    if document["sequenced_by"] == NO_SHARED_UPLINK:
+        return f"a step {freely}; no two groups share an uplink"
+    why = " (strategy.sequenced says so)" if document["sequenced_by"] == ASKED else ""
+    if document["sequenced"]:
+        return f"a step {in_turn}, groups taking turns{why}; running freely {freely}"
+    return f"a step {freely}, groups running freely{why}; taking turns {in_turn}"
 
 
 def print_benchmark(console: Console, document: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from socflower import _int8
 from socflower.cluster import Cluster
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
-from socflower.hierarchy import GroupPlan, default_candidates
+from socflower.hierarchy import default_candidates
 from socflower.scenario.arithmetic import num_training_samples, pricing, uses_int8
 from socflower.scenario.checkpoint import Checkpoint
 from socflower.scenario.config import Scenario
@@ -51,7 +51,7 @@ class _Training:
         self._rack = rack_dynamics(scenario, self._cluster)
         self._clock = EventClock(self._cluster, dynamics=self._rack, trace=self._trace)
         self._record = RoundRecord(scenario, folder, self._clock, self._trace, self._evaluate)
-        self._plan: GroupPlan | None = None
+        self._plan: dict[str, Any] | None = None
         self._resumed: Checkpoint | None = None
         self._transport = "in process"
 
@@ -80,17 +80,17 @@ class _Training:
             "wall_s": perf_counter() - started_s,
             "heat": heat_document(self._scenario, self._rack, self._clock.now_s,
                                   cold_training_s(self._scenario, self._cluster)) if self._rack else None,
-            "plan": self._plan.to_document() if self._plan else None,
+            "plan": self._plan,
         }
 
     def _grouped(self, arrays: ArrayRecord) -> ArrayRecord:
         strategy = self._strategy(self._num_groups(arrays), self._scenario.train.epochs)
-        self._plan = strategy.plan
+        self._plan = {**strategy.plan.to_document(), **strategy.turns.to_document()}
         self._require_events_to_strike(strategy.num_rounds, strategy.plan.participants)
 
         def round_end(server_round: int) -> dict[str, Any]:
             report = strategy.reports[-1]
-            return {"epoch": report.epoch, "events": event_documents(report.events),
+            return {"epoch": report.epoch, "events": event_documents(report.events), "sequenced": report.in_turn,
                     **_mixed(report.alpha, report.cpu_share)}
 
         def dropped() -> list[int]:

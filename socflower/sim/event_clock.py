@@ -112,6 +112,12 @@ class EventClock:
         self._label(label, start_s, total, repeat)
         return total
 
+    def predicted_s(self, graph: TaskGraph, *, repeat: int = 1) -> float:
+        """Return what `run` would take where nothing gets hot and nobody else comes; see `VirtualClock.predicted_s`."""
+        if repeat < 0:
+            raise ConfigError(f"clock: repeat must not be negative, got {repeat}")
+        return stretch_s(self._whole_parts(self._compiled(graph), repeat), inf) if repeat else 0.0
+
     def run_while_steady(self, graph: TaskGraph, pace: Pace, *, at_most: int | None = None, label: str = "") -> Usage:
         """Execute `graph` until speeds or users change; see `VirtualClock.run_while_steady`."""
         if at_most is not None and at_most < 1:
@@ -159,8 +165,7 @@ class EventClock:
         """Execute all repetitions at full speed."""
         if not repetitions:
             return Usage()
-        parts = [Part(component, self._solution(component.program), repetitions, 0.0)
-                 for component in compiled.components]
+        parts = self._whole_parts(compiled, repetitions)
         duration_s = stretch_s(parts, inf)
         for part in parts:
             part.spend(duration_s)
@@ -169,6 +174,11 @@ class EventClock:
         usage = self._account(compiled, parts, duration_s, [1.0] * len(self._devices), Pace({}))
         self._usage += usage
         return usage
+
+    def _whole_parts(self, compiled: CompiledGraph, repetitions: int) -> list[Part]:
+        """Return the parts of all repetitions at nominal speeds."""
+        return [Part(component, self._solution(component.program), repetitions, 0.0)
+                for component in compiled.components]
 
     def _label(self, label: str, start_s: float, usage: Usage, repetitions: int) -> None:
         if self._trace is not None and label:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from logging import INFO, WARNING
 from typing import Any, cast
 
@@ -33,10 +34,14 @@ from socflower.hierarchy import (
     Rebalancing,
     SyncInterval,
     TrainingWork,
+    Turns,
+    choose_turns,
     group_steps_per_epoch,
     plan_groups,
+    step_times,
     sync_schedule,
 )
+from socflower.hierarchy.turn_taking import ASKED, AUTO, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
 from socflower.precision.pricing import MixedPricing
 from socflower.strategies.changing_plan import ChangingPlan
 from socflower.strategies.heat_replies import heat_events
@@ -59,6 +64,7 @@ class RoundReport:
     events: tuple[ReplyEvent, ...]
     alpha: float | None = None  # of mixed precision: mean confidence over groups (F9)
     cpu_share: float | None = None  # and the share of the samples that CPUs had (F11)
+    in_turn: bool = False  # whether groups that share an uplink exchanged in turn (F6)
 
 
 class SoCFlow(Resumable):
@@ -94,8 +100,11 @@ class SoCFlow(Resumable):
         What the clients' arithmetic costs: default FP32 on each device's default processor; `Int8Pricing()` or
         `MixedPricing(rule=…)` of `socflower.precision.pricing` for clients that train so. With mixed precision and a
         profile, clients split batches by the catalogue's throughputs instead of measuring their own machine's.
-    sequenced, overlap_buckets : bool, int
-        Communication groups take turns (F6); gradient buckets that overlap with the backward pass (F7).
+    sequenced : bool or "auto"
+        Whether communication groups take turns (F6). "auto" chooses for every new plan what the clock predicts to take
+        less time, at the devices' nominal speeds (F7); without a clock or a profile groups take turns. See `turns`.
+    overlap_buckets : int
+        Gradient buckets that overlap with the backward pass (F7).
     rings : RingSettings
         How groups exchange gradients on real machines, where nodes have a ring address in their node config.
     rebalancing : Rebalancing, optional
@@ -109,7 +118,7 @@ class SoCFlow(Resumable):
         self, *, cluster: Cluster, num_groups: int = 1, num_samples: int, batch_size: int, num_epochs: int,
         num_socs: int | None = None, interval_epochs: float | str = "decay", reshuffle: bool = True, seed: int = 1,
         plan: GroupPlan | None = None, clock: VirtualClock | None = None, model_profile: ModelProfile | None = None,
-        sequenced: bool = True, overlap_buckets: int = 1, tolerate_client_errors: bool = False,
+        sequenced: bool | str = AUTO, overlap_buckets: int = 1, tolerate_client_errors: bool = False,
         pricing: Pricing = FP32, rings: RingSettings = RingSettings(),  # noqa: B008 - a frozen value
         rebalancing: Rebalancing | None = None,
     ) -> None:
@@ -125,7 +134,7 @@ class SoCFlow(Resumable):
         self._cluster = cluster
         self._work = None if model_profile is None else TrainingWork(
             cluster=cluster, plan=self.plan, profile=model_profile, num_samples=num_samples, batch_size=batch_size,
-            steps_per_epoch=self.steps_per_epoch, reshuffle=reshuffle, sequenced=sequenced,
+            steps_per_epoch=self.steps_per_epoch, reshuffle=reshuffle, sequenced=False,
             overlap_buckets=overlap_buckets, pricing=pricing, rebalancing=rebalancing)
         self._pricing = pricing
         self._num_samples = num_samples
@@ -134,6 +143,8 @@ class SoCFlow(Resumable):
         self._seed = seed
         self._clock = clock
         self._sequenced = sequenced
+        self._turns: tuple[GroupPlan, Turns] | None = None  # and the plan that they were chosen for
+        choose_turns(self.plan, sequenced, None)  # a mistake in it is known now
         self._tolerate_client_errors = tolerate_client_errors
         self._group_of_node: dict[int, Group] = {}
         self._without_state: frozenset[int] = frozenset()
@@ -170,6 +181,8 @@ class SoCFlow(Resumable):
         evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
         """Run all rounds, as Flower does; see `Strategy.start`."""
+        if self._clock is None:
+            self._use_clock_of(grid)
         return super().start(self.round_grid(grid), initial_arrays, num_rounds, timeout, train_config,
                              evaluate_config, evaluate_fn)
 
@@ -192,6 +205,11 @@ class SoCFlow(Resumable):
     def plan(self) -> GroupPlan:
         """The plan of the newest round."""
         return self._planning.now
+
+    @property
+    def turns(self) -> Turns:
+        """Whether the groups of the newest round's plan take turns, and what decided that."""
+        return self._choose_turns()
 
     @property
     def planned_without(self) -> tuple[int, ...]:
@@ -223,8 +241,7 @@ class SoCFlow(Resumable):
         sizes = [len(group.members) for group in self.plan.groups]
         log(INFO, "\t├──> Groups: %d of %d to %d SoCs, %d split over boards, contention %d", len(sizes),
             min(sizes), max(sizes), sum(group.split for group in self.plan.groups), self.plan.contention)
-        log(INFO, "\t├──> Communication groups: %d, %s", len(self.plan.communication_groups),
-            "taking turns" if self._sequenced else "running freely")
+        log(INFO, "\t├──> Communication groups: %d, %s", len(self.plan.communication_groups), _described(self.turns))
         log(INFO, "\t└──> Synchronisations: %d, each after %d to %d of %d steps an epoch", self.num_rounds,
             min(interval.num_steps for interval in self.intervals),
             max(interval.num_steps for interval in self.intervals), self.steps_per_epoch)
@@ -256,7 +273,7 @@ class SoCFlow(Resumable):
             self._ring_round = RingRound(
                 self.plan.groups, self.plan.communication_groups,
                 Places(node_of=nodes, address_of=addresses, participant_of=planning.participant_of), self._rings,
-                self.transport, lambda group: self._task(group, interval), configs, arrays, sequenced=self._sequenced,
+                self.transport, lambda group: self._task(group, interval), configs, arrays, sequenced=self.turns.taken,
                 num_buckets=self._overlap_buckets, group_id=str(server_round),
                 tolerate_errors=self._tolerate_client_errors, rebalance_steps=planning.balancer.ring_steps)
             return [*self._ring_round.messages(), *questions]
@@ -300,7 +317,7 @@ class SoCFlow(Resumable):
         interval = self._interval(server_round)
         self.reports.append(RoundReport(
             server_round=server_round, epoch=interval.epoch_end, events=events, usage=self._price(interval, usable),
-            alpha=mean_metric(usable, ALPHA), cpu_share=mean_metric(usable, CPU_SHARE)))
+            alpha=mean_metric(usable, ALPHA), cpu_share=mean_metric(usable, CPU_SHARE), in_turn=self.turns.taken))
         metrics = [cast(MetricRecord, reply.content[METRICS]) for reply in usable]
         samples = [float(cast(float, metric[NUM_EXAMPLES])) for metric in metrics]
         arrays = aggregate_records([cast(ArrayRecord, reply.content[ARRAYS]) for reply in usable], samples)
@@ -322,13 +339,29 @@ class SoCFlow(Resumable):
         self._clock = getattr(grid, "clock", None)
         if self._clock is None:
             return
+        self._turns = None  # now they can be predicted
         if self._work is None:
             log(WARNING, "SoCFlow: without model_profile this engine keeps no virtual time; pass "
                          "model_profile=profile_module(model, example_shape, name)")
         cluster = getattr(grid, "cluster", self._cluster)
         if cluster.boards != self._cluster.boards:
-            raise ConfigError(f"SoCFlow: its cluster ({_described(self._cluster)}) is not the one the engine was given "
-                              f"({_described(cluster)}); describe both by the same cluster file")
+            raise ConfigError(f"SoCFlow: its cluster ({_rack(self._cluster)}) is not the one the engine was given "
+                              f"({_rack(cluster)}); describe both by the same cluster file")
+
+    def _choose_turns(self) -> Turns:
+        """Return how the newest plan's groups exchange; from now on its work is what is priced."""
+        plan = self.plan
+        if self._turns is None or self._turns[0] is not plan:
+            predict = None
+            if self._work is not None:
+                self._work = replace(self._work, plan=plan)
+                if self._clock is not None:
+                    predict = partial(step_times, self._work, self.intervals, self._clock)
+            turns = choose_turns(plan, self._sequenced, predict)
+            if self._work is not None:
+                self._work = replace(self._work, sequenced=turns.taken)
+            self._turns = plan, turns
+        return self._turns[1]
 
     def _interval(self, server_round: int) -> SyncInterval:
         if not 1 <= server_round <= self.num_rounds:
@@ -398,18 +431,27 @@ class SoCFlow(Resumable):
         return tuple(self._pricing.npu_ratio(self._model_name, self._cluster.device_of(soc)) for soc in group.members)
 
     def _price(self, interval: SyncInterval, replies: Sequence[Message]) -> Usage:
+        self._choose_turns()
         if self._clock is None or self._work is None:
             return Usage()
         phases: Sequence[Phase] = ()
         if isinstance(self._pricing, MixedPricing):
             phases = mixed_phases(replies, interval.num_steps, self._pricing)
-        if self._work.plan is not self.plan:
-            self._work = replace(self._work, plan=self.plan)
         return self._planning.take_rest() + self._work.run(interval, self._clock, phases,
                                                            self._planning.balancer.in_use)
 
 
-def _described(cluster: Cluster) -> str:
+def _described(turns: Turns) -> str:
+    """Return how groups exchange, for the log."""
+    said = "taking turns" if turns.taken else "running freely"
+    return said + {
+        ASKED: ", as asked for", PREDICTED: ", which is predicted to be faster",
+        NO_SHARED_UPLINK: ", as no two share an uplink",
+        NOT_PREDICTED: ": without a clock and a model_profile nothing predicts whether running freely is faster; "
+                       "sequenced=False runs freely"}[turns.decided_by]
+
+
+def _rack(cluster: Cluster) -> str:
     devices = sorted({board.device.name for board in cluster.boards})
     return f"{cluster.num_socs} SoCs on {len(cluster.boards)} boards, {', '.join(devices)}"
 

@@ -201,7 +201,7 @@ def test_groups_go_on_without_members_that_are_taken(rack: tuple[Cluster, GroupP
 def work(cluster: Cluster, plan: GroupPlan, batch_size: int = 32, steps: int | None = None) -> TrainingWork:
     return TrainingWork(
         cluster=cluster, plan=plan, profile=PROFILE, num_samples=10 * batch_size * len(plan.groups),
-        batch_size=batch_size, steps_per_epoch=10,
+        batch_size=batch_size, steps_per_epoch=10, sequenced=True,
         rebalancing=None if steps is None else Rebalancing(steps=steps))
 
 

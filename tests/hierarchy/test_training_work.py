@@ -23,7 +23,7 @@ def work(**changes: Any) -> TrainingWork:
     """Two groups of two, ten steps an epoch, which is the only interval."""
     values: dict[str, Any] = {
         "cluster": CLUSTER, "plan": plan_groups(CLUSTER, 2), "profile": PROFILE, "num_samples": 640, "batch_size": 32,
-        "steps_per_epoch": 10, "pricing": MixedPricing(rule="paper")}
+        "steps_per_epoch": 10, "sequenced": True, "pricing": MixedPricing(rule="paper")}
     return TrainingWork(**(values | changes))
 
 

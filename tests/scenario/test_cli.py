@@ -140,8 +140,29 @@ def test_a_plan_is_one_document(socflower: Socflower, scenario: Path) -> None:
     assert [group["members"] for group in document["groups"]] == [[0, 1], [2, 3]]
     assert document["contention"] == 0
     assert sorted(ids for group in document["communication_groups"] for ids in group) == [0, 1]
-    for key in ("epoch_s", "epoch_energy_j", "step_s", "sync_s"):
+    for key in ("epoch_s", "epoch_energy_j", "step_s", "step_in_turn_s", "step_free_running_s", "sync_s"):
         assert document["predicted"][key] > 0.0
+
+
+@pytest.mark.parametrize(("groups", "sequenced", "faster"), [(8, False, "free_running"), (20, True, "in_turn")])
+def test_a_plan_takes_turns_only_where_that_is_predicted_to_be_faster(
+    socflower: Socflower, tmp_path: Path, groups: int, sequenced: bool, faster: str,
+) -> None:
+    """The two cases of F7."""
+    path = tmp_path / "rack.toml"
+    path.write_text("[cluster]\nboards = 12\nsocs_per_board = 5\n[data]\nname = 'cifar10'\n[train]\nepochs = 2\n"
+                    f"batch_size = 64\n[model]\nname = 'vgg11'\n[strategy]\ngroups = {groups}\n")
+    ways = {asked: json.loads(socflower("plan", path, "--json", "--set", f"strategy.sequenced={asked}").out)
+            for asked in ("auto", "true", "false")}
+    steps = [document["predicted"] for document in ways.values()]
+    assert steps[0]["step_s"] == min(steps[0]["step_in_turn_s"], steps[0]["step_free_running_s"])
+    assert steps[0]["step_s"] == steps[0][f"step_{faster}_s"]
+    assert [one["step_s"] for one in steps[1:]] == [steps[0]["step_in_turn_s"], steps[0]["step_free_running_s"]]
+    assert steps[0]["epoch_s"] == min(one["epoch_s"] for one in steps)
+    assert [(document["sequenced"], document["sequenced_by"]) for document in ways.values()] == [
+        (sequenced, "predicted"), (True, "asked"), (False, "asked")]
+    said = socflower("plan", path).out
+    assert ("groups taking turns; running freely" if sequenced else "groups running freely; taking turns") in said
 
 
 def test_a_plan_is_drawn_for_people(socflower: Socflower, scenario: Path) -> None:

@@ -140,6 +140,13 @@ def test_needs_no_network_and_no_script() -> None:
     assert others <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
 
 
+@pytest.mark.parametrize(("sequenced", "says"), [(True, "take turns: A"), (False, "run freely, without turns: A")])
+def test_the_note_on_groups_says_whether_they_take_turns(sequenced: bool, says: str) -> None:
+    plan = {**_plan(), "sequenced": sequenced}
+    assert len(plan["communication_groups"]) > 1
+    assert f"Communication groups {says}" in _Page(render_report([_result(plan=plan)], title="A title")).text
+
+
 def test_ids_are_unique_and_every_reference_has_its_target() -> None:
     html = render_report([_result(plan=_plan()), _result("other", plan=_plan(size=3))], title="A title")
     page = _Page(html)

@@ -54,6 +54,20 @@ def test_the_result_has_every_promised_key_with_its_type(name: str) -> None:
         assert entry["events"] == []
 
 
+def test_turns_are_taken_where_they_are_faster_and_the_result_says_so() -> None:
+    """Two groups of three on boards of two share an uplink: weights are equal, and the faster way is chosen."""
+    ways = {asked: small_result(boards=(2, 2, 2), sequenced=asked) for asked in ("auto", True, False)}
+    assert len({result["weights_sha256"] for result in ways.values()}) == 1
+    assert ways["auto"]["virtual_s"] == min(ways[True]["virtual_s"], ways[False]["virtual_s"])
+    assert ways[True]["virtual_s"] != ways[False]["virtual_s"]
+    for asked, result in ways.items():
+        taken = result["virtual_s"] == ways[True]["virtual_s"]
+        assert (result["plan"]["sequenced"], result["plan"]["sequenced_by"]) == (
+            taken, "predicted" if asked == "auto" else "asked")
+        assert [entry["sequenced"] for entry in result["rounds"][1:]] == [taken] * (len(result["rounds"]) - 1)
+    assert small_result()["plan"]["sequenced_by"] == "no-shared-uplink"
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_rounds_are_numbered_and_what_they_cost_accumulates(name: str) -> None:
     result = small_result(name)

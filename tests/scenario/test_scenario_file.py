@@ -352,7 +352,8 @@ scenarios = st.builds(
     strategy=st.builds(
         StrategyConfig, name=st.sampled_from(CLUSTER_STRATEGIES), groups=st.integers(1, 99) | st.just("auto"),
         socs=st.none() | st.integers(1, 99), sync_interval_epochs=positive | st.just("decay"), reshuffle=st.booleans(),
-        sequenced=st.booleans(), overlap_buckets=st.integers(1, 9), tolerate_client_errors=st.booleans()),
+        sequenced=st.booleans() | st.just("auto"), overlap_buckets=st.integers(1, 9),
+        tolerate_client_errors=st.booleans()),
     compare=st.builds(CompareConfig, target_accuracy=st.none() | st.floats(0, 1),
                       strategies=st.lists(st.sampled_from(CLUSTER_STRATEGIES), min_size=1).map(tuple)),
     events=st.lists(st.builds(EventConfig, kind=st.sampled_from(FAULT_KINDS), soc=st.integers(0, 99),

@@ -43,6 +43,17 @@ def together(seconds: Sequence[float]) -> TaskGraph:
     return b.build(range(len(seconds)))
 
 
+def test_a_prediction_is_for_nominal_speeds_and_warms_nothing(make_cluster: MakeCluster) -> None:
+    """On a rack that is throttled all the same."""
+    cluster = make_cluster(SLOTS)
+    hot, graph = EventClock(cluster, heat()), together([40.0] * sum(SLOTS))
+    cold_s = EventClock(cluster).run(graph, repeat=30).duration_s
+    assert hot.run(graph, repeat=30).duration_s > 1.02 * cold_s
+    state = hot.state()
+    assert hot.predicted_s(graph, repeat=30) == cold_s
+    assert hot.state() == state
+
+
 class BruteForce:
     """Steps of work and a rack, in small explicit steps; idle 1 W, at work 5 W, as the toys of these tests."""
 

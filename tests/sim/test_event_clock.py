@@ -42,6 +42,19 @@ def test_it_is_a_virtual_clock(make_cluster: MakeCluster) -> None:
     assert clock.now_s == 0.0
 
 
+@pytest.mark.parametrize("repeat", [0, 1, 7])
+def test_a_prediction_is_what_a_run_would_take_and_passes_no_time(make_cluster: MakeCluster, repeat: int) -> None:
+    b = GraphBuilder()
+    b.transfer("bytes", 0, 5, 200.0, after=(b.compute("work", 0, 1.0),))
+    b.compute("other", 6, 2.5)
+    clock, graph = EventClock(make_cluster((5, 5))), b.build(range(10))
+    predicted_s = clock.predicted_s(graph, repeat=repeat)
+    assert (clock.now_s, clock.usage) == (0.0, Usage())
+    assert clock.run(graph, repeat=repeat).duration_s == predicted_s
+    with pytest.raises(ConfigError, match="repeat must not be negative"):
+        clock.predicted_s(graph, repeat=-1)
+
+
 def test_a_processor_serves_by_ready_time_then_task(make_cluster: MakeCluster) -> None:
     b = GraphBuilder()
     b.compute("a", 0, 2.0)

@@ -278,6 +278,45 @@ def test_dealing_the_data_anew_is_priced_too() -> None:
     assert second.duration_s > first.duration_s
 
 
+def profile(**layer: Any) -> ModelProfile:
+    return ModelProfile(name="toy", input_bytes=4.0, layers=(
+        LayerProfile(**{"name": "only", "kind": "Linear", "output_bytes": 4.0, **layer}),))
+
+
+@pytest.mark.parametrize(("kind", "in_turn"), [
+    (profile(forward_flops=1e9, weight_bytes=4e7, num_tensors=1), True),  # long passes, and bytes
+    (profile(forward_flops=1e6, weight_bytes=4e5, num_tensors=40), False),  # messages
+])
+def test_every_new_plan_takes_turns_where_that_is_predicted_to_be_faster(kind: ModelProfile, in_turn: bool) -> None:
+    """Each round takes as long as the faster of both ways, with all SoCs and as they go."""
+    cluster, took, turns = parse_cluster({"boards": [3, 3, 3]}), {}, []
+    for asked in ("auto", True, False):
+        strategy = socflow(cluster=cluster, clock=EventClock(cluster), model_profile=kind, sequenced=asked,
+                           num_epochs=4)
+        nodes = range(10, 100, 10)
+        for server_round, gone in enumerate((None, 20, 60, 30), start=1):
+            grid = FakeGrid(tuple(node for node in nodes if node != gone))
+            sent = [message for message in messages(strategy, server_round, grid) if "group" in message.content]
+            strategy.aggregate_train(server_round, [answer(message, 1.0) for message in sent])
+        took[asked] = [report.usage.duration_s for report in strategy.reports]
+        turns.append([report.in_turn for report in strategy.reports])
+    assert took["auto"] == [min(both) for both in zip(took[True], took[False], strict=True)]
+    assert took[True] != took[False]
+    assert turns[0][0] == in_turn
+
+
+def test_without_a_clock_groups_that_share_an_uplink_take_turns_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    strategy = socflow(cluster=parse_cluster({"boards": [2, 2, 2]}), model_profile=PROFILE)
+    with caplog.at_level("INFO", logger="flwr"):
+        strategy.summary()
+    assert strategy.turns.taken and "nothing predicts whether running freely is faster" in caplog.text
+    assert not socflow(model_profile=PROFILE).turns.taken  # these share none
+    with pytest.raises(ConfigError, match="sequenced = 'maybe'"):
+        socflow(sequenced="maybe")
+
+
 def test_without_a_clock_nothing_is_priced() -> None:
     strategy = socflow()
     strategy.aggregate_train(1, [answer(message, 1.0) for message in messages(strategy)])

@@ -1,0 +1,69 @@
+"""Whether communication groups take turns (F6): what the clock says of both decides.
+
+Turns hide computation behind exchanges, and cost where uplinks stand still while messages are handled (F7).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from socflower.cluster import VirtualClock
+from socflower.errors import ConfigError
+from socflower.hierarchy.communication import conflicts
+from socflower.hierarchy.delayed_sync import SyncInterval
+from socflower.hierarchy.plan import GroupPlan
+from socflower.hierarchy.training_work import TrainingWork
+
+AUTO = "auto"
+"""What leaves the choice to the prediction."""
+
+ASKED, PREDICTED, NO_SHARED_UPLINK, NOT_PREDICTED = "asked", "predicted", "no-shared-uplink", "not-predicted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """Predicted seconds of a step of all groups, the mean over a training, at nominal speeds."""
+
+    in_turn_s: float
+    free_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turns:
+    """Whether groups that share an uplink exchange in turn, and what decided that."""
+
+    taken: bool
+    decided_by: str
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the part of plan and result documents that tells of it."""
+        return {"sequenced": self.taken, "sequenced_by": self.decided_by}
+
+
+def step_times(work: TrainingWork, intervals: Sequence[SyncInterval], clock: VirtualClock) -> StepTimes:
+    """Return what a step takes in turn and freely, over all intervals; the work's own choice does not matter."""
+    lengths = Counter(interval.num_steps for interval in intervals)
+    num_steps = sum(length * count for length, count in lengths.items())
+    in_turn_s, free_s = (
+        sum(count * clock.predicted_s(graph, repeat=length) for length, count in lengths.items()) / num_steps
+        for graph in (work.step(sequenced=True), work.step(sequenced=False)))
+    return StepTimes(in_turn_s=in_turn_s, free_s=free_s)
+
+
+def choose_turns(plan: GroupPlan, sequenced: bool | str, predict: Callable[[], StepTimes] | None) -> Turns:
+    """Return what `sequenced` asks for, or with "auto" what takes less time; without a difference groups run freely.
+
+    Without `predict`, groups that share an uplink take turns: by F7's max(C + S, 2S) against C + 2S turns never lose,
+    but that leaves out what handling messages takes. Raises `ConfigError` if `sequenced` is anything else.
+    """
+    if not isinstance(sequenced, bool) and sequenced != AUTO:
+        raise ConfigError(f"sequenced = {sequenced!r} is unknown; use true, false or {AUTO!r}")
+    if not any(conflicts(plan.groups).values()):
+        return Turns(taken=False, decided_by=NO_SHARED_UPLINK)
+    if isinstance(sequenced, bool):
+        return Turns(taken=sequenced, decided_by=ASKED)
+    if predict is None:
+        return Turns(taken=True, decided_by=NOT_PREDICTED)
+    times = predict()
+    return Turns(taken=times.in_turn_s < times.free_s, decided_by=PREDICTED)
