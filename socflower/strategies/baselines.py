@@ -1,18 +1,20 @@
 """What SoCFlow is compared with: one ring of everything and one machine alone, its special cases, and FedAvg."""
 
 from collections.abc import Iterable
+from logging import WARNING
 from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
+from flwr.supercore import log
 
 from socflower.cluster import Cluster
 from socflower.cluster.protocol import ALPHA, CPU_SHARE, EVENTS, METRICS
 from socflower.errors import TrainingFailed
 from socflower.strategies.heat_replies import heat_events
 from socflower.strategies.mixed_replies import client_events, mean_metric
-from socflower.strategies.replies import ReplyEvent, fault_of, no_reply
+from socflower.strategies.replies import ReplyEvent, failure_event, fault_of, no_reply
 from socflower.strategies.resuming import Resumable
 from socflower.strategies.round_grid import OpenRound
 from socflower.strategies.socflow import SoCFlow
@@ -40,7 +42,7 @@ class OrderedFedAvg(Resumable, FedAvg):
 
     Flower draws the nodes of a round at random, and with them the order of its sum. It also averages NaN in, and
     leaves out clients that failed without a word to its caller; here neither happens: `events` tells what was left
-    out of the newest round.
+    out of the newest round, and of evaluation at clients that failed.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -89,6 +91,18 @@ class OrderedFedAvg(Resumable, FedAvg):
         """Address the nodes that Flower draws, after a round of training that came to an end."""
         self._round.require_ended(server_round)
         return super().configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Average what clients say of their own data, as Flower does; `events` tells of those that failed."""
+        replies = list(replies)
+        for reply in replies:
+            if reply.has_error():
+                node_id = reply.metadata.src_node_id
+                soc = self._nodes.index(node_id) if node_id in self._nodes else 0
+                event = failure_event(reply, soc, f"evaluation, node {node_id}")
+                log(WARNING, "aggregate_evaluate: %s", event.text)
+                self.events = (*self.events, event)
+        return super().aggregate_evaluate(server_round, replies)
 
 
 def _without_lists(reply: Message) -> Message:

@@ -98,8 +98,8 @@ class OpenRound:
         """Raise `TrainingFailed` if the round's replies have not come: what comes after them is asked for."""
         if self._open == server_round:
             raise TrainingFailed(
-                f"round {server_round}: its replies did not reach {self._strategy}; the strategy around it keeps them "
-                "back, as Flower's differential privacy does where any client failed, and Flower's log has the cause"
+                f"round {server_round}: its replies did not reach {self._strategy}: the strategy around it keeps them "
+                "back, as Flower's differential privacy does where any client failed; Flower's log has the cause"
                 f"{self._advice}")
 
 

@@ -155,7 +155,7 @@ class SoCFlow(Resumable):
         self._open_questions: dict[str, int] = {}  # to nodes that have not answered yet, by message id
         self._failed: list[Message] = []  # replies of this round that say no more than why there is none
         self._round = OpenRound(
-            "SoCFlow", "; started with round_grid(grid) of its SoCFlow, it leaves out and names clients that fail")
+            "SoCFlow", "; start it with round_grid(grid) of its SoCFlow, and clients that fail are named")
         self._led_by_others: frozenset[int] = frozenset()
         self.transport = "in process"
 

@@ -50,3 +50,14 @@ def test_what_flower_leaves_out_is_told_for_the_newest_round_only() -> None:
     assert strategy.events[0].text == "SoC 1 (node 20): the client raised two lines"
     strategy.aggregate_train(2, [answer(message, 1.0) for message in (first, second, third, fourth)])
     assert strategy.events == ()
+
+
+def test_evaluation_that_fails_at_a_client_is_told_and_the_others_are_averaged() -> None:
+    strategy = fedavg()
+    first, second, *_ = messages(strategy)
+    metrics = strategy.aggregate_evaluate(1, [
+        Message(RecordDict({"metrics": MetricRecord({"num-examples": 2, "accuracy": 0.5})}), reply_to=first),
+        answer_error(second, 2, "no test data")])
+    assert metrics is not None and dict(metrics) == {"accuracy": 0.5}
+    assert [(event.kind, event.group_id) for event in strategy.events] == [("client-raised", 1)]
+    assert strategy.events[0].text == "evaluation, node 20: the client raised no test data"
