@@ -48,6 +48,7 @@ from socflower.cluster.protocol import (
     encode,
 )
 from socflower.cluster.split_protocol import SPLIT
+from socflower.cluster.torch_random import built_alone
 from socflower.errors import ConfigError
 from socflower.workloads import LabelledData, evaluate
 
@@ -103,6 +104,9 @@ def make_client_app(
             return FP32Trainer()
         return cast(Trainer, trainer) if hasattr(trainer, "start") else trainer(context)
 
+    def model_of(context: Context) -> nn.Module:
+        return built_alone(model_fn, context)
+
     @app.query(QUERY_ACTION)
     def query(message: Message, context: Context) -> Message:
         return answer_query(message, context)
@@ -116,9 +120,9 @@ def make_client_app(
                               "socflower.clients.make_split_client_app")
         with torch_threads(num_threads):
             if RING in message.content.config_records:
-                return _train_in_ring(model_fn(context), message, context, data_fn, trainer_for(context), state_folder,
+                return _train_in_ring(model_of(context), message, context, data_fn, trainer_for(context), state_folder,
                                       ring_ledger)
-            model = _load(model_fn(context), message)
+            model = _load(model_of(context), message)
             if GROUP in message.content.config_records:
                 metrics, end, outcome = _train_as_group(model, message, context, data_fn, trainer_for(context),
                                                         state_folder)
@@ -141,7 +145,7 @@ def make_client_app(
             settings.check_evaluation(message)
             settings.check_node(context)
             with torch_threads(num_threads):
-                model = _load(model_fn(context), message)
+                model = _load(model_of(context), message)
                 outcome = evaluate(model, evaluate_data_fn(context, *_partition(context)))
             metrics = MetricRecord(
                 {"accuracy": outcome.accuracy, "loss": outcome.loss, NUM_EXAMPLES: outcome.num_samples})

@@ -24,6 +24,7 @@ from socflower.clients.member_buffers import require_batch_statistics
 from socflower.clients.throughput import ThroughputRatio
 from socflower.clients.trainer import Metric, Part, SessionEnd, TrainingSpan
 from socflower.cluster.protocol import ALPHA, ALPHA_STEPS, CPU_SHARE
+from socflower.cluster.torch_random import forked_generator
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision import Int8Backend, NativeInt8Backend
 from socflower.precision.mixing import (
@@ -221,7 +222,7 @@ class MixedPrecisionSession:
             self._alpha, self._alpha_epoch = self._measure_alpha(parts), epoch
         if self._ratio is None and not self._span.npu_ratios and self._trainer.rule in RULES_BY_THROUGHPUT:
             # The model's random layers must not go on from where a measurement has left them.
-            with torch.random.fork_rng(devices=[]):
+            with forked_generator():
                 self._ratio = self._measure_ratio(parts)
 
     def _measure_alpha(self, parts: Sequence[Part]) -> float:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from socflower.cluster.profile import LayerProfile, ModelProfile
+from socflower.cluster.torch_random import forked_generator
 from socflower.errors import ConfigError
 
 FLOAT32_BYTES = 4
@@ -80,7 +81,7 @@ def profile_module(module: nn.Module, example_input: torch.Tensor | tuple[int, .
     _observe(skeleton, trace)
     try:
         # Tensors that a forward function makes for itself join the meta device, and draw no random numbers.
-        with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad(), trace.counter:
+        with forked_generator(), torch.device("meta"), torch.no_grad(), trace.counter:
             skeleton(inputs)
     except Exception as error:  # a user's forward function may raise anything
         shape = tuple(inputs.shape)

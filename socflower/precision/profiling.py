@@ -91,8 +91,9 @@ def _profile(
 
 
 def _fp32_seconds(node: ir.Node, graph: ir.Graph, modules: dict[str, nn.Module], batch: int, repeats: int) -> float:
-    inputs = [
-        torch.randn(batch, *graph.shape_of(value)).requires_grad_()  # in the layout that Fp32Operator gives a module
+    generator = torch.Generator().manual_seed(0)
+    inputs = [  # in the layout that Fp32Operator gives a module
+        torch.randn(batch, *graph.shape_of(value), generator=generator).requires_grad_()
         for value in node.inputs
     ]
 

@@ -22,6 +22,7 @@ from socflower.edgecloud.link_trace import constant
 from socflower.edgecloud.timeline import Party
 from socflower.sim.workers import handle
 from socflower.workloads.models import build_model
+from tests.seeded import built
 
 SEED = 5
 BATCHES_PER_EPOCH = 4
@@ -67,9 +68,8 @@ def layered(name: str = "lenet5", **settings: Any) -> LayeredProgram:
 def generator() -> LayeredProgram:
     """Return a model whose last layers see the data: its front half is in the cloud."""
     def model() -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(SEED)
-            return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 6), nn.Sigmoid())
+        return built(lambda: nn.Sequential(
+            nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 6), nn.Sigmoid()), SEED)
 
     return LayeredProgram(model_fn=model, example=(4,), optimizer=sgd(0.05), loss=functional.mse_loss, reverse=True,
                           seed=SEED)
@@ -90,9 +90,7 @@ class TwoBottoms(nn.Module):
 
 def joined() -> JoinedProgram:
     def model() -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(SEED)
-            return TwoBottoms()
+        return built(TwoBottoms, SEED)
 
     return JoinedProgram(model_fn=model, examples=(torch.zeros(1, 3), torch.zeros(1, 5)),
                          bottoms=("bottoms.0", "bottoms.1"), top="top", optimizer=sgd(0.05), seed=SEED)

@@ -16,6 +16,7 @@ from socflower.clients.compression import make_compression
 from socflower.clients.gradient_exchange import GradientExchange, Turn
 from socflower.clients.in_process_ring import in_process_rings
 from socflower.errors import ConfigError
+from tests.seeded import built
 
 NUM_MEMBERS = 3
 PATIENCE_S = 60.0
@@ -65,9 +66,9 @@ def rings_of(size: int = NUM_MEMBERS) -> Iterator[list[Watched]]:
 
 
 def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Conv2d(2, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 9),
-                         nn.Tanh(), nn.Linear(9, 5))
+    return built(lambda: nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 9), nn.Tanh(),
+        nn.Linear(9, 5)), 3)
 
 
 def images() -> list[Tensor]:
@@ -160,7 +161,6 @@ def test_tied_and_frozen_parameters() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(1)
             self.first, self.second, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
             self.second.weight = self.first.weight
             self.frozen.requires_grad_(False)
@@ -168,7 +168,7 @@ def test_tied_and_frozen_parameters() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return self.second(self.frozen(torch.tanh(self.first(inputs))))
 
-    model, inputs = Tied(), [torch.full((2, 6), 0.1 * rank) for rank in range(NUM_MEMBERS)]
+    model, inputs = built(Tied, 1), [torch.full((2, 6), 0.1 * rank) for rank in range(NUM_MEMBERS)]
     found = on_copies(model, 3, inputs)
     require_sums(found, model, inputs)
     assert sum(gradient is None for gradient in found[0]) == 2  # the frozen layer's
@@ -184,14 +184,13 @@ def test_a_layer_that_only_some_members_use() -> None:
     class Branch(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(1)
             self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, inputs: Tensor) -> Tensor:
             hidden = self.always(inputs)
             return self.sometimes(hidden) if float(inputs.sum()) > 0 else hidden
 
-    model, inputs = Branch(), [torch.ones(2, 4), -torch.ones(2, 4), torch.ones(2, 4)]
+    model, inputs = built(Branch, 1), [torch.ones(2, 4), -torch.ones(2, 4), torch.ones(2, 4)]
     # The part that is never complete in one member's pass is the first in order: the others wait for it to the end.
     require_sums(on_copies(model, 4, inputs), model, inputs)
 
@@ -219,7 +218,6 @@ def test_weights_with_gaps_or_in_any_order_of_dimensions() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(2)
             self.gaps = nn.Parameter(torch.randn(4, 6)[:, ::2])
             # Sorted, its strides are those of a contiguous (2, 3); yet it has gaps.
             self.skewed = nn.Parameter(torch.randn(10).as_strided((2, 3), (1, 3)))
@@ -228,7 +226,7 @@ def test_weights_with_gaps_or_in_any_order_of_dimensions() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return inputs @ self.gaps @ self.skewed.T @ self.turned[1].T * self.turned.sum()
 
-    model, inputs = Odd(), [torch.full((2, 4), 1.0 + rank) for rank in range(NUM_MEMBERS)]
+    model, inputs = built(Odd, 2), [torch.full((2, 4), 1.0 + rank) for rank in range(NUM_MEMBERS)]
     found = on_copies(model, 1, inputs)
     require_sums(found, model, inputs)
     assert found[0][2] is not None and found[0][2].stride() == model.turned.stride()
@@ -257,14 +255,13 @@ def test_parts_go_out_in_one_order_whatever_the_timing() -> None:
     class Fork(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(1)
             self.layers = nn.ModuleList(nn.Linear(3, 3 + width) for width in range(4))
 
         def forward(self, inputs: Tensor) -> Tensor:
             order = range(4) if float(inputs.mean()) > 0 else reversed(range(4))
             return torch.stack([self.layers[index](inputs).sum() for index in order])
 
-    model, inputs = Fork(), [torch.ones(2, 3), -torch.ones(2, 3), 2 * torch.ones(2, 3)]
+    model, inputs = built(Fork, 1), [torch.ones(2, 3), -torch.ones(2, 3), 2 * torch.ones(2, 3)]
     with rings_of() as rings:
         def member(rank: int) -> list[Tensor | None]:
             own = copy.deepcopy(model)

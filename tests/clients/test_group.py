@@ -16,14 +16,17 @@ from socflower.errors import ConfigError
 from socflower.hierarchy import split_batch
 from socflower.workloads import LabelledData
 from tests.clients.test_batches import task
+from tests.seeded import built
 
 
 def small_network(*, norm: bool) -> nn.Sequential:
-    torch.manual_seed(3)
-    layers: list[nn.Module] = [nn.Conv2d(1, 4, 3, bias=not norm)]
-    if norm:
-        layers.append(nn.BatchNorm2d(4))
-    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(4 * 4 * 4, 3))
+    def layers() -> nn.Sequential:
+        first: list[nn.Module] = [nn.Conv2d(1, 4, 3, bias=not norm)]
+        if norm:
+            first.append(nn.BatchNorm2d(4))
+        return nn.Sequential(*first, nn.ReLU(), nn.Flatten(), nn.Linear(4 * 4 * 4, 3))
+
+    return built(layers, 3)
 
 
 def small_data(num_samples: int) -> LabelledData:

@@ -8,12 +8,16 @@ from socflower.clients import Int8Trainer
 from socflower.clients.trainer import Part, TrainingSpan
 from socflower.errors import ConfigError
 from socflower.precision import ADAPTIVE_FIXED_POINT, EngineSettings, RescalingPolicy, int8_algorithm
+from tests.seeded import built
 
 
 def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 4)
+    return built(
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+            nn.Linear(72, 4)
+        ),
+        0,
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from socflower.precision.int8_model import StepResult
 from socflower.precision.mixing import accuracy_floor, cpu_samples, cpu_share
 from tests.clients.test_app import fresh, group_task, make_app, message, metrics_of, node
 from tests.clients.test_group import parts_of, small_data, small_network
+from tests.seeded import built
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) > 0)
 
@@ -662,8 +663,8 @@ def test_measuring_beta_leaves_weights_statistics_and_random_numbers_alone() -> 
 # ------------------------------------------------------------------------------------------ running statistics
 def norm_first() -> nn.Sequential:
     """A network whose running statistics are those of its inputs, whatever its weights."""
-    torch.manual_seed(6)
-    return nn.Sequential(nn.BatchNorm2d(1), nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    return built(lambda: nn.Sequential(
+        nn.BatchNorm2d(1), nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)), 6)
 
 
 @pytest.mark.parametrize(("rule", "size"), [("half", 8), ("half", 5), ("int8", 6), ("fp32", 6)])

@@ -25,6 +25,7 @@ from socflower.clients.transports import open_ring
 from socflower.cluster.protocol import COMPLETED, PREEMPTED, GroupTask, RingTask
 from socflower.workloads import LabelledData
 from tests.clients.ring_peers import TOKEN, free_addresses
+from tests.seeded import built
 
 WAIT_S = 90.0
 NUM_SAMPLES, NUM_STEPS = 96, 6
@@ -76,11 +77,13 @@ class _StruckWork:
 
 
 def model(*, norm: bool = False) -> nn.Module:
-    torch.manual_seed(2)
-    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(16, 12)]
-    if norm:
-        layers.append(nn.BatchNorm1d(12))
-    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(12, 3))
+    def layers() -> nn.Module:
+        first: list[nn.Module] = [nn.Flatten(), nn.Linear(16, 12)]
+        if norm:
+            first.append(nn.BatchNorm1d(12))
+        return nn.Sequential(*first, nn.ReLU(), nn.Linear(12, 3))
+
+    return built(layers, 2)
 
 
 def samples(count: int = NUM_SAMPLES) -> LabelledData:

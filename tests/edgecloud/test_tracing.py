@@ -14,6 +14,7 @@ from socflower.cluster.tracing import profile_module
 from socflower.edgecloud.tracing import SplitModel, cut_shapes, trace_split, whole_back, whole_front
 from socflower.errors import ConfigError
 from socflower.workloads.models import build_model
+from tests.seeded import built
 
 IMAGES = {"lenet5": (1, 28, 28), "vgg-small": (3, 32, 32), "resnet8": (3, 32, 32), "resnet18": (3, 16, 16),
           "mobilenet-v1": (3, 16, 16)}
@@ -48,7 +49,7 @@ class Block(nn.Module):
 def test_front_and_back_make_up_the_whole(name: str) -> None:
     model, split = split_of(name)
     model.eval()
-    inputs = torch.randn(2, *IMAGES[name])
+    inputs = torch.randn(2, *IMAGES[name], generator=torch.Generator().manual_seed(1))
     whole = model(inputs)
     for cut, point in list(enumerate(split.cuts))[::1 + len(split.cuts) // 8]:
         features = split.front(cut)(inputs)
@@ -253,7 +254,7 @@ def test_tied_weights_second_values_and_other_types_forbid_a_cut(model: nn.Modul
 def test_what_is_done_in_place_stays_on_its_side() -> None:
     model = Forgotten()
     split = trace_split(model, (4,))
-    inputs = torch.randn(2, 4)
+    inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
     assert torch.equal(split.back(0)(split.front(0)(inputs)), model(inputs)) and split.writes_in_place
     assert not trace_split(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), (4,)).writes_in_place
 
@@ -305,8 +306,8 @@ def test_tracing_leaves_model_and_random_state_as_they_were() -> None:
 
 def test_a_fingerprint_tells_graphs_settings_and_freezing_apart_but_not_values() -> None:
     def chain(seed: int, width: int = 4, slope: float = 0.1) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, width), nn.LeakyReLU(slope), nn.Linear(width, 4), nn.ReLU(), nn.Linear(4, 2))
+        return built(lambda: nn.Sequential(
+            nn.Linear(4, width), nn.LeakyReLU(slope), nn.Linear(width, 4), nn.ReLU(), nn.Linear(4, 2)), seed)
 
     with torch.random.fork_rng():
         prints = [trace_split(model, (4,), frozen=frozen).fingerprint() for model, frozen in (

@@ -4,6 +4,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from tests.seeded import built
+
 IMAGE = (3, 10, 10)
 CLASSES = 5
 
@@ -100,11 +102,7 @@ CORNERS = {"zero-branch": ZeroBranch, "rectified": rectified, "rectified-and-poo
 
 def build(name, seed=0):
     """Return a network of `NETWORKS` or `CORNERS`; torch's global generator is as it was."""
-    state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    module = (NETWORKS | CORNERS)[name]()
-    torch.set_rng_state(state)
-    return module
+    return built((NETWORKS | CORNERS)[name], seed)
 
 
 def batches(count, size=6, seed=0, image=IMAGE, classes=CLASSES):

@@ -10,6 +10,7 @@ from torch import nn
 from socflower.precision import ADAPTIVE_FIXED_POINT, EngineSettings, Int8Model, RescalingPolicy
 from socflower.precision.algorithm import BackwardRule
 from tests.precision.networks import CLASSES, IMAGE, NETWORKS, batches, build
+from tests.seeded import built
 
 ALWAYS = EngineSettings(rescaling=RescalingPolicy(adaptive=False))
 FP32_LOSS = dataclasses.replace(ADAPTIVE_FIXED_POINT, backward=BackwardRule(loss="fp32"))
@@ -73,11 +74,14 @@ def test_a_residual_branch_of_zeros_leaves_the_gradient_as_it_is():
 
 @pytest.mark.parametrize("make", [nn.GELU, nn.Sigmoid, lambda: nn.GroupNorm(2, 8), lambda: nn.Conv2d(8, 8, 3)])
 def test_an_fp32_operator_in_the_middle_passes_the_gradient_of_autograd(make):
-    torch.manual_seed(2)
-    module = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), make(), nn.AvgPool2d(2), nn.Flatten(), nn.LazyLinear(CLASSES)
-    )  # fmt: skip
-    module(torch.zeros(2, *IMAGE))
+    def network():
+        module = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), make(), nn.AvgPool2d(2), nn.Flatten(), nn.LazyLinear(CLASSES)
+        )  # fmt: skip
+        module(torch.zeros(2, *IMAGE))
+        return module
+
+    module = built(network, 2)
     for parameter, (got, expected) in gradients(module, fp32_operators=["2"]).items():
         assert cosine(got, expected) > 0.98, parameter
         assert np.linalg.norm(got) == pytest.approx(np.linalg.norm(expected), rel=0.1), parameter

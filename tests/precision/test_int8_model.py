@@ -15,6 +15,7 @@ from socflower.precision.rounding_out import MAX_EXPONENT
 from socflower.precision.updates import update_weight
 from tests.precision import numpy_kernels as nk
 from tests.precision.networks import CLASSES, IMAGE, NETWORKS, batches, build
+from tests.seeded import built
 
 MOMENTUM = dataclasses.replace(ADAPTIVE_FIXED_POINT, update=Fp32Update(momentum=0.9))
 
@@ -333,9 +334,11 @@ def test_a_new_state_forgets_what_was_known_of_scales():
 
 
 def with_fp32(make, seed=3):
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), make(), nn.Flatten(), nn.Linear(8 * 16, CLASSES)
+    return built(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), make(), nn.Flatten(), nn.Linear(8 * 16, CLASSES)
+        ),
+        seed,
     )
 
 

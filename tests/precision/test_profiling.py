@@ -3,21 +3,23 @@
 import math
 
 import numpy as np
-import torch
 from torch import nn
 
 from socflower.precision import EngineSettings, Int8Model
 from socflower.precision.batch_splitting import BlockProfile, best_blocks, profile_batch_blocks
 from socflower.precision.profiling import profile_operators
+from tests.seeded import built
 
 SHAPE = (3, 8, 8)
 
 
 def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.GELU(), nn.Flatten(), nn.Linear(256, 4)
-    )  # fmt: skip
+    return built(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.GELU(), nn.Flatten(), nn.Linear(256, 4)
+        ),
+        0,
+    )
 
 
 def test_every_operator_is_timed_on_both_sides_and_what_int8_lacks_runs_in_fp32() -> None:
@@ -61,8 +63,7 @@ def test_splitting_changes_no_result() -> None:
     labels = random.integers(0, 4, 12, dtype=np.int32)
     states = []
     for blocks in ({}, {"0": 5, "3": 7}):
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 4))
+        module = built(lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 4)), 0)
         model = Int8Model.from_module(module, input_shape=SHAPE, settings=EngineSettings(batch_blocks=blocks))
         for _ in range(3):
             model.train_step(images, labels)

@@ -21,16 +21,19 @@ from socflower.cluster.protocol import CONFIG, GROUP, SERVER_ROUND, GroupTask
 from socflower.strategies import SoCFlow
 from socflower.strategies.rings import RingSettings
 from socflower.workloads import LabelledData
+from tests.seeded import built
 
 NUM_SAMPLES = 320
 
 
 def network(*, norm: bool = False) -> nn.Module:
-    torch.manual_seed(3)
-    layers: list[nn.Module] = [nn.Conv2d(1, 8, 3, bias=not norm)]
-    if norm:
-        layers.append(nn.BatchNorm2d(8))
-    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, 40), nn.ReLU(), nn.Linear(40, 4))
+    def layers() -> nn.Module:
+        first: list[nn.Module] = [nn.Conv2d(1, 8, 3, bias=not norm)]
+        if norm:
+            first.append(nn.BatchNorm2d(8))
+        return nn.Sequential(*first, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, 40), nn.ReLU(), nn.Linear(40, 4))
+
+    return built(layers, 3)
 
 
 def samples() -> LabelledData:

@@ -39,11 +39,10 @@ def test_features_grow_along_the_depth() -> None:
 
 
 def test_equal_seeds_give_equal_weights_and_no_global_state_moves() -> None:
-    torch.manual_seed(0)
     before = torch.get_rng_state()
     first = build_generator(seed=3).state_dict()
     assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(99)
+    torch.rand(1)  # the global generator goes on
     again, other = build_generator(seed=3).state_dict(), build_generator(seed=4).state_dict()
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)

@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.nn.modules import activation, normalization, pooling
 
+from socflower.cluster.torch_random import forked_generator
 from socflower.errors import ConfigError
 
 NUM_SAMPLES = 3  # of the pass that observes shapes: a leading dimension of 3 is hardly one by chance
@@ -168,7 +169,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     cuda = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
     model.train()
     try:
-        with torch.random.fork_rng(devices=cuda), torch.no_grad():
+        with forked_generator(cuda=cuda), torch.no_grad():
             yield
             for buffer, value in buffers.items():
                 buffer.copy_(value)

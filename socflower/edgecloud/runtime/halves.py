@@ -186,7 +186,8 @@ class TorchHalf:
         if not self._split.random_layers:
             with GATE.computing():
                 return layers(argument)
-        with random_streams(self._seed, batch, self._device), GATE.computing():
+        # In this order: who has the gate alone forks the generator, and would wait for a half that waits at the gate.
+        with GATE.computing(), random_streams(self._seed, batch, self._device):
             return layers(argument)
 
     def _layers(self) -> nn.Module:

@@ -118,9 +118,10 @@ def measure_cloud(split: SplitModel, how: Measuring) -> tuple[float, ...]:
     """Return the seconds that this device needs for the back half of every cut: forward, backward and update."""
     work = split.copy()
     work.model.to(how.device)
+    generator = torch.Generator().manual_seed(0)
     seconds: list[float] = []
     for cut, point in enumerate(work.cuts):
-        features = torch.rand(how.batch_size, *point.feature_shape, device=how.device)
+        features = torch.rand(how.batch_size, *point.feature_shape, generator=generator).to(how.device)
         layers, step = work.back(cut), _Updater(work, work.back_names(cut), how)
 
         def train(layers: nn.Module = layers, step: Callable[[], None] = step, features: torch.Tensor = features,

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
-_DRAWING = threading.RLock()  # torch's generators are global: halves in other threads wait, so that none draws of ours
+from socflower.cluster.torch_random import forked_generator
+
 _active = threading.local()
 
 
@@ -24,9 +25,11 @@ def layer_seed(seed: int, batch: int, layer: int) -> int:
 
 @contextmanager
 def random_streams(seed: int, batch: int, device: torch.device | None = None) -> Iterator[None]:
-    """Draw from the streams of a batch within; afterwards the global random state is what it was before."""
-    devices = [device] if device is not None and device.type == "cuda" else []
-    with _DRAWING, torch.random.fork_rng(devices=devices):
+    """Draw from the streams of a batch within; afterwards the global random state is what it was before.
+
+    Halves in other threads wait, so that none draws of ours.
+    """
+    with forked_generator(cuda=[device] if device is not None and device.type == "cuda" else []):
         before = getattr(_active, "key", None)
         _active.key = (seed, batch)
         try:

@@ -14,6 +14,7 @@ from socflower.edgecloud.runtime.random_streams import random_streams, start_str
 from socflower.edgecloud.tracing import SplitModel, trace_split
 from socflower.edgecloud.workers import Weights
 from socflower.workloads.models import build_model
+from tests.seeded import built
 
 BATCH_SIZE = 4
 LOSS = nn.functional.cross_entropy
@@ -32,12 +33,10 @@ class Block(nn.Module):
 
 def chain(seed: int = 0, *, dropout: float = 0.3, inplace: bool = False) -> nn.Sequential:
     """Return a model of 6 features and 3 classes with all that makes halves differ: norms, masks, a residual block."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(
-            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=inplace), nn.Dropout(dropout), Block(8),
-            nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 8), nn.ReLU(inplace=inplace),
-            nn.Linear(8, 3))
+    return built(lambda: nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=inplace), nn.Dropout(dropout), Block(8),
+        nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 8), nn.ReLU(inplace=inplace),
+        nn.Linear(8, 3)), seed)
 
 
 def image_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:

@@ -12,6 +12,7 @@ from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.in_process import constant_staleness, run_actions
 from socflower.edgecloud.tracing import trace_split
 from tests.edgecloud.runtime.split_training import adam, assert_same, falling, train_locally
+from tests.seeded import built
 
 NUM_BATCHES = 6
 
@@ -25,12 +26,10 @@ def one_thread() -> Iterator[None]:
 
 
 def decoder() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
-        return nn.Sequential(
-            nn.Linear(5, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Unflatten(1, (2, 4, 4)), nn.Upsample(scale_factor=2),
-            nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout2d(0.2),
-            nn.Conv2d(3, 1, 3, padding=1), nn.Sigmoid())
+    return built(lambda: nn.Sequential(
+        nn.Linear(5, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Unflatten(1, (2, 4, 4)), nn.Upsample(scale_factor=2),
+        nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout2d(0.2),
+        nn.Conv2d(3, 1, 3, padding=1), nn.Sigmoid()), 4)
 
 
 def codes(batch: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:

@@ -14,6 +14,7 @@ from socflower.edgecloud.timeline_actions import Action, Kind
 from socflower.edgecloud.tracing import SplitModel, whole_back, whole_front
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.split_training import LOSS, adam, falling
+from tests.seeded import built
 
 NUM_BATCHES, SIZES = 6, (3, 5)
 
@@ -45,10 +46,8 @@ def parts(batch: int) -> tuple[list[torch.Tensor], np.ndarray]:
 
 
 def build(top: Callable[[], nn.Module]) -> tuple[list[nn.Module], nn.Module]:
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        bottoms = [nn.Sequential(nn.Linear(size, 4), nn.BatchNorm1d(4), nn.ReLU()) for size in SIZES]
-        return list(bottoms), top()
+    return built(lambda: (
+        [nn.Sequential(nn.Linear(size, 4), nn.BatchNorm1d(4), nn.ReLU()) for size in SIZES], top()), 2)
 
 
 def jointly(num_batches: int) -> list[Action]:
