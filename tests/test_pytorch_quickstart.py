@@ -14,6 +14,7 @@ from torch import Tensor
 from socflower.cluster.cluster_file import load_cluster
 from socflower.scenario import cli
 from socflower.scenario.deployment_processes import CONNECTION, local_flower
+from socflower.scenario.private_network import MACHINE_NETWORK, Network
 from socflower.scenario.scenario_file import parse_scenario
 from socflower.sim.engine import load_flower_app, run_app
 
@@ -37,11 +38,15 @@ def run_here(app: Path, final_model: Path, **config: object) -> Weights:
     return weights_of(final_model)
 
 
-def flwr_run(environment: Mapping[str, str], connection: str, final_model: Path, *options: str) -> str:
+def flwr_run(
+    environment: Mapping[str, str], connection: str, final_model: Path, *options: str,
+    network: Network = MACHINE_NETWORK,
+) -> str:
     """Submit the converted app with Flower's own command and return what it printed."""
     command = shutil.which("flwr", path=environment["PATH"]) or "flwr"
     ran = subprocess.run(
-        [command, "run", str(AFTER), connection, "--stream", "--run-config", f'final-model="{final_model}"', *options],
+        network.command([command, "run", str(AFTER), connection, "--stream", "--run-config",
+                         f'final-model="{final_model}"', *options]),
         capture_output=True, text=True, timeout=500.0, cwd=final_model.parent, env=dict(environment), check=False)
     assert final_model.exists(), ran.stdout[-3000:] + ran.stderr[-1000:]
     return ran.stdout
@@ -102,7 +107,7 @@ def test_rings_of_supernodes_end_with_nearly_the_same_weights(tmp_path: Path) ->
     rack = parse_scenario(tables, name="rack", question="", where="rack")
     (tmp_path / "flower").mkdir()
     with local_flower(tmp_path / "flower", rack, print) as flower:
-        printed = flwr_run(flower.environment, CONNECTION, tmp_path / "rings.pt")
+        printed = flwr_run(flower.environment, CONNECTION, tmp_path / "rings.pt", network=flower.network)
     assert accuracies(printed)[-1] > 0.9
     assert "gradients inside groups: gloo" in printed
     local = run_here(AFTER, tmp_path / "local.pt")
