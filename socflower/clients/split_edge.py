@@ -150,7 +150,7 @@ def front_plan(task: SplitTask, settings: SplitSettings, link: CloudLink | None 
     return FrontPlan(
         deployment=Deployment(cut=task.cuts[0], bits=task.bits[0], window=task.windows[0]),
         window_of=None if schedule is None else lambda batch: schedule.window(offset + batch, total),
-        grouping=settings.grouping, feedback="none" if settings.delta_bytes else settings.feedback,
+        grouping=settings.grouping, feedback=settings.feedback,
         delta_bytes=settings.delta_bytes, gradient_bits=task.gradient_bits,
         checkpoint_batches=settings.checkpoint_batches, decide=decider)
 

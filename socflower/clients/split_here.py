@@ -19,6 +19,7 @@ from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.timeline_actions import Action, decode_actions
+from socflower.errors import ConfigError
 from socflower.hierarchy.aggregation import weighted_average
 
 Fronts: TypeAlias = Sequence[PlacedHalf[TorchFront]]
@@ -34,6 +35,11 @@ class SplitSettings:
     delta_bytes: int = 0  # memory for delta coding at either end; 0: without
     window: WindowSchedule | None = None  # K by part of training, on a real link; the task's where missing
     checkpoint_batches: int = 0  # on a real link, between two barriers; 0: only at the ends of a round
+
+    def __post_init__(self) -> None:
+        if self.delta_bytes and self.feedback != "none":
+            raise ConfigError(f"SplitSettings: feedback = {self.feedback!r} beside delta_bytes = {self.delta_bytes}: "
+                              "changes of features are sent without error feedback; leave one of the two out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -79,7 +79,7 @@ class SoCFlow(Resumable):
     cluster : Cluster
         The SoCs and their links.
     num_groups : int
-        Logical groups N; see `profile_group_count` for choosing it (F2). Ignored if `plan` is given.
+        Logical groups N; see `profile_group_count` for choosing it (F2). Not beside a `plan`, which has its own.
     num_samples, batch_size, num_epochs : int
         Size of the training set, batch of a group, and passes over the data.
     num_socs : int, optional
@@ -124,6 +124,9 @@ class SoCFlow(Resumable):
     ) -> None:
         if clock is not None and model_profile is None:
             raise ConfigError("SoCFlow: a clock needs a model_profile to price; make one with profile_module(model, …)")
+        if plan is not None and (num_socs is not None or num_groups not in (1, len(plan.groups))):
+            raise ConfigError(f"SoCFlow: nobody reads num_groups = {num_groups}, num_socs = {num_socs} beside a plan, "
+                              f"which has {len(plan.groups)} groups of {len(plan.participants)} SoCs; leave them out")
         self._model_name = model_profile.name if model_profile else ""
         rates = sustained_rates(cluster, self._model_name, pricing)
         self._planning = ChangingPlan(

@@ -299,6 +299,14 @@ def test_a_damaged_file_is_as_none(tmp_path: Path) -> None:
     assert SplitState(replace(first, first_batch=4), new_context(), StateFiles(tmp_path)).read() is None
 
 
+def test_changes_of_features_have_no_error_feedback_on_any_engine() -> None:
+    """A real link left it out without a word, and one process did not."""
+    with pytest.raises(ConfigError, match=r"feedback = 'rank-one' beside delta_bytes = 1024.*leave one of the two out"):
+        SplitSettings(feedback="rank-one", delta_bytes=1024)
+    SplitSettings(feedback="rank-one")
+    SplitSettings(delta_bytes=1024)
+
+
 def test_events_of_a_client_travel_beside_its_report() -> None:
     program = layered()
     grid = ThreadGrid([client_app(program, settings_fn=lambda context: SplitSettings())])
