@@ -8,6 +8,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.clientapp.typing import ClientAppCallable
+from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg, FedProx, Strategy
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from socflower.clients.read_settings import ALONE_KEYS, ReadSettings
 from socflower.cluster import parse_cluster
 from socflower.cluster.protocol import PRICED, RESUMED, SERVER_ROUND, WARM_UP
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.sim.engine import run_app
 from socflower.sim.flower_internals import begin_run
 from socflower.sim.local_grid import LocalGrid
 from socflower.strategies import OrderedFedAvg, SoCFlow, SplitReplay
@@ -154,6 +156,17 @@ def test_fedprox_is_refused_since_nobody_adds_its_term(proximal_mu: float) -> No
     fedprox = FedProx(fraction_evaluate=0.0, proximal_mu=proximal_mu)
     assert "nobody reads 'proximal-mu'" in first_cause(fedprox, make_app())
     assert train(FedProx(fraction_evaluate=0.0), make_app(extra_keys=["proximal-mu"])).arrays is not None
+
+
+def test_a_run_of_fedprox_ends_with_the_refusal_of_its_clients() -> None:
+    server_app = ServerApp()
+
+    @server_app.main()
+    def main(grid: Grid, context: Context) -> None:
+        FedProx(fraction_evaluate=0.0, proximal_mu=1000.0).start(grid, weights(fresh()), num_rounds=1)
+
+    with pytest.raises(TrainingFailed, match=r"no client succeeded.*nobody reads 'proximal-mu'"):
+        run_app(server_app, make_app(), cluster=parse_cluster({"boards": [2]}), num_workers=0)
 
 
 def test_socflow_ends_with_the_refusal_of_its_clients() -> None:
