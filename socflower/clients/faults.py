@@ -60,7 +60,7 @@ def suffer(faults: Sequence[Fault], message: Message, context: Context, call_nex
         return _status(faults, socs, cast(int, server_round), call_next(message, context))
     leaving = {str(fault.soc): fault.at for fault in faults
                if fault.kind == "preempt" and fault.soc in socs and fault.server_round == server_round}
-    if leaving:
+    if leaving and GROUP in records:
         message.content[DEPARTURES] = ConfigRecord({**leaving})
     kinds = {fault.kind for fault in faults if fault.soc in socs and fault.server_round == server_round}
     if "raise" in kinds:

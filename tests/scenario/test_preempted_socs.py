@@ -45,6 +45,12 @@ def test_a_group_all_of_whose_socs_leave_is_left_out_and_the_others_go_on() -> N
     assert np.isfinite(result["final_accuracy"])
 
 
+def test_fedavg_takes_no_notice() -> None:
+    result = small_result("fedavg", events=(preempt(1, 1),))
+    assert kinds(result) == [[], []]
+    assert result["weights_sha256"] == small_result("fedavg")["weights_sha256"]
+
+
 def test_with_nobody_left_the_training_ends_with_a_line() -> None:
     with pytest.raises(TrainingFailed, match="have left for their users' own work"):
         run_scenario(small(events=tuple(preempt(soc, 1) for soc in range(4))), num_workers=0)
