@@ -37,6 +37,15 @@ class Usage:
             num_bytes=_sum(self.num_bytes, other.num_bytes),
         )
 
+    def __mul__(self, count: int) -> "Usage":
+        """Return the usage of `count` of these, one after the other."""
+        return Usage(
+            duration_s=self.duration_s * count,
+            soc_seconds={key: value * count for key, value in self.soc_seconds.items()},
+            energy_j={key: value * count for key, value in self.energy_j.items()},
+            num_bytes={key: value * count for key, value in self.num_bytes.items()},
+        )
+
 
 @dataclass(slots=True)
 class Pace:

@@ -19,6 +19,9 @@ from socflower.errors import ConfigError
 _CLUSTER_KEYS = ("name", "boards", "socs_per_board", "device", "soc_bytes_per_s", "board_bytes_per_s",
                  "hub_bytes_per_s")
 _BOARD_KEYS = ("socs", "count", "device", "soc_bytes_per_s", "board_bytes_per_s")
+MOST_SOCS = 4096
+"""Of a cluster: many times the largest rack, and what a plan is still found for in seconds."""
+
 _DEFAULT_DEVICE = "snapdragon-865"
 
 ClusterTables: TypeAlias = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]], Mapping[str, Any]]
@@ -86,6 +89,7 @@ def parse_cluster(
     reject_unknown_keys(cluster, _CLUSTER_KEYS, where)
     main_device = _device_name(cluster, _DEFAULT_DEVICE, where)
     made: list[Board] = []
+    num_socs = 0
     if boards:
         if "boards" in cluster:
             raise ConfigError(f"{where}: boards = {cluster['boards']!r} and [[board]] tables are both given; keep one")
@@ -99,7 +103,10 @@ def parse_cluster(
                 soc_bytes_per_s=_rate(table, "soc_bytes_per_s", soc_rate, at),
                 uplink_bytes_per_s=_rate(table, "board_bytes_per_s", board_rate, at),
             )
-            made.extend([board] * _count(table, "count", 1, at))
+            count = _count(table, "count", 1, at)
+            num_socs += count * board.num_slots
+            _require_few(num_socs, at)
+            made.extend([board] * count)
     else:
         soc_rate, board_rate = _board_rates(cluster, kinds.link(main_device), where)
         kind = kinds.device(main_device)
@@ -172,8 +179,16 @@ def _slots(cluster: Mapping[str, Any], where: str) -> list[int]:
             raise ConfigError(f"{where}: boards = {boards} must list the slots in use, whole numbers, one a board")
         if not any(boards):
             raise ConfigError(f"{where}: boards = {boards} has no SoC in use; give at least one")
+        _require_few(sum(boards), where)
         return [slots for slots in boards if slots]
-    return [_count(cluster, "socs_per_board", 5, where)] * _count(cluster, "boards", 1, where)
+    per_board, num_boards = _count(cluster, "socs_per_board", 5, where), _count(cluster, "boards", 1, where)
+    _require_few(per_board * num_boards, where)
+    return [per_board] * num_boards
+
+
+def _require_few(num_socs: int, where: str) -> None:
+    if num_socs > MOST_SOCS:
+        raise ConfigError(f"{where}: {num_socs} SoCs, of at most {MOST_SOCS} in a cluster; lower boards or their SoCs")
 
 
 def _count(table: Mapping[str, Any], key: str, default: int, where: str) -> int:

@@ -6,7 +6,7 @@ Pure planners: from `cluster` values to frozen plans, and from plans to task gra
 from socflower.hierarchy.aggregation import first_non_finite, weighted_average
 from socflower.hierarchy.collectives import Exchange
 from socflower.hierarchy.communication import communication_groups, conflicts
-from socflower.hierarchy.delayed_sync import SyncInterval, group_steps_per_epoch, sync_schedule
+from socflower.hierarchy.delayed_sync import SyncInterval, group_steps_per_epoch, sync_schedule, sync_shapes
 from socflower.hierarchy.group_count import GroupCountChoice, choose_group_count, default_candidates
 from socflower.hierarchy.lowering import deal_graph, exchange_graph, step_graph, synchronisation_graph
 from socflower.hierarchy.mapping import integrity_greedy, map_groups
@@ -50,6 +50,7 @@ __all__ = [
     "step_graph",
     "step_times",
     "sync_schedule",
+    "sync_shapes",
     "synchronisation_graph",
     "weighted_average",
 ]

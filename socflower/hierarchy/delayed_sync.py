@@ -5,13 +5,18 @@ give intervals of 24, 25, 24 and 24 steps, so that four of them are an epoch.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeAlias
 
 from socflower.errors import ConfigError
 
 DECAY = "decay"
 """The paper's schedule: frequent synchronisation at first, doubled intervals later."""
+
+MOST_INTERVALS = 1_000_000
+"""More rounds than any training takes; a schedule of them fills a gigabyte."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,42 +47,147 @@ def sync_schedule(
 
     `interval_epochs` is a number of epochs, or "decay": `initial`, doubled every `doubling_epochs` (the paper's
     GN), up to `maximum`; an interval has the length that holds where it begins. Each has at least one step, and
-    the last one is cut where training ends. Raises `ConfigError` for values that cannot be.
+    the last one is cut where training ends. Raises `ConfigError` for values that cannot be, and for more than
+    `MOST_INTERVALS`.
     """
+    walk = _walk(num_epochs, steps_per_epoch, interval_epochs, initial, doubling_epochs, maximum)
+    least = walk.total_steps / (walk.longest * steps_per_epoch + 1)  # none has more steps, rounded up
+    if least <= MOST_INTERVALS:
+        shapes = sync_shapes(num_epochs, steps_per_epoch, interval_epochs, initial=initial,
+                             doubling_epochs=doubling_epochs, maximum=maximum)
+        least = Fraction(sum(count for _, count in shapes))
+    if least > MOST_INTERVALS:
+        raise _too_many(num_epochs, interval_epochs)
+    return tuple(walk.next() for _ in range(int(least)))
+
+
+def sync_shapes(
+    num_epochs: int, steps_per_epoch: int, interval_epochs: float | str, *,
+    initial: float = 0.25, doubling_epochs: int = 10, maximum: float = 2.0,
+) -> tuple[tuple[SyncInterval, int], ...]:
+    """Return the intervals of `sync_schedule` that differ, the first of each, and how many of each there are.
+
+    Two are the same if they have as many steps, and both or neither begin an epoch; the first interval of all is
+    always apart. Lengths repeat as soon as they do not grow any more, so the work does not depend on `num_epochs`.
+    """
+    walk = _walk(num_epochs, steps_per_epoch, interval_epochs, initial, doubling_epochs, maximum)
+    firsts: dict[_Shape, SyncInterval] = {}
+    counts: dict[_Shape, int] = {}
+    walked: list[_Shape] = []
+    reached: dict[tuple[Fraction, int], int] = {}  # where the walk was, within its epoch, after how many intervals
+    skipped = False
+    while not walk.done:
+        if walked and not skipped and walk.interval == walk.longest:
+            place = walk.place
+            if place in reached:
+                cycle = walked[reached[place]:]
+                times = (walk.total_steps - walk.first) // sum(shape[0] for shape in cycle)
+                for shape in cycle:
+                    counts[shape] += times
+                walk.skip(times, cycle)
+                skipped = True  # what is left is shorter than a cycle
+                continue
+            reached[place] = len(walked)
+        interval = walk.next()
+        shape = (interval.num_steps, interval.first_step % steps_per_epoch == 0, interval.index == 0)
+        firsts.setdefault(shape, interval)
+        counts[shape] = counts.get(shape, 0) + 1
+        walked.append(shape)
+        if len(walked) > MOST_INTERVALS:
+            raise _too_many(num_epochs, interval_epochs)
+    return tuple((interval, counts[shape]) for shape, interval in firsts.items())
+
+
+_Shape: TypeAlias = tuple[int, bool, bool]
+"""Steps of an interval, whether it begins an epoch, and whether it is the first of all."""
+
+
+class _Walk:
+    """The intervals one after the other, from wherever it is."""
+
+    def __init__(self, num_epochs: int, steps_per_epoch: int, shortest: Fraction, longest: Fraction,
+                 doubling_epochs: int) -> None:
+        self.total_steps, self.first = num_epochs * steps_per_epoch, 0
+        self._steps_per_epoch, self._doubling_epochs = steps_per_epoch, doubling_epochs
+        self._shortest, self.longest = shortest, longest
+        self._position = Fraction(0)  # in epochs, as `first` is in steps
+        self._index = self._deal_epoch = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether training has ended."""
+        return self.first >= self.total_steps
+
+    @property
+    def interval(self) -> Fraction:
+        """Epochs of the interval that begins here."""
+        # No power beyond the longest is computed: it would have as many digits as training has decades.
+        doublings = min(int(self._position) // self._doubling_epochs, 64)
+        return min(self._shortest * (1 << doublings), self.longest)
+
+    @property
+    def place(self) -> tuple[Fraction, int]:
+        """What decides all intervals to come, once they do not grow any more: position and steps within the epoch."""
+        epoch = int(self._position)
+        return self._position - epoch, self.first - epoch * self._steps_per_epoch
+
+    def next(self) -> SyncInterval:
+        """Return the interval that begins here, and go on to the next."""
+        first, steps_per_epoch = self.first, self._steps_per_epoch
+        self._position += self.interval
+        end = math.floor(self._position * steps_per_epoch + Fraction(1, 2))
+        if end <= first:
+            # An interval below one step would never get on: it is one step, and the next begins where it ends.
+            end = first + 1
+            self._position = Fraction(end, steps_per_epoch)
+        end = min(end, self.total_steps)
+        if first % steps_per_epoch == 0:
+            self._deal_epoch = first // steps_per_epoch
+        made = SyncInterval(index=self._index, first_step=first, num_steps=end - first,
+                            epoch_end=end / steps_per_epoch, deal_epoch=self._deal_epoch)
+        self.first, self._index = end, self._index + 1
+        return made
+
+    def skip(self, times: int, cycle: Sequence[_Shape]) -> None:
+        """Go on by intervals that come `times` again, from here to where this place is reached again."""
+        num_steps = times * sum(shape[0] for shape in cycle)
+        self.first += num_steps
+        self._position += Fraction(num_steps, self._steps_per_epoch)
+        self._index += times * len(cycle)
+        if any(begins_epoch for _, begins_epoch, _ in cycle):
+            self._deal_epoch += num_steps // self._steps_per_epoch
+
+
+def _walk(num_epochs: int, steps_per_epoch: int, interval_epochs: float | str, initial: float, doubling_epochs: int,
+          maximum: float) -> _Walk:
+    """Return the walk from the beginning of a training; `ConfigError` for what cannot be."""
     for name, value in (("epochs", num_epochs), ("steps_per_epoch", steps_per_epoch),
                         ("doubling_epochs", doubling_epochs)):
         if value < 1:
             raise ConfigError(f"schedule: {name} must be 1 or more, got {value}")
+    shortest, longest = _lengths(interval_epochs, initial, maximum)
+    if 2 * longest * steps_per_epoch < 1:
+        shortest = longest = Fraction(1, steps_per_epoch)  # one step as well, without hundreds of digits
+    return _Walk(num_epochs, steps_per_epoch, shortest, longest, doubling_epochs)
+
+
+def _too_many(num_epochs: int, interval_epochs: float | str) -> ConfigError:
+    return ConfigError(f"schedule: epochs = {num_epochs} with sync_interval_epochs = {interval_epochs!r} make more "
+                       f"than {MOST_INTERVALS} rounds; train fewer epochs, or synchronise less often")
+
+
+def _lengths(interval_epochs: float | str, initial: float, maximum: float) -> tuple[Fraction, Fraction]:
+    """Return the shortest and the longest interval, in epochs; `ConfigError` for what cannot be."""
     if isinstance(interval_epochs, str):
         if interval_epochs != DECAY:
             raise ConfigError(f"schedule: sync_interval_epochs = {interval_epochs!r} must be a number of epochs "
                               f"or {DECAY!r}")
         if not 0.0 < initial <= maximum < math.inf:
             raise ConfigError(f"schedule: need 0 < initial <= maximum, got {initial} and {maximum}")
-        shortest, longest = _exact(initial), _exact(maximum)
-    else:
-        if not 0.0 < interval_epochs < math.inf:
-            raise ConfigError(f"schedule: sync_interval_epochs = {interval_epochs} must be above 0 and finite")
-        shortest = longest = _exact(interval_epochs)
-    total_steps = num_epochs * steps_per_epoch
-    intervals: list[SyncInterval] = []
-    position, first = Fraction(0), 0  # in epochs, in steps
-    deal_epoch = 0
-    while first < total_steps:
-        interval = min(shortest * 2 ** (int(position) // doubling_epochs), longest)
-        position += interval
-        end = math.floor(position * steps_per_epoch + Fraction(1, 2))
-        if end <= first:
-            # An interval below one step would never get on: it is one step, and the next begins where it ends.
-            end = first + 1
-            position = Fraction(end, steps_per_epoch)
-        end = min(end, total_steps)
-        if first % steps_per_epoch == 0:
-            deal_epoch = first // steps_per_epoch
-        intervals.append(SyncInterval(index=len(intervals), first_step=first, num_steps=end - first,
-                                      epoch_end=end / steps_per_epoch, deal_epoch=deal_epoch))
-        first = end
-    return tuple(intervals)
+        return _exact(initial), _exact(maximum)
+    if not 0.0 < interval_epochs < math.inf:
+        raise ConfigError(f"schedule: sync_interval_epochs = {interval_epochs} must be above 0 and finite")
+    return _exact(interval_epochs), _exact(interval_epochs)
 
 
 def _exact(epochs: float) -> Fraction:

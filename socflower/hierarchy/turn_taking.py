@@ -3,15 +3,13 @@
 Turns hide computation behind exchanges, and cost where uplinks stand still while messages are handled (F7).
 """
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from socflower.cluster import VirtualClock
 from socflower.errors import ConfigError
 from socflower.hierarchy.communication import conflicts
-from socflower.hierarchy.delayed_sync import SyncInterval
 from socflower.hierarchy.plan import GroupPlan
 from socflower.hierarchy.training_work import TrainingWork
 
@@ -41,9 +39,11 @@ class Turns:
         return {"sequenced": self.taken, "sequenced_by": self.decided_by}
 
 
-def step_times(work: TrainingWork, intervals: Sequence[SyncInterval], clock: VirtualClock) -> StepTimes:
-    """Return what a step takes in turn and freely, over all intervals; the work's own choice does not matter."""
-    lengths = Counter(interval.num_steps for interval in intervals)
+def step_times(work: TrainingWork, lengths: Mapping[int, int], clock: VirtualClock) -> StepTimes:
+    """Return what a step takes in turn and freely, over all intervals; the work's own choice does not matter.
+
+    `lengths`: how many intervals there are of how many steps.
+    """
     num_steps = sum(length * count for length, count in lengths.items())
     in_turn_s, free_s = (
         sum(count * clock.predicted_s(graph, repeat=length) for length, count in lengths.items()) / num_steps

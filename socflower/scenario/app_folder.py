@@ -1,6 +1,7 @@
 """Any Flower app folder on the local engine: its own ServerApp and ClientApp, unmodified, in virtual time."""
 
 import json
+import math
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -71,8 +72,8 @@ def _run(
 def _profile(training_flops: float | None) -> ModelProfile | None:
     if training_flops is None:
         return None
-    if not training_flops > 0:
-        raise ConfigError(f"--training-flops {training_flops}: must be above 0")
+    if not 0 < training_flops < math.inf:
+        raise ConfigError(f"--training-flops {training_flops}: must be above 0 and finite")
     layer = LayerProfile(name="model", kind="foreign", forward_flops=training_flops / (1.0 + BACKWARD_TO_FORWARD),
                          output_bytes=0.0, weight_bytes=0.0, num_tensors=0)
     return ModelProfile(name="foreign", layers=(layer,), input_bytes=0.0)

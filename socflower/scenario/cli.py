@@ -12,12 +12,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from socflower import __version__
+from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.errors import ConfigError, SocflowerError, TrainingFailed
 from socflower.scenario import cloud_commands, heat_commands, terminal
 from socflower.scenario.ending import interrupted_by_signals
 from socflower.scenario.options import (
+    MOST_WORKERS,
     refuse_all_but,
     refuse_unread,
+    require_count,
     require_engine,
     require_local_engine,
     unread_by_compare,
@@ -96,6 +99,8 @@ def run(
     require_engine(engine)
     refuse_unread(context, unread_by_run(of_app_folder=is_app, engine=engine, elsewhere=bool(superlink),
                                          keeps_checkpoints=bool(checkpoint_folder)))
+    require_count("--workers", workers, 0, MOST_WORKERS)
+    require_count("--nodes", nodes, 1, MOST_SOCS)
     if is_app:
         _run_app_folder(scenario, cluster, out, nodes, training_flops, set_ or [], workers, as_json)
         return
@@ -140,6 +145,7 @@ def compare(
     """Run the same work under several strategies and put them side by side."""
     require_engine(engine)
     refuse_unread(context, unread_by_compare(engine))
+    require_count("--workers", workers, 0, MOST_WORKERS)
     from socflower.scenario.comparison import compare as run_comparison
     from socflower.scenario.scenario_file import load_scenario
 
@@ -234,6 +240,7 @@ def profile(
     refuse_unread(context, {})
     if serve is not None:
         refuse_all_but(context, "serve", because="--serve only answers")
+        require_count("--serve", serve, 0, 65535)
         from socflower.scenario.link_probe import serve as serve_probes
 
         try:

@@ -22,6 +22,7 @@ from socflower.edgecloud.runtime.session import SessionFactory
 from socflower.errors import ConfigError
 from socflower.scenario.config import Scenario
 from socflower.scenario.format import human_bytes
+from socflower.scenario.options import MOST_WORKERS, require_count
 from socflower.scenario.scenario_file import apply_override, from_document, load_scenario
 from socflower.scenario.split_app import split_settings
 from socflower.scenario.split_training import SplitSetting
@@ -33,8 +34,7 @@ def serve_until_signal(
 ) -> None:
     """Serve a program's runs until SIGINT or SIGTERM; `ready` gets the address, `say` a line about what goes wrong."""
     factory = _factory(program, overrides)
-    if num_threads < 0:
-        raise ConfigError(f"--threads {num_threads}: must be 0 or more")
+    require_count("--threads", num_threads, 0, MOST_WORKERS)
     if num_threads:
         torch.set_num_threads(num_threads)
     ended = threading.Event()

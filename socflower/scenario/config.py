@@ -6,9 +6,11 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.cluster.protocol import COMPRESSIONS, TRANSPORTS
 from socflower.cluster.toml_file import reject_unknown_keys
 from socflower.errors import ConfigError
+from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.scenario.split_config import SPLIT_STRATEGIES, EdgeCloudConfig
 from socflower.scenario.thermal_config import Pairs, ThermalConfig, UsersConfig
@@ -20,6 +22,11 @@ REBALANCE = ("off", "shares", "groups", "both")
 FAULT_KINDS = ("raise", "nan", "hang", "die", "preempt")
 
 _HELD_OUT = 128
+# What cannot be meant: nothing that anybody trains comes near, and planning and training stay bounded.
+_MOST_EPOCHS = 1_000_000
+_MOST_SAMPLES = 1_000_000  # of a batch
+_MOST_BUCKETS = 1_000
+_LONGEST_S = 1e7  # 116 days
 _LISTS: dict[Any, tuple[type, str]] = {tuple[str, ...]: (str, "names"), tuple[int, ...]: (int, "whole numbers")}
 _ROWS: dict[Any, tuple[int, str]] = {Pairs: (2, "pairs"), tuple[tuple[float, float, float], ...]: (3, "triples")}
 _NUMBER = (int, float)
@@ -65,8 +72,9 @@ class TrainConfig:
         _one_of("[train] optimizer", self.optimizer, ("sgd", "adam"))
         _one_of("[train] schedule", self.schedule, ("cosine", "constant"))
         _one_of("[train] member_passes", self.member_passes, ("auto", "always", "ring"))
-        for key in ("epochs", "batch_size", "learning_rate", "local_epochs", "reply_timeout_s"):
-            _above_zero(f"[train] {key}", getattr(self, key))
+        for key, most in (("epochs", _MOST_EPOCHS), ("batch_size", _MOST_SAMPLES), ("learning_rate", math.inf),
+                          ("local_epochs", _MOST_EPOCHS), ("reply_timeout_s", _LONGEST_S)):
+            _above_zero(f"[train] {key}", getattr(self, key), most)
         if not (0 <= self.momentum < 1 and 0 <= self.weight_decay < math.inf):
             raise ConfigError(f"[train] momentum = {self.momentum} and weight_decay = {self.weight_decay}: need "
                               "0 <= momentum < 1 and weight_decay >= 0")
@@ -123,21 +131,17 @@ class StrategyConfig:
     def __post_init__(self) -> None:
         _one_of("[strategy] name", self.name, STRATEGIES)
         _one_of("[strategy] rebalance", self.rebalance, REBALANCE)
-        if self.rebalance_steps < 0:
-            raise ConfigError(f"[strategy] rebalance_steps = {self.rebalance_steps} must not be negative")
-        if isinstance(self.groups, str):
-            _one_of("[strategy] groups", self.groups, ("auto",))
-        else:
-            _above_zero("[strategy] groups", self.groups)
-        if isinstance(self.sync_interval_epochs, str):
-            _one_of("[strategy] sync_interval_epochs", self.sync_interval_epochs, ("decay",))
-        else:
-            _above_zero("[strategy] sync_interval_epochs", self.sync_interval_epochs)
+        if not 0 <= self.rebalance_steps <= _MOST_EPOCHS:
+            raise ConfigError(f"[strategy] rebalance_steps = {self.rebalance_steps} must not be negative, and at most "
+                              f"{_MOST_EPOCHS}")
+        _number_or("[strategy] groups", self.groups, "auto", "a whole number", MOST_SOCS)
+        _number_or("[strategy] sync_interval_epochs", self.sync_interval_epochs, "decay", "a number of epochs",
+                   _MOST_EPOCHS)
         if isinstance(self.sequenced, str) and self.sequenced != "auto":
             raise ConfigError(f"[strategy] sequenced = {self.sequenced!r} is unknown; use true, false or 'auto'")
         if self.socs is not None:
-            _above_zero("[strategy] socs", self.socs)
-        _above_zero("[strategy] overlap_buckets", self.overlap_buckets)
+            _above_zero("[strategy] socs", self.socs, MOST_SOCS)
+        _above_zero("[strategy] overlap_buckets", self.overlap_buckets, _MOST_BUCKETS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +158,7 @@ class RingConfig:
         _one_of("[ring] transport", self.transport, TRANSPORTS)
         _one_of("[ring] compression", self.compression, COMPRESSIONS)
         for key in ("heartbeat_s", "rendezvous_s", "leader_grace_s"):
-            _above_zero(f"[ring] {key}", getattr(self, key))
+            _above_zero(f"[ring] {key}", getattr(self, key), _LONGEST_S)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,8 +173,8 @@ class EventConfig:
 
     def __post_init__(self) -> None:
         _one_of("[[event]] kind", self.kind, FAULT_KINDS)
-        _above_zero("[[event]] round", self.round)
-        _above_zero("[[event]] rounds", self.rounds)
+        _above_zero("[[event]] round", self.round, MOST_INTERVALS)
+        _above_zero("[[event]] rounds", self.rounds, MOST_INTERVALS)
         if self.soc < 0:
             raise ConfigError(f"[[event]] soc = {self.soc} must be 0 or more")
         if not 0.0 <= self.at < 1.0:
@@ -256,6 +260,10 @@ class Scenario:
                               f"{self.strategy.name!r}")
         if not self.is_split:
             return
+        if self.train.epochs / self.split.round_epochs > MOST_INTERVALS:
+            raise ConfigError(f"[edgecloud] round_epochs = {self.split.round_epochs} with [train] epochs = "
+                              f"{self.train.epochs} make more than {MOST_INTERVALS} rounds; train fewer epochs, or "
+                              "raise round_epochs")
         if self.precision.arithmetic != "fp32":
             raise ConfigError(f"[strategy] name = {self.strategy.name!r} trains in FP32; leave [precision] out")
         if self.thermal is not None or self.users is not None:
@@ -310,6 +318,16 @@ def _one_of(where: str, value: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{where} = {value!r} is unknown; use one of {', '.join(known)}")
 
 
-def _above_zero(where: str, value: float) -> None:
+def _above_zero(where: str, value: float, most: float = math.inf) -> None:
     if not 0 < value < math.inf:
         raise ConfigError(f"{where} = {value} must be above 0 and finite")
+    if value > most:
+        raise ConfigError(f"{where} = {value} must be at most {most}")
+
+
+def _number_or(where: str, value: float | str, word: str, number: str, most: float) -> None:
+    """Raise `ConfigError` unless the value is above 0, or the one word that may stand for a number."""
+    if not isinstance(value, str):
+        _above_zero(where, value, most)
+    elif value != word:
+        raise ConfigError(f'{where} = {value!r} must be {number} above 0, or "{word}"')

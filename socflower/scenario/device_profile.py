@@ -31,6 +31,7 @@ from socflower.cluster.folder_lock import FolderLock
 from socflower.cluster.power_meter import PowerMeter, find_power_meter, mean_watts
 from socflower.errors import ConfigError
 from socflower.scenario.link_probe import LinkFigures, parse_peer, probe
+from socflower.scenario.options import MOST_WORKERS, require_count
 from socflower.scenario.profile_cells import (
     CellStore,
     Conditions,
@@ -45,6 +46,8 @@ from socflower.scenario.profile_cells import (
 SCHEMA = 2
 DEFAULT_MODELS = ("vgg11",)
 DEFAULT_BATCH_SIZES = (1, 8, 64)
+_MOST_SAMPLES = 100_000  # of a batch; no device that is meant here holds so many
+_MOST_REPEATS = 10_000
 _IDLE_S = 2.0
 _DIGITS = 5  # of figures in the profile; no two runs agree on more
 _MEASURED, _ASSUMED = "measured: ", "assumption: "
@@ -71,6 +74,11 @@ class ProfileRequest:
         if min(*self.batch_sizes, self.num_threads, self.repeats) < 1:
             raise ConfigError(f"profile: batch sizes, threads and repeats must be 1 or more, got "
                               f"{list(self.batch_sizes)}, {self.num_threads}, {self.repeats}")
+        for option, values, most in (("--batch-size", self.batch_sizes, _MOST_SAMPLES),
+                                     ("--threads", (self.num_threads,), MOST_WORKERS),
+                                     ("--repeats", (self.repeats,), _MOST_REPEATS)):
+            for value in values:
+                require_count(option, value, 1, most)
         if self.name:
             require_own_name(self.name)
         if self.like:

@@ -8,6 +8,7 @@ import numpy as np
 from socflower.cluster import Cluster, sustained_rates
 from socflower.errors import ConfigError
 from socflower.scenario.config import Scenario
+from socflower.scenario.format import human_seconds
 from socflower.scenario.planning import planned_intervals, planned_training, planned_work, with_plan
 from socflower.scenario.thermal_config import ThermalConfig, UsersConfig
 from socflower.sim import EventClock
@@ -21,6 +22,7 @@ from socflower.thermal.steps import changes
 from socflower.thermal.users import DAY_S, idle_windows
 
 _HORIZON_S = 14.0 * DAY_S  # for so long games are drawn; after that nobody comes any more
+_MOST_ROUNDS = 20_000  # whose heat is planned, in minutes
 _ONE_CLOCK = ClockGovernor(clock_hz=(1.0,), trip_c=(), resume_c=(), power_exponent=0.0)
 _NO_FANS = replace(rack_fans(), drag_w_per_rpm=0.0, air_w_per_rpm3=0.0)
 
@@ -76,16 +78,26 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
     rack = rack_dynamics(scenario, cluster)
     if rack is None:
         return None
+    cold_s = cold_training_s(scenario, cluster)
+    if cold_s is not None and cold_s > _HORIZON_S:
+        raise ConfigError(f"{scenario.name}: heat and users are followed for {_HORIZON_S / DAY_S:g} days, and this "
+                          f"training takes {human_seconds(cold_s)}; lower [train] epochs, or leave [thermal] and "
+                          "[users] out")
     clock, (work, _) = EventClock(cluster, dynamics=rack), planned_work(scenario, cluster)
+    intervals = planned_intervals(scenario, work)
+    if len(intervals) > _MOST_ROUNDS:
+        raise ConfigError(f"{scenario.name}: heat and users are planned round by round, and these are {len(intervals)} "
+                          f"rounds, of at most {_MOST_ROUNDS}; lower [train] epochs, or leave [thermal] and "
+                          "[users] out")
     balancer = Balancer(cluster, sustained_rates(cluster, work.profile.name, work.pricing), work.rebalancing)
-    for interval in planned_intervals(scenario, work):
+    for interval in intervals:
         balancer.look(clock, work.plan.participants)
         plan, _ = balancer.rearranged(work.plan)
         if plan is not work.plan:
             work, _ = with_plan(scenario, work, plan)
         work.run(interval, clock, capacities=balancer.in_use)
     return {"virtual_s": clock.now_s, "energy_j": clock.usage.total_energy_j,
-            **heat_document(scenario, rack, clock.now_s, cold_training_s(scenario, cluster))}
+            **heat_document(scenario, rack, clock.now_s, cold_s)}
 
 
 def cold_training_s(scenario: Scenario, cluster: Cluster) -> float | None:

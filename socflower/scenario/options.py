@@ -9,6 +9,9 @@ from socflower.errors import ConfigError
 
 ENGINES = ("local", "simulation", "deployment")
 
+MOST_WORKERS = 1024
+"""Processes or threads: more than any machine here has cores."""
+
 _OF_A_DEPLOYMENT = ("superlink", "superlink_ca", "restarts", "checkpoint_folder", "warm")
 _OF_AN_APP_FOLDER = ("cluster", "nodes", "training_flops")
 
@@ -64,6 +67,12 @@ def unread_by_run(*, of_app_folder: bool, engine: str, elsewhere: bool, keeps_ch
 def unread_by_compare(engine: str) -> dict[str, str]:
     """Return the options of `compare` that it does not read on an engine, and why."""
     return {} if engine == "local" else {"workers": f"is for --engine local only, and this is --engine {engine}"}
+
+
+def require_count(option: str, value: int | None, least: int, most: int) -> None:
+    """Raise `ConfigError` for a number that cannot be meant."""
+    if value is not None and not least <= value <= most:
+        raise ConfigError(f"{option} {value}: must be from {least} to {most}")
 
 
 def refuse_unread(context: typer.Context, unread: Mapping[str, str]) -> None:

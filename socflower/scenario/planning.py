@@ -1,6 +1,6 @@
 """The plan of a scenario without training: who works with whom, and what the clock predicts of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from socflower.hierarchy import (
     plan_groups,
     step_times,
     sync_schedule,
+    sync_shapes,
 )
 from socflower.precision.mixing import RULES_BY_THROUGHPUT
 from socflower.precision.pricing import MixedPricing
@@ -41,7 +42,7 @@ class PlannedTraining:
 def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     """Return the prediction for a strategy that has groups; with `groups = "auto"` for one group per board."""
     work, _ = planned_work(scenario, cluster)
-    usage = _training_usage(work, planned_intervals(scenario, work))
+    usage = _training_usage(work, _planned_shapes(scenario, work))
     return PlannedTraining(duration_s=usage.duration_s, energy_j=usage.total_energy_j, socs=work.plan.participants)
 
 
@@ -109,43 +110,53 @@ def with_plan(scenario: Scenario, work: TrainingWork, plan: GroupPlan) -> tuple[
     """Return the work under a plan, taking turns if that is chosen for it, as a run chooses."""
     work = replace(work, plan=plan)
     turns = choose_turns(plan, scenario.strategy.sequenced, partial(
-        step_times, work, planned_intervals(scenario, work), EventClock(work.cluster)))
+        step_times, work, _planned_lengths(scenario, work), EventClock(work.cluster)))
     return replace(work, sequenced=turns.taken), turns
 
 
 def planned_intervals(scenario: Scenario, work: TrainingWork) -> Sequence[SyncInterval]:
     """Return the intervals of the whole training."""
+    return sync_schedule(scenario.train.epochs, work.steps_per_epoch, _interval_epochs(scenario))
+
+
+def _planned_shapes(scenario: Scenario, work: TrainingWork) -> Sequence[tuple[SyncInterval, int]]:
+    """Return the intervals that differ, and how many of each there are: work that epochs do not add to."""
+    return sync_shapes(scenario.train.epochs, work.steps_per_epoch, _interval_epochs(scenario))
+
+
+def _planned_lengths(scenario: Scenario, work: TrainingWork) -> Mapping[int, int]:
+    """Return how many intervals there are of how many steps, in the order in which they come."""
+    lengths: dict[int, int] = {}
+    for interval, count in _planned_shapes(scenario, work):
+        lengths[interval.num_steps] = lengths.get(interval.num_steps, 0) + count
+    return lengths
+
+
+def _interval_epochs(scenario: Scenario) -> float | str:
     # One group's weights are the same everywhere: its rounds only mark when it is evaluated.
-    interval_epochs = scenario.strategy.sync_interval_epochs if scenario.strategy.name == "socflow" else 1.0
-    return sync_schedule(scenario.train.epochs, work.steps_per_epoch, interval_epochs)
+    return scenario.strategy.sync_interval_epochs if scenario.strategy.name == "socflow" else 1.0
 
 
-def _training_usage(work: TrainingWork, intervals: Sequence[SyncInterval]) -> Usage:
+def _training_usage(work: TrainingWork, shapes: Sequence[tuple[SyncInterval, int]]) -> Usage:
     """Return what all intervals take; equal ones are priced once."""
-    training, known = Usage(), dict[tuple[int, bool], Usage]()
-    for interval in intervals:
-        kind = (interval.num_steps, work.begins_with_deal(interval))
-        if kind not in known:
-            known[kind] = work.run(interval, EventClock(work.cluster))
-        training += known[kind]
-    return training
+    return sum((work.run(interval, EventClock(work.cluster)) * count for interval, count in shapes), Usage())
 
 
 def _predict(scenario: Scenario, work: TrainingWork) -> dict[str, float]:
     epochs = scenario.train.epochs
-    intervals = planned_intervals(scenario, work)
-    training = _training_usage(work, intervals)
+    shapes = _planned_shapes(scenario, work)
+    training = _training_usage(work, shapes)
     steps = work.steps_per_epoch
     synchronisation = work.synchronisation()
     busy = sum(training.soc_seconds.values())
-    times = step_times(work, intervals, EventClock(work.cluster))
+    times = step_times(work, _planned_lengths(scenario, work), EventClock(work.cluster))
     return {
         "step_s": times.in_turn_s if work.sequenced else times.free_s,
         "step_in_turn_s": times.in_turn_s,
         "step_free_running_s": times.free_s,
         "steps_per_epoch": float(steps),
         "sync_s": 0.0 if synchronisation is None else EventClock(work.cluster).run(synchronisation).duration_s,
-        "syncs_per_epoch": 0.0 if synchronisation is None else len(intervals) / epochs,
+        "syncs_per_epoch": 0.0 if synchronisation is None else sum(count for _, count in shapes) / epochs,
         "epoch_s": training.duration_s / epochs,
         "epoch_energy_j": training.total_energy_j / epochs,
         "memory_bytes": work.profile.training_memory_bytes(max(work.shares.values())),

@@ -12,6 +12,7 @@ SPLIT_STRATEGIES = ("split-replay", "pipelined", "joint-dnn", "split", "splitfed
 
 FEEDBACK = ("none", "diagonal", "rank-one")
 HALVES = ("own", "shared")
+_MOST_BATCHES = 10_000  # under way at the same time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,15 +70,17 @@ class EdgeCloudConfig:
             raise ConfigError(f"[edgecloud] trace_seed = {self.trace_seed} must be 0 or more")
         if not 0 < self.round_epochs < math.inf:
             raise ConfigError(f"[edgecloud] round_epochs = {self.round_epochs} must be above 0 and finite")
+        if self.trace_seed is not None and not 0 <= self.trace_seed < 2**32:
+            raise ConfigError(f"[edgecloud] trace_seed = {self.trace_seed} must lie between 0 and {2**32 - 1}")
         if isinstance(self.cut, str) and not self.cut:
             raise ConfigError("[edgecloud] cut is empty; write \"auto\", a number or the name of a layer")
         parts = [part for part, _ in self.window]
         if not parts or parts[0] != 0.0 or parts != sorted(set(parts)) or parts[-1] >= 1.0:
             raise ConfigError(f"[edgecloud] window = {[list(pair) for pair in self.window]}: need pairs [part of "
                               "training, K] whose parts rise from 0.0 and stay below 1.0")
-        if any(limit < 0 or limit != int(limit) for _, limit in self.window):
+        if any(not 0 <= limit <= _MOST_BATCHES or limit != int(limit) for _, limit in self.window):
             raise ConfigError(f"[edgecloud] window = {[list(pair) for pair in self.window]}: each K must be a whole "
-                              "number, 0 or more")
+                              f"number, 0 to {_MOST_BATCHES}")
 
 
 def _check_bits(key: str, values: tuple[int, ...]) -> None:

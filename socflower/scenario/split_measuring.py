@@ -17,6 +17,7 @@ from socflower.edgecloud.runtime.measuring import Measuring, from_document, meas
 from socflower.errors import ConfigError
 from socflower.scenario.config import Scenario
 from socflower.scenario.format import human_bytes, human_seconds
+from socflower.scenario.options import MOST_WORKERS, require_count
 from socflower.scenario.run_folder import write_atomically
 
 _CLOUD_KIND = "split-cloud-seconds"
@@ -35,6 +36,8 @@ def measure_split(scenario: Scenario, program: object, *, side: str, cloud: Path
         raise ConfigError(f"--side {side}: unknown; use edge or cloud")
     if repeats < 1 or threads < 1:
         raise ConfigError(f"--repeats {repeats} and --threads {threads} must be 1 or more")
+    require_count("--repeats", repeats, 1, 10_000)
+    require_count("--threads", threads, 1, MOST_WORKERS)
     torch.set_num_threads(threads)
     how = Measuring(optimizer=program.optimizer, batch_size=scenario.train.batch_size, num_repeats=repeats)
     if side == "cloud":

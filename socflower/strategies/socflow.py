@@ -1,5 +1,6 @@
 """SoCFlow: synchronous SGD inside groups, delayed synchronisation between them (SoCFlow+ section 3.1)."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -359,7 +360,8 @@ class SoCFlow(Resumable):
             if self._work is not None:
                 self._work = replace(self._work, plan=plan)
                 if self._clock is not None:
-                    predict = partial(step_times, self._work, self.intervals, self._clock)
+                    lengths = Counter(interval.num_steps for interval in self.intervals)
+                    predict = partial(step_times, self._work, lengths, self._clock)
             turns = choose_turns(plan, self._sequenced, predict)
             if self._work is not None:
                 self._work = replace(self._work, sequenced=turns.taken)

@@ -17,6 +17,7 @@ from socflower.thermal.reading import HeatSource, Reading
 _FIELDS = tuple(field.name for field in fields(Reading))
 _NUMBERS = ("at_s", "temperature_c", "clock_factor", "battery_fraction", "user_load")
 _BOOLEANS = {"true": True, "false": False}
+_LONGEST_INTERVAL_S = 1e7  # 116 days; a sleep of more than some centuries is none
 _CSV, _LINES = (".csv",), (".jsonl", ".ndjson", ".json")
 
 
@@ -126,8 +127,9 @@ def readings_of(
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[Reading]:
     """Return readings every `interval_s`, without end if `num_readings` is not given; ConfigError at once."""
-    if not (math.isfinite(interval_s) and interval_s > 0):
-        raise ConfigError(f"an interval of {interval_s} s between readings: give seconds above 0")
+    if not 0 < interval_s <= _LONGEST_INTERVAL_S:
+        raise ConfigError(f"an interval of {interval_s} s between readings: give seconds above 0, at most "
+                          f"{_LONGEST_INTERVAL_S:g}")
 
     def readings() -> Iterator[Reading]:
         for number in itertools.count() if num_readings is None else range(num_readings):

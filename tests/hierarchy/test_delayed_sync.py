@@ -1,11 +1,15 @@
 """Delayed synchronisation (F3)."""
 
+from collections import Counter
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
-from socflower.hierarchy import group_steps_per_epoch, sync_schedule
+from socflower.hierarchy import SyncInterval, group_steps_per_epoch, sync_schedule, sync_shapes
+from socflower.hierarchy.delayed_sync import _Walk
 
 INTERVALS = st.one_of(st.just("decay"), st.floats(1e-3, 50.0))
 
@@ -38,6 +42,49 @@ def test_whole_epochs_and_the_cut_last_interval() -> None:
     assert [part.num_steps for part in sync_schedule(5, 7, 2)] == [14, 14, 7]
     assert [part.num_steps for part in sync_schedule(1, 97, 0.25)] == [24, 25, 24, 24]
     assert [part.num_steps for part in sync_schedule(1, 3, 0.01)] == [1, 1, 1]
+
+
+@given(num_epochs=st.integers(1, 90), steps=st.integers(1, 120), interval=INTERVALS,
+       initial=st.sampled_from([0.25, 0.3]), doubling_epochs=st.integers(1, 12))
+def test_the_shapes_of_a_schedule_are_its_intervals_counted(
+    num_epochs: int, steps: int, interval: float | str, initial: float, doubling_epochs: int,
+) -> None:
+    """Against brute force."""
+    def shape(part: SyncInterval) -> tuple[int, bool, bool]:
+        return part.num_steps, part.first_step == part.deal_epoch * steps, part.index == 0
+
+    options: dict[str, Any] = {"initial": initial, "doubling_epochs": doubling_epochs}
+    schedule = sync_schedule(num_epochs, steps, interval, **options)
+    shapes = sync_shapes(num_epochs, steps, interval, **options)
+    assert {shape(first): count for first, count in shapes} == Counter(map(shape, schedule))
+    assert all(first == schedule[first.index] for first, _ in shapes)
+
+
+@given(steps=st.integers(1, 120), interval=st.one_of(st.just("decay"), st.integers(1, 400).map(lambda n: n / 100)))
+def test_shapes_take_no_more_work_for_more_epochs(steps: int, interval: float | str) -> None:
+    """Counted in intervals that are walked along: two decimals repeat after a hundred epochs."""
+    num_walked = [0]
+    next_one = _Walk.next
+
+    def counting(walk: _Walk) -> SyncInterval:
+        num_walked[0] += 1
+        return next_one(walk)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Walk, "next", counting)
+        shapes = sync_shapes(10**12, steps, interval)
+    assert num_walked[0] <= 100 * 120 + 1000
+    assert sum(first.num_steps * count for first, count in shapes) == 10**12 * steps
+
+
+@pytest.mark.parametrize(("num_epochs", "steps", "interval"), [
+    (10**8, 100, "decay"), (10**8, 1, 1.0), (10**5, 1000, 1e-9), (10, 10**6, 1e-300), (10**7, 3, 0.123456789123),
+])
+def test_more_rounds_than_can_be_meant_are_refused_with_the_way_out(
+    num_epochs: int, steps: int, interval: float | str,
+) -> None:
+    with pytest.raises(ConfigError, match=f"epochs = {num_epochs} .* rounds.*; train fewer epochs, or synchronise"):
+        sync_schedule(num_epochs, steps, interval)
 
 
 @pytest.mark.parametrize(("arguments", "options", "text"), [

@@ -1,5 +1,6 @@
 """Whether communication groups take turns: what is chosen is never slower than either way (F6, F7)."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,7 +47,8 @@ def work_on(cluster: Cluster, num_groups: int, profile: ModelProfile, **changes:
 
 def chosen(work: TrainingWork, intervals: Sequence[SyncInterval]) -> Turns:
     clock = EventClock(work.cluster)
-    turns = choose_turns(work.plan, "auto", partial(step_times, work, intervals, clock))
+    turns = choose_turns(work.plan, "auto", partial(
+        step_times, work, Counter(each.num_steps for each in intervals), clock))
     assert clock.now_s == 0.0  # predicting passes no time
     return turns
 
@@ -91,7 +93,7 @@ def test_the_mean_step_is_that_of_the_training_executed_step_by_step(
     training: tuple[TrainingWork, Sequence[SyncInterval]],
 ) -> None:
     work, intervals = training
-    times = step_times(work, intervals, EventClock(work.cluster))
+    times = step_times(work, Counter(each.num_steps for each in intervals), EventClock(work.cluster))
     for way, step_s in ((True, times.in_turn_s), (False, times.free_s)):
         clock = EventClock(work.cluster, extrapolate=False)
         for interval in intervals:
@@ -111,7 +113,7 @@ def test_vgg11_on_60_socs_takes_turns_in_20_groups_and_not_in_8(
     """The two cases of F7."""
     work = work_on(parse_cluster({"boards": 12, "socs_per_board": 5}), num_groups, VGG11, batch_size=64)
     intervals = sync_schedule(2, 98, 1.0)
-    times = step_times(work, intervals, EventClock(work.cluster))
+    times = step_times(work, Counter(each.num_steps for each in intervals), EventClock(work.cluster))
     assert (times.in_turn_s, times.free_s) == (pytest.approx(in_turn_s, abs=0.01), pytest.approx(free_s, abs=0.01))
     assert chosen(work, intervals) == Turns(taken=taken, decided_by=PREDICTED)
 
