@@ -15,7 +15,9 @@ import torch
 from socflower import _int8
 from socflower.cluster.dependencies import dependencies
 from socflower.hierarchy import weighted_average
+from socflower.scenario.flower_processes import users_environment
 from socflower.scenario.heat_watch import sensors_line
+from socflower.scenario.private_network import private_network
 from socflower.sim.local_grid import num_cores
 from socflower.thermal.sensors import LinuxSensors
 from socflower.workloads import load_data
@@ -45,7 +47,7 @@ def _versions() -> list[dict[str, Any]]:
     for one in dependencies().values():
         if one.installed is None:  # an extra; the finding about what it is for says so
             continue
-        allowed = "any version" if not one.allowed else str(one.allowed)
+        allowed = str(one.allowed) or "without a bound of ours"
         detail = f"{one.installed}; allowed {allowed}, tested {one.tested}"
         if not one.is_allowed:
             findings.append(_finding(one.name, "broken", detail, f"pip install '{one.name}{one.allowed}'"))
@@ -99,7 +101,15 @@ def _rings() -> list[dict[str, Any]]:
     if missing:
         return [*findings, _finding("engine deployment", "missing", f"{', '.join(missing)} not on the PATH",
                                     "pip install flwr")]
-    return [*findings, _finding("engine deployment", "ok", "SuperLink and SuperNode are here")]
+    return [*findings, _finding("engine deployment", "ok", "SuperLink and SuperNode are here"), _private_network()]
+
+
+def _private_network() -> dict[str, Any]:
+    with private_network(users_environment()) as network:
+        if not network.shared_because:
+            return _finding("private network", "ok", "the SuperLink of --engine deployment is out of others' reach")
+        return _finding("private network", "missing", network.shared_because, "allow user namespaces, or run --engine "
+                        "deployment where nobody else has an account: they could run programs as you")
 
 
 def _gloo() -> dict[str, Any]:

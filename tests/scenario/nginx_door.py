@@ -101,16 +101,20 @@ class Door:
         self._process.terminate()
         self._process.wait(60)
 
-    def ask(self, request: bytes, protocols: tuple[str, ...] = ()) -> bytes:
-        """What comes back for the bytes of a request, as somebody sends them who holds the rack's `ca.pem`."""
+    def ask(self, request: bytes, protocols: tuple[str, ...] = (), at: tuple[str, int] | None = None) -> bytes:
+        """What comes back for the bytes of a request, as somebody sends them who holds the rack's `ca.pem`.
+
+        They go to the door, or to another address, `at`.
+        """
+        host, port = at or (DOOR_ADDRESS, self.port)
         context = ssl.create_default_context(cafile=str(self.ca))
         if protocols:
             context.set_alpn_protocols(list(protocols))
         answer = b""
         # It may refuse the protocol, or close while it is being spoken to.
         with suppress(ConnectionError, ssl.SSLError), \
-                socket.create_connection((DOOR_ADDRESS, self.port), timeout=60) as raw, \
-                context.wrap_socket(raw, server_hostname=DOOR_ADDRESS) as stream:
+                socket.create_connection((host, port), timeout=60) as raw, \
+                context.wrap_socket(raw, server_hostname=host) as stream:
             stream.sendall(request)
             while piece := stream.recv(65536):
                 answer += piece

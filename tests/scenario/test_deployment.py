@@ -120,8 +120,7 @@ def test_options_of_a_deployment_need_its_engine(socflower: Socflower, tmp_path:
     (tmp_path / "case.toml").write_text("")
     ran = socflower("run", "case.toml", "--superlink", "rack", "--checkpoint-folder", "/tmp")
     assert ran.status == 2 and ran.out == ""
-    assert ran.err == ("error: --superlink, --checkpoint-folder: for --engine deployment only, and this is --engine "
-                       "local\n")
+    assert ran.err == "error: --superlink is for --engine deployment only, and this is --engine local\n"
 
 
 def test_a_super_link_that_does_not_answer_is_one_line(socflower: Socflower, tmp_path: Path) -> None:

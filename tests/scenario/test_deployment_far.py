@@ -194,8 +194,10 @@ def test_whoever_reaches_the_machine_and_holds_its_authority_can_neither_registe
                              check=False)
         assert ran.returncode != 0 and "404" in ran.stdout + ran.stderr, (words, ran.stdout, ran.stderr)
     # A call that lists nodes to whoever may make it: here it is made in every way that a proxy might misread.
-    body = (f"Host: {DOOR_ADDRESS}\r\nContent-Type: application/x-protobuf\r\nContent-Length: 0\r\n"
+    body = (f"Host: {DOOR_ADDRESS}\r\nContent-Type: application/protobuf\r\nContent-Length: 0\r\n"
             "Connection: close\r\n\r\n")
+    answered = rack.door.ask(f"POST /v1/control/list-nodes HTTP/1.1\r\n{body}".encode(), at=("127.0.0.1", rack.port))
+    assert answered.startswith(b"HTTP/1.1 200 ")  # on the SuperLink's own machine
     before = len(rack.door.passed())
     for target in TRICKS:
         answer = rack.door.ask(f"POST {target} HTTP/1.1\r\n{body}".encode())
