@@ -1,6 +1,7 @@
 """Engine `simulation`: the scenario's app under Flower's own simulation runtime, as `flwr run` starts it."""
 
 import os
+import secrets
 import signal
 import subprocess
 import time
@@ -25,6 +26,9 @@ from socflower.scenario.flower_processes import (
 from socflower.scenario.process_guard import marked
 from socflower.scenario.run_folder import RunFolder
 
+# Ray gives up after 30 s, which a busy machine needs for its start.
+_RAY_PATIENCE = {"RAY_raylet_start_wait_time_s": "180"}
+
 __all__ = ["flower_environment", "run_in_flower_simulation", "running_superlink"]
 
 
@@ -40,7 +44,12 @@ def run_in_flower_simulation(folder: RunFolder, num_nodes: int) -> None:
     write_app(app, folder.path)
     environment = flower_environment(folder.path)
     with own_processes(folder.path) as mark:
-        _submit(folder, app, num_nodes, marked(environment, mark))
+        _submit(folder, app, num_nodes, {**_RAY_PATIENCE, **marked(environment, mark), **_ray_authentication()})
+
+
+def _ray_authentication() -> dict[str, str]:
+    """Return the environment in which Ray, which listens on all addresses of this machine, asks callers for a token."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _submit(folder: RunFolder, app: Path, num_nodes: int, environment: dict[str, str]) -> None:

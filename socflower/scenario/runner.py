@@ -53,6 +53,10 @@ _NOTES_OF_DEPLOYMENT = (
     _NOTES[1],
 )
 
+_WARNING_OF_SIMULATION = (
+    "while this runs, every user of this machine can reach its SuperLink, and so run programs as you; where there are "
+    "others, use --engine local")
+
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 
 DEFAULT_DEPLOYMENT = Deployment()
@@ -127,6 +131,7 @@ def run_scenario(
             elif engine == "deployment":
                 run_in_deployment(scenario, folder, deployment, say)
             else:
+                say(_WARNING_OF_SIMULATION)
                 run_in_flower_simulation(folder, _num_nodes(scenario))
         outcome = folder.read_outcome()
         assert outcome is not None

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from socflower.scenario.runner import run_to_folder
@@ -97,6 +99,46 @@ def test_a_signal_to_end_leaves_nothing_behind(number: signal.Signals, tmp_path:
     assert f"interrupted; round {runs.newest()} is kept" in said
     assert [path.name for path in runs.out.iterdir()] == ["checkpoint"]
     assert not list(runs.temporary.glob("socflower-*"))
+
+
+STRANGER = "import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR'); print('in')"
+
+
+def _gcs(run: "subprocess.Popen[str]") -> psutil.Process | None:
+    """Ray's process of a machine, in the command line of which is the address that takes orders."""
+    with suppress(psutil.Error):
+        for process in psutil.Process(run.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if any(word.startswith("--gcs-address=") for word in process.cmdline()):
+                    return process
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ray_of_a_simulation_takes_orders_from_its_own_run_alone(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="the engine simulation needs socflower[simulation]")
+    runs = Runs(tmp_path, epochs=200)
+    run = runs.start("--engine", "simulation")
+    try:
+        wait_for(lambda: runs.newest() > 0 or run.poll() is not None, pause_s=0.1)
+        process = _gcs(run)
+        assert process is not None
+        (address,) = [word.partition("=")[2] for word in process.cmdline() if word.startswith("--gcs-address=")]
+        ours = process.environ()
+        theirs = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        for name, environment, gets_in in (
+            ("nobody's", theirs, False), ("another's", {**theirs, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64},
+                                          False),
+            ("its own", {**theirs, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ours["RAY_AUTH_TOKEN"]}, True),
+        ):
+            asked = subprocess.run([sys.executable, "-c", STRANGER, address], env=environment, capture_output=True,
+                                   text=True, timeout=200, check=False)
+            assert ("in\n" in asked.stdout) is gets_in, (name, asked.stdout, asked.stderr)
+        os.kill(run.pid, signal.SIGTERM)
+        run.communicate(timeout=DEADLINE_S)
+    finally:
+        kill(run)
 
 
 @pytest.mark.slow
