@@ -2,12 +2,15 @@
 
 import copy
 import math
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from socflower.cluster.profile import LayerProfile, ModelProfile
@@ -24,13 +27,16 @@ class _Tally:
     """What one module has been seen to do, for the whole batch."""
 
     flops: int = 0
-    output_elements: int = 0
+    output_elements: int = 0  # of what it returned
+    made_elements: Counter[str] = field(default_factory=Counter)
+    """Of tensors that it made outside the modules within it, by the leaf that ended last before; "" for none."""
 
 
 @dataclass(slots=True)
 class _OpenCall:
     """A forward call that has not returned yet."""
 
+    name: str
     flops_before: int
     flops_of_children: int = 0
 
@@ -42,20 +48,72 @@ class _Trace:
     counter: FlopCounterMode
     tallies: dict[str, _Tally] = field(default_factory=dict)
     stack: list[_OpenCall] = field(default_factory=list)
+    last_leaf: str = ""
 
     def enter(self, name: str) -> None:
         self.tallies.setdefault(name, _Tally())
-        self.stack.append(_OpenCall(self.counter.get_total_flops()))
+        self.stack.append(_OpenCall(name, self.counter.get_total_flops()))
 
-    def leave(self, name: str, output: Any) -> None:
+    def make(self, num_elements: int) -> None:
+        """Count a new tensor for the innermost call; none is open while inputs are prepared."""
+        if self.stack:
+            self.tallies[self.stack[-1].name].made_elements[self.last_leaf] += num_elements
+
+    def leave(self, name: str, output: Any, *, is_leaf: bool) -> None:
         call = self.stack.pop()
         flops = self.counter.get_total_flops() - call.flops_before
         if self.stack:
             self.stack[-1].flops_of_children += flops
         tally = self.tallies[name]
         tally.flops += flops - call.flops_of_children
-        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-        tally.output_elements += sum(tensor.numel() for tensor in tensors)
+        tally.output_elements += sum(tensor.numel() for tensor in _tensors_in(output))
+        if is_leaf:
+            self.last_leaf = name
+
+
+class _MadeTensors(TorchDispatchMode):
+    """Tells a trace of every tensor of numbers that an operation makes; views and what is written in place are none."""
+
+    def __init__(self, trace: _Trace) -> None:
+        TorchDispatchMode.__init__(self)
+        self._trace = trace
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [tensor.untyped_storage() for tensor in _tensors_in((args, kwargs))]
+        for tensor in _tensors_in(result):
+            if tensor.is_floating_point() and not any(tensor.untyped_storage() is storage for storage in given):
+                self._trace.make(tensor.numel())
+        return result
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors that a module returned, alone or in whatever it packed them into, each once."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+
+    def look(one: Any) -> None:
+        if isinstance(one, torch.Tensor):
+            found[id(one)] = one
+        elif id(one) not in seen:
+            seen.add(id(one))
+            for part in _parts(one):
+                look(part)
+
+    look(value)
+    return list(found.values())
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (Sequence, AbstractSet)) and not isinstance(value, (str, bytes)):
+        yield from value
+    elif not isinstance(value, (type, nn.Module)) and (is_dataclass(value) or hasattr(value, "__dict__")):
+        names = [*getattr(value, "__dict__", ()), *getattr(value, "__dataclass_fields__", ())]
+        yield from (getattr(value, name, None) for name in dict.fromkeys(names))
 
 
 def profile_module(module: nn.Module, example_input: torch.Tensor | tuple[int, ...], name: str) -> ModelProfile:
@@ -68,11 +126,14 @@ def profile_module(module: nn.Module, example_input: torch.Tensor | tuple[int, .
     A layer is a module without children. FLOPs are those of matrix products and convolutions, without biases, as
     `FlopCounterMode` counts them; element-wise layers have none. A module that runs twice counts twice in FLOPs
     and output bytes but once in weights; tied weights also count once, where they first run. Only weights that
-    are trained count, at their own precision. A module with children becomes a layer, without output bytes, where
-    it owns weights or multiplies outside its children. Weights of modules that never run follow at the end, so
-    that the sum over layers is the size of a gradient exchange. Identities are no layers. What a forward function
-    does outside modules, such as the addition of a residual, is unseen: it has no output bytes, and FLOPs only
-    where it multiplies matrices.
+    are trained count, at their own precision. A module with children becomes a layer where it owns weights or
+    multiplies outside its children. Weights of modules that never run follow at the end, so that the sum over
+    layers is the size of a gradient exchange. Identities are no layers.
+
+    Output bytes of torch's own layers are those of the tensors that they return, in whatever container. Of other
+    modules, and of those with children such as `nn.MultiheadAttention`, they are those of all tensors of numbers that
+    the module's own operations make: scores of an attention, sums of residuals, results of functions. Where a module
+    is no layer itself, they are counted with the layer that ran before them.
 
     Raises ConfigError where the forward pass fails for that input, with the reason.
     """
@@ -81,7 +142,7 @@ def profile_module(module: nn.Module, example_input: torch.Tensor | tuple[int, .
     _observe(skeleton, trace)
     try:
         # Tensors that a forward function makes for itself join the meta device, and draw no random numbers.
-        with forked_generator(), torch.device("meta"), torch.no_grad(), trace.counter:
+        with forked_generator(), torch.device("meta"), torch.no_grad(), trace.counter, _MadeTensors(trace):
             skeleton(inputs)
     except Exception as error:  # a user's forward function may raise anything
         shape = tuple(inputs.shape)
@@ -123,7 +184,8 @@ def _observe(skeleton: nn.Module, trace: _Trace) -> None:
     def observe(name: str, module: nn.Module) -> None:
         # First before, and last after, the module's own hooks: their work belongs to the module.
         module.register_forward_pre_hook(lambda *_: trace.enter(name), prepend=True)
-        module.register_forward_hook(lambda _module, _inputs, output: trace.leave(name, output))
+        is_leaf = next(module.children(), None) is None
+        module.register_forward_hook(lambda _module, _inputs, output: trace.leave(name, output, is_leaf=is_leaf))
 
     for name, module in skeleton.named_modules():
         observe(name, module)
@@ -133,7 +195,10 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], num_samples: int) -
     modules = dict(skeleton.named_modules())
     never_run = [name for name in modules if name not in tallies]
     counted: set[int] = set()
+    names: list[str] = []
     layers: list[LayerProfile] = []
+    output_elements: Counter[str] = Counter()
+    unclaimed: Counter[str] = Counter()  # made by modules that are no layers, by the leaf before
     for name in [*tallies, *never_run]:
         module = modules[name]
         tally = tallies.get(name, _Tally())
@@ -142,18 +207,28 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], num_samples: int) -
         is_leaf = next(module.children(), None) is None
         runs = is_leaf and name in tallies and not isinstance(module, _IDENTITIES)
         if not (runs or weights or tally.flops):
+            unclaimed += tally.made_elements
             continue
+        made = tally.made_elements.total()
+        output_elements[name] = made if not is_leaf else tally.output_elements
+        if is_leaf and not type(module).__module__.startswith("torch."):
+            output_elements[name] = max(made, tally.output_elements)
         layers.append(
             LayerProfile(
                 name=name or type(module).__name__,
                 kind=type(module).__name__,
                 forward_flops=tally.flops / num_samples,
-                output_bytes=tally.output_elements / num_samples * FLOAT32_BYTES if is_leaf else 0.0,
+                output_bytes=0.0,
                 weight_bytes=float(sum(weight.numel() * weight.element_size() for weight in weights)),
                 num_tensors=len(weights),
             )
         )
-    return tuple(layers)
+        names.append(name)
+    for leaf, num_elements in unclaimed.items():
+        # An identity is no layer, and before the first layer there is none.
+        output_elements[leaf if leaf in output_elements else names[0]] += num_elements
+    return tuple(replace(layer, output_bytes=output_elements[name] / num_samples * FLOAT32_BYTES)
+                 for name, layer in zip(names, layers, strict=True))
 
 
 def _reason(error: Exception) -> str:

@@ -1,10 +1,15 @@
 import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from socflower.cluster.tracing import profile_module
 from socflower.errors import ConfigError
@@ -153,7 +158,7 @@ def test_weights_and_products_outside_leaves_get_a_layer_of_their_own() -> None:
     outer, inner = profile_module(nn.Sequential(Scaled()), (6,), "scaled").layers
     assert (outer.name, outer.kind, inner.name) == ("0", "Scaled", "0.inner")
     assert (outer.forward_flops, outer.weight_bytes, outer.num_tensors) == (2 * 36, 4 * 36, 1)
-    assert outer.output_bytes == 0
+    assert outer.output_bytes == 4 * 6
     assert inner.forward_flops == 2 * 30
 
 
@@ -212,6 +217,130 @@ def test_token_inputs_keep_their_type_and_recurrent_layers_multiply() -> None:
     profile = profile_module(Tagger(), torch.zeros(2, 5, dtype=torch.int64), "tagger")
     flops = {layer.name: layer.forward_flops for layer in profile.layers}
     assert flops == {"embedding": 0, "lstm": 5 * 2 * 4 * 7 * (6 + 7), "head": 5 * 2 * 7 * 3}
+
+
+# ---------------------------------------------------------- attention, recurrence, functions and containers
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, width: int, heads: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True, bias=bias)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs: tuple[torch.Tensor, torch.Tensor] = self.attention(inputs, inputs, inputs)
+        return outputs
+
+
+@given(heads=st.integers(1, 4), head_width=st.integers(1, 5), length=st.integers(1, 7), batch=st.integers(1, 3))
+def test_attention_multiplies_projections_and_scores_and_keeps_both(
+    heads: int, head_width: int, length: int, batch: int,
+) -> None:
+    """Four projections of n tokens, and two products of n x n scores for each head."""
+    width = heads * head_width
+    model = SelfAttention(width, heads)
+    attention = profile_module(model, torch.empty(batch, length, width), "attention").layers[0]
+    assert attention.kind == "MultiheadAttention"
+    assert attention.forward_flops == 4 * 2 * length * width**2 + 2 * 2 * length**2 * width
+    # Projections of queries, keys and values, the weighted values and the output; scores and their softmax. Besides,
+    # torch copies tokens into other orders, adds the bias anew, and takes the mean of the scores over the heads.
+    least, most = (num * length * width + scores * heads * length**2 for num, scores in ((5, 2), (14, 3)))
+    assert 4 * least <= attention.output_bytes <= 4 * most
+
+
+@pytest.mark.parametrize(("model", "shape"), [
+    (SelfAttention(8, 2), (5, 8)), (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (5, 8)),
+    (nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, batch_first=True), 2), (5, 8)),
+    (nn.GRU(8, 7, batch_first=True), (5, 8)), (build("resnet8"), (3, 32, 32)), (build("lenet5", 1, 28), (1, 28, 28)),
+], ids=lambda value: type(value).__name__)
+def test_flops_are_those_that_torch_counts_while_the_model_trains(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Also where evaluation takes a fused path, such as a transformer's, whose operations nobody counts."""
+    profile = profile_module(model.eval(), shape, "model")
+    model.train()
+    with FlopCounterMode(display=False) as counter, torch.random.fork_rng():
+        model(torch.zeros(2, *shape))
+    assert profile.forward_flops == counter.get_total_flops() / 2
+    assert all(layer.output_bytes > 0 for layer in profile.layers if layer.forward_flops)
+
+
+class Packed(nn.Module):
+    """Returns what was packed, in a container of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(8, 7, batch_first=True)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(inputs, [inputs.shape[1]] * inputs.shape[0], batch_first=True)
+        states, _ = self.recurrent(packed)
+        output: torch.Tensor = nn.utils.rnn.pad_packed_sequence(states, batch_first=True)[0]
+        return output
+
+
+def test_recurrent_layers_return_states_with_their_sequence_packed_or_not() -> None:
+    (plain,) = profile_module(nn.LSTM(8, 7, batch_first=True), (5, 8), "lstm").layers
+    assert plain.forward_flops == 5 * 2 * 4 * 7 * (8 + 7) and plain.output_bytes == 4 * (5 * 7 + 7 + 7)
+    (packed,) = profile_module(Packed(), (5, 8), "packed").layers
+    assert packed.forward_flops == plain.forward_flops and packed.output_bytes > plain.output_bytes
+
+
+@dataclass
+class Result:
+    logits: torch.Tensor
+    hidden: dict[str, list[torch.Tensor]]
+
+
+class Returning(nn.Module):
+    """A leaf with weights of its own, which returns the same three tensors in one container or another."""
+
+    def __init__(self, container: str) -> None:
+        super().__init__()
+        self.container, self.weight = container, nn.Parameter(torch.zeros(8, 4))
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        product = inputs @ self.weight
+        active, more = functional.relu(product), product + 1
+        return {"tuple": (product, active, more), "dict": {"a": product, "b": [active, (more,)], "c": product},
+                "object": Result(product, {"all": [active, more]}), "order": OrderedDict(a=active, b=product, c=more),
+                "one": more}[self.container]
+
+
+@pytest.mark.parametrize("container", ["tuple", "dict", "object", "order", "one"])
+def test_whatever_a_module_returns_its_tensors_count_once(container: str) -> None:
+    (layer,) = profile_module(Returning(container), (8,), "returning").layers
+    assert layer.output_bytes == 3 * 4 * 4 and layer.forward_flops == 2 * 8 * 4
+
+
+def test_what_functions_make_counts_with_the_layer_before_them() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(4 * 16, 3)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            hidden = functional.max_pool2d(functional.relu(self.first(inputs * 2)), 2)
+            output: torch.Tensor = self.last(torch.flatten(hidden, 1).add_(1.0))  # a view, and in place
+            return output
+
+    first, last = profile_module(Functional(), (1, 8, 8), "functional").layers
+    # What is made before the first layer is counted with it; 2x2 pooling leaves a quarter.
+    assert first.output_bytes == 4 * (64 + 4 * 64 + 4 * 64 + 4 * 16) and last.output_bytes == 4 * 3
+    modules = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+    assert profile_module(modules, (1, 8, 8), "modules").activation_bytes == 4 * (64 + 4 * 64 + 4 * 64 + 4 * 16)
+
+
+def test_the_sum_of_a_residual_block_is_kept_too() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.layer(inputs) + inputs
+            return output
+
+    first, second = profile_module(nn.Sequential(Block(), Block()), (6,), "blocks").layers
+    assert first.output_bytes == second.output_bytes == 2 * 4 * 6
 
 
 # ------------------------------------------------------------------------------------- leaving no trace
