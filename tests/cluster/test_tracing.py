@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from socflower.cluster.torch_random import forked_generator
 from socflower.cluster.tracing import profile_module
 from socflower.errors import ConfigError
 from socflower.workloads import build_model
@@ -257,7 +258,7 @@ def test_flops_are_those_that_torch_counts_while_the_model_trains(model: nn.Modu
     """Also where evaluation takes a fused path, such as a transformer's, whose operations nobody counts."""
     profile = profile_module(model.eval(), shape, "model")
     model.train()
-    with FlopCounterMode(display=False) as counter, torch.random.fork_rng():
+    with FlopCounterMode(display=False) as counter, forked_generator(0):
         model(torch.zeros(2, *shape))
     assert profile.forward_flops == counter.get_total_flops() / 2
     assert all(layer.output_bytes > 0 for layer in profile.layers if layer.forward_flops)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from socflower.cluster.torch_random import forked_generator
 from socflower.cluster.tracing import profile_module
 from socflower.edgecloud.tracing import SplitModel, cut_shapes, trace_split, whole_back, whole_front
 from socflower.errors import ConfigError
@@ -169,10 +170,9 @@ def test_functions_and_blocks_that_end_with_their_sum_are_cuts_too(
     split = trace_split(model, (1, 12, 12))
     assert {point.name: point.feature_shape for point in split.cuts} == expected
     for cut in range(split.num_cuts):
-        with torch.random.fork_rng():
-            torch.manual_seed(0)  # dropout as a function draws
+        with forked_generator(0):  # dropout as a function draws
             whole = split.front(split.num_cuts)(torch.ones(2, 1, 12, 12))
-            torch.manual_seed(0)
+        with forked_generator(0):
             assert torch.equal(split.back(cut)(split.front(cut)(torch.ones(2, 1, 12, 12))), whole)
 
 

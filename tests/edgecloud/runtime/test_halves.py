@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from socflower.cluster.torch_random import forked_generator
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.random_streams import random_streams
@@ -57,8 +58,7 @@ class PooledByFunctions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(6)
+        with forked_generator(6):
             self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
             self.norm, self.drop, self.last = nn.BatchNorm2d(8), nn.Dropout(0.3), nn.Linear(8, 10)
 
