@@ -28,6 +28,7 @@ from tests.clients.ring_peers import TOKEN, free_addresses
 from tests.seeded import built
 
 WAIT_S = 90.0
+HEARTBEAT_S = 40.0  # nobody hangs here: who dies closes its port, and a loaded machine answers late
 NUM_SAMPLES, NUM_STEPS = 96, 6
 BATCH_SIZE = NUM_SAMPLES // NUM_STEPS
 Strike = Callable[[int, int, str, int], None]
@@ -158,10 +159,10 @@ class Members:
 
     def _train(self, rank: int) -> MemberEnd:
         ring = RingTask(participant=rank, leader=0, addresses=self._addresses, token=TOKEN.hex(), transport="grpc",
-                        num_buckets=1, compression="none", heartbeat_s=4.0, rendezvous_s=60.0,
+                        num_buckets=1, compression="none", heartbeat_s=HEARTBEAT_S, rendezvous_s=60.0,
                         rebalance_steps=self._rebalance_steps)
         port = RingPort(self._addresses[rank], rank=rank, addresses=self._addresses, token=TOKEN, tls=None,
-                        heartbeat_s=4.0)
+                        heartbeat_s=HEARTBEAT_S)
         try:
             pace = self.paces[rank]
             return RingMember(model=self.models[rank], has_model=rank == 0, data=self._data_of(rank), group=self._task,
@@ -273,9 +274,18 @@ def test_a_step_whose_only_holder_dies_while_it_hands_it_over_is_done_again(
 def test_a_leader_that_dies_with_the_model_on_its_way_leaves_it_with_those_that_have_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    has_it = threading.Event()
+
     def strike(rank: int, generation: int, operation: str, number: int) -> None:
-        if (generation, operation, number) == (0, "broadcast", 1) and rank != 1:
-            raise Died if rank == 0 else PeerLost("struck")
+        if (generation, operation, number) != (0, "broadcast", 1):
+            return
+        if rank == 1:
+            has_it.set()
+        elif rank == 2:
+            raise PeerLost("struck")
+        else:  # what it has sent is on its way, and would be lost with it
+            assert has_it.wait(WAIT_S)
+            raise Died
 
     members = Members(3, monkeypatch, strike)
     assert list(members.ends) == [1, 2]
@@ -422,8 +432,8 @@ def test_a_device_is_left_within_a_layer_not_after_a_step() -> None:
     slow = nn.Sequential(nn.Flatten(), *(_SlowLayer(0.4, ran) for _ in range(8)), nn.Linear(16, 3))
     address = free_addresses(1)[0]
     ring = RingTask(participant=0, leader=0, addresses=(address,), token=TOKEN.hex(), transport="grpc", num_buckets=1,
-                    compression="none", heartbeat_s=4.0, rendezvous_s=60.0)
-    port = RingPort(address, rank=0, addresses=[address], token=TOKEN, tls=None, heartbeat_s=4.0)
+                    compression="none", heartbeat_s=HEARTBEAT_S, rendezvous_s=60.0)
+    port = RingPort(address, rank=0, addresses=[address], token=TOKEN, tls=None, heartbeat_s=HEARTBEAT_S)
     switch = PreemptionSwitch()
 
     def ask() -> None:
