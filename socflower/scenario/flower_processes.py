@@ -7,6 +7,7 @@ ended. A guard (`process_guard.py`) does the same where this process has no time
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -25,6 +26,8 @@ from socflower.scenario.process_guard import end_marked
 
 START_TIMEOUT_S = 90.0
 _END_TIMEOUT_S = 10.0
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_RANDOM = random.SystemRandom()
 
 Process = subprocess.Popen[bytes]
 
@@ -122,12 +125,31 @@ def write_connection(home: Path, name: str, address: str, *, root_certificates: 
 
 
 def free_ports(count: int) -> list[int]:
-    """Return so many ports of this machine, no two alike, that nobody used a moment ago."""
+    """Return so many ports of this machine, no two alike, that nobody used a moment ago.
+
+    They lie below those that the system gives to connections, or one that any process opens might take a port before
+    its server has started.
+    """
     with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+        ports: list[int] = []
+        candidates = _server_ports()
+        for port in [*_RANDOM.sample(candidates, min(20 * count, len(candidates))), *[0] * count]:
+            probe = stack.enter_context(socket.socket())
+            with suppress(OSError):  # somebody has it
+                probe.bind(("127.0.0.1", port))
+                ports.append(int(probe.getsockname()[1]))
+                if len(ports) == count:
+                    break
+        return ports
+
+
+def _server_ports() -> range:
+    """Return ports that the system gives to nobody by itself."""
+    try:
+        first = int(_GIVEN_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = 49152  # RFC 6335
+    return range(10000, first) if first > 20000 else range(first, 60000)
 
 
 def tail(log: Path, num_lines: int = 3) -> str:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,20 +10,14 @@ from pathlib import Path
 
 from socflower.clients.collective import Collective
 from socflower.clients.ring_port import PeerUnreachable, RingPort, RingTls
+from socflower.scenario.flower_processes import free_ports
 
 TOKEN = b"0123456789abcdef" * 2
 START_S = 90.0  # what a process may take to import torch on a loaded machine
 
 
 def free_addresses(count: int) -> list[str]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    return [f"127.0.0.1:{port}" for port in free_ports(count)]
 
 
 def meet(port: RingPort, ranks: list[int]) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from socflower.clients.preemption import LOOK_INTERVAL_S, Preempted, PreemptionSwitch, preempt_switch
 from socflower.errors import ConfigError
+from socflower.scenario.flower_processes import free_ports
 
 LOOPBACK = "127.0.0.1"
 DEADLINE_S = 60.0
@@ -35,8 +36,7 @@ def soon(condition: Callable[[], bool]) -> bool:
 @pytest.fixture
 def port() -> int:
     """A port that is free."""
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        return int(listener.getsockname()[1])
+    return free_ports(1)[0]
 
 
 @pytest.fixture(autouse=True)

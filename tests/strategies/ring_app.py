@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from torch import nn
 from socflower.clients import FP32Trainer, cosine_annealing, make_client_app, sgd
 from socflower.cluster import Cluster, parse_cluster
 from socflower.cluster.protocol import CONFIG, GROUP, SERVER_ROUND, GroupTask
+from socflower.scenario.flower_processes import free_ports
 from socflower.strategies import SoCFlow
 from socflower.strategies.rings import RingSettings
 from socflower.workloads import LabelledData
@@ -128,17 +128,6 @@ def client_app() -> ClientApp:
         return Path(str(folder)) / f"{context.node_config['partition-id']}.jsonl" if folder else None
 
     return make_client_app(model, part, trainer, mods=[disturbed], ring_ledger=ledger, state_folder=states)
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 def node_configs(

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from socflower.edgecloud.runtime.failures import SplitLost, SplitRefused
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.operator_calls import Operator, fetch_weights, open_session, session_status
 from socflower.edgecloud.runtime.wire import split_pb2 as wire
+from socflower.scenario.flower_processes import free_ports
 from tests.edgecloud.runtime.numpy_halves import (
     EDGE,
     FINGERPRINT,
@@ -42,8 +42,7 @@ PLAN = FrontPlan(deployment=Deployment(cut=1))
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 class Processes:
