@@ -13,7 +13,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-slow test-arm test-sanitized lint proto bench clean
+.PHONY: help setup demo test test-random test-slow test-arm test-sanitized lint proto bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,12 @@ demo: setup ## four strategies on the embedded digits: a table, plots and a repo
 
 test: setup lint ## lint, then the tests; the pure layers must be covered to 95 %
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report=term --cov-fail-under=95
+
+# Global generators are seeded once and not before each test: that would hide a test that draws from what others left.
+test-random: setup ## the tests in random order, properties with other examples; prints its seed, SEED=... repeats it
+	@seed=$${SEED:-$$RANDOM$$RANDOM}; echo "random order: make test-random SEED=$$seed"; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -p randomly --randomly-seed=$$seed \
+	  --randomly-dont-reset-seed --hypothesis-profile=exploring --hypothesis-seed=$$seed
 
 test-slow: setup ## the tests that take more than about ten seconds
 	$(BIN)/python -m pytest -m slow

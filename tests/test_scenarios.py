@@ -48,7 +48,7 @@ def socflower_here(
     return status, *capsys.readouterr()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("scenario", [
     pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW else [])
     for path in SMALL if path.stem != "digits_demo"])
@@ -80,7 +80,7 @@ def test_each_scenario_opens_with_a_question_and_ends_with_a_claim(scenario: Pat
     assert tables[-1].startswith("[expect]")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_local_and_simulation_give_equal_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -124,7 +124,7 @@ def test_the_demo_compares_all_strategies_and_its_claims_hold(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_quickstart_app_runs_with_flwr_run(tmp_path: Path) -> None:
     """An ordinary Flower app, on Flower's own runtime, by the command of the README."""
     pytest.importorskip("ray", reason="flwr run needs socflower[simulation]")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.edgecloud.split_fault_matrix import Cell, cells
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 SAYS = {
     "cloud-without-folder": "is not open at this cloud; its manager has to open it",

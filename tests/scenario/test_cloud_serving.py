@@ -91,7 +91,7 @@ def processes() -> Iterator[list[Serving]]:
         one.close()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_a_program_of_a_user_is_served_until_sigterm_and_again_with_its_sessions(
     processes: list[Serving], tmp_path: Path, socflower: Socflower,
 ) -> None:
@@ -122,7 +122,7 @@ def test_a_program_of_a_user_is_served_until_sigterm_and_again_with_its_sessions
     assert again.end(signal.SIGINT) == 0
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_a_scenario_is_served_by_tls_and_an_edge_without_the_authority_is_told(
     processes: list[Serving], tmp_path: Path, socflower: Socflower,
 ) -> None:

@@ -16,7 +16,7 @@ from socflower.scenario.scenario_file import load_scenario
 from tests.scenario.interrupted_runs import DEADLINE_S, Runs, comparable, kill, wait_for
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_ctrl_c_says_how_to_go_on_and_fresh_does_not(tmp_path: Path) -> None:
     runs = Runs(tmp_path, epochs=3)
     run = runs.start()
@@ -78,7 +78,7 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_to_end_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
     runs = Runs(tmp_path, epochs=3)

@@ -38,7 +38,7 @@ from tests.scenario.small_runs import small, small_result
 
 
 # ------------------------------------------------------------------------------------------------- end to end
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_run_on_two_super_nodes_gives_the_weights_of_the_local_engine(tmp_path: Path) -> None:
     with DeployedRun(tmp_path, epochs=1) as run:
         run.one("flower-supernode")

@@ -37,7 +37,7 @@ def while_writing(runs: Runs) -> Callable[[], bool]:
 
 # In make test one run is interrupted (test_ctrl_c.py), and others go on in process (test_resume.py).
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_two_kills_change_nothing(socflower: Socflower, tmp_path: Path) -> None:
     """One of them while a checkpoint is being written. Who goes on after it has never had a worker."""
     runs, rng = Runs(tmp_path, epochs=5), random.Random(3)

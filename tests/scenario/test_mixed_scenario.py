@@ -63,7 +63,7 @@ def test_the_rule_fp32_is_the_arithmetic_fp32_on_the_same_samples() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_local_and_simulation_give_equal_weights() -> None:
     pytest.importorskip("ray", reason="the engine simulation needs socflower[simulation]")
     simulated = run_scenario(mixed(), "simulation")

@@ -269,7 +269,7 @@ def test_around_rings_every_group_has_one_reply_and_a_death_is_told(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("around", [private, adaptive])
 @pytest.mark.parametrize("transport", ["gloo", "grpc"])
 def test_differential_privacy_around_rings_clips_each_groups_update_once(around: Any, transport: str) -> None:

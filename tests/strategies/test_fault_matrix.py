@@ -13,7 +13,7 @@ import pytest
 from tests.strategies.fault_matrix import Cell, cells, run_cell
 from tests.strategies.faulty_run import FaultyRun
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 FAST = {("leader killed", "mid-batch", "grpc")}
 ALL_ROUNDS = range(1, 20)

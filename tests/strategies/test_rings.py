@@ -12,7 +12,7 @@ from socflower.sim.local_grid import LocalGrid
 from socflower.sim.process_grid import ProcessGrid
 from tests.strategies import ring_app
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 
 
 def train(grid: Any, *, norm: bool = False, **changes: Any) -> tuple[ArrayRecord, Any]:
