@@ -21,6 +21,7 @@ from socflower.clients.split_program import Arrays, PlacedHalf, SplitProgram
 from socflower.clients.split_state import SplitState
 from socflower.cluster.split_protocol import OWN, SplitReport, SplitTask
 from socflower.cluster.temporary_folder import temporary_folder
+from socflower.cluster.wording import counted
 from socflower.edgecloud.bandwidth import BandwidthMeter
 from socflower.edgecloud.deployment import Deployment, LinkRates
 from socflower.edgecloud.link_trace import LinkTrace
@@ -160,9 +161,9 @@ def _report(report: LoopReport, cut: int, task: SplitTask, events: tuple[str, ..
     told = [*events, *(f"moved the cut from {move.old} to {move.new} before batch {task.session_first + move.batch}, "
                        f"{move.seconds:.2f} s" for move in report.moves)]
     if report.num_streams > 1:
-        told.append(f"the link was lost and found again {report.num_streams - 1} times")
+        told.append(f"the link was lost and found again {counted(report.num_streams - 1, 'time')}")
     if report.num_rollbacks:
-        told.append(f"went back to the last barrier {report.num_rollbacks} times")
+        told.append(f"went back to the last barrier {counted(report.num_rollbacks, 'time')}")
     bits = task.bits[0] if report.deployment is None else report.deployment.bits
     return SplitReport(
         cut=cut, bits=bits, duration_s=report.compute_s + report.wait_s, compute_s=report.compute_s,

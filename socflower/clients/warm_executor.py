@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from socflower.cluster.dependencies import dependencies
+from socflower.cluster.wording import counted
 from socflower.errors import ConfigError
 
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "flwr.supernode.cli", "flwr.clientapp", "socflower.clients")
@@ -297,7 +298,7 @@ def _preload(modules: Sequence[str]) -> str:
         except Exception as error:
             return f"cannot preload {module} ({type(error).__name__}: {error}); install it, or leave it out"
         if (num_threads := _num_threads()) > 1:
-            return f"importing {module} started {num_threads - 1} threads, so it cannot be preloaded"
+            return f"importing {module} started {counted(num_threads - 1, 'thread')}, so it cannot be preloaded"
     return ""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from socflower.cluster.wording import counted
 from socflower.scenario.report_page import text
 
 # Paul Tol's "light" scheme: distinct under the common colour deficiencies, legible under black letters.
@@ -190,8 +191,8 @@ def _label(plan: Mapping[str, Any], slots: Sequence[int], members: Mapping[int, 
     groups = plan.get("groups") or []
     split = sum(1 for group in groups if group.get("split"))
     idle = sum(slots) - len(members)
-    return (f"{len(groups)} groups on {len(slots)} boards with {sum(slots)} slots; "
-            f"{split} groups split over boards; {idle} slots idle")
+    return (f"{counted(len(groups), 'group')} on {counted(len(slots), 'board')} with {counted(sum(slots), 'slot')}; "
+            f"{counted(split, 'group')} split over boards; {counted(idle, 'slot')} idle")
 
 
 def _left_out(slots: Sequence[int]) -> str:

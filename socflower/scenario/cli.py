@@ -4,20 +4,22 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from socflower import __version__
 from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.errors import ConfigError, SocflowerError, TrainingFailed
 from socflower.scenario import cloud_commands, heat_commands, terminal
 from socflower.scenario.ending import interrupted_by_signals
+from socflower.scenario.foreign_prints import prints_on_stderr
 from socflower.scenario.options import (
     MOST_WORKERS,
+    PlainCommand,
     refuse_all_but,
     refuse_unread,
     require_count,
@@ -29,8 +31,10 @@ from socflower.scenario.options import (
 
 app = typer.Typer(
     name="socflower", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    suggest_commands=False,  # click does it already
     help="Train neural networks with Flower on virtual clusters of small machines.",
 )
+command = partial(app.command, cls=PlainCommand)
 _out = Console()
 _err = Console(stderr=True)
 
@@ -63,7 +67,7 @@ def _main() -> None:
         sys.exit(130)
 
 
-@app.command()
+@command()
 def run(
     context: typer.Context,
     scenario: Annotated[Path, typer.Argument(help="A scenario file (TOML), or the folder of a Flower app.",
@@ -131,7 +135,7 @@ def run(
     _exit_by(result["expectations"])
 
 
-@app.command()
+@command()
 def compare(
     context: typer.Context,
     scenario: ScenarioPath,
@@ -161,7 +165,7 @@ def compare(
     _exit_by(document["expectations"])
 
 
-@app.command()
+@command()
 def plan(
     scenario: Annotated[Path, typer.Argument(help="A scenario file, or a cluster file.", show_default=False)],
     groups: Annotated[int | None, typer.Option(help="Number of groups, in place of the file's.")] = None,
@@ -182,14 +186,15 @@ def plan(
         _plan_split(loaded, as_json)
         return
     cluster = scenario_cluster(loaded)
-    document = {**plan_scenario(loaded), "heat": predicted_heat(loaded, cluster)}
+    with prints_on_stderr():
+        document = {**plan_scenario(loaded), "heat": predicted_heat(loaded, cluster)}
     if as_json:
         _print_json(document)
     else:
         terminal.print_plan(_out, cluster, document)
 
 
-@app.command()
+@command()
 def bench(
     context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="Which benchmark; without one, the list.")] = None,
@@ -206,7 +211,8 @@ def bench(
         else:
             _out.print("\n".join(benchmark_names()))
         return
-    document = run_benchmark(name, quick=quick)
+    with prints_on_stderr():
+        document = run_benchmark(name, quick=quick)
     if as_json:
         _print_json(document)
     else:
@@ -215,7 +221,7 @@ def bench(
         raise typer.Exit(1)
 
 
-@app.command()
+@command()
 def profile(
     context: typer.Context,
     model: Annotated[list[str] | None, typer.Option(help="Model that is timed; repeatable. Default vgg11.")] = None,
@@ -269,9 +275,7 @@ def profile(
         models=tuple(model or profiling.DEFAULT_MODELS), data=data,
         batch_sizes=tuple(batch_size or profiling.DEFAULT_BATCH_SIZES), num_threads=threads, kernel=kernel,
         repeats=repeats, name=name, like=like, peer=peer)
-    with Progress(TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(),
-                  TimeElapsedColumn(), console=_err, disable=as_json or not _err.is_interactive, expand=True,
-                  transient=True) as bar:
+    with prints_on_stderr(), terminal.profile_progress(_err, disable=as_json) as bar:
         task = bar.add_task("profile", total=None)
         try:
             document = profiling.profile_device(request, out, on_cell=lambda text, done, total: bar.update(
@@ -290,7 +294,7 @@ def profile(
             _out.print(f"profile: {terminal.escape(str(out))}", soft_wrap=True, highlight=False)
 
 
-@app.command()
+@command()
 def doctor(as_json: Json = False) -> None:
     """Say what this machine has, and what to do about what is missing."""
     from socflower.scenario.diagnosis import diagnose
@@ -304,12 +308,12 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-app.command()(heat_commands.heat)
-app.command()(heat_commands.fan)
+command()(heat_commands.heat)
+command()(heat_commands.fan)
 app.add_typer(cloud_commands.cloud, name="cloud")
 
 
-@app.command()
+@command()
 def certificates(
     hosts: Annotated[list[str], typer.Argument(help="DNS names or IP addresses, as the hosts' peers dial them.",
                                                show_default=False)],
@@ -357,8 +361,9 @@ def _run_app_folder(
     target = out or Path("out") / folder.resolve().name
     if target.resolve() == folder.resolve():
         raise ConfigError(f"--out {target}: is the app's own folder; name another one")
-    result = run_app_folder(folder, cluster, target, num_nodes=nodes, training_flops=training_flops,
-                            overrides=tuple(overrides), num_workers=workers)
+    with prints_on_stderr():
+        result = run_app_folder(folder, cluster, target, num_nodes=nodes, training_flops=training_flops,
+                                overrides=tuple(overrides), num_workers=workers)
     if as_json:
         _print_json(result)
     else:
@@ -368,7 +373,8 @@ def _run_app_folder(
 def _plan_split(scenario: Any, as_json: bool) -> None:
     from socflower.scenario.split_planning import plan_split, print_split_plan
 
-    document = plan_split(scenario)
+    with prints_on_stderr():
+        document = plan_split(scenario)
     if as_json:
         _print_json(document)
     else:
@@ -391,7 +397,7 @@ def _options(
 
 @contextmanager
 def _progress(as_json: bool) -> Iterator[terminal.StartBar]:
-    with terminal.progress(_err, disable=as_json) as bar:
+    with prints_on_stderr(), terminal.progress(_err, disable=as_json) as bar:
         yield bar
 
 

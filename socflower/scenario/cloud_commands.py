@@ -8,16 +8,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from socflower.scenario.options import refuse_unread
+from socflower.scenario.foreign_prints import prints_on_stderr
+from socflower.scenario.options import PlainCommand, refuse_unread
 
-cloud = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The cloud's side of split training.")
+cloud = typer.Typer(no_args_is_help=True, rich_markup_mode=None, suggest_commands=False,
+                    help="The cloud's side of split training.")
 _err = Console(stderr=True)
 
 Token = Annotated[Path, typer.Option(help="File with the operator's token, which the ServerApp shows too.")]
 Tls = Annotated[Path | None, typer.Option(help="PEM file.")]
 
 
-@cloud.command()
+@cloud.command(cls=PlainCommand)
 def serve(
     context: typer.Context,
     program: Annotated[str, typer.Argument(help="A split scenario (TOML, or JSON as a result has it), or "
@@ -46,18 +48,20 @@ def serve(
         _err.print(f"made {token_file}: give it to the ServerApp's machine, and to nobody else", soft_wrap=True,
                    highlight=False, markup=False)
 
-    def ready(address: str) -> None:
-        text = json.dumps({"address": address}) if as_json else f"listening on {address}; Ctrl-C ends"
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-
     tls = SplitTls(ca=ca, certificate=certificate, key=key) if certificate or key or ca else None
-    serve_until_signal(program, set_ or [], listen=listen, token=token, tls=tls, insecure=insecure, folder=folder,
-                       num_threads=threads, ready=ready,
-                       say=lambda line: _err.print(line, soft_wrap=True, highlight=False, markup=False))
+    with prints_on_stderr() as own:
+
+        def ready(address: str) -> None:
+            text = json.dumps({"address": address}) if as_json else f"listening on {address}; Ctrl-C ends"
+            own.write(text + "\n")
+            own.flush()
+
+        serve_until_signal(program, set_ or [], listen=listen, token=token, tls=tls, insecure=insecure, folder=folder,
+                           num_threads=threads, ready=ready,
+                           say=lambda line: _err.print(line, soft_wrap=True, highlight=False, markup=False))
 
 
-@cloud.command()
+@cloud.command(cls=PlainCommand)
 def measure(
     context: typer.Context,
     scenario: Annotated[Path, typer.Argument(help="A split scenario (TOML).", show_default=False)],
@@ -79,8 +83,9 @@ def measure(
     from socflower.scenario.split_training import SplitSetting
 
     loaded = load_scenario(scenario, set_ or ())
-    document = measure_split(loaded, SplitSetting(loaded).workload.program, side=side, cloud=cloud_seconds,
-                             repeats=repeats, threads=threads)
+    with prints_on_stderr():
+        document = measure_split(loaded, SplitSetting(loaded).workload.program, side=side, cloud=cloud_seconds,
+                                 repeats=repeats, threads=threads)
     if out is not None:
         write_measured(out, document)
     if as_json:
@@ -89,7 +94,7 @@ def measure(
         print_measured(Console(), document)
 
 
-@cloud.command()
+@cloud.command(cls=PlainCommand)
 def status(
     context: typer.Context,
     address: Annotated[str, typer.Argument(help="HOST:PORT of the cloud.", show_default=False)],

@@ -14,6 +14,7 @@ import torch
 
 from socflower import _int8
 from socflower.cluster.dependencies import dependencies
+from socflower.cluster.wording import counted
 from socflower.hierarchy import weighted_average
 from socflower.scenario.flower_processes import users_environment
 from socflower.scenario.heat_watch import sensors_line
@@ -34,7 +35,7 @@ def _finding(name: str, status: str, detail: str, remedy: str = "") -> dict[str,
 
 
 def _machine() -> dict[str, Any]:
-    return _finding("machine", "ok", f"{platform.machine()}, {num_cores()} cores usable, Python "
+    return _finding("machine", "ok", f"{platform.machine()}, {counted(num_cores(), 'core')} usable, Python "
                                      f"{platform.python_version()}, torch {torch.__version__}")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from socflower.cluster.wording import counted
 from socflower.scenario.format import percent
 from socflower.thermal.reading import Reading
 from socflower.thermal.recorded_source import Recorder, as_object, readings_of
@@ -81,10 +82,10 @@ def heat_document(found: SensorsFound, reading: Reading) -> dict[str, Any]:
 def sensors_line(found: SensorsFound) -> str:
     """Return in a line what sensors there are."""
     believed = sum(sensor.temperature_c is not None for sensor in found.temperatures)
-    temperatures = f"{len(found.temperatures)} temperatures" if believed == len(found.temperatures) else \
+    temperatures = counted(len(found.temperatures), "temperature") if believed == len(found.temperatures) else \
         f"{believed} of {len(found.temperatures)} temperatures make sense"
     parts = [temperatures if found.temperatures else "no temperatures",
-             f"{found.num_clock_policies} clocks" if found.num_clock_policies else "no clocks",
+             counted(found.num_clock_policies, "clock") if found.num_clock_policies else "no clocks",
              f"throttling by {' and '.join(found.throttle_sources)}" if found.throttle_sources else
              "no throttle states",
              f"battery {', '.join(found.batteries)}" if found.batteries else "no battery"]

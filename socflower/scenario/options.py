@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from socflower.errors import ConfigError
 
@@ -14,6 +15,14 @@ MOST_WORKERS = 1024
 
 _OF_A_DEPLOYMENT = ("superlink", "superlink_ca", "restarts", "checkpoint_folder", "warm")
 _OF_AN_APP_FOLDER = ("cluster", "nodes", "training_flops")
+
+
+class PlainCommand(TyperCommand):
+    """A command whose help is plain text."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the help without the backslashes that rich would take away, were it asked."""
+        return super().get_help(ctx).replace("\\[", "[")
 
 
 def require_engine(engine: str) -> None:

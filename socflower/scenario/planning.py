@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from socflower.cluster import Activity, Cluster, Usage, sustained_rates
+from socflower.cluster.wording import counted
 from socflower.errors import ConfigError
 from socflower.hierarchy import (
     GroupPlan,
@@ -68,8 +69,8 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
         notes.append("int8 on each device's fastest int8 processor, " + ", ".join(sorted(
             {f"{device.name}: {device.int8_processor or 'none known, FP32 instead'}"
              for device in (board.device for board in cluster.boards)})))
-    what = (f"{scenario.model.name} on {scenario.data.name}, {scenario.train.epochs} epochs of "
-            f"{work.steps_per_epoch} steps, batches of {scenario.train.batch_size} a group")
+    what = (f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
+            f"{counted(work.steps_per_epoch, 'step')}, batches of {scenario.train.batch_size} a group")
     return {"schema": 1, "work": what, **plan.to_document(), **turns.to_document(),
             "predicted": _predict(scenario, work), "notes": notes}
 

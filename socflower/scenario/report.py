@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from socflower.cluster.wording import counted
 from socflower.errors import ConfigError
 from socflower.scenario.board_picture import board_picture, communication_letters, letter, picture_legend
 from socflower.scenario.format import MISSING, finite, human_joules, human_seconds, percent, plain_number
@@ -208,7 +209,7 @@ def _groups(runs: Sequence[Run]) -> str:
         groups = plan["groups"]
         letters = communication_letters(plan)
         parts += [heading, _plan_note(plan), figure(board_picture(plan, prefix), picture_legend(plan, prefix)),
-                  details(f"The {len(groups)} groups as a table", table(
+                  details("The group as a table" if len(groups) == 1 else f"The {len(groups)} groups as a table", table(
                       "", ["Group", "Leader", "SoCs", "Boards", "Split", "Communication group"],
                       [[text(group.get("id", MISSING)), text(group.get("leader", MISSING)),
                         text(ranges(group.get("members") or ())), text(ranges(group.get("boards") or ())),
@@ -220,14 +221,15 @@ def _groups(runs: Sequence[Run]) -> str:
 def _plan_note(plan: Mapping[str, Any]) -> str:
     groups = plan["groups"]
     split = sum(1 for group in groups if group.get("split"))
-    note = f"{len(groups)} groups, {split or 'none'} of them split over boards. "
+    note = f"{counted(len(groups), 'group')}, {split or 'none'} of them split over boards. "
     if split:
         note += f"At most {text(plan.get('contention', MISSING))} split groups share a board's uplink. "
     parts = plan.get("communication_groups") or []
     turns = "take turns" if plan.get("sequenced", True) else "run freely, without turns"
     if len(parts) > 1 and len(groups) > _MAX_LISTED:
         note += f"Communication groups {turns}: " + ", ".join(
-            f"{letter(index)} with {len(part)} groups" for index, part in enumerate(parts)) + "; see the table."
+            f"{letter(index)} with {counted(len(part), 'group')}" for index, part in enumerate(parts)
+        ) + "; see the table."
     elif len(parts) > 1:
         note += f"Communication groups {turns}: " + "; ".join(
             f"{letter(index)} = groups {text(ranges(part))}" for index, part in enumerate(parts)) + "."
@@ -260,7 +262,7 @@ def _events(runs: Sequence[Run]) -> str:
     note = f"The first {_MAX_EVENTS} of {len(rows)} events; result.json has all." if cut else ""
     shown = table(note, ["Strategy", "Round", "Wall time" if deployed else "Virtual time", "Kind", "What happened"],
                   rows[:_MAX_EVENTS], numeric=(1, 2))
-    folded = details(f"{len(rows)} events", shown, is_open=len(rows) <= 20)
+    folded = details(counted(len(rows), "event"), shown, is_open=len(rows) <= 20)
     return section("events", "Events", folded)
 
 

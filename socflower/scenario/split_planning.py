@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from socflower.cluster.wording import counted
 from socflower.edgecloud.cost import period_s, training_s
 from socflower.edgecloud.deployment import Deployment
 from socflower.edgecloud.device_costs import training_energy_j
@@ -23,8 +24,8 @@ def plan_split(scenario: Scenario) -> dict[str, Any]:
     """Return the plan document: each edge's deployment, and T1 to T4, memory and pace of every cut on the mean link."""
     setting = SplitSetting(scenario)
     workload = setting.workload
-    what = (f"{scenario.model.name} on {scenario.data.name}, {scenario.train.epochs} epochs of "
-            f"{workload.batches_per_epoch} batches of {scenario.train.batch_size}")
+    what = (f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
+            f"{counted(workload.batches_per_epoch, 'batch', 'batches')} of {scenario.train.batch_size}")
     edges = [_edge(setting, edge, party) for edge, party in enumerate(setting.parties())]
     notes = ["planned on each link's mean rates; a run follows the link as it changes"]
     if scenario.strategy.name == "split-replay" and scenario.split.adapt and setting.num_edges == 1:

@@ -7,10 +7,19 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
 
 from socflower.cluster import Cluster
+from socflower.cluster.wording import counted
 from socflower.hierarchy.turn_taking import ASKED, NO_SHARED_UPLINK
 from socflower.scenario.config import Scenario
 from socflower.scenario.format import human_bytes, human_joules, human_ratio, human_seconds, percent
@@ -18,26 +27,41 @@ from socflower.scenario.format import human_bytes, human_joules, human_ratio, hu
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 StartBar: TypeAlias = Callable[[str], OnRound]
 
+_NARROW, _MEDIUM_TIMES, _MEDIUM = 64, 72, 104
+"""Columns of a terminal below which a bar says less: the accuracy alone, no virtual time, no energy."""
+
 __all__ = ["StartBar", "escape", "print_app_result", "print_benchmark", "print_comparison", "print_findings",
-           "print_plan", "print_profile", "print_result", "progress"]
+           "print_plan", "print_profile", "print_result", "profile_progress", "progress", "progress_state"]
 
 
 @contextmanager
 def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
     """Yield a function that starts a bar for a strategy and returns what to call after each of its rounds."""
+    # Only the bar gives way where a terminal is narrow: half a time is none.
     columns = (TextColumn("{task.description:10}"), BarColumn(bar_width=None), TextColumn("{task.fields[state]}"),
-               TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=disable, expand=True) as bar:
+               TimeElapsedColumn(table_column=Column(no_wrap=True)),
+               TimeRemainingColumn(table_column=Column(no_wrap=True)))
+    bar = Progress(*columns, console=console, disable=disable, expand=True)
+    begun = False
+
+    def add(strategy: str) -> TaskID:
+        nonlocal begun
+        if not begun:
+            bar.start()
+            begun = True
+        return bar.add_task(strategy, total=None, state="starting")
+
+    try:
 
         def start(strategy: str) -> OnRound:
-            task = bar.add_task(strategy, total=None, state="starting")
+            # What is no terminal gets the last state of all, and nothing before an error.
+            task = add(strategy) if console.is_interactive else None
 
             def on_round(entry: dict[str, Any]) -> None:
-                state = f"accuracy {percent(entry['accuracy'])}"
-                # In a deployment time is real, and the bar shows it.
-                if "wall_s" not in entry:
-                    state += f"  {human_seconds(entry['virtual_s'])} virtual  {human_joules(entry['energy_j'])}"
-                bar.update(task, total=entry["num_rounds"], completed=entry["round"], state=state)
+                nonlocal task
+                task = add(strategy) if task is None else task
+                bar.update(task, total=entry["num_rounds"], completed=entry["round"],
+                           state=progress_state(entry, console.width))
                 for event in entry["events"]:
                     console.print(f"[yellow]{strategy}, round {entry['round']}:[/] {escape(event['text'])}",
                                   soft_wrap=True, highlight=False)
@@ -45,6 +69,29 @@ def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
             return on_round
 
         yield start
+    finally:
+        if begun:
+            bar.stop()
+
+
+def progress_state(entry: Mapping[str, Any], width: int) -> str:
+    """Return what a bar says of a round beside its times, as much as fits a terminal that is `width` columns wide."""
+    accuracy = percent(entry["accuracy"])
+    # In a deployment time is real, and the bar shows it.
+    virtual_s = None if "wall_s" in entry else human_seconds(entry["virtual_s"])
+    if width < _NARROW:
+        return accuracy
+    if virtual_s is None or width < _MEDIUM:
+        return f"accuracy {accuracy}" + ("" if virtual_s is None or width < _MEDIUM_TIMES else f"  {virtual_s}")
+    return f"accuracy {accuracy}  {virtual_s} virtual  {human_joules(entry['energy_j'])}"
+
+
+def profile_progress(console: Console, *, disable: bool) -> Progress:
+    """Return the bar of `profile`: what is measured, how far it is, and since when."""
+    return Progress(TextColumn("{task.description}"), BarColumn(bar_width=None),
+                    MofNCompleteColumn(table_column=Column(no_wrap=True)),
+                    TimeElapsedColumn(table_column=Column(no_wrap=True)), console=console,
+                    disable=disable or not console.is_interactive, expand=True, transient=True)
 
 
 def print_result(console: Console, scenario: Scenario, result: Mapping[str, Any], out: Path) -> None:
@@ -131,7 +178,7 @@ def print_plan(console: Console, cluster: Cluster, document: Mapping[str, Any]) 
         table.add_row(str(board), "".join(cells))
     console.print(table)
     split = [group["id"] for group in document["groups"] if group["split"]]
-    console.print(f"{len(document['groups'])} groups, split over boards: {split or 'none'}, contention "
+    console.print(f"{counted(len(document['groups']), 'group')}, split over boards: {split or 'none'}, contention "
                   f"{document['contention']}, communication groups: {document['communication_groups']}")
     predicted = document["predicted"]
     console.print(document["work"], soft_wrap=True, highlight=False)

@@ -7,6 +7,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from socflower.cluster import Cluster, Usage, VirtualClock
+from socflower.cluster.wording import counted
 from socflower.errors import InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import GroupPlan, Rebalancing, plan_without
 from socflower.strategies.balancing import Balancer
@@ -103,5 +104,5 @@ class ChangingPlan:
             raise TrainingFailed(f"SoCFlow: {error}") from None
         self.events.append(ReplyEvent(
             kind="planned-anew", group_id=0,
-            text=f"planned anew: {len(self.now.groups)} groups of {len(present)} SoCs"
+            text=f"planned anew: {counted(len(self.now.groups), 'group')} of {counted(len(present), 'SoC')}"
                  + (f", without {', '.join(map(str, away))}" if away else "")))

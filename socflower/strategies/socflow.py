@@ -27,6 +27,7 @@ from socflower.cluster.protocol import (
     SERVER_ROUND,
     GroupTask,
 )
+from socflower.cluster.wording import counted
 from socflower.errors import ConfigError
 from socflower.hierarchy import (
     Group,
@@ -127,7 +128,8 @@ class SoCFlow(Resumable):
             raise ConfigError("SoCFlow: a clock needs a model_profile to price; make one with profile_module(model, …)")
         if plan is not None and (num_socs is not None or num_groups not in (1, len(plan.groups))):
             raise ConfigError(f"SoCFlow: nobody reads num_groups = {num_groups}, num_socs = {num_socs} beside a plan, "
-                              f"which has {len(plan.groups)} groups of {len(plan.participants)} SoCs; leave them out")
+                              f"which has {counted(len(plan.groups), 'group')} of "
+                              f"{counted(len(plan.participants), 'SoC')}; leave them out")
         self._model_name = model_profile.name if model_profile else ""
         rates = sustained_rates(cluster, self._model_name, pricing)
         self._planning = ChangingPlan(
@@ -458,7 +460,7 @@ def _described(turns: Turns) -> str:
 
 def _rack(cluster: Cluster) -> str:
     devices = sorted({board.device.name for board in cluster.boards})
-    return f"{cluster.num_socs} SoCs on {len(cluster.boards)} boards, {', '.join(devices)}"
+    return f"{counted(cluster.num_socs, 'SoC')} on {counted(len(cluster.boards), 'board')}, {', '.join(devices)}"
 
 
 def _weighted_mean(metrics: Sequence[MetricRecord], samples: Sequence[float]) -> MetricRecord:

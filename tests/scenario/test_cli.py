@@ -168,7 +168,7 @@ def test_a_plan_takes_turns_only_where_that_is_predicted_to_be_faster(
 def test_a_plan_is_drawn_for_people(socflower: Socflower, scenario: Path) -> None:
     ran = socflower("plan", scenario, "--groups", 1)
     assert ran.status == 0
-    assert "board" in ran.out and "1 groups, split over boards: [0]" in ran.out
+    assert "board" in ran.out and "1 group, split over boards: [0]" in ran.out
 
 
 def test_a_cluster_file_can_be_planned(socflower: Socflower, tmp_path: Path) -> None:

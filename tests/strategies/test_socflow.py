@@ -346,7 +346,7 @@ def test_a_strategy_for_another_cluster_than_the_engines_is_refused() -> None:
     grid.clock = EventClock(parse_cluster({"boards": [4]}))
     grid.cluster = parse_cluster({"boards": [4], "device": "raspberry-pi-4b"})
     strategy = socflow(cluster=parse_cluster({"boards": [2, 2]}), model_profile=PROFILE)
-    with pytest.raises(ConfigError, match=r"4 SoCs on 2 boards, snapdragon-865\) is not .* 1 boards, raspberry-pi-4b"):
+    with pytest.raises(ConfigError, match=r"4 SoCs on 2 boards, snapdragon-865\) is not .* 1 board, raspberry-pi-4b"):
         messages(strategy, grid=grid)
 
 
