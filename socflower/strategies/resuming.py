@@ -10,6 +10,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
+from socflower.cluster.protocol import SERVER_ROUND
 from socflower.errors import ConfigError
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -27,6 +28,13 @@ class Resumable(Strategy):
     def asks_clients_to_evaluate(self) -> bool:
         """Whether EVALUATE messages are sent, which alone carry `evaluate_config`."""
         return bool(getattr(self, "fraction_evaluate", 1.0))
+
+    def require_read(self, evaluate_config: ConfigRecord | None) -> None:
+        """Raise `ConfigError` for settings of EVALUATE messages where there are none."""
+        unread = [key for key in evaluate_config or () if key != SERVER_ROUND]
+        if unread and not self.asks_clients_to_evaluate:
+            raise ConfigError(f"{type(self).__name__}: nobody reads evaluate_config ({', '.join(unread)}): no client "
+                              "is asked to evaluate; evaluate in evaluate_fn, on the server")
 
     def resume_from(self, server_round: int) -> None:
         """Let `start` go on after `server_round`, from the arrays that round ended with.
@@ -46,9 +54,7 @@ class Resumable(Strategy):
         """Run the rounds that are left, as Flower does; see `Strategy.start` and `resume_from`."""
         if num_rounds < 1:
             raise ConfigError(f"start: num_rounds = {num_rounds} trains nothing; give strategy.num_rounds")
-        if evaluate_config and not self.asks_clients_to_evaluate:
-            raise ConfigError(f"{type(self).__name__}: nobody reads evaluate_config ({', '.join(evaluate_config)}): no "
-                              "client is asked to evaluate; evaluate in evaluate_fn, on the server")
+        self.require_read(evaluate_config)
         done = self.resumed_after
         if not done:
             return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)

@@ -235,6 +235,7 @@ class SplitReplay(Resumable):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
     ) -> list[Message]:
         """Send nothing: the whole model is evaluated by `evaluate_fn` on the server."""
+        self.require_read(config)  # a strategy around this one may have a start of its own
         self._round.require_ended(server_round)
         return []
 

@@ -9,7 +9,13 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg, FedProx, Strategy
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAvg,
+    FedProx,
+    Strategy,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -185,8 +191,18 @@ def test_socflow_ends_with_the_refusal_of_its_clients() -> None:
 ], ids=["SoCFlow", "OrderedFedAvg", "SplitReplay"])
 def test_a_strategy_that_asks_nobody_to_evaluate_refuses_settings_for_it(strategy: Callable[[], Strategy]) -> None:
     made = strategy()
-    with pytest.raises(ConfigError, match=rf"{type(made).__name__}: nobody reads evaluate_config \(batch-size\)"):
+    refusal = rf"{type(made).__name__}: nobody reads evaluate_config \(batch-size\)"
+    with pytest.raises(ConfigError, match=refusal):
         train(made, make_app(), evaluate_config=ConfigRecord({"batch-size": 4}))
+
+
+def test_they_are_refused_around_socflow_too() -> None:
+    """A strategy around it starts the rounds itself, and hands the settings on after the first."""
+    strategy = SoCFlow(cluster=parse_cluster({"boards": [2]}), num_samples=len(DATA), batch_size=16, num_epochs=1,
+                       interval_epochs=1)
+    private = DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 1e6, 1)
+    with pytest.raises(ConfigError, match=r"SoCFlow: nobody reads evaluate_config \(batch-size\)"):
+        train(private, make_app(), evaluate_config=ConfigRecord({"batch-size": 4}))
 
 
 def test_a_strategy_that_evaluates_sends_its_settings_and_its_clients_refuse_them() -> None:
