@@ -34,7 +34,7 @@ def test_the_bits_are_those_of_the_in_process_ring() -> None:
 
 def test_a_member_that_computes_longer_than_the_heartbeat_is_not_lost() -> None:
     addresses = free_addresses(2)
-    ports = [RingPort(addresses[rank], rank=rank, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=0.6)
+    ports = [RingPort(addresses[rank], rank=rank, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=1.5)
              for rank in range(2)]
     rings = [open_ring("grpc", port, [0, 1], 1, 10.0) for port in ports]
     try:

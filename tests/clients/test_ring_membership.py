@@ -282,11 +282,11 @@ def test_members_that_finish_wait_for_each_other(group: Group) -> None:
 
 
 def test_who_has_finished_is_not_missed(group: Group) -> None:
-    group.open(heartbeat_s=1.0)
+    group.open(heartbeat_s=4.0)
     the_only(group.form(FIRST))
     group.memberships[1].finish()
     group.die(1)
-    time.sleep(1.5)
+    time.sleep(2.5)  # it would be missed after a quarter of a heartbeat
     assert not is_broken(group.memberships[0])
     # Should the others have to form again, it counts as one of those that got the result.
     assert the_only(group.form({0: standing(3), 2: standing(3)})).members == (0, 2)
