@@ -200,7 +200,7 @@ def _same_bits_as_portable(module: Any, name: str, kernel: str, batch: Batch) ->
     for settings_of_path in (chosen, replace(chosen, kernel="portable")):
         network = _int8_model(module, name, settings_of_path)
         for _ in range(2):
-            network.train_step(images, labels, learning_rate=LEARNING_RATE)
+            network.train_step(images, labels, learning_rate=LEARNING_RATE, progress=0.0)
         arrays.append(network.arrays())
     return all(np.array_equal(arrays[0][key], arrays[1][key]) for key in arrays[0])
 

@@ -8,6 +8,7 @@ import gc
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.abc import MetaPathFinder
 from itertools import cycle
 from pathlib import Path
@@ -83,7 +84,7 @@ def our_peak_bytes(kernel: str, model: str, small: str) -> int:
     def three_steps(path: str) -> None:
         network = Int8Model.load(Path(path), settings=settings)
         for images, labels in batches(network.graph.input_shape, 1) * 3:
-            network.train_step(images, labels, learning_rate=LEARNING_RATE)
+            network.train_step(images, labels, learning_rate=LEARNING_RATE, progress=0.0)
 
     return _peak_growth_bytes(lambda: three_steps(model), lambda: three_steps(small))
 
@@ -167,7 +168,8 @@ def saved_model_step(kernel: str, model: str, blocked: bool, repeats: int) -> di
     _int8.Convolution = _TypedConvolution  # where a program takes its convolutions from
     network = Int8Model.load(Path(model), settings=EngineSettings(kernel=kernel))
     ((images, labels),) = batches(network.graph.input_shape, 1)
-    time = measure(lambda: network.train_step(images, labels, learning_rate=LEARNING_RATE), repeats=repeats)
+    step = partial(network.train_step, images, labels, learning_rate=LEARNING_RATE, progress=0.0)
+    time = measure(step, repeats=repeats)
     evaluated = network.evaluate(images, labels)
 
     wrong = []
@@ -208,6 +210,6 @@ def training(network: Int8Model, data: list[Batch]) -> Callable[[], float]:
 
     def step() -> float:
         images, labels = next(following)
-        return network.train_step(images, labels, learning_rate=LEARNING_RATE).loss
+        return network.train_step(images, labels, learning_rate=LEARNING_RATE, progress=0.0).loss
 
     return step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from torch import nn
 from socflower import _int8
 from socflower.errors import TrainingFailed
 from socflower.precision import graph as ir
+from socflower.precision.algorithm import OutsideUpdate
 from socflower.precision.fixed_point import exponent_for
 from socflower.precision.operators import Operator, Step, Tensor
 from socflower.precision.program import Fp32Factory
@@ -52,27 +53,39 @@ class Fp32Operator:
         self._read = torch.from_numpy(to_real(x.data, x.exponent, x.shape)).requires_grad_(step.training)
         with torch.set_grad_enabled(step.training):
             self._made = self._module(self._read.flatten(1) if self.node.flat else self._read)
+        if step.training:
+            self._keep(step, self._module.named_buffers())
         self.output.exponent = to_int8(self.node.name, self._made.detach(), self.output.shape, self.output.data)
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
-        """Run autograd from the real gradient, round the input's, and follow plain SGD with the parameters'."""
+        """Run autograd from the real gradient, round the input's, and follow plain SGD with the parameters'.
+
+        Under an outside update the parameters' gradients are handed out instead.
+        """
         dy = self.output.gradient
         assert dy is not None
         real = to_real(dy, self.output.gradient_exponent, self.output.shape)
-        torch.autograd.backward(self._made, torch.from_numpy(real).reshape(self._made.shape))
-        exponent = 0
         x, target = self.inputs[0], into[0]
+        trained = {name: part for name, part in self._module.named_parameters() if part.requires_grad}
+        wanted = [*trained.values(), *([] if target is None else [self._read])]
+        made = torch.autograd.grad(
+            self._made, wanted, torch.from_numpy(real).reshape(self._made.shape), materialize_grads=True
+        )  # fmt: skip
+        exponent = 0
         if target is not None:
-            assert self._read.grad is not None
-            exponent = to_int8(self.node.name, self._read.grad, x.shape, target)
+            exponent = to_int8(self.node.name, made[-1], x.shape, target)
             if x.mask is not None:
                 np.multiply(target, x.mask > 0, out=target)
+        rate = step.mean_learning_rate
+        if isinstance(step.algorithm.update, OutsideUpdate):
+            for name, gradient in zip(trained, made, strict=False):
+                out = step.parameters.fp32_gradients[f"{self.node.name}.{name}"]
+                np.multiply(gradient.numpy(), np.float32(rate), out=out)
+            return [exponent]
         with torch.no_grad():
-            for parameter in self._module.parameters():
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=step.mean_learning_rate)
-                    parameter.grad = None
-        self._keep_parameters(step)
+            for parameter, gradient in zip(trained.values(), made, strict=False):
+                parameter.sub_(gradient, alpha=rate)
+        self._keep(step, trained.items())
         return [exponent]
 
     def _take_parameters(self, step: Step) -> None:
@@ -81,9 +94,10 @@ class Fp32Operator:
         state = {name.removeprefix(prefix): torch.from_numpy(np.array(array)) for name, array in own.items()}
         self._module.load_state_dict(state)
 
-    def _keep_parameters(self, step: Step) -> None:
-        for name, value in self._module.state_dict().items():
-            step.parameters.fp32[f"{self.node.name}.{name}"] = value.detach().numpy().copy()
+    def _keep(self, step: Step, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, value in values:
+            if f"{self.node.name}.{name}" in step.parameters.fp32:  # a buffer may belong to no state_dict
+                step.parameters.fp32[f"{self.node.name}.{name}"] = value.detach().numpy().copy()
 
 
 def to_real(data: Int8Array, exponent: int, shape: ir.Shape) -> npt.NDArray[np.float32]:

@@ -6,7 +6,7 @@ layer is a convolution whose kernel covers its input, so a flattening between th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -19,6 +19,26 @@ INPUT = "input"
 """Name of the value that holds the images."""
 
 
+class UnsupportedOperator(ConfigError):
+    """What only the FP32 side can run. `module` does it; "" is the network itself.
+
+    `modules` are those that `fp32_operators` has to list, `module` among them, for the network to train.
+    """
+
+    def __init__(self, what: str, module: str, modules: Sequence[str] = ()) -> None:
+        self.what, self.module = what, module
+        self.modules = list(modules) or [module]
+        super().__init__(f"{what}; " + self.remedy("say", "fp32_operators={}", "unsupported={}"))
+
+    def remedy(self, do: str, operators: str, unsupported: str) -> str:
+        """Return what to do about it, where both settings are written so, with {} for their values."""
+        if not self.module:
+            return ("move it into a module of its own, of one tensor in and one out, which can run in FP32: then "
+                    f"{do} {unsupported.format(repr('fp32'))}")
+        return (f"{do} {unsupported.format(repr('fp32'))} to run all such operators in FP32, or "
+                f"{operators.format(self.modules)} to name them")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
     """An operator: the values it reads and the shape it makes."""
@@ -27,6 +47,17 @@ class Node:
     name: str  # also the prefix of its parameters in the module's state_dict
     inputs: tuple[str, ...]
     shape: Shape
+    frozen: tuple[str, ...] = ()  # of its parameters, those that training leaves as they are
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Its parameters, by their names in the module."""
+        return ()
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Its parameters that training changes."""
+        return tuple(name for name in self.parameters if name not in self.frozen)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +73,11 @@ class Convolution(Node):
     relu: bool = False
     linear: bool = False  # the module's weight is (out, in * kh * kw)
 
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Weight and, if it has one, bias."""
+        return ("weight", "bias") if self.bias else ("weight",)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchNorm(Node):
@@ -51,6 +87,11 @@ class BatchNorm(Node):
     eps: float
     momentum: float
     relu: bool = False
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Scale and offset."""
+        return ("weight", "bias")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,16 +130,35 @@ class Add(Node):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Dropout(Node):
+    """Zeros with probability `p`, for each element or each channel of an image, else 1 / (1 - p) times the value.
+
+    Only in training; in evaluation the values as they are.
+    """
+
+    kind: ClassVar[str] = "dropout"
+    p: float
+    channelwise: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Fp32(Node):
     """An operator that runs in torch FP32, because int8 has none or the placement chose so."""
 
     kind: ClassVar[str] = "fp32"
     operator: str  # of the original node, for messages
     flat: bool = False  # the module takes (n, features)
+    path: str = ""  # of the module; one without parameters may make several nodes
+    own: tuple[str, ...] = ()  # parameters of the module
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Those of the module."""
+        return self.own
 
 
 _KINDS: dict[str, type[Node]] = {
-    cls.kind: cls for cls in (Convolution, BatchNorm, Relu, MaxPool, AveragePool, Add, Fp32)
+    cls.kind: cls for cls in (Convolution, BatchNorm, Relu, MaxPool, AveragePool, Add, Dropout, Fp32)
 }
 
 
@@ -116,7 +176,8 @@ class Graph:
                 if value not in made:
                     raise ConfigError(f"graph: {node.name} reads {value!r}, which no earlier node makes")
             if node.name in made:
-                raise ConfigError(f"{node.name}: runs twice; int8 training has no operators that share their weights")
+                raise ConfigError(f"{node.name}: runs twice; int8 training has no operators that share their weights; "
+                                  "make a module for each call, or list the module around them in fp32_operators")
             made.add(node.name)
         for node in self.nodes:
             _require_geometry(node, [self.shape_of(value) for value in node.inputs])
@@ -144,6 +205,15 @@ class Graph:
     def node(self, name: str) -> Node:
         """Return the node of that name."""
         return next(node for node in self.nodes if node.name == name)
+
+    @property
+    def differentiated(self) -> frozenset[str]:
+        """Names of the values whose gradient a step needs: those that depend on a trained parameter."""
+        needed: set[str] = set()
+        for node in self.nodes:
+            if node.trained or not needed.isdisjoint(node.inputs):
+                needed.add(node.name)
+        return frozenset(needed)
 
     def consumers(self, value: str) -> tuple[Node, ...]:
         """Return the nodes that read a value; one that reads it twice appears twice."""
@@ -198,8 +268,10 @@ def _require_geometry(node: Node, inputs: list[Shape]) -> None:
             )
         ]
         expected = (node.shape[0] if isinstance(node, Convolution) else channels, sizes[0], sizes[1])
-    elif isinstance(node, BatchNorm | Relu | Add):
+    elif isinstance(node, BatchNorm | Relu | Add | Dropout):
         expected = inputs[0]
+    if isinstance(node, Dropout) and not 0.0 <= node.p <= 1.0:
+        raise ConfigError(f"graph: {node.name} has p = {node.p}; it must lie in [0, 1]")
     if min(node.shape) < 1 or (expected is not None and node.shape != expected) or (
         isinstance(node, Add) and inputs[0] != inputs[1]
     ):

@@ -61,7 +61,8 @@ class Int8Backend(ABC):
     def pseudo_gradient(self, loaded: Arrays, *, learning_rate: float) -> Mapping[str, FloatArray]:
         """Return (loaded - weights now) / learning_rate of every trained parameter: what plain SGD went along.
 
-        The arrays may be overwritten by the next `train_step`. Backends that hold the gradient override this.
+        The arrays may be overwritten by the next `train_step`. Backends that hold the gradient override this. What is
+        said of frozen parameters is not looked at.
         """
         now = self.weights()
         scale = np.float32(1.0 / learning_rate)
@@ -70,6 +71,20 @@ class Int8Backend(ABC):
             for name, value in now.items()
             if not name.endswith(_STATISTICS)
         }
+
+    @property
+    def hands_out_gradients(self) -> bool:
+        """Whether momentum may add up what `pseudo_gradient` returns; not where it is mostly rounding noise."""
+        return True
+
+    @property
+    def draws(self) -> bool:
+        """Whether `train_step` draws random numbers of its own; then `draw_from` is called before each."""
+        return False
+
+    def draw_from(self, seed: int) -> None:
+        """Take `seed` (0 to 2^62) as what the random numbers of the next `train_step` follow from."""
+        return
 
     def samples_per_s(self, batch_size: int) -> float | None:
         """Return the training throughput where it is known beforehand; None (the default) has it measured."""

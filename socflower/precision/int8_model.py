@@ -19,9 +19,9 @@ import numpy.typing as npt
 from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision import saving
-from socflower.precision.algorithm import NITI, Fp32Update, TrainingAlgorithm
+from socflower.precision.algorithm import NITI, Fp32Update, IntegerUpdate, TrainingAlgorithm
 from socflower.precision.fixed_point import exponent_for
-from socflower.precision.graph import Convolution, Graph, Shape
+from socflower.precision.graph import Convolution, Dropout, Graph, Shape
 from socflower.precision.loss import mean_cross_entropy, real_logits, write_logits_gradient
 from socflower.precision.operators import Step
 from socflower.precision.parameters import (
@@ -140,6 +140,11 @@ class Int8Model:
         return str(self._engine.kernel)
 
     @property
+    def draws(self) -> bool:
+        """Whether a step draws random numbers, so that `train_step` reads its seed."""
+        return any(isinstance(node, Dropout) for node in self.graph.nodes)
+
+    @property
     def engine(self) -> _int8.Engine:
         """The native engine, for profiles and benchmarks."""
         return self._engine
@@ -150,23 +155,33 @@ class Int8Model:
         labels: npt.NDArray[np.int32],
         *,
         learning_rate: float = 0.01,
-        progress: float = 0.0,
+        progress: float | None = None,
+        seed: int | None = None,
         timings: dict[str, float] | None = None,
     ) -> StepResult:
         """Train on one batch: (n, *input_shape) float32 images and n integer labels.
 
         `learning_rate` is that of the FP32 parameters (all weights under an FP32 update, biases and BatchNorm under
         an integer one); `progress` in [0, 1] is the fraction of training done, from which an integer update takes
-        its gradient bits (F18); `timings`, if given, collects seconds per operator. Raises ConfigError on input of
-        another shape or with NaN, TrainingFailed where training has diverged.
+        its gradient bits (F18), so that one whose bits change must be told. `seed` (default: the number of steps this
+        model has made) decides what dropout keeps. `timings`, if given, collects seconds per operator. Frozen
+        parameters stay as they are, and no gradient is computed for them; BatchNorm's running statistics move, as in
+        torch. Raises ConfigError on input of another shape or with NaN, without `progress` where it is read, and where
+        every parameter is frozen; TrainingFailed where training has diverged.
         """
+        progress = self._progress_where_unread() if progress is None else progress
         if not 0.0 <= progress <= 1.0:
             raise ConfigError(f"progress must be in [0, 1], got {progress}")
+        if seed is not None and seed < 0:
+            raise ConfigError(f"seed must be 0 or more, got {seed}")
         if not (np.isfinite(learning_rate) and learning_rate >= 0.0):
             raise ConfigError(f"learning_rate must be 0 or more, got {learning_rate}")
         images, labels = self._checked(images, labels)
         try:
+            if self.graph.output not in self.graph.differentiated:
+                raise ConfigError("every parameter is frozen (requires_grad is False): there is nothing to train")
             program, step = self._begin(images, training=True, learning_rate=learning_rate, progress=progress)
+            step.seed = self.parameters.num_steps if seed is None else seed
             step.timings = timings
             logits = program.forward(step)
             result = self._result(logits.data, logits.exponent, labels)
@@ -175,6 +190,7 @@ class Int8Model:
                 self.algorithm.backward, logits.data, logits.exponent, labels, self.graph.num_classes, gradient
             )
             program.backward(step, gradient, exponent)
+            self.parameters.num_steps += 1
         except OverflowError as error:
             raise TrainingFailed(str(error)) from None
         finally:
@@ -231,6 +247,7 @@ class Int8Model:
         for name, array in self.parameters.fp32.items():
             if name not in parameters.fp32 or parameters.fp32[name].shape != array.shape:
                 raise ConfigError(f"state: {name} of shape {array.shape} is missing or of another shape")
+        parameters.num_steps = self.parameters.num_steps
         self.parameters = parameters
         self._trackers.clear()
 
@@ -278,6 +295,15 @@ class Int8Model:
             for array in (getattr(holder, "master", None), holder.velocity):
                 held += 0 if array is None else array.nbytes
         return held + self.regions.held_bytes
+
+    def _progress_where_unread(self) -> float:
+        update = self.algorithm.update
+        if isinstance(update, IntegerUpdate) and len(update.bits) > 1:
+            raise ConfigError(
+                f"train_step: {self.algorithm.name} takes its gradient bits {', '.join(map(str, update.bits))} from "
+                "the part of the training that is done; pass progress=step / num_steps"
+            )
+        return 0.0
 
     def _holders(self) -> dict[str, Weight | Vector]:
         return {**self.parameters.weights, **self.parameters.vectors}

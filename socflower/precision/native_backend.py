@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from socflower.errors import ConfigError
 from socflower.precision.algorithm import HANDED_OUT_GRADIENTS, IntegerUpdate, OutsideUpdate, TrainingAlgorithm
+from socflower.precision.graph import UnsupportedOperator
 from socflower.precision.int8_backend import Arrays, FloatArray, Int8Backend
 from socflower.precision.int8_model import EngineSettings, Int8Model, StepResult
 from socflower.precision.outside_weights import start_gradients, take_weights
@@ -23,17 +24,21 @@ class NativeInt8Backend(Int8Backend):
 
     By default it hands out the gradient that int8 arithmetic gives. With NITI it makes NITI's integer step on the
     rounded weights, and what it hands out is the difference, rounding noise included: the merge of SoCFlow+ to the
-    letter.
+    letter. `fp32_operators` and `unsupported` are those of `Int8Model.from_module`.
     """
 
     def __init__(
-        self, algorithm: TrainingAlgorithm = HANDED_OUT_GRADIENTS, settings: EngineSettings | None = None
+        self, algorithm: TrainingAlgorithm = HANDED_OUT_GRADIENTS, settings: EngineSettings | None = None, *,
+        fp32_operators: Sequence[str] = (), unsupported: Literal["refuse", "fp32"] = "refuse",
     ) -> None:
         if not isinstance(algorithm.update, OutsideUpdate | IntegerUpdate):
             raise ConfigError(
                 f"mixed precision: the FP32 masters of {algorithm.name} live in the trainer; use niti or the default"
             )
         self._algorithm, self._settings = algorithm, settings or EngineSettings()
+        self._fp32_operators: Sequence[str] = fp32_operators
+        self._unsupported: Literal["refuse", "fp32"] = unsupported
+        self._draw = 0
         self._model: Int8Model | None = None
         self._gradients: dict[str, FloatArray] = {}
         self._loaded_seed: int | None = None
@@ -49,11 +54,31 @@ class NativeInt8Backend(Int8Backend):
             raise ConfigError("int8 backend: call build before anything else")
         return self._model
 
+    @property
+    def hands_out_gradients(self) -> bool:
+        """Not with NITI: a weight that has moved has been rounded to a whole quantum."""
+        return isinstance(self._algorithm.update, OutsideUpdate)
+
+    @property
+    def draws(self) -> bool:
+        """With dropout."""
+        return self._built.draws
+
+    def draw_from(self, seed: int) -> None:
+        """Decide what dropout keeps in the next step; see `Int8Backend.draw_from`."""
+        self._draw = seed
+
     def build(self, module: torch.nn.Module, input_shape: tuple[int, int, int]) -> None:
         """Trace the module; see `Int8Backend.build`."""
-        self._model = Int8Model.from_module(
-            module, input_shape=input_shape, algorithm=self._algorithm, settings=self._settings
-        )
+        try:
+            self._model = Int8Model.from_module(
+                module, input_shape=input_shape, algorithm=self._algorithm, settings=self._settings,
+                fp32_operators=self._fp32_operators, unsupported=self._unsupported,
+            )  # fmt: skip
+        except UnsupportedOperator as error:
+            backend = "MixedPrecisionTrainer(backend=partial(NativeInt8Backend, {}))"
+            advice = error.remedy("use", backend.format("fp32_operators={}"), backend.format("unsupported={}"))
+            raise ConfigError(f"{error.what}; {advice}") from None
         self._loaded_seed = None
         if isinstance(self._algorithm.update, OutsideUpdate):
             self._gradients = start_gradients(self._model.graph, self._model.parameters)
@@ -73,7 +98,7 @@ class NativeInt8Backend(Int8Backend):
         """Do one step; see `Int8Backend.train_step`."""
         # Handed-out gradients are means over the batch, of weight 1; an integer step has bits, not a rate.
         rate = 1.0 if self._gradients else learning_rate
-        return self._built.train_step(images, labels, learning_rate=rate, progress=progress)
+        return self._built.train_step(images, labels, learning_rate=rate, progress=progress, seed=self._draw)
 
     def weights(self) -> dict[str, npt.NDArray[Any]]:
         """Return the int8 weights as float32; under handed-out gradients those that were loaded."""

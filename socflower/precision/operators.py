@@ -17,9 +17,9 @@ import numpy.typing as npt
 from socflower import _int8
 from socflower.errors import TrainingFailed
 from socflower.precision import graph as ir
-from socflower.precision.algorithm import TrainingAlgorithm
+from socflower.precision.algorithm import Rounding, TrainingAlgorithm
 from socflower.precision.fixed_point import channel_stride, scaled_integers
-from socflower.precision.parameters import Parameters
+from socflower.precision.parameters import Parameters, Weight
 from socflower.precision.rescaling import RescalingPolicy, ScaleTracker
 from socflower.precision.rounding_out import Int8Array, Int32Array, round_elementwise, round_product
 from socflower.precision.updates import update_vector, update_weight
@@ -70,6 +70,7 @@ class Step:
     training: bool = True
     learning_rate: float = 0.0
     progress: float = 0.0
+    seed: int = 0  # of what is random in the step
     timings: dict[str, float] | None = None  # seconds per operator, forward and backward, where they are asked for
 
     def tracker(self, name: str, role: str) -> ScaleTracker | None:
@@ -202,6 +203,19 @@ class ConvolutionOperator:
                 node.name, step.engine, step.tracker(node.name, "backward"), dy_exponent + weight.exponent, run,
                 into[0], step.wide(x.array_shape), rounding,
             )  # fmt: skip
+        if "weight" in node.trained:
+            self._update_weight(step, weight)
+        if "bias" in node.trained:
+            _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
+            bias_gradient = np.ldexp(self._sums[0].astype(np.float64), dy_exponent).astype(np.float32)
+            update_vector(
+                step.algorithm, step.parameters.vectors[f"{node.name}.bias"], bias_gradient, step.mean_learning_rate
+            )
+        return exponents
+
+    def _update_weight(self, step: Step, weight: Weight) -> None:
+        x, node, dy = self.inputs[0], self.node, self.output.gradient
+        assert dy is not None
         gradient = step.wide(self._weight_shape)
         largest = self._plan.weight_gradient(step.engine, x.data, dy, gradient, step.workspace, x.activations)
         update_weight(
@@ -211,18 +225,11 @@ class ConvolutionOperator:
             weight,
             gradient.reshape(weight.data.shape),
             largest=largest,
-            gradient_scale=2.0 ** (x.exponent + dy_exponent),
+            gradient_scale=2.0 ** (x.exponent + self.output.gradient_exponent),
             learning_rate=step.mean_learning_rate,
             progress=step.progress,
             scratch=step.scratch,
         )
-        if node.bias:
-            _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
-            bias_gradient = np.ldexp(self._sums[0].astype(np.float64), dy_exponent).astype(np.float32)
-            update_vector(
-                step.algorithm, step.parameters.vectors[f"{node.name}.bias"], bias_gradient, step.mean_learning_rate
-            )
-        return exponents
 
 
 class BatchNormOperator(_Plain):
@@ -308,8 +315,10 @@ class BatchNormOperator(_Plain):
 
             tracker = step.tracker(node.name, "backward")
             exponents[0] = round_elementwise(node.name, tracker, acc_exponent, run)
-        update_vector(step.algorithm, gamma, sum_dy_normalised.astype(np.float32), step.mean_learning_rate)
-        update_vector(step.algorithm, beta, sum_dy.astype(np.float32), step.mean_learning_rate)
+        if "weight" in node.trained:
+            update_vector(step.algorithm, gamma, sum_dy_normalised.astype(np.float32), step.mean_learning_rate)
+        if "bias" in node.trained:
+            update_vector(step.algorithm, beta, sum_dy.astype(np.float32), step.mean_learning_rate)
         return exponents
 
 
@@ -400,6 +409,68 @@ class AveragePoolOperator(_Plain):
         tracker = step.tracker(self.node.name, "backward")
         exponent = self.output.gradient_exponent - AVERAGE_BITS
         return [round_elementwise(self.node.name, tracker, exponent, run)]
+
+
+class DropoutOperator(_Plain):
+    """Zeros in random places; what is kept is multiplied by 1 / (1 - p) and rounded like any product.
+
+    The factor is an integer of 21 bits times a power of two, so where 1 - p is a power of two it only changes the
+    exponent. p counts in units of 2^-32. Element i, in the order of (height, width, batch, channels) or of (batch,
+    channels), is kept where the i-th of the 32-bit numbers of Philox, seeded with the step's seed and the operator's
+    place in the graph, is 2^32 p or more.
+    """
+
+    def __init__(self, node: ir.Dropout, x: Tensor, output: Tensor, gate: Int8Array, place: int):
+        self.node, self.inputs, self.output = node, (x,), output
+        self._gate, self._place = gate, place  # the gate is positive where a value is kept; zeros in the padding
+        self._least = round(node.p * 2**32)
+        factor = 2.0**32 / (2**32 - self._least) if self._least < 2**32 else 0.0
+        channels = gate.shape[3]
+        self._exponent, (self._factor,) = scaled_integers(21, (np.full(channels, factor), 0))
+        self._nothing = np.zeros(channels, dtype=np.int32)
+
+    def forward(self, step: Step) -> None:
+        """Draw what is kept, multiply, round; copy in evaluation."""
+        x = self.inputs[0]
+        if not step.training:
+            np.copyto(self.output.data, x.data)
+            self.output.exponent = x.exponent
+            return
+        self._draw(step.seed)
+        if x.masked:  # what the ReLU before cut off is zero here, and passes no gradient
+            np.multiply(self._gate, x.data > 0, out=self._gate)
+        tracker, rounding = step.tracker(self.node.name, "forward"), step.algorithm.forward.rounding
+        self.output.exponent = self._scale(step, x.data, x.exponent, self.output.data, tracker, rounding)
+
+    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+        """Send the gradient where the value was kept, times the same factor."""
+        dy = self.output.gradient
+        if into[0] is None:
+            return [0]
+        assert dy is not None
+        tracker, rounding = step.tracker(self.node.name, "backward"), step.algorithm.backward.rounding
+        return [self._scale(step, dy, self.output.gradient_exponent, into[0], tracker, rounding)]
+
+    def _scale(
+        self, step: Step, values: Int8Array, exponent: int, into: Int8Array, tracker: ScaleTracker | None,
+        rounding: Rounding,
+    ) -> int:  # fmt: skip
+        def run(store: bool, shift: int) -> int:
+            return _int8.affine_gradient(
+                step.engine, values, values, self._gate, self._factor, self._nothing, self._nothing,
+                into if store else None, shift, rounding,
+            )  # fmt: skip
+
+        return round_elementwise(self.node.name, tracker, exponent + self._exponent, run)
+
+    def _draw(self, seed: int) -> None:
+        channels = self.node.shape[0]
+        shape = self._gate.shape[2:3] if self.node.channelwise else self._gate.shape[:3]
+        count = math.prod(shape) * channels
+        bits = np.random.Philox(np.random.SeedSequence([seed, self._place]))
+        # Of each 64 bits the lower half comes first, on any machine.
+        numbers = bits.random_raw(-(-count // 2)).astype("<u8", copy=False).view("<u4")[:count]
+        self._gate[..., :channels] = numbers.reshape(*shape, channels) >= self._least
 
 
 def add_tensors(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision.fixed_point import channel_stride, exponent_for
-from socflower.precision.graph import BatchNorm, Convolution, Graph
+from socflower.precision.graph import BatchNorm, Convolution, Fp32, Graph, Node
 from socflower.precision.parameters import FloatArray, Parameters
 from socflower.precision.rounding_out import MAX_EXPONENT
 
@@ -34,6 +34,7 @@ def take_weights(
         if isinstance(node, Convolution):
             name = f"{node.name}.weight"
             weight = parameters.weights[name]
+            weight.master = None  # of a frozen weight: what is handed in counts
             kernel_h, kernel_w, in_channels, _ = weight.data.shape
             shape: tuple[int, ...] = (node.shape[0], in_channels, kernel_h, kernel_w)
             if node.linear:
@@ -50,7 +51,11 @@ def take_weights(
             for part in ("running_mean", "running_var"):
                 if f"{node.name}.{part}" in state:
                     _fill(parameters, f"{node.name}.{part}", state, node.shape[0])
-        for part in _trained_vectors(node):
+        elif isinstance(node, Fp32):
+            for name, array in parameters.fp32.items():
+                if name.startswith(f"{node.name}.") and (name in state or _is_parameter(node, name)):
+                    parameters.fp32[name] = np.array(_array(state, name, array.shape), dtype=np.float32)
+        for part in _vectors(node.parameters, node):
             _fill(parameters, f"{node.name}.{part}", state, node.shape[0])
 
 
@@ -62,12 +67,15 @@ def start_gradients(graph: Graph, parameters: Parameters) -> dict[str, FloatArra
     """
     views: dict[str, FloatArray] = {}
     for node in graph.nodes:
-        if isinstance(node, Convolution):
+        if isinstance(node, Convolution) and "weight" in node.trained:
             weight = parameters.weights[f"{node.name}.weight"]
             kernel_h, kernel_w, in_channels, _ = weight.data.shape
             weight.gradient = np.zeros((node.shape[0], kernel_h, kernel_w, in_channels), dtype=np.float32)
             views[f"{node.name}.weight"] = weight.gradient.transpose(0, 3, 1, 2)
-        for part in _trained_vectors(node):
+        for name in node.trained if isinstance(node, Fp32) else ():
+            name = f"{node.name}.{name}"
+            views[name] = parameters.fp32_gradients[name] = np.zeros_like(parameters.fp32[name])
+        for part in _vectors(node.trained, node):
             vector = parameters.vectors[f"{node.name}.{part}"]
             vector.gradient = np.zeros(channel_stride(node.shape[0]), dtype=np.float32)
             views[f"{node.name}.{part}"] = vector.gradient[: node.shape[0]]
@@ -81,10 +89,15 @@ def as_channels_last(array: npt.NDArray[np.generic], shape: tuple[int, ...], num
     return np.ascontiguousarray(view, dtype=np.float32)
 
 
-def _trained_vectors(node: object) -> tuple[str, ...]:
+def _vectors(parameters: tuple[str, ...], node: Node) -> tuple[str, ...]:
+    """Return which of a node's parameters are a value per channel."""
     if isinstance(node, BatchNorm):
-        return ("weight", "bias")
-    return ("bias",) if isinstance(node, Convolution) and node.bias else ()
+        return parameters
+    return tuple(name for name in parameters if name == "bias") if isinstance(node, Convolution) else ()
+
+
+def _is_parameter(node: Fp32, name: str) -> bool:
+    return name.removeprefix(f"{node.name}.") in node.parameters
 
 
 def _array(

@@ -23,7 +23,8 @@ class Weight:
     """Weight of a convolution, (kh, kw, in/groups, channel stride of out) int8 with one exponent.
 
     `master` and `velocity` (same shape, float32) exist under algorithms with FP32 weights, `gradient` under an
-    outside update, where it is (out, kh, kw, in/groups).
+    outside update, where it is (out, kh, kw, in/groups). A frozen weight has a master under every algorithm: the
+    values that it came with, which it goes back with.
     """
 
     data: npt.NDArray[np.int8]
@@ -49,7 +50,9 @@ class Parameters:
     weights: dict[str, Weight] = field(default_factory=dict)
     vectors: dict[str, Vector] = field(default_factory=dict)  # biases, BatchNorm's affine and running statistics
     num_batches_tracked: dict[str, int] = field(default_factory=dict)
+    num_steps: int = 0  # that have been made; what is random in a step follows from it
     fp32: dict[str, FloatArray] = field(default_factory=dict)  # of operators on the FP32 side
+    fp32_gradients: dict[str, FloatArray] = field(default_factory=dict)  # of the former, under an outside update
 
 
 def import_parameters(
@@ -70,7 +73,8 @@ def import_parameters(
             module_shape = (node.shape[0], in_channels * node.kernel[0] * node.kernel[1]) if node.linear else shape
             real = _take(left, f"{node.name}.weight", module_shape).reshape(shape)
             name = f"{node.name}.weight"
-            parameters.weights[name] = _import_weight(real, keep_master, (exponents or {}).get(name))
+            keep = keep_master or "weight" in node.frozen
+            parameters.weights[name] = _import_weight(real, keep, (exponents or {}).get(name))
             if node.bias:
                 _import_vector(parameters, left, f"{node.name}.bias", node.shape[0])
         elif isinstance(node, BatchNorm):
@@ -90,7 +94,7 @@ def import_parameters(
 def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, npt.NDArray[np.generic]]:
     """Return float32 arrays (and int64 counters) by their names and shapes in the module's state_dict.
 
-    A weight is its int8 value times 2^exponent, exactly; under FP32 updates it is the master weight.
+    A weight is its int8 value times 2^exponent, exactly; where there is a master weight, it is that.
     """
     state: dict[str, npt.NDArray[np.generic]] = {}
     for node in graph.nodes:
@@ -163,7 +167,7 @@ def require_match(graph: Graph, parameters: Parameters, *, keep_master: bool) ->
             assert weight is not None
             if abs(weight.exponent) > MAX_WEIGHT_EXPONENT:
                 raise ConfigError(f"{name}: an exponent of {weight.exponent} is beyond +-{MAX_WEIGHT_EXPONENT}")
-            if keep_master and weight.master is None:
+            if (keep_master or "weight" in node.frozen) and weight.master is None:
                 raise ConfigError(f"{name}: its FP32 master is missing")
             for extra in (weight.master, weight.velocity):
                 if extra is not None:

@@ -70,7 +70,7 @@ def _profile(
     runs: list[dict[str, float]] = []
     for _ in range(repeats + 3):
         timings: dict[str, float] = {}
-        model.train_step(images, labels, learning_rate=0.0, timings=timings)
+        model.train_step(images, labels, learning_rate=0.0, timings=timings, progress=0.0)
         runs.append(timings)
     modules = dict(module.named_modules())
     latencies = []
@@ -111,11 +111,15 @@ def _run_fp32(node: ir.Node, modules: dict[str, nn.Module], inputs: list[torch.T
         output = torch.relu(inputs[0])
     elif isinstance(node, ir.MaxPool):
         output = nn.functional.max_pool2d(inputs[0], node.kernel, node.stride, node.padding)
+    elif isinstance(node, ir.Dropout):
+        dropout = nn.functional.dropout2d if node.channelwise else nn.functional.dropout
+        output = dropout(inputs[0], node.p)
     elif isinstance(node, ir.AveragePool):
         output = nn.functional.avg_pool2d(inputs[0], node.kernel, node.stride, node.padding)
     else:
         linear = isinstance(node, ir.Convolution) and node.linear
-        output = modules[node.name](inputs[0].flatten(1) if linear else inputs[0])
+        path = node.path if isinstance(node, ir.Fp32) else node.name
+        output = modules[path](inputs[0].flatten(1) if linear else inputs[0])
     return torch.relu(output) if getattr(node, "relu", False) else output
 
 

@@ -21,6 +21,7 @@ from socflower.precision.operators import (
     AveragePoolOperator,
     BatchNormOperator,
     ConvolutionOperator,
+    DropoutOperator,
     MaxPoolOperator,
     Operator,
     ReluOperator,
@@ -87,6 +88,7 @@ class Program:
         self._batch_blocks = batch_blocks
         self._fp32_factory = fp32_factory
         self._patched = _patched_convolution(graph)
+        self._differentiated = graph.differentiated
         self.tensors = _tensors(graph, batch, self._patched)
         # Readers of a value with several leave its mask to the sum of their gradients.
         self._mask_of_sum: dict[str, bool] = {}
@@ -137,13 +139,16 @@ class Program:
         return self._take(self._logits_gradient)
 
     def backward(self, step: Step, logits_gradient: Int8Array, exponent: int) -> None:
-        """Run every operator backward, updating its parameters, and give back what is no longer needed."""
+        """Run backward what a trained parameter is behind, update, and give back what is no longer needed."""
         logits = self.tensors[self.graph.output]
         if logits.masked:  # nothing reads them that could apply the mask
             np.multiply(logits_gradient, logits.data > 0, out=logits_gradient)
         gradients: dict[str, list[_Gradient]] = {name: [] for name in self.tensors}
         gradients[self.graph.output].append(_Gradient(logits_gradient, exponent))
         for place in reversed(self._places):
+            if place.node.name not in self._differentiated:
+                self._give_back(place, handed_on=False)
+                continue
             operator = self._operator(place)
             output = operator.output
             total = self._sum(step, place, gradients[place.node.name])
@@ -154,7 +159,7 @@ class Program:
             _note(step, place, started_s)
             handed_on = False
             for value, target, target_exponent in zip(place.node.inputs, into, exponents, strict=True):
-                if value == ir.INPUT:
+                if value not in self._differentiated:
                     continue
                 handed_on = handed_on or target is None
                 # An addition without a mask hands on the very array that it was given.
@@ -213,7 +218,7 @@ class Program:
         into: list[_Array | None] = []
         for index, value in enumerate(node.inputs):
             handed_on = isinstance(node, ir.Add) and not self.tensors[value].masked
-            wanted = value != ir.INPUT and not handed_on
+            wanted = value in self._differentiated and not handed_on
             into.append(self._array(value, f"gradient from {node.name}.{index}") if wanted else None)
         roles = [f"gradient sum {index}" for index in range(1, len(self.graph.consumers(node.name)))]
         return _Place(
@@ -226,12 +231,12 @@ class Program:
         )
 
     def _operator_bytes(self, node: ir.Node) -> int:
-        """Return the bytes of an operator's index tables and argmax."""
+        """Return the bytes of an operator's index tables, argmax and gate."""
         output = int(np.prod(self.tensors[node.name].array_shape))
         if isinstance(node, ir.Convolution | ir.MaxPool | ir.AveragePool):
             pairs = node.kernel[0] * node.kernel[1] * node.shape[1] * node.shape[2]
             return 24 * pairs + (output if isinstance(node, ir.MaxPool) else 0)
-        return 0
+        return output if isinstance(node, ir.Dropout) else 0
 
     def _original_plan(self, node: ir.Convolution) -> _int8.Convolution:
         channels, height, width = self.graph.shape_of(node.inputs[0])
@@ -267,6 +272,9 @@ class Program:
                 return AveragePoolOperator(node, x, output, self._pooling(node, x))
             case ir.Add():
                 return AddOperator(node, x, inputs[1], output)
+            case ir.Dropout():
+                gate = np.zeros(output.array_shape, np.int8)
+                return DropoutOperator(node, x, output, gate, self.graph.nodes.index(node))
             case ir.Fp32() if self._fp32_factory is not None:
                 return self._fp32_factory(node, x, output)
         raise ConfigError(f"{node.name}: int8 training has no operator {getattr(node, 'operator', node.kind)!r}")
@@ -317,6 +325,6 @@ def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dic
                 tensor.activations = x.activations
                 if x.masked and len(graph.consumers(node.inputs[0])) == 1:
                     tensor.masked, x.masked = True, False
-            case ir.AveragePool():
+            case ir.AveragePool() | ir.Dropout():
                 tensor.activations = x.activations
     return tensors

@@ -38,6 +38,7 @@ def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Par
         "algorithm": {**asdict(algorithm), "update": {"kind": algorithm.weight, **asdict(algorithm.update)}},
         "exponents": {name: weight.exponent for name, weight in parameters.weights.items()},
         "num_batches_tracked": parameters.num_batches_tracked,
+        "num_steps": parameters.num_steps,
     }
     arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
     for name, weight in parameters.weights.items():
@@ -105,7 +106,8 @@ def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
 
 
 def _parameters(header: dict[str, Any], arrays: dict[str, Any]) -> Parameters:
-    parameters = Parameters(num_batches_tracked=dict(header["num_batches_tracked"]))
+    num_steps = int(header.get("num_steps", 0))  # files of earlier versions have none
+    parameters = Parameters(num_batches_tracked=dict(header["num_batches_tracked"]), num_steps=num_steps)
     for name, exponent in header["exponents"].items():
         data = arrays[f"weight/{name}"]
         if data.dtype != np.int8 or data.ndim != 4 or (data == -128).any():

@@ -258,7 +258,7 @@ def _int8_step(model: Int8Model, module: nn.Module, image: tuple[int, int, int],
 
     def step() -> None:
         try:
-            model.train_step(images, labels, learning_rate=0.0)
+            model.train_step(images, labels, learning_rate=0.0, progress=0.0)
         except TrainingFailed:  # noise as labels, thousands of steps under a meter: begin anew
             model.load_state_dict(module.state_dict())
 

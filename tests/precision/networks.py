@@ -91,12 +91,22 @@ def rectified_and_pooled():
     return nn.Sequential(nn.Conv2d(3, CLASSES, 9), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
 
 
+def dropped():
+    """Return dropout of elements and channels: of the images, of rectified values and others, of features."""
+    return nn.Sequential(
+        nn.Dropout(0.1), nn.Conv2d(3, 10, 3, padding=1), nn.ReLU(), nn.Dropout2d(0.3), nn.Conv2d(10, 12, 3),
+        nn.BatchNorm2d(12), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(), nn.Linear(12 * 4 * 4, 24),
+        nn.ReLU(), nn.Dropout(0.5), nn.Linear(24, CLASSES),
+    )  # fmt: skip
+
+
 NETWORKS = {
     "plain": plain, "normalised": normalised, "separable": separable, "overlapping": overlapping, "residual": Residual,
 }  # fmt: skip
 
 
-CORNERS = {"zero-branch": ZeroBranch, "rectified": rectified, "rectified-and-pooled": rectified_and_pooled}
+CORNERS = {"zero-branch": ZeroBranch, "rectified": rectified, "rectified-and-pooled": rectified_and_pooled,
+           "dropped": dropped}  # fmt: skip
 """Networks that hold what few networks do, for the tests of just that."""
 
 

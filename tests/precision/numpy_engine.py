@@ -107,10 +107,10 @@ class NumpyTrainer:
 
     # ------------------------------------------------------------------------------------------ forward
 
-    def step(self, images, labels, *, learning_rate, progress):
+    def step(self, images, labels, *, learning_rate, progress, seed=0):
         """Train on a batch and return the logits as integers and their exponent."""
         batch = len(images)
-        self.rate, self.progress = np.float32(learning_rate / batch), progress
+        self.rate, self.progress, self.seed = np.float32(learning_rate / batch), progress, seed
         exponent = exponent_for(np.abs(images).max())
         values = {ir.INPUT: (nk.quantise(images, exponent).transpose(2, 3, 0, 1), exponent)}
         memory = {}
@@ -165,7 +165,29 @@ class NumpyTrainer:
         acc, exponent = aligned_sum(a, b)
         return self.round_forward(node, nk.kept(acc, node.relu), exponent)
 
+    def dropout_factor(self, node):
+        """Return 1 / (1 - p) as (integer of 21 bits, exponent), p in units of 2^-32."""
+        factor = 1 / (1 - Fraction(round(node.p * 2**32), 2**32))
+        bits = 0
+        while 2**bits <= factor:
+            bits += 1
+        return round(factor * Fraction(2) ** (21 - bits)), bits - 21
+
+    def forward_dropout(self, node, memory, x):
+        place = [other.name for other in self.graph.nodes].index(node.name)
+        draws = np.random.Generator(np.random.Philox(np.random.SeedSequence([self.seed, place])))
+        shape = x[0].shape[2:] if node.channelwise else x[0].shape
+        keeps = draws.integers(0, 2**32, shape, dtype=np.uint32) >= round(node.p * 2**32)
+        memory[node.name] = np.broadcast_to(keeps, x[0].shape)
+        integer, exponent = self.dropout_factor(node)
+        return self.round_forward(node, np.where(keeps, x[0], 0) * integer, x[1] + exponent)
+
     # ----------------------------------------------------------------------------------------- backward
+
+    def backward_dropout(self, node, memory, values, read, dy, exponent):
+        integer, factor_exponent = self.dropout_factor(node)
+        acc = nk.kept(np.where(memory[node.name], dy, 0) * integer, mask=read[node.inputs[0]])
+        return [self.round_backward(node, acc, exponent + factor_exponent)]
 
     def masks(self, values):
         """Return by value the mask of its gradient and whether its one reader applies it.

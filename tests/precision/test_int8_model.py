@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -73,7 +74,7 @@ def test_master_weights_that_all_vanish_become_zeros():
     for weight in model.parameters.weights.values():
         weight.master *= np.float32(1e-35)
     data = batches(3)
-    model.train_step(*data[0], learning_rate=0.0)
+    model.train_step(*data[0], learning_rate=0.0, progress=0.0)
     assert set(model.weight_exponents().values()) == {-MAX_EXPONENT}
     assert not any(weight.data.any() for weight in model.parameters.weights.values())
 
@@ -115,13 +116,13 @@ def with_pixel(images, value):
 def test_wrong_input_is_refused_and_changes_nothing(change, message):
     model, untouched = model_of("normalised"), model_of("normalised")
     images, labels = wrong(change)
-    for call in (model.train_step, model.evaluate):
+    for call in (partial(model.train_step, progress=0.0), model.evaluate):
         with pytest.raises(ConfigError, match=message):
             call(images, labels)
     for name, array in untouched.arrays().items():
         np.testing.assert_array_equal(model.arrays()[name], array)
     data = batches(1)[0]
-    assert model.train_step(*data) == untouched.train_step(*data)
+    assert model.train_step(*data, progress=0.0) == untouched.train_step(*data, progress=0.0)
 
 
 @pytest.mark.parametrize(
@@ -136,20 +137,31 @@ def test_wrong_input_is_refused_and_changes_nothing(change, message):
 )
 def test_wrong_numbers_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        model_of().train_step(*batches(1)[0], **settings)
+        model_of().train_step(*batches(1)[0], **{"progress": 0.0, **settings})
+
+
+def test_without_progress_nothing_freezes_nitis_bits_at_the_first():
+    """Whoever forgets it is told; where the bits never change, or an algorithm has none, nobody needs it."""
+    images, labels = batches(1)[0]
+    with pytest.raises(ConfigError, match=r"niti takes its gradient bits 5, 4, 3 .*; pass progress=step / num_steps"):
+        model_of().train_step(images, labels)
+    one = dataclasses.replace(NITI, update=IntegerUpdate(bits=(3,), starts=(0.0,)))
+    for algorithm in (one, ADAPTIVE_FIXED_POINT):
+        assert model_of(algorithm=algorithm).train_step(images, labels) == model_of(algorithm=algorithm).train_step(
+            images, labels, progress=0.9)
 
 
 def test_input_in_any_layout_and_integer_type_is_taken():
     images, labels = batches(1)[0]
-    expected = model_of().train_step(images, labels)
-    assert model_of().train_step(np.asfortranarray(images), labels.astype(np.uint8)) == expected
-    assert model_of().train_step(images, labels.astype(np.int64)) == expected
+    expected = model_of().train_step(images, labels, progress=0.0)
+    assert model_of().train_step(np.asfortranarray(images), labels.astype(np.uint8), progress=0.0) == expected
+    assert model_of().train_step(images, labels.astype(np.int64), progress=0.0) == expected
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1e6])
 def test_images_of_any_scale_are_taken(scale):
     images, labels = batches(1)[0]
-    assert np.isfinite(model_of("normalised").train_step(images * np.float32(scale), labels).loss)
+    assert np.isfinite(model_of("normalised").train_step(images * np.float32(scale), labels, progress=0.0).loss)
 
 
 @pytest.mark.parametrize("scale", [1e-35, 1e35])
@@ -157,7 +169,7 @@ def test_images_that_no_exponent_fits_are_a_config_error(scale):
     images, labels = batches(1)[0]
     images *= np.float32(scale)
     model = model_of()
-    for call in (model.train_step, model.evaluate):
+    for call in (partial(model.train_step, progress=0.0), model.evaluate):
         with pytest.raises(ConfigError, match=r"images: the largest magnitude is .*; normalise them"):
             call(images, labels)
 
@@ -165,7 +177,7 @@ def test_images_that_no_exponent_fits_are_a_config_error(scale):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_black_images_train(name):
     images, labels = batches(1)[0]
-    assert np.isfinite(model_of(name).train_step(np.zeros_like(images), labels).loss)
+    assert np.isfinite(model_of(name).train_step(np.zeros_like(images), labels, progress=0.0).loss)
 
 
 @pytest.mark.parametrize("batch_size", [0, -1])
@@ -198,7 +210,7 @@ def test_batch_blocks_for_what_is_no_convolution_or_below_0_are_refused(batch_bl
 def test_int8_to_torch_to_int8_is_the_identity(name, algorithm):
     model = model_of(name, algorithm)
     for images, labels in batches(3):
-        model.train_step(images, labels, learning_rate=0.05)
+        model.train_step(images, labels, learning_rate=0.05, progress=0.0)
     module = build(name, seed=5)
     module.load_state_dict(model.state_dict(), strict=True)
     other = model_of(name, algorithm)
@@ -241,7 +253,7 @@ def test_a_wrong_state_is_refused_and_changes_nothing(key, value, message):
         model.load_state_dict(spoil(build("normalised", seed=8).state_dict(), key, value))
     data = batches(2)
     for images, labels in data:
-        assert model.train_step(images, labels) == untouched.train_step(images, labels)
+        assert model.train_step(images, labels, progress=0.0) == untouched.train_step(images, labels, progress=0.0)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -257,7 +269,7 @@ def test_what_is_exported_is_no_view_of_what_trains():
     model = model_of("normalised", ADAPTIVE_FIXED_POINT)
     arrays, state = model.arrays(), model.state_dict()
     kept = {name: array.copy() for name, array in arrays.items()}
-    model.train_step(*batches(1)[0], learning_rate=0.5)
+    model.train_step(*batches(1)[0], learning_rate=0.5, progress=0.0)
     for name, array in kept.items():
         np.testing.assert_array_equal(arrays[name], array)
         np.testing.assert_array_equal(state[name].numpy(), array)
@@ -294,7 +306,7 @@ def test_training_taken_up_in_another_model_goes_on_bit_for_bit(name, algorithm)
     model = model_of(name, algorithm, settings=seldom)
     data = batches(12)
     for images, labels in data[:6]:
-        model.train_step(images, labels, learning_rate=0.05)
+        model.train_step(images, labels, learning_rate=0.05, progress=0.0)
     module = build(name, seed=5)
     module.load_state_dict(model.state_dict())
     other = Int8Model.from_module(
@@ -303,8 +315,8 @@ def test_training_taken_up_in_another_model_goes_on_bit_for_bit(name, algorithm)
     other.restore_trackers(json.loads(json.dumps(model.trackers_to_json())))
     other.restore_velocities({key: velocity.copy() for key, velocity in model.velocities().items()})
     for images, labels in data[6:]:
-        result = model.train_step(images, labels, learning_rate=0.05)
-        assert other.train_step(images, labels, learning_rate=0.05) == result
+        result = model.train_step(images, labels, learning_rate=0.05, progress=0.0)
+        assert other.train_step(images, labels, learning_rate=0.05, progress=0.0) == result
     for key, array in model.arrays().items():
         np.testing.assert_array_equal(other.arrays()[key], array)
     assert other.weight_exponents() == model.weight_exponents()
@@ -318,13 +330,13 @@ def test_velocities_are_those_of_fp32_updates_with_momentum():
     for algorithm, expected in ((NITI, set()), (ADAPTIVE_FIXED_POINT, set()), (MOMENTUM, trained)):
         model = model_of("plain", algorithm)
         assert not model.velocities()
-        model.train_step(*batches(1)[0])
+        model.train_step(*batches(1)[0], progress=0.0)
         assert set(model.velocities()) == expected
 
 
 def test_a_new_state_forgets_what_was_known_of_scales():
     model = model_of()
-    model.train_step(*batches(1)[0])
+    model.train_step(*batches(1)[0], progress=0.0)
     assert {role for _, role, _ in model.trackers_to_json()} == {"forward", "backward"}
     model.load_state_dict(model.state_dict())
     assert model.trackers_to_json() == []
@@ -348,7 +360,10 @@ def test_a_network_with_an_fp32_operator_learns(make, algorithm):
     module = with_fp32(make)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     model = Int8Model.from_module(module, input_shape=IMAGE, algorithm=algorithm, fp32_operators=["3"])
-    losses = [model.train_step(images, labels, learning_rate=0.1).loss for images, labels in batches(40, size=24)]
+    losses = [
+        model.train_step(images, labels, learning_rate=0.1, progress=0.0).loss
+        for images, labels in batches(40, size=24)
+    ]
     assert np.mean(losses[-5:]) < 0.9 * losses[0]
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name])
@@ -385,7 +400,7 @@ def test_an_fp32_operator_that_diverges_is_failed_training():
     model._fp32_factory.__closure__[0].cell_contents["3"] = Explode()
     model.parameters.fp32.clear()
     with pytest.raises(TrainingFailed, match=r"3: the FP32 operator made a NaN or an infinity"):
-        model.train_step(*batches(1)[0])
+        model.train_step(*batches(1)[0], progress=0.0)
 
 
 def test_operators_on_the_fp32_side_cannot_be_saved(tmp_path):
@@ -407,7 +422,7 @@ def test_diverged_training_fails_and_never_gives_garbage(name, label, rate):
     model = model_of(name, {"niti": NITI, "fp32": ADAPTIVE_FIXED_POINT, "momentum": MOMENTUM}[label])
     for images, labels in batches(12, size=16):
         try:
-            result = model.train_step(images, labels, learning_rate=rate)
+            result = model.train_step(images, labels, learning_rate=rate, progress=0.0)
         except TrainingFailed as error:
             assert "lower the learning rate" in str(error) or "int32" in str(error)
             return

@@ -114,7 +114,7 @@ def test_gradients_are_what_adaptive_fixed_point_goes_along(name):
     for key, weight in model.parameters.weights.items():
         np.testing.assert_array_equal(np.ldexp(weight.data.astype(float), weight.exponent)[..., : len(state[key])]
                                       .transpose(3, 2, 0, 1).reshape(state[key].shape), backend.weights()[key])
-    expected = model.train_step(images, labels, learning_rate=rate)
+    expected = model.train_step(images, labels, learning_rate=rate, progress=0.0)
     assert backend.train_step(images, labels, learning_rate=1e-3, progress=0.0) == expected
     after = model.arrays()
     for key, gradient in backend.pseudo_gradient(state, learning_rate=1e-3).items():

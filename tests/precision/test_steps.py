@@ -103,7 +103,7 @@ def assert_steps_equal_numpy(name, algorithm, policy, data):
     for index, (images, labels) in enumerate(data):
         progress = index / len(data)
         result = model.train_step(images, labels, learning_rate=0.05, progress=progress)
-        logits, exponent = trainer.step(images, labels, learning_rate=0.05, progress=progress)
+        logits, exponent = trainer.step(images, labels, learning_rate=0.05, progress=progress, seed=index)
         real = logits * 2.0**exponent
         expected = np.mean(np.log(np.exp(real).sum(axis=1)) - real[np.arange(len(labels)), labels])
         assert result.loss == pytest.approx(expected, rel=1e-12)
@@ -179,7 +179,7 @@ def test_batches_of_changing_size_equal_numpy():
     model = model_of("residual", NITI, rescaling=SELDOM)
     for index, size in enumerate((6, 1, 17, 6, 3, 1)):
         images, labels = batches(1, size=size, seed=index)[0]
-        model.train_step(images, labels, learning_rate=0.02)
+        model.train_step(images, labels, learning_rate=0.02, progress=0.0)
         trainer.step(images, labels, learning_rate=0.02, progress=0.0)
     assert_same_parameters(model, trainer)
 
