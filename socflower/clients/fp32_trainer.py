@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from socflower.clients.member_buffers import MemberBuffers, depends_on_batch
 from socflower.clients.ring_order import RingOrder
-from socflower.clients.trainer import Part, SessionEnd, TrainingSpan
+from socflower.clients.trainer import Part, SessionEnd, TrainingSpan, require_trained_parameters
 from socflower.errors import ConfigError
 
 MEMBER_PASSES = ("auto", "always", "ring")
@@ -61,6 +61,7 @@ class FP32Trainer:
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "FP32Session":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
+        require_trained_parameters(model)
         session = FP32Session(self, model, span.num_members, span.total_steps)
         if state is None:
             session.advance_schedule(span.first_step)
@@ -153,6 +154,12 @@ class FP32Session:
     def learning_rate(self) -> float:
         """That of the next step, of the optimiser's first group of parameters."""
         return float(self._optimizer.param_groups[0]["lr"])
+
+    @property
+    def adds_up_gradients(self) -> bool:
+        """Whether the optimiser keeps a running mean of gradients: momentum, or Adam's first moment."""
+        group = self._optimizer.param_groups[0]
+        return bool(self._momentum) or bool(group.get("betas", (0.0,))[0])
 
     def settle(self) -> None:
         """Average the members' BatchNorm statistics into the model."""

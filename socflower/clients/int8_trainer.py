@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from socflower.clients.member_buffers import require_batch_statistics
-from socflower.clients.trainer import Part, SessionEnd, TrainingSpan
+from socflower.clients.trainer import Part, SessionEnd, TrainingSpan, require_trained_parameters
 from socflower.errors import ConfigError
 from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
+from socflower.precision.graph import UnsupportedOperator
 
 SCHEDULES = ("cosine", "constant")
 
@@ -26,13 +27,15 @@ class Int8Trainer:
     `learning_rate` is that of the FP32 parameters: biases and BatchNorm under an integer update, everything under an
     FP32 one. The members of a group share one exponent per tensor and one set of BatchNorm statistics, as they
     would by all-reducing the maxima and sums: an integer sum over members is exact, so a group's step equals that
-    of one device with the whole batch, bit for bit.
+    of one device with the whole batch, bit for bit. Parameters that are frozen (`requires_grad` False) keep their
+    FP32 values to the bit. Dropout draws a number a step from torch's generator, as torch's own does.
     """
 
     algorithm: TrainingAlgorithm = NITI
     learning_rate: float = 0.01
     schedule: str = "cosine"
     settings: EngineSettings = field(default_factory=EngineSettings)
+    fp32_operators: Sequence[str] = ()  # modules, by their paths in the model, that run in torch FP32
     unsupported: Literal["refuse", "fp32"] = "refuse"  # what becomes of modules without int8 kernels
 
     def __post_init__(self) -> None:
@@ -43,6 +46,7 @@ class Int8Trainer:
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "Int8Session":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
+        require_trained_parameters(model)
         session = Int8Session(self, model, span.first_step, span.total_steps)
         if state is not None:
             session.restore(state)
@@ -67,11 +71,13 @@ class Int8Session:
         progress = min(1.0, self._step / self._total_steps)
         annealed = 0.5 * (1.0 + math.cos(math.pi * progress)) if self._trainer.schedule == "cosine" else 1.0
         self._step += 1
+        seed = int(torch.randint(2**62, ())) if self._int8.draws else None
         result = self._int8.train_step(
             np.ascontiguousarray(images, dtype=np.float32),
             labels,
             learning_rate=self._trainer.learning_rate * annealed,
             progress=progress,
+            seed=seed,
         )
         return torch.tensor(result.loss)
 
@@ -92,6 +98,9 @@ class Int8Session:
 
     def _start(self, image_shape: Sequence[int]) -> Int8Model:
         require_batch_statistics(self._module, "Int8Trainer")
+        if len(image_shape) != 3:
+            raise ConfigError(f"Int8Trainer: int8 training takes images (n, channels, height, width), got inputs of "
+                              f"shape {('n', *image_shape)}; use FP32Trainer")
         channels, height, width = image_shape
         arrays: dict[str, Any] = {}
         header: dict[str, Any] = {}
@@ -99,14 +108,19 @@ class Int8Session:
             with np.load(io.BytesIO(self._state), allow_pickle=False) as saved:
                 arrays = {name: saved[name] for name in saved.files}
             header = json.loads(str(arrays.pop("header")))
-        model = Int8Model.from_module(
-            self._module,
-            input_shape=(channels, height, width),
-            algorithm=self._trainer.algorithm,
-            settings=self._trainer.settings,
-            unsupported=self._trainer.unsupported,
-            exponents=header.get("exponents"),
-        )
+        try:
+            model = Int8Model.from_module(
+                self._module,
+                input_shape=(channels, height, width),
+                algorithm=self._trainer.algorithm,
+                settings=self._trainer.settings,
+                fp32_operators=self._trainer.fp32_operators,
+                unsupported=self._trainer.unsupported,
+                exponents=header.get("exponents"),
+            )
+        except UnsupportedOperator as error:
+            advice = error.remedy("use", "Int8Trainer(fp32_operators={})", "Int8Trainer(unsupported={})")
+            raise ConfigError(f"{error.what}; {advice}") from None
         if header:
             model.restore_trackers(header["trackers"])
             model.restore_velocities(arrays)

@@ -208,6 +208,11 @@ class MixedPrecisionSession:
         channels, height, width = inputs.shape[1:]
         self._backend = self._trainer.backend()
         self._backend.build(self._model, (channels, height, width))
+        if self._fp32.adds_up_gradients and not self._backend.hands_out_gradients:
+            raise ConfigError(f"mixed precision: {self._backend.name} hands out differences of rounded weights, whose "
+                              "noise momentum adds up: such a training stays at chance; give the FP32Trainer "
+                              "optimizer=sgd(learning_rate, momentum=0.0), or leave the backend at its default, which "
+                              "hands out gradients")
         # In the middle of an epoch alpha is known, so that nothing else would hand over the running statistics.
         self._backend.load_weights(self._weights(with_statistics=True), seed=self._seed)
         self._joules_at_start = self._backend.energy_j()
@@ -294,9 +299,13 @@ class MixedPrecisionSession:
         return self._step
 
     def _start_int8(self, parts: Sequence[Part], num_samples: int) -> "Future[_Int8Work] | None":
-        if self._dropped or not any(len(labels) for _, labels in parts):
+        present = [(inputs, labels) for inputs, labels in parts if len(labels)]
+        if self._dropped or not present:
             return None
-        return self._submit(lambda: self._int8_work(parts, num_samples))
+        assert self._backend is not None
+        # Here and not in the worker, beside which the CPU's own random layers draw.
+        draws = [int(torch.randint(2**62, ())) if self._backend.draws else None for _ in present]
+        return self._submit(lambda: self._int8_work(present, draws, num_samples))
 
     def _submit(self, work: Callable[[], Any]) -> "Future[Any]":
         if self._worker is not None:
@@ -308,23 +317,26 @@ class MixedPrecisionSession:
             future.set_exception(error)
         return future
 
-    def _int8_work(self, parts: Sequence[Part], num_samples: int) -> _Int8Work:
+    def _int8_work(self, present: Sequence[Part], draws: Sequence[int | None], num_samples: int) -> _Int8Work:
         """Do each member's INT8 step from the same weights; every member has an accelerator of its own."""
         backend = self._backend
         assert backend is not None
         started_s = time.perf_counter()
         weights = self._weights()
+        buffers = {name for name, _ in self._model.named_buffers()}
         rate = self._fp32.learning_rate or 1.0  # at rate 0 no gradient moves anything
         progress = min(1.0, self._step / max(1, self._span.total_steps))
         total: dict[str, Tensor] = {}
         loss, num_done = 0.0, 0
-        present = [(inputs, labels) for inputs, labels in parts if len(labels)]
-        for inputs, labels in present:
+        for (inputs, labels), draw in zip(present, draws, strict=True):
             backend.load_weights(weights, seed=self._seed)
+            if draw is not None:
+                backend.draw_from(draw)
             result = backend.train_step(_images(inputs), _labels(labels), learning_rate=rate, progress=progress)
             share = len(labels) / num_samples
             for name, array in backend.pseudo_gradient(weights, learning_rate=rate).items():
-                parameter = self._parameters[name]
+                if name in buffers or not (parameter := self._parameters[name]).requires_grad:
+                    continue  # a frozen one may have moved in the accelerator; it is loaded anew for the next step
                 gradient = torch.from_numpy(array).to(parameter.dtype).reshape(parameter.shape)
                 if len(present) == 1:
                     total[name] = gradient  # no copy: it stays as it is until the backend's next step

@@ -6,6 +6,8 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor, nn
 
+from socflower.errors import ConfigError
+
 Part: TypeAlias = tuple[Tensor, Tensor]
 """One member's share of a batch: inputs (samples, ...) and labels (samples,)."""
 
@@ -86,3 +88,11 @@ class Trainer(Protocol):
         Without a state the optimiser is new, but the learning-rate schedule still stands at the first step.
         """
         ...
+
+
+def require_trained_parameters(model: nn.Module) -> None:
+    """Raise `ConfigError` for a model of which nothing is to be trained."""
+    parameters = list(model.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        what = "has no parameters" if not parameters else "has all of its parameters frozen (requires_grad is False)"
+        raise ConfigError(f"{type(model).__name__} {what}: there is nothing to train; leave at least one trainable")

@@ -1,12 +1,14 @@
 """FP32 training takes a model as it is: its layout in memory and the modes of its layers are its maker's."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from socflower.clients import FP32Trainer, Int8Trainer, MixedPrecisionTrainer, Trainer, sgd
+from socflower.clients.fp32_trainer import OptimizerFn
 from socflower.clients.trainer import TrainingSpan
 from socflower.errors import ConfigError
 
@@ -128,3 +130,26 @@ def test_int8_refuses_a_norm_that_is_to_keep_its_statistics(trainer: Trainer) ->
         trainer.start(model, TrainingSpan()).step([batch])
     model.eval()
     trainer.start(model, TrainingSpan()).step([batch])
+
+
+@pytest.mark.parametrize("passes", ["auto", "always", "ring"])
+@pytest.mark.parametrize("optimizer", [sgd(0.05, 0.9, weight_decay=0.1), partial(torch.optim.AdamW, weight_decay=0.1)])
+def test_frozen_parameters_know_no_weight_decay_however_members_pass(passes: str, optimizer: OptimizerFn) -> None:
+    model = normalised()
+    names = [name for name, _ in model.named_parameters()][::2]
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    trainer = FP32Trainer(optimizer=optimizer, member_passes=passes, num_buckets=2)
+    session = trainer.start(model, TrainingSpan(num_members=2))
+    for _ in range(2):
+        session.step(batches(2))
+    session.finish()
+    assert [name for name, value in model.named_parameters() if torch.equal(value, before[name])] == names
+
+
+def test_a_model_of_which_nothing_is_trained_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Sequential has all of its parameters frozen .*; leave at least one"):
+        FP32Trainer().start(normalised().requires_grad_(False), TrainingSpan())
+    with pytest.raises(ConfigError, match="Flatten has no parameters"):
+        FP32Trainer().start(nn.Flatten(), TrainingSpan())

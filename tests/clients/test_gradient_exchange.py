@@ -519,3 +519,31 @@ def test_an_exchange_that_was_closed_leaves_the_model_alone() -> None:
 
 def require(condition: bool) -> None:
     assert condition
+
+
+def test_frozen_parameters_are_in_no_part_and_stay_without_gradient() -> None:
+    """Also in the member that has no samples, and also with compression."""
+    for compression in ("none", "int8"):
+        models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2)]
+        for model in models:
+            model[1].requires_grad_(False)
+            model[2].bias.requires_grad_(False)
+        exchanges = [GradientExchange(model, num_buckets=2) for model in models]
+        assert sum(exchanges[0].bucket_sizes) == 4 * 4 + 4 + 4 * 2
+
+        def step(place: int, ring: Collective, kind: str = compression, models: Any = models,
+                 exchanges: Any = exchanges) -> None:
+            compression = make_compression(kind)
+            if compression is not None:
+                compression.start_step(0)
+            exchanges[place].begin(ring, never, compression=compression)
+            if place:
+                models[place](torch.ones(3, 4)).sum().backward()
+            exchanges[place].finish()
+
+        with rings_of(2) as rings, ThreadPoolExecutor(2) as pool:
+            for done in [pool.submit(step, place, ring) for place, ring in enumerate(rings)]:
+                done.result(PATIENCE_S)
+        for model in models:
+            assert [parameter.grad is None for parameter in model.parameters()] == [
+                False, False, True, True, False, True]

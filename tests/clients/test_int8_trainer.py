@@ -2,12 +2,19 @@
 
 import pytest
 import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
-from socflower.clients import Int8Trainer
+from socflower.clients import Int8Trainer, make_client_app
 from socflower.clients.trainer import Part, TrainingSpan
+from socflower.cluster import parse_cluster
+from socflower.cluster.torch_random import forked_generator
 from socflower.errors import ConfigError
 from socflower.precision import ADAPTIVE_FIXED_POINT, EngineSettings, RescalingPolicy, int8_algorithm
+from socflower.sim.engine import run_app
+from socflower.workloads import LabelledData
 from tests.seeded import built
 
 
@@ -91,3 +98,84 @@ def test_bad_settings_are_refused_with_their_value() -> None:
         Int8Trainer(learning_rate=0.0)
     with pytest.raises(ConfigError, match=r"'octo' is unknown, known are niti, adaptive-fixed-point"):
         int8_algorithm("octo")
+
+
+FROZEN = ("0.weight", "1.bias", "5.weight")
+
+
+def partly_frozen() -> nn.Module:
+    model = network()
+    for name in FROZEN:
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(("name", "momentum"), [("niti", 0.0), ("adaptive-fixed-point", 0.9)])
+@pytest.mark.parametrize("members", [1, 3])
+def test_frozen_parameters_are_bit_for_bit_what_they_were_across_sessions(
+    name: str, momentum: float, members: int,
+) -> None:
+    trainer = Int8Trainer(algorithm=int8_algorithm(name, momentum), learning_rate=0.05)
+    before = {key: value.clone() for key, value in partly_frozen().state_dict().items()}
+    model, state = partly_frozen(), None
+    for first_step in (0, 3):
+        parts = [[(x[member::members], y[member::members]) for member in range(members)] for x, y in batches(3)]
+        model, state, _ = train(trainer, parts, state, first_step, model)
+        for key, value in model.state_dict().items():
+            if key in FROZEN:
+                assert torch.equal(value.view(torch.int32), before[key].view(torch.int32)), key
+            else:
+                assert not torch.equal(value, before[key]), key
+
+
+def test_a_model_of_which_nothing_is_trained_is_refused_before_a_step() -> None:
+    with pytest.raises(ConfigError, match=r"Sequential has all of its parameters frozen .*: there is nothing to train"):
+        Int8Trainer().start(network().requires_grad_(False), TrainingSpan())
+
+
+def test_inputs_that_are_no_images_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"takes images \(n, channels, height, width\), got .*; use FP32Trainer"):
+        Int8Trainer().start(nn.Linear(3, 2), TrainingSpan()).step([(torch.zeros(4, 3), torch.zeros(4).long())])
+
+
+def dropping() -> nn.Module:
+    return built(lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Dropout2d(0.2), nn.MaxPool2d(2), nn.Flatten(),
+                                       nn.Dropout(0.3), nn.Linear(72, 4)), 0)
+
+
+def test_a_group_drops_as_one_device_bit_for_bit_and_as_torchs_generator_says() -> None:
+    data, trained = batches(4), []
+    shares = [[(x[:5], y[:5]), (x[5:5], y[5:5]), (x[5:], y[5:])] for x, y in data]
+    for seed, splits in ((1, [[batch] for batch in data]), (1, shares), (2, shares)):
+        model = dropping()
+        with forked_generator(seed):
+            trained.append(train(Int8Trainer(), splits, model=model)[0])
+    assert same(trained[0], trained[1])
+    assert not same(trained[1], trained[2])
+
+
+@pytest.mark.parametrize("name", ["niti", "adaptive-fixed-point"])
+def test_fedavg_trains_a_network_with_dropout(name: str) -> None:
+    """Through Flower's strategy and the ClientApp of a user, whose accuracy was that of the first weights before."""
+    inputs, labels = (torch.cat(each) for each in zip(*batches(40), strict=True))
+
+    def data(context: Context, partition_id: int, num_partitions: int) -> LabelledData:
+        own = slice(partition_id, None, num_partitions)
+        return LabelledData(inputs[own], labels[own], mean=(0.0,), std=(1.0,), num_classes=4)
+
+    def model(context: Context) -> nn.Module:
+        return dropping()
+
+    trainer = Int8Trainer(algorithm=int8_algorithm(name), learning_rate=0.1)
+    client, server, accuracies = make_client_app(model, data, trainer, evaluate_data_fn=data), ServerApp(), []
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        result = FedAvg().start(grid, ArrayRecord(model(context).state_dict()), num_rounds=4,
+                                train_config=ConfigRecord({"local-epochs": 10, "batch-size": 16, "num-rounds": 4}))
+        accuracies.extend(float(each["accuracy"]) for each in result.evaluate_metrics_clientapp.values())
+
+    run_app(server, client, cluster=parse_cluster({"boards": [2]}),
+            num_workers=0)
+    assert len(accuracies) == 4
+    assert accuracies[-1] > 0.8, accuracies

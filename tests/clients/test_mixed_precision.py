@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from torch.nn import functional
 
 from socflower.clients import FP32Trainer, MixedPrecisionTrainer, cosine_annealing, sgd
 from socflower.clients.trainer import Part, SessionEnd, TrainingSpan
+from socflower.cluster.torch_random import forked_generator
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.precision import Int8Backend
+from socflower.precision import NITI, Int8Backend, NativeInt8Backend
 from socflower.precision.int8_model import StepResult
 from socflower.precision.mixing import accuracy_floor, cpu_samples, cpu_share
 from tests.clients.test_app import fresh, group_task, make_app, message, metrics_of, node
@@ -729,3 +731,84 @@ def test_a_meter_that_breaks_drops_the_backend_and_keeps_the_work() -> None:
     end = session.finish()
     assert "npu-energy-j" not in end.metrics
     assert len(end.events) == 1 and "no such sensor" in end.events[0]
+
+
+# ------------------------------------------------------------------------------------------ what is frozen
+@pytest.mark.parametrize("backend", [CoarseBackend, NativeInt8Backend, partial(NativeInt8Backend, NITI)])
+@pytest.mark.parametrize("sizes", [(10,), (4, 0, 7)])
+@pytest.mark.parametrize("rule", ["half", "int8"])
+def test_frozen_parameters_are_bit_for_bit_what_they_were(
+    backend: Callable[[], Int8Backend], sizes: tuple[int, ...], rule: str,
+) -> None:
+    """With weight decay, and whatever the accelerator does to its own copies."""
+    model = network(norm=True)
+    names = [name for name, _ in model.named_parameters()][::2]
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    run(trainer_of(backend, rule, weight_decay=0.1), model, batches(3, sizes))
+    for name, value in model.state_dict().items():
+        if value.is_floating_point():
+            assert torch.equal(value, before[name]) == (name in names), name
+
+
+def test_a_frozen_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there is nothing to train"):
+        trainer_of().start(network(norm=False).requires_grad_(False), TrainingSpan())
+
+
+# ------------------------------------------------------------------------------------------ momentum over noise
+@pytest.mark.parametrize("optimizer", [sgd(0.1, 0.9), partial(torch.optim.Adam, lr=0.01)])
+def test_momentum_over_the_rounding_noise_of_niti_is_refused_before_a_step(optimizer: Any) -> None:
+    trainer = MixedPrecisionTrainer(fp32=FP32Trainer(optimizer=optimizer), rule="half", parallel=False,
+                                    backend=partial(NativeInt8Backend, NITI))
+    session = trainer.start(network(norm=False), TrainingSpan())
+    with pytest.raises(ConfigError, match=r"stays at chance; give the FP32Trainer optimizer=sgd\(learning_rate, mom"):
+        session.step(batches(1, (6,))[0])
+
+
+@pytest.mark.parametrize("change", [{"fp32": FP32Trainer(optimizer=sgd(0.1, momentum=0.0))},
+                                    {"backend": NativeInt8Backend}])
+def test_either_advice_of_that_refusal_works(change: dict[str, Any]) -> None:
+    settings = {"fp32": FP32Trainer(optimizer=sgd(0.1, 0.9)), "rule": "half", "parallel": False,
+                "backend": partial(NativeInt8Backend, NITI)}
+    run(MixedPrecisionTrainer(**{**settings, **change}), network(norm=False), batches(2, (6,)))
+
+
+# ------------------------------------------------------------------------------------------ dropout
+def test_dropout_in_both_processors_gives_equal_weights_in_parallel_and_in_turn() -> None:
+    """And one seed of torch's generator gives one training."""
+    seen = []
+    for seed, parallel in ((1, False), (1, True), (2, False)):
+        model = network(norm=False, dropout=0.3)
+        with forked_generator(seed):
+            run(trainer_of(NativeInt8Backend, parallel=parallel), model, batches(3, (6, 5)))
+        seen.append(model)
+    assert_equal(seen[0], seen[1])
+    assert not torch.equal(seen[0][0].weight, seen[2][0].weight)
+
+
+def test_members_and_steps_drop_differently() -> None:
+    """Of two members with equal samples, and of two steps at rate 0."""
+
+    class Telling(NativeInt8Backend):
+        """Notes what it is told to draw from."""
+
+        def draw_from(self, seed: int) -> None:
+            seeds.append(seed)
+            super().draw_from(seed)
+
+    seeds: list[int] = []
+    run(trainer_of(Telling, "int8"), network(norm=False, dropout=0.3), batches(2, (5, 0, 5)))
+    assert len(seeds) == len(set(seeds)) == 4
+    seeds.clear()
+    run(trainer_of(Telling, "int8"), network(norm=False), batches(2, (5, 5)))
+    assert not seeds
+
+
+def test_without_dropout_the_accelerator_takes_no_random_number() -> None:
+    model, steps = network(norm=True), batches(2, (5, 5))
+    with forked_generator():
+        before = torch.get_rng_state()
+        run(trainer_of(NativeInt8Backend), model, steps)
+        assert torch.equal(torch.get_rng_state(), before)
