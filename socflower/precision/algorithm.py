@@ -130,16 +130,23 @@ ALGORITHMS: dict[str, TrainingAlgorithm] = {a.name: a for a in (NITI, ADAPTIVE_F
 
 
 def int8_algorithm(
-    name: str, momentum: float = 0.0, gradient_bits: tuple[int, ...] = IntegerUpdate().bits
+    name: str, momentum: float = 0.0, gradient_bits: tuple[int, ...] | None = None
 ) -> TrainingAlgorithm:
     """Return a known algorithm, with that momentum where it updates FP32 weights, and those bits where int8 ones.
 
-    Raises ConfigError on other names and impossible values.
+    Raises ConfigError on other names, impossible values, and a setting that the algorithm's update does not have.
     """
     algorithm = ALGORITHMS.get(name)
     if algorithm is None:
         raise ConfigError(f"int8 algorithm {name!r} is unknown, known are {', '.join(ALGORITHMS)}")
     if isinstance(algorithm.update, Fp32Update):
+        if gradient_bits is not None:
+            raise ConfigError(f"int8 algorithm {name}: has a learning rate and no gradient bits; leave gradient_bits "
+                              "out, or use niti")
         return replace(algorithm, update=replace(algorithm.update, momentum=momentum))
     assert isinstance(algorithm.update, IntegerUpdate)
-    return replace(algorithm, update=replace(algorithm.update, bits=gradient_bits))
+    if momentum:
+        raise ConfigError(f"int8 algorithm {name}: its integer update has no momentum, got {momentum}; use momentum 0, "
+                          "or adaptive-fixed-point")
+    return algorithm if gradient_bits is None else replace(
+        algorithm, update=replace(algorithm.update, bits=gradient_bits))

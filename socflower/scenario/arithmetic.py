@@ -2,6 +2,7 @@
 
 import math
 from functools import cache, partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from socflower.clients import FP32Trainer, Int8Trainer, MixedPrecisionTrainer, T
 from socflower.clients.fp32_trainer import OptimizerFn
 from socflower.cluster import FP32, Device, Pricing
 from socflower.errors import ConfigError
-from socflower.precision import EngineSettings, RescalingPolicy, int8_algorithm
+from socflower.precision import EngineSettings, NativeInt8Backend, RescalingPolicy, int8_algorithm
 from socflower.precision.mixing import most_speedup
 from socflower.precision.pricing import Int8Pricing, MixedPricing
 from socflower.scenario.config import Scenario
@@ -72,10 +73,12 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
     settings, precision = scenario.train, scenario.precision
     if precision.arithmetic == "int8":
         return Int8Trainer(
-            algorithm=int8_algorithm(precision.algorithm, settings.momentum, precision.gradient_bits),
+            algorithm=int8_algorithm(precision.algorithm, scenario.momentum,
+                                     precision.gradient_bits if precision.algorithm == "niti" else None),
             learning_rate=settings.learning_rate,
             schedule=settings.schedule,
             settings=EngineSettings(rescaling=RescalingPolicy(adaptive=precision.adaptive_rescaling)),
+            unsupported=unsupported(scenario),
         )
     fp32 = FP32Trainer(
         optimizer=optimizer(scenario),
@@ -89,7 +92,13 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
     inputs, _ = held_out.batch(np.arange(len(held_out)))
     device = scenario_cluster(scenario).device_of(soc)
     ratio = MixedPricing(rule=precision.rule).npu_ratio(scenario.model.name, device)
-    return MixedPrecisionTrainer(fp32=fp32, rule=precision.rule, held_out=inputs, npu_ratio=ratio)
+    return MixedPrecisionTrainer(fp32=fp32, rule=precision.rule, held_out=inputs, npu_ratio=ratio,
+                                 backend=partial(NativeInt8Backend, unsupported=unsupported(scenario)))
+
+
+def unsupported(scenario: Scenario) -> Literal["refuse", "fp32"]:
+    """Return what becomes of operators that int8 has not."""
+    return "fp32" if scenario.precision.unsupported == "fp32" else "refuse"
 
 
 def optimizer(scenario: Scenario) -> OptimizerFn:
@@ -97,7 +106,7 @@ def optimizer(scenario: Scenario) -> OptimizerFn:
     settings = scenario.train
     if settings.optimizer == "adam":
         return partial(torch.optim.Adam, lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    return sgd(settings.learning_rate, settings.momentum, settings.weight_decay)
+    return sgd(settings.learning_rate, scenario.momentum, settings.weight_decay)
 
 
 def training_data(scenario: Scenario) -> LabelledData:

@@ -27,6 +27,7 @@ _MOST_EPOCHS = 1_000_000
 _MOST_SAMPLES = 1_000_000  # of a batch
 _MOST_BUCKETS = 1_000
 _LONGEST_S = 1e7  # 116 days
+_GRADIENT_BITS = (5, 4, 3)
 _LISTS: dict[Any, tuple[type, str]] = {tuple[str, ...]: (str, "names"), tuple[int, ...]: (int, "whole numbers")}
 _ROWS: dict[Any, tuple[int, str]] = {Pairs: (2, "pairs"), tuple[tuple[float, float, float], ...]: (3, "triples")}
 _NUMBER = (int, float)
@@ -61,7 +62,7 @@ class TrainConfig:
     batch_size: int = 64
     learning_rate: float = 0.01
     optimizer: str = "sgd"
-    momentum: float = 0.9  # of sgd
+    momentum: float | None = None  # of sgd; see `Scenario.momentum`
     weight_decay: float = 0.0
     schedule: str = "cosine"
     local_epochs: int = 1  # of a fedavg client in a round
@@ -75,9 +76,12 @@ class TrainConfig:
         for key, most in (("epochs", _MOST_EPOCHS), ("batch_size", _MOST_SAMPLES), ("learning_rate", math.inf),
                           ("local_epochs", _MOST_EPOCHS), ("reply_timeout_s", _LONGEST_S)):
             _above_zero(f"[train] {key}", getattr(self, key), most)
-        if not (0 <= self.momentum < 1 and 0 <= self.weight_decay < math.inf):
+        if not (0 <= (self.momentum or 0.0) < 1 and 0 <= self.weight_decay < math.inf):
             raise ConfigError(f"[train] momentum = {self.momentum} and weight_decay = {self.weight_decay}: need "
                               "0 <= momentum < 1 and weight_decay >= 0")
+        if self.momentum and self.optimizer != "sgd":
+            raise ConfigError(f"[train] momentum = {self.momentum} is of sgd, and optimizer = {self.optimizer!r}; "
+                              "leave it out")
         if self.epochs % self.local_epochs:
             raise ConfigError(f"[train] epochs = {self.epochs} must be a multiple of local_epochs = "
                               f"{self.local_epochs}")
@@ -91,8 +95,9 @@ class PrecisionConfig:
     rule: str = "paper"  # of mixed training: how a batch is split between CPU and NPU
     held_out: int | None = None  # training samples set aside, to measure alpha on; default 128 for mixed, else 0
     algorithm: str = "niti"  # of int8 training
-    gradient_bits: tuple[int, ...] = (5, 4, 3)  # of niti, from the beginning, half and three quarters of training
+    gradient_bits: tuple[int, ...] = _GRADIENT_BITS  # of niti, from the beginning, half and three quarters of training
     adaptive_rescaling: bool = True
+    unsupported: str = "refuse"  # what becomes of operators that int8 has not: "fp32" runs them in torch
 
     def __post_init__(self) -> None:
         _one_of("[precision] arithmetic", self.arithmetic, ARITHMETICS)
@@ -105,6 +110,23 @@ class PrecisionConfig:
         _one_of("[precision] algorithm", self.algorithm, tuple(ALGORITHMS))
         if len(self.gradient_bits) != 3 or not all(0 <= bits <= 7 for bits in self.gradient_bits):
             raise ConfigError(f"[precision] gradient_bits = {list(self.gradient_bits)}: need three numbers of 0 to 7")
+        _one_of("[precision] unsupported", self.unsupported, ("refuse", "fp32"))
+        self._refuse_unread()
+
+    def _refuse_unread(self) -> None:
+        readers = {"rule": ("mixed",), "algorithm": ("int8",), "gradient_bits": ("int8",),
+                   "adaptive_rescaling": ("int8",), "unsupported": ("int8", "mixed")}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if value == entry.default or self.arithmetic in readers.get(entry.name, ARITHMETICS):
+                continue
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"[precision] {entry.name} = {shown!r} is for arithmetic = "
+                              f"{' or '.join(map(repr, readers[entry.name]))}, and it is {self.arithmetic!r}; leave it "
+                              "out")
+        if self.gradient_bits != _GRADIENT_BITS and self.algorithm != "niti":
+            raise ConfigError(f"[precision] gradient_bits = {list(self.gradient_bits)} is of algorithm = 'niti', and "
+                              f"it is {self.algorithm!r}; leave it out")
 
     @property
     def num_held_out(self) -> int:
@@ -230,10 +252,24 @@ class Scenario:
         if self.precision.arithmetic == "int8" and (self.train.weight_decay or self.train.member_passes != "auto"):
             raise ConfigError("[precision] arithmetic = 'int8' knows no [train] weight_decay and no member_passes; "
                               "leave them out")
+        if self.train.momentum and self._trains_by_niti:
+            raise ConfigError(f"[train] momentum = {self.train.momentum}: the integer update of [precision] algorithm "
+                              "= 'niti' has none; leave it out, or use algorithm = 'adaptive-fixed-point'")
         self._check_split()
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed = {self.seed} must lie between 0 and {2**32 - 1}")
 
+
+    @property
+    def _trains_by_niti(self) -> bool:
+        return self.precision.arithmetic == "int8" and self.precision.algorithm == "niti"
+
+    @property
+    def momentum(self) -> float:
+        """That of `[train]`, by default 0.9; 0 where the update has none."""
+        if self.train.momentum is not None:
+            return self.train.momentum
+        return 0.0 if self._trains_by_niti or self.train.optimizer != "sgd" else 0.9
 
     @property
     def is_split(self) -> bool:

@@ -16,9 +16,10 @@ from socflower.cluster.folder_lock import sole_use
 from socflower.cluster.temporary_folder import temporary_folder
 from socflower.errors import ConfigError, DataUnavailable, InfeasiblePlan, SocflowerError, TrainingFailed
 from socflower.precision import Int8Model
+from socflower.precision.graph import UnsupportedOperator
 from socflower.scenario.app import server_app
 from socflower.scenario.app_bundle import RUN_FOLDER_KEY
-from socflower.scenario.arithmetic import arithmetic_notes
+from socflower.scenario.arithmetic import arithmetic_notes, unsupported
 from socflower.scenario.checkpoint import CheckpointFolder, Checkpointing, require_same_run
 from socflower.scenario.config import Scenario
 from socflower.scenario.deployment import run_in_deployment
@@ -99,9 +100,14 @@ def check_feasible(scenario: Scenario, engine: str, *, trains_here: bool = True)
 
 
 def _check_int8(scenario: Scenario) -> None:
-    """Raise if the model has operators without int8 kernels, or this machine lacks the kernel path asked for."""
+    """Raise if int8 cannot train the model as the scenario says, or this machine lacks the kernel path asked for."""
     shape = data_shape(scenario.data.name)
-    Int8Model.from_module(initial_model(scenario), input_shape=(shape.channels, shape.size, shape.size))
+    try:
+        Int8Model.from_module(initial_model(scenario), input_shape=(shape.channels, shape.size, shape.size),
+                              unsupported=unsupported(scenario))
+    except UnsupportedOperator as error:
+        raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r}: {error.what}; set [precision] "
+                          "unsupported = 'fp32' to run such operators in FP32, or arithmetic = 'fp32'") from None
 
 
 def run_scenario(

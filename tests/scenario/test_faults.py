@@ -54,7 +54,7 @@ def trained_by_hand(scenario: Scenario, group_id: int, num_groups: int) -> tuple
         num_partitions=6, capacities=(1.0,) * len(group.members), first_step=0, num_steps=num_steps,
         steps_per_epoch=num_steps, total_steps=num_steps, batch_size=settings.batch_size, reshuffle=True, deal_epoch=0,
         seed=scenario.seed, num_samples=len(data))
-    trainer = FP32Trainer(optimizer=sgd(settings.learning_rate, settings.momentum), scheduler=cosine_annealing,
+    trainer = FP32Trainer(optimizer=sgd(settings.learning_rate, scenario.momentum), scheduler=cosine_annealing,
                           channels_last=True)
     model, num_threads = initial_model(scenario), torch.get_num_threads()
     torch.set_num_threads(1)

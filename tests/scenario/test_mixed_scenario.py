@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 from socflower.errors import SocflowerError
 from socflower.precision.mixing import cpu_share
@@ -20,6 +22,7 @@ from socflower.scenario.planning import plan_scenario
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.scenario_file import from_document, load_scenario, to_document
 from socflower.workloads import load_data
+from socflower.workloads.models import registry
 from tests.scenario.small_runs import small
 
 HELD_OUT = 3400
@@ -161,6 +164,18 @@ def test_a_held_out_set_that_leaves_nothing_is_refused_with_both_numbers(num_hel
     ("arithmetic = 'mixed'\nheld_out = 0.1", "held_out = 0.1 must be a whole number"),
     ("arithmetic = 'mixed'\nheldout = 3", "did you mean 'held_out'?"),
     ("arithmetic = 'int8'\n[train]\nweight_decay = 0.1", "arithmetic = 'int8' knows no [train] weight_decay"),
+    ("arithmetic = 'int8'\n[train]\nmomentum = 0.9", "[train] momentum = 0.9: the integer update of [precision] "
+     "algorithm = 'niti' has none; leave it out, or use algorithm = 'adaptive-fixed-point'"),
+    ("[train]\noptimizer = 'adam'\nmomentum = 0.9", "[train] momentum = 0.9 is of sgd, and optimizer = 'adam'; leave"),
+    ("rule = 'half'", "rule = 'half' is for arithmetic = 'mixed', and it is 'fp32'; leave it out"),
+    ("arithmetic = 'int8'\nrule = 'half'", "rule = 'half' is for arithmetic = 'mixed', and it is 'int8'; leave it out"),
+    ("arithmetic = 'mixed'\ngradient_bits = [2, 1, 0]", "gradient_bits = [2, 1, 0] is for arithmetic = 'int8', and it"),
+    ("arithmetic = 'mixed'\nalgorithm = 'adaptive-fixed-point'", "is for arithmetic = 'int8', and it is 'mixed'"),
+    ("adaptive_rescaling = false", "adaptive_rescaling = False is for arithmetic = 'int8', and it is 'fp32'"),
+    ("unsupported = 'fp32'", "unsupported = 'fp32' is for arithmetic = 'int8' or 'mixed', and it is 'fp32'; leave"),
+    ("arithmetic = 'int8'\nunsupported = 'drop'", "unsupported = 'drop' is unknown; use one of refuse, fp32"),
+    ("arithmetic = 'int8'\nalgorithm = 'adaptive-fixed-point'\ngradient_bits = [2, 1, 0]",
+     "gradient_bits = [2, 1, 0] is of algorithm = 'niti', and it is 'adaptive-fixed-point'; leave it out"),
 ])
 def test_what_cannot_be_is_refused_in_one_line(text: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "case.toml"
@@ -200,3 +215,41 @@ def test_a_plan_of_mixed_precision_is_faster_by_no_more_than_the_rule_allows() -
     steps = {rule: plan_scenario(mixed(rule, groups=4))["predicted"]["step_s"] for rule in ("fp32", "paper", "int8")}
     assert steps["fp32"] / math.e < steps["paper"] < steps["fp32"]
     assert steps["int8"] < steps["paper"]
+
+
+def test_momentum_is_what_the_update_has_where_nothing_is_said() -> None:
+    def momentum(**tables: Any) -> float:
+        return replace(small(), train=TrainConfig(**tables.pop("train", {})), **tables).momentum
+
+    niti, masters = PrecisionConfig(arithmetic="int8"), PrecisionConfig(
+        arithmetic="int8", algorithm="adaptive-fixed-point")
+    assert momentum() == momentum(precision=masters) == 0.9
+    assert momentum(precision=niti) == momentum(train={"optimizer": "adam"}) == 0.0
+    assert momentum(precision=niti, train={"momentum": 0.0}) == momentum(train={"momentum": 0.0}) == 0.0
+    assert momentum(precision=masters, train={"momentum": 0.5}) == 0.5
+
+
+def gelu_net(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 5, stride=4), nn.GELU(), nn.Flatten(),
+                         nn.Linear(4 * ((image_size - 5) // 4 + 1) ** 2, num_classes))
+
+
+@pytest.mark.parametrize("arithmetic", ["int8", "mixed"])
+def test_a_model_that_int8_lacks_an_operator_for_is_refused_before_round_1_and_the_advice_trains_it(
+    arithmetic: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:
+    monkeypatch.setitem(registry._BUILDERS, "gelu-net", gelu_net)
+    path = tmp_path / "case.toml"
+
+    def run(key: str) -> list[Any]:
+        path.write_text(f"[model]\nname = 'gelu-net'\n[train]\nepochs = 1\n[strategy]\nname = 'sgd'\n[precision]\n"
+                        f"arithmetic = '{arithmetic}'\n{key}\n")
+        rounds: list[Any] = []
+        run_scenario(load_scenario(path), num_workers=0, on_round=rounds.append)
+        return rounds
+
+    with pytest.raises(SocflowerError) as caught:
+        run("")
+    advised = re.findall(r"set \[precision\] (unsupported = 'fp32')", says(caught))
+    assert "'gelu-net': 1: int8 training has no GELU" in says(caught)
+    assert run(advised[0])
