@@ -1,0 +1,84 @@
+"""Every scenario's claims hold whatever the seed, and the seed reaches all that is random in its world."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from socflower.scenario.config import STRATEGIES
+from tests.test_scenarios import NEED_PROCESSES, SMALL, socflower, socflower_here
+
+SEEDS = (1, 2, 3)
+PER_RUN_S = 1200.0
+
+FIXED_TIME = {
+    **dict.fromkeys((
+        "broken_reply", "data_stays", "dead_client", "deployment_digits", "digits_demo", "idle_slots", "int8_digits",
+        "measured_board", "mixed_digits", "mixed_shelf", "preempted_soc",
+    ), "devices and links are as the file says, and every seed trains as many batches; faults strike by plan"),
+    **dict.fromkeys(("failed_fan", "hot_ambient", "hot_board", "predictive_fan", "throttling_onset"),
+                    "all SoCs sit equally well (no spread), and what happens to rack and room is written down"),
+}
+"""Why a scenario takes the same virtual time whatever the seed. In all others heat, users or links are random."""
+BY_CHOICE = {"auto_groups": "time follows the number of groups, which the seed's accuracies choose"}
+
+
+def run(
+    scenario: Path, seed: int, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    *options: str,
+) -> dict[str, Any]:
+    """Return what the command says of the scenario: a comparison where its claims are about other strategies too."""
+    arguments = [str(scenario), "--set", f"seed={seed}", "--out", str(out), "--json", *options]
+    claims = scenario.read_text().rpartition("[expect]")[2]
+    others = [name for name in STRATEGIES if any(f"{link}_{name} " in claims for link in ("over", "to"))]
+    if others:
+        own = scenario.read_text().partition("[strategy]")[2].split('name = "', 1)[1].partition('"')[0]
+        arguments = ["compare", *arguments, "--strategies", ",".join([own, *others])]
+    else:
+        arguments = ["run", *arguments]
+    if scenario.stem in NEED_PROCESSES or "deployment" in options:
+        ran = socflower(*arguments, timeout_s=PER_RUN_S)
+        status, said, err = ran.returncode, ran.stdout, ran.stderr
+    else:
+        status, said, err = socflower_here(monkeypatch, capsys, *arguments, "--workers", "0")
+    assert status == 0, f"seed {seed}: {[claim for claim in _claims(said) if not claim['holds']]}\n{err[-2000:]}"
+    document: dict[str, Any] = json.loads(said)
+    assert document["expectations"] and all(claim["holds"] for claim in document["expectations"])
+    return {**document, **document["rows"][0]} if others else document
+
+
+def _claims(said: str) -> list[dict[str, Any]]:
+    return list(json.loads(said)["expectations"]) if said.startswith("{") else []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * PER_RUN_S)
+@pytest.mark.parametrize("scenario", SMALL, ids=lambda path: path.stem)
+def test_claims_hold_for_every_seed_and_seeds_differ(
+    scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = [run(scenario, seed, tmp_path / str(seed), monkeypatch, capsys) for seed in SEEDS]
+    assert [result["seed"] for result in results] == list(SEEDS)
+    assert len({result["weights_sha256"] for result in results}) == len(SEEDS)
+    times_s = {result["virtual_s"] for result in results}
+    if scenario.stem in BY_CHOICE:
+        assert len(times_s) == len({json.dumps(result["plan"]["groups"]) for result in results})
+    else:
+        assert len(times_s) == (1 if scenario.stem in FIXED_TIME else len(SEEDS))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * PER_RUN_S)
+def test_claims_of_a_deployment_hold_for_every_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    scenario = next(path for path in SMALL if path.stem == "deployment_digits")
+    results = [run(scenario, seed, tmp_path / str(seed), monkeypatch, capsys, "--engine", "deployment")
+               for seed in SEEDS]
+    assert all(result["engine"] == "deployment" for result in results)
+    assert len({result["weights_sha256"] for result in results}) == len(SEEDS)
+
+
+def test_every_exception_is_a_scenario() -> None:
+    assert {*FIXED_TIME, *BY_CHOICE} <= {path.stem for path in SMALL}
