@@ -12,6 +12,7 @@ from socflower.cluster.folder_lock import sole_use
 from socflower.cluster.profile import BACKWARD_TO_FORWARD
 from socflower.cluster.toml_file import parse_value
 from socflower.errors import ConfigError
+from socflower.scenario.priced_processors import cluster_gpu_notes
 from socflower.scenario.run_folder import write_atomically
 from socflower.scenario.runner import new_folder
 from socflower.sim import EventClock, Trace
@@ -59,6 +60,7 @@ def _run(
         "schema": 1, "app": str(folder), "engine": "local", "run_config": run_config,
         "virtual_s": clock.now_s, "wall_s": perf_counter() - started_s, "energy_j": usage.total_energy_j,
         "bytes": {tier.value: value for tier, value in usage.num_bytes.items()},
+        "notes": cluster_gpu_notes(cluster, "local"),
         "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
                       "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
         "events": messages.documents(),

@@ -26,6 +26,7 @@ from socflower.precision.pricing import MixedPricing
 from socflower.scenario.arithmetic import mixing_note, num_training_samples, pricing
 from socflower.scenario.config import Scenario
 from socflower.scenario.model import model_profile
+from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.scenario_file import scenario_cluster
 from socflower.sim import EventClock
 from socflower.workloads import data_shape
@@ -69,6 +70,7 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
         notes.append("int8 on each device's fastest int8 processor, " + ", ".join(sorted(
             {f"{device.name}: {device.int8_processor or 'none known, FP32 instead'}"
              for device in (board.device for board in cluster.boards)})))
+    notes += gpu_notes(priced_processors(scenario), None)
     what = (f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
             f"{counted(work.steps_per_epoch, 'step')}, batches of {scenario.train.batch_size} a group")
     return {"schema": 1, "work": what, **plan.to_document(), **turns.to_document(),

@@ -279,8 +279,9 @@ def _scenario(runs: Sequence[Run]) -> str:
 
 def _provenance(runs: Sequence[Run]) -> str:
     """Return what is needed to repeat the run and to look deeper into it."""
-    facts = {"Engine": "engine", "Seed": "seed", "Kernels": "kernels", "Transports": "transports",
-             "Weights, SHA-256": "weights_sha256", "Notes": "notes", "Result schema": "schema"}
+    facts = {"Engine": "engine", "Seed": "seed", "Kernels": "kernels", "Processors": "processors",
+             "Transports": "transports", "Weights, SHA-256": "weights_sha256", "Notes": "notes",
+             "Result schema": "schema"}
 
     def show(run: Run, key: str) -> str:
         shown = _flat(run.get(key))

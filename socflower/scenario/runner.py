@@ -29,6 +29,7 @@ from socflower.scenario.flower_simulation import run_in_flower_simulation
 from socflower.scenario.heat import check_boards
 from socflower.scenario.model import initial_model
 from socflower.scenario.options import require_engine
+from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.report import write_report
 from socflower.scenario.round_record import versions
 from socflower.scenario.run_folder import RunFolder, write_atomically
@@ -154,7 +155,9 @@ def run_scenario(
         result = with_predictions(result)
     result["target_accuracy"] = scenario.compare.target_accuracy
     result["time_to_accuracy_s"] = time_to_accuracy_s(result, scenario.compare.target_accuracy)
-    result["notes"] = [*(_NOTES_OF_DEPLOYMENT if engine == "deployment" else _NOTES), *arithmetic_notes(scenario)]
+    result["processors"] = priced_processors(scenario)
+    result["notes"] = [*(_NOTES_OF_DEPLOYMENT if engine == "deployment" else _NOTES), *arithmetic_notes(scenario),
+                       *gpu_notes(result["processors"], engine)]
     return result
 
 

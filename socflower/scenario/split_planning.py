@@ -16,6 +16,7 @@ from socflower.edgecloud.phases import phases, window_limit
 from socflower.edgecloud.timeline import Party
 from socflower.scenario.config import Scenario
 from socflower.scenario.format import human_bytes, human_joules, human_seconds
+from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.split_story import place
 from socflower.scenario.split_training import SplitSetting
 
@@ -30,6 +31,7 @@ def plan_split(scenario: Scenario) -> dict[str, Any]:
     notes = ["planned on each link's mean rates; a run follows the link as it changes"]
     if scenario.strategy.name == "split-replay" and scenario.split.adapt and setting.num_edges == 1:
         notes.append("the cut moves with the link (adapt = false keeps it)")
+    notes += gpu_notes(priced_processors(scenario), None)
     return {"schema": 1, "work": what, "mode": setting.mode, "window": [list(step) for step in setting.schedule.steps],
             "edges": edges, "cut": edges[0]["deployment"]["cut_name"],
             "predicted": {key: max(edge[key] for edge in edges) for key in ("batch_s", "epoch_s")}

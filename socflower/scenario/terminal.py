@@ -23,6 +23,7 @@ from socflower.cluster.wording import counted
 from socflower.hierarchy.turn_taking import ASKED, NO_SHARED_UPLINK
 from socflower.scenario.config import Scenario
 from socflower.scenario.format import human_bytes, human_joules, human_ratio, human_seconds, percent
+from socflower.scenario.priced_processors import priced_line
 
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 StartBar: TypeAlias = Callable[[str], OnRound]
@@ -119,6 +120,8 @@ def print_result(console: Console, scenario: Scenario, result: Mapping[str, Any]
     if not deployed:
         table.add_row("wall clock here", human_seconds(result["wall_s"]))
     table.add_row("weights", result["weights_sha256"][:16])
+    if priced := priced_line(result["processors"]):
+        table.add_row("time and energy of", priced)
     console.print(table)
     _print_claims(console, result["expectations"])
     console.print(f"report: {escape(str(out / 'report.html'))}   trace (open in ui.perfetto.dev): "
@@ -141,6 +144,8 @@ def print_app_result(console: Console, result: Mapping[str, Any], out: Path) -> 
     traffic = ", ".join(f"{human_bytes(value)} {tier.replace('_', ' ')}" for tier, value in result["bytes"].items())
     console.print(f"virtual time {human_seconds(result['virtual_s'])}, energy {human_joules(result['energy_j'])}, "
                   f"{traffic or 'no bytes'}; wall clock here {human_seconds(result['wall_s'])}")
+    for note in result["notes"]:
+        console.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
     console.print(f"result and trace: {escape(str(out))}", soft_wrap=True, highlight=False)
 
 

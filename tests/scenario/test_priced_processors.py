@@ -1,0 +1,74 @@
+"""A run says what its time and energy are those of, where that is not what trained."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from socflower.cluster import device_names
+from socflower.cluster.catalog import device
+from socflower.scenario.config import PrecisionConfig
+from socflower.scenario.options import ENGINES
+from socflower.scenario.priced_processors import gpu_notes, priced_processors
+from socflower.scenario.report import render_report
+from socflower.scenario.runner import run_scenario
+from tests.scenario.conftest import Socflower
+from tests.scenario.small_runs import small
+
+
+def on(name: str, arithmetic: str = "fp32") -> Any:
+    return replace(small(), cluster={"boards": [2, 2], "device": name},
+                   precision=PrecisionConfig(arithmetic=arithmetic))
+
+
+@pytest.mark.parametrize("name", device_names())
+@pytest.mark.parametrize("arithmetic", ["fp32", "int8", "mixed"])
+def test_each_device_of_the_catalogue_is_said_to_be_priced_as_it_is(name: str, arithmetic: str) -> None:
+    known = device(name)
+    (entry,) = priced_processors(on(name, arithmetic))
+    assert (entry["device"], entry["trained"]) == (name, "cpu")
+    assert entry["priced"][0] == (known.int8_processor or known.default_processor if arithmetic == "int8" else
+                                  known.default_processor)
+    assert entry["priced"][1:] == ([known.accelerator] if arithmetic == "mixed" and known.accelerator else [])
+    says = [note for engine in (*ENGINES, None) for note in gpu_notes([entry], engine)]
+    if entry["priced"][0].startswith("gpu"):
+        assert len(says) == 4 and all(f"{name}'s gpu" in note for note in says)
+    else:
+        assert says == []
+
+
+def test_a_run_of_jetsons_says_so_wherever_it_is_read(socflower: Socflower, tmp_path: Path) -> None:
+    (tmp_path / "case.toml").write_text(
+        "[cluster]\nboards = [2]\ndevice = 'jetson-nano'\n[train]\nepochs = 1\nbatch_size = 512\n"
+        "[strategy]\ngroups = 1\n")
+    ran = socflower("run", "case.toml", "--workers", 0)
+    assert ran.status == 0 and "jetson-nano's gpu; trained on the CPU" in " ".join(ran.out.split())
+    result = json.loads((tmp_path / "out" / "case" / "result.json").read_text())
+    assert result["processors"] == [{"device": "jetson-nano", "priced": ["gpu"], "trained": "cpu"}]
+    note = ("GPU: CPU FP32. Training ran on this machine's CPU, since no trainer uses a GPU; virtual time and energy "
+            "are those of jetson-nano's gpu.")
+    assert note in result["notes"]
+    assert "GPU: CPU FP32" in (tmp_path / "out" / "case" / "report.html").read_text("utf-8")
+    planned = socflower("plan", "case.toml", "--json")
+    assert json.loads(planned.out)["notes"][-1].startswith("priced as jetson-nano's gpu; a run trains on CPUs")
+
+
+def test_a_cloud_is_a_device_too(socflower: Socflower, tmp_path: Path) -> None:
+    (tmp_path / "split.toml").write_text("[cluster]\nboards = [1]\n[strategy]\nname = 'split-replay'\n"
+                                         "[edgecloud]\nlink = 'wifi'\n")
+    notes = json.loads(socflower("plan", "split.toml", "--json").out)["notes"]
+    assert any("priced as gpu-v100's gpu" in note for note in notes)
+
+
+def test_a_deployment_says_whose_prediction_it_is() -> None:
+    (note,) = gpu_notes(priced_processors(on("jetson-nx")), "deployment")
+    assert "ran on the nodes' CPUs" in note and "predicted time and energy are those of jetson-nx's gpu" in note
+
+
+def test_a_run_on_cpus_says_nothing_of_gpus() -> None:
+    result = run_scenario(small(), num_workers=0)
+    assert result["processors"] == [{"device": "snapdragon-865", "priced": ["cpu"], "trained": "cpu"}]
+    assert not any("GPU" in note for note in result["notes"])
+    assert "gpu" not in render_report([result], title="x").lower()
