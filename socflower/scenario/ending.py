@@ -1,5 +1,6 @@
 """What a signal that ends the command does: it ends as after Ctrl-C, so that nothing of it is left behind."""
 
+import atexit
 import os
 import signal
 import sys
@@ -28,6 +29,12 @@ def interrupted_by_signals() -> Iterator[None]:
             received.append(number)
             raise KeyboardInterrupt
 
+    def die() -> None:
+        if received:
+            _die_of(received[0])
+
+    # Called last: what is imported from now on cleans up before it, such as the folders of multiprocessing.
+    atexit.register(die)
     # Elsewhere than in the main thread Python sets no handlers.
     here = threading.current_thread() is threading.main_thread()
     taken = [number for number in _SIGNALS if here and signal.getsignal(number) is signal.SIG_DFL]
@@ -36,14 +43,14 @@ def interrupted_by_signals() -> Iterator[None]:
     try:
         yield
     finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
-        if received:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            _die_of(received[0])
+        if not received:
+            atexit.unregister(die)
+            for number in taken:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def _die_of(number: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -48,9 +48,10 @@ class Runs:
         return Path(self._temporary.name)
 
     def start(self, *options: str) -> "subprocess.Popen[str]":
-        temporary = {} if "simulation" in options else {"TMPDIR": self._temporary.name}
+        temporary, workers = ({}, []) if "simulation" in options else (
+            {"TMPDIR": self._temporary.name}, ["--workers", "2"])
         return subprocess.Popen(
-            [COMMAND, "run", self.scenario, "--out", self.out, "--workers", "2", *options], cwd=self.folder, text=True,
+            [COMMAND, "run", self.scenario, "--out", self.out, *workers, *options], cwd=self.folder, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
             env={**os.environ, **temporary, "TERM": "dumb", "COLUMNS": "80"})
 
@@ -106,8 +107,8 @@ def kill(run: "subprocess.Popen[str]") -> None:
             stream.close()
 
 
-def wait_for(happened: Callable[[], bool], pause_s: float = 0.0005) -> None:
-    end_s = time.monotonic() + DEADLINE_S
+def wait_for(happened: Callable[[], bool], pause_s: float = 0.0005, deadline_s: float = DEADLINE_S) -> None:
+    end_s = time.monotonic() + deadline_s
     while not happened():
         assert time.monotonic() < end_s, "nothing happened"
         time.sleep(pause_s)

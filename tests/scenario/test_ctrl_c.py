@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from socflower.scenario.process_guard import processes_of
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.scenario_file import load_scenario
 from tests.scenario.interrupted_runs import DEADLINE_S, Runs, comparable, kill, wait_for
@@ -99,18 +100,21 @@ def test_a_signal_to_end_leaves_nothing_behind(number: signal.Signals, tmp_path:
     assert f"interrupted; round {runs.newest()} is kept" in said
     assert [path.name for path in runs.out.iterdir()] == ["checkpoint"]
     assert not list(runs.temporary.glob("socflower-*"))
+    assert not list(runs.temporary.glob("pymp-*"))  # of the workers
 
 
 STRANGER = "import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR'); print('in')"
 
 
 def _gcs(run: "subprocess.Popen[str]") -> psutil.Process | None:
-    """Ray's process of a machine, in the command line of which is the address that takes orders."""
-    with suppress(psutil.Error):
-        for process in psutil.Process(run.pid).children(recursive=True):
-            with suppress(psutil.Error):
-                if any(word.startswith("--gcs-address=") for word in process.cmdline()):
-                    return process
+    """One of Ray's processes, in whose command line is the address that takes orders; Ray's are nobody's children."""
+    (guard,) = [process for process in psutil.Process(run.pid).children()
+                if "socflower.scenario.process_guard" in process.cmdline()]
+    mark = guard.cmdline()[guard.cmdline().index("socflower.scenario.process_guard") + 1]
+    for process in processes_of(mark):
+        with suppress(psutil.Error):
+            if any(word.startswith("--gcs-address=") for word in process.cmdline()):
+                return process
     return None
 
 
@@ -121,7 +125,8 @@ def test_ray_of_a_simulation_takes_orders_from_its_own_run_alone(tmp_path: Path)
     runs = Runs(tmp_path, epochs=200)
     run = runs.start("--engine", "simulation")
     try:
-        wait_for(lambda: runs.newest() > 0 or run.poll() is not None, pause_s=0.1)
+        wait_for(lambda: runs.newest() > 0 or run.poll() is not None, pause_s=0.1, deadline_s=400)
+        assert run.poll() is None, run.communicate()
         process = _gcs(run)
         assert process is not None
         (address,) = [word.partition("=")[2] for word in process.cmdline() if word.startswith("--gcs-address=")]
