@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import fx, nn
-from torch.fx.passes.shape_prop import ShapeProp
+from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
 from socflower._int8 import MAX_EXACT_DEPTH
 from socflower.cluster.torch_random import forked_generator
@@ -423,6 +423,10 @@ def _pair(value: Any) -> ir.Pair:
 
 
 def _output_shape(node: fx.Node) -> ir.Shape:
-    shape = tuple(node.meta["tensor_meta"].shape[1:])
+    seen = node.meta.get("tensor_meta")
+    if not isinstance(seen, TensorMetadata):
+        raise ConfigError(f"{node.name}: int8 training passes one tensor on, and this yields several values; wrap "
+                          "it in a module that returns one of them")
+    shape = tuple(seen.shape[1:])
     channels, height, width = shape if len(shape) == 3 else (shape[0], 1, 1)
     return channels, height, width

@@ -148,6 +148,19 @@ def test_a_network_that_makes_no_logits_is_refused():
         Int8Model.from_module(nn.Sequential(nn.Conv2d(3, 8, 3)), input_shape=IMAGE)
 
 
+def test_a_module_that_yields_several_values_is_refused():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.states, self.head = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, inputs):
+            return self.head(self.states(inputs)[0])
+
+    with pytest.raises(ConfigError, match="states: int8 training passes one tensor on, and this yields several values"):
+        trace(Recurrent(), (5, 4), unsupported="fp32")
+
+
 def test_a_second_input_is_named():
     class Two(nn.Module):
         def forward(self, images, extra):
