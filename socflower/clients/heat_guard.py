@@ -2,7 +2,8 @@
 
 A device that is warm does less (`HeatLimits.share`), one that is hot, short of charge or in use rests (`next_pause`,
 `HeatLimits.refusal`). While a message is answered a `HeatGuard` looks at the device; training code finds it with
-`current_guard`. What a source does not say is unknown, and unknown never stops training.
+`current_guard`. What a source does not say is unknown, and unknown never stops training;
+it only ends no rest before `stuck_s`.
 """
 
 import threading
@@ -79,7 +80,9 @@ class HeatLimits:
         """Return why the device must not be trained on now, None if it may be; `rests` is whether heat keeps it."""
         charge, load = reading.battery_fraction, reading.user_load
         if rests:
-            return f"at {reading.temperature_c:.1f} °C, rests from {self.pause_c:g} °C down to {self.resume_c:g} °C"
+            now_c = reading.temperature_c
+            seen = "unknown temperature" if now_c is None else f"{now_c:.1f} °C"
+            return f"at {seen}, rests from {self.pause_c:g} °C down to {self.resume_c:g} °C"
         if reading.on_battery and charge is not None and charge < self.min_battery_fraction:
             return f"on battery at {100 * charge:.0f} %, limit {100 * self.min_battery_fraction:g} %"
         if load is not None and load > self.max_user_load:
@@ -95,6 +98,7 @@ class Pause:
     temperature_c: float  # at its first look
     num_looks: int = 1
     moved: bool = False  # whether any look since saw another temperature
+    unknown_since_s: tuple[float, ...] = ()  # the first look of those now that see none
 
     def stuck(self, limits: HeatLimits, now_s: float) -> bool:
         """Whether the sensor must be stuck: nothing that cools keeps its temperature to the last digit."""
@@ -102,13 +106,21 @@ class Pause:
 
 
 def next_pause(limits: HeatLimits, pause: Pause | None, reading: Reading, now_s: float) -> Pause | None:
-    """Return the pause after a look: begun at `pause_c`, gone at `resume_c`, or where the temperature is unknown."""
+    """Return the pause after a look: begun at `pause_c`, gone at `resume_c`.
+
+    It is gone as well where the temperature has been unknown for `stuck_s`: a sensor that fails while a device is hot
+    does not make it cool, but must not keep it from training for ever.
+    """
     now_c = reading.temperature_c
+    if now_c is None and pause is not None and pause.since_s <= now_s:
+        since_s = pause.unknown_since_s or (now_s,)
+        return None if now_s - since_s[0] >= limits.stuck_s else replace(pause, unknown_since_s=since_s)
     if now_c is None or (now_c < limits.pause_c if pause is None else now_c <= limits.resume_c):
         return None
     if pause is None or pause.since_s > now_s:  # the clock began anew: so did the machine
         return Pause(since_s=now_s, temperature_c=now_c)
-    return replace(pause, num_looks=pause.num_looks + 1, moved=pause.moved or now_c != pause.temperature_c)
+    return replace(pause, num_looks=pause.num_looks + 1, moved=pause.moved or now_c != pause.temperature_c,
+                   unknown_since_s=())
 
 
 class HeatGuard:
