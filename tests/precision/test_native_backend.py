@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from socflower import _int8
+from socflower.cluster.torch_random import forked_generator
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision import (
     ADAPTIVE_FIXED_POINT,
@@ -367,3 +369,36 @@ def test_a_backend_without_one_of_them_cannot_be_made(missing):
     with pytest.raises(TypeError, match=missing):
         type("Lacking", (Int8Backend,), members)()
     assert inspect.isabstract(Int8Backend)
+
+
+@pytest.mark.parametrize("make", [nn.GELU, lambda: nn.GroupNorm(2, 8), lambda: nn.BatchNorm2d(8)])
+def test_gradients_of_operators_in_fp32_are_those_of_autograd_between_the_same_int8_ones(make):
+    """Handed out as they come: an int8 model that follows them by plain SGD comes to the same weights."""
+    with forked_generator(2):
+        module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), make(), nn.Flatten(), nn.Linear(8 * 64, CLASSES))
+    images, labels = batches(1)[0]
+    weights = {name: value.numpy() for name, value in module.state_dict().items()}
+    backend = NativeInt8Backend(fp32_operators=["2"])
+    backend.build(module, IMAGE)
+    backend.load_weights(weights, seed=1)
+    loaded = {name: np.array(value) for name, value in backend.weights().items()}
+    backend.train_step(images, labels, learning_rate=0.1, progress=0.0)
+    handed_out = {name: np.array(value) for name, value in backend.pseudo_gradient(loaded, learning_rate=0.1).items()}
+    assert set(handed_out) == {name for name, _ in module.named_parameters()}
+    # The very int8 weights that were rounded at random, as those of a model with masters.
+    model = Int8Model.from_module(
+        module, input_shape=IMAGE, algorithm=ADAPTIVE_FIXED_POINT, settings=EngineSettings(), fp32_operators=["2"]
+    )
+    model.load_state_dict(loaded)
+    for name, weight in model.parameters.weights.items():
+        weight.data[...] = backend._model.parameters.weights[name].data
+        weight.exponent = backend._model.parameters.weights[name].exponent
+        weight.master[...] = np.ldexp(weight.data.astype(np.float32), weight.exponent)
+    before = model.arrays()
+    model.train_step(images, labels, learning_rate=1.0)
+    for name, value in model.arrays().items():
+        if name in handed_out:
+            gradient = handed_out[name].reshape(value.shape)
+            np.testing.assert_allclose(before[name] - value, gradient, atol=1e-6, err_msg=name)
+        else:  # running statistics move alike
+            np.testing.assert_array_equal(value, backend.weights()[name])
