@@ -157,8 +157,12 @@ def test_a_module_that_yields_several_values_is_refused():
         def forward(self, inputs):
             return self.head(self.states(inputs)[0])
 
-    with pytest.raises(ConfigError, match="states: int8 training passes one tensor on, and this yields several values"):
+    message = "states: int8 training has no LSTM; move it into a module of its own, of one tensor in and one out"
+    with pytest.raises(ConfigError, match=message):
         trace(Recurrent(), (5, 4), unsupported="fp32")
+    listed = r"states: in FP32 runs what makes one tensor .*, which LSTM does not; put it into a module that does"
+    with pytest.raises(ConfigError, match=listed):
+        trace(Recurrent(), (5, 4), fp32_operators=["states"])
 
 
 def test_a_second_input_is_named():
