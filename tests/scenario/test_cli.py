@@ -125,7 +125,7 @@ def test_markup_in_a_mistake_is_printed_as_it_stands(socflower: Socflower, tmp_p
 
 def test_a_client_that_raises_is_one_line(socflower: Socflower, scenario: Path, tmp_path: Path) -> None:
     ran = socflower("run", scenario, "--workers", 0, "--json", "--set", "event=[{kind='raise', soc=1, round=1}]")
-    is_mistake(ran, "group 0, SoC 0", "fault on purpose")
+    is_mistake(ran, "group 0, SoC 0", "fault on purpose", status=1)
     assert not (tmp_path / "out").exists()
 
 
