@@ -65,7 +65,7 @@ class LocalFlower:
         self, folder: Path, configs: Sequence[str], ports: Sequence[int], mark: str, say: Callable[[str], None],
         network: Network, *, warm: bool = False,
     ) -> None:
-        self.environment = marked(flower_environment(folder), mark, "command")
+        self.environment = {**marked(flower_environment(folder), mark, "command"), **network.environment}
         self.network = network
         self._folder = folder
         self._mark = mark

@@ -35,6 +35,10 @@ class Network(Protocol):
     def shared_because(self) -> str:
         """Why other users of this machine reach what listens here; "" if they do not."""
 
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What processes here need in their environment beside what they have."""
+
     def command(self, command: Sequence[str]) -> list[str]:
         """Return the command that runs `command` here; it is the same process in the end."""
 
@@ -50,6 +54,7 @@ class MachineNetwork:
 
     def __init__(self, shared_because: str = "no network of their own was asked for") -> None:
         self.shared_because = shared_because
+        self.environment: Mapping[str, str] = {}
 
     def command(self, command: Sequence[str]) -> list[str]:
         """Return it as it is."""
@@ -71,6 +76,9 @@ class _Namespace:
     """A network namespace, as long as the process that keeps it open lives."""
 
     shared_because = ""
+    # The internet is out of reach. Data sets were loaded before the run and are in the cache of the hub's packages,
+    # which would otherwise try to reach the hub first.
+    environment: Mapping[str, str] = {"HF_HUB_OFFLINE": "1"}
 
     def __init__(self, keeper: "subprocess.Popen[str]", enter: Sequence[str]) -> None:
         self._keeper = keeper

@@ -131,9 +131,10 @@ def test_a_client_whose_process_dies_is_dropped_and_reported() -> None:
         small(events=(event("raise", soc=2),), tolerate_client_errors=True), num_workers=0)["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_client_that_hangs_is_given_up_on_and_reported() -> None:
-    # In round 2, when the workers are up: only the fault is slower than the timeout.
-    result = run_scenario(small(events=(event("hang", soc=0, server_round=2),), reply_timeout_s=8.0), num_workers=2)
+    # In round 2, when the workers are up, and long: only the fault may be slower, on a loaded machine too.
+    result = run_scenario(small(events=(event("hang", soc=0, server_round=2),), reply_timeout_s=60.0), num_workers=2)
     reports = events_by_round(result)
     assert [report["kind"] for report in reports[2]] == ["no-reply"]
     assert "group 0, SoC 0" in reports[2][0]["text"]
