@@ -53,7 +53,8 @@ def run_app(
 ) -> EventClock:
     """Run the app on `num_nodes` nodes (default: every SoC) and return the clock, with the virtual time it took.
 
-    What the client raises reaches the strategy as an error reply; what the ServerApp raises is raised here. Strategies
+    What the client raises reaches the strategy as an error reply; what the ServerApp raises is raised here, but that it
+    calls `sys.exit` is its end (with 0), or `TrainingFailed` with the status. Strategies
     may drop failed replies and keep their weights: a run in which no client succeeded raises `TrainingFailed` with the
     first cause, whatever its ServerApp made of it. `messages` is told what became of each message.
     """
@@ -72,6 +73,11 @@ def run_app(
         context = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=config)
         try:
             app(priced, context)
+        except SystemExit as end:
+            # With 0, or nothing, the app has done its work; the command's own status tells what became of the run.
+            if end.code is not None and end.code != 0:
+                _name_first_cause(messages, end)
+                raise TrainingFailed(f"the ServerApp ended with sys.exit({end.code!r})") from end
         except Exception as error:
             _name_first_cause(messages, error)
             raise
@@ -79,7 +85,7 @@ def run_app(
     return clock
 
 
-def _name_first_cause(messages: MessageLog, error: Exception) -> None:
+def _name_first_cause(messages: MessageLog, error: Exception | SystemExit) -> None:
     """Raise `TrainingFailed` where a ServerApp stumbled over clients that had all failed, unless it says so itself."""
     failure = messages.failure
     mistake = isinstance(error, SocflowerError) and not isinstance(error, TrainingFailed)

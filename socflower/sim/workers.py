@@ -44,6 +44,9 @@ class AppReference:
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"app {self.target!r} cannot be loaded: {error}; check [tool.flwr.app.components]"
                               ) from None
+        except SystemExit as end:
+            raise ConfigError(f"app {self.target!r} cannot be loaded: its module ends with sys.exit({end.code!r}); "
+                              "leave that to `if __name__ == '__main__'`") from None
 
 
 ClientAppSource: TypeAlias = AppReference | Callable[[], ClientApp] | ClientApp
@@ -63,12 +66,19 @@ def resolve_client_app(source: ClientAppSource) -> ClientApp:
 
 
 def handle(app: ClientApp, message: Message, context: Context) -> Message:
-    """Run one message through the app; an exception becomes an error reply, as in Flower's own runtimes."""
+    """Run one message through the app; an exception becomes an error reply, as in Flower's own runtimes.
+
+    So do `sys.exit`, which would end the whole run with the client's status, and a return value that is no message.
+    """
     try:
-        return app(message, context)
-    except Exception as error:
+        reply: object = app(message, context)
+    except (Exception, SystemExit) as error:
         reason = f"{type(error)}:<'{error}'>"
         return Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+    if isinstance(reply, Message):
+        return reply
+    reason = f"the ClientApp returned a {type(reply).__name__}, not a flwr.app.Message"
+    return Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
 
 class InProcessWorkers:

@@ -1,7 +1,9 @@
 """ClientApps that worker processes of the tests import by name."""
 
 import os
+import sys
 import time
+from typing import cast
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -21,6 +23,12 @@ def train(message: Message, context: Context) -> Message:
         os._exit(3)
     if config.get("raise"):
         raise ValueError("on purpose")
+    if "exit" in config:
+        sys.exit(int(config["exit"]))
+    if config.get("interrupt"):
+        raise KeyboardInterrupt
+    if config.get("say-nothing"):
+        return cast(Message, None)  # what an app does that forgets its return
     calls = int(context.state["calls"]["n"]) + 1 if "calls" in context.state else 1
     context.state["calls"] = ConfigRecord({"n": calls})
     metrics = MetricRecord({"calls": calls, "partition": int(context.node_config["partition-id"]), "pid": os.getpid(),

@@ -1,18 +1,21 @@
 """The local engine as one call: an ordinary Flower app from its folder, and what is wrong with a folder."""
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from flwr.app import Context
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from socflower.cluster import parse_cluster
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, TrainingFailed
 from socflower.sim import EventClock
 from socflower.sim.engine import load_flower_app, quiet_flower, run_app
+from socflower.sim.message_log import MessageLog
 from socflower.sim.workers import AppReference
 from tests.sim import apps_for_tests
 
@@ -72,6 +75,34 @@ def test_what_the_server_app_raises_is_raised() -> None:
 
     with pytest.raises(LookupError, match="in the server"):
         run_app(app, apps_for_tests.app, cluster=CLUSTER, num_workers=0)
+
+
+@pytest.mark.parametrize("ask", [False, True])
+def test_a_server_app_that_exits_with_0_has_ended_and_with_another_status_has_failed(ask: bool) -> None:
+    """Whether the run succeeded is judged by its messages either way."""
+    def run(code: object, client: ClientApp) -> MessageLog:
+        app, messages = ServerApp(), MessageLog()
+
+        @app.main()
+        def main(grid: Grid, context: Context) -> None:
+            if ask:
+                config = RecordDict({"config": ConfigRecord()})
+                grid.send_and_receive([Message(config, node, "train") for node in grid.get_node_ids()])
+            sys.exit(code)
+
+        run_app(app, client, cluster=CLUSTER, num_workers=0, messages=messages)
+        return messages
+
+    for code in (0, None, False):
+        assert [event.kind for event in run(code, apps_for_tests.app).events] == ([] if ask else ["no-message"])
+    for code in (1, 3, "no data", ""):
+        with pytest.raises(TrainingFailed, match=re.escape(f"the ServerApp ended with sys.exit({code!r})")):
+            run(code, apps_for_tests.app)
+    if ask:
+        with pytest.raises(TrainingFailed, match="No train function registered"):
+            run(0, ClientApp())
+        with pytest.raises(TrainingFailed, match=r"No train function .*; then the ServerApp raised SystemExit: 3"):
+            run(3, ClientApp())
 
 
 def test_a_server_app_that_is_none_is_named() -> None:

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -81,6 +82,39 @@ def test_an_exception_is_an_error_reply_with_its_text(processes: LocalGrid) -> N
     assert replies[0].error.code == 2
     assert replies[0].error.reason == "<class 'ValueError'>:<'on purpose'>"
     assert replies[1].has_content()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_client_that_exits_or_returns_no_message_is_a_failed_client(
+    num_workers: int, request: pytest.FixtureRequest,
+) -> None:
+    """In this process and in one of its own alike, whatever the exit status."""
+    grid: LocalGrid = request.getfixturevalue("processes" if num_workers else "in_process")
+    first, second, third, *_ = grid.get_node_ids()
+    replies = grid.send_and_receive([message(first, exit=0), message(second, exit=3), message(third)])
+    assert [reply.error.reason for reply in replies[:2]] == ["<class 'SystemExit'>:<'0'>", "<class 'SystemExit'>:<'3'>"]
+    assert [reply.error.code for reply in replies[:2]] == [2, 2]
+    assert replies[2].has_content()
+    (reply,) = grid.send_and_receive([message(first, **{"say-nothing": True})])
+    assert reply.error.code == 2
+    assert reply.error.reason == "the ClientApp returned a NoneType, not a flwr.app.Message"
+    assert reply.metadata.src_node_id == first
+
+
+def test_an_interruption_in_a_client_stays_one(in_process: LocalGrid) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        in_process.send_and_receive([message(in_process.get_node_ids()[0], interrupt=True)])
+
+
+def test_an_app_whose_module_exits_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "exits_at_import.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    reference = AppReference(target="exits_at_import:app", folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"'exits_at_import:app' cannot be loaded: its .* sys\.exit\(0\)"):
+        LocalGrid(reference, 1, num_workers=0)
+    with LocalGrid(reference, 1, num_workers=1) as grid:
+        (reply,) = grid.send_and_receive([message(grid.get_node_ids()[0])])
+        assert "its module ends with sys.exit(0)" in reply.error.reason
 
 
 def test_a_process_that_dies_costs_its_message_and_no_other(processes: LocalGrid) -> None:
