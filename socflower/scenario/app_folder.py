@@ -6,6 +6,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from flwr.app import UserConfig, UserConfigValue
+
 from socflower.cluster import LayerProfile, ModelProfile
 from socflower.cluster.cluster_file import load_cluster
 from socflower.cluster.folder_lock import sole_use
@@ -42,14 +44,8 @@ def _run(
     cluster = load_cluster(cluster_file)
     run_config = dict(app.run_config)
     for override in overrides:
-        key, _, value = override.partition("=")
-        if key.strip() not in run_config:
-            raise ConfigError(f"--set {override}: the app's run config has no {key.strip()!r}; it has "
-                              f"{', '.join(run_config)}")
-        parsed = parse_value(value)
-        if not isinstance(parsed, bool | int | float | str):
-            raise ConfigError(f"--set {override}: a run config holds numbers, texts, true and false only")
-        run_config[key.strip()] = parsed
+        key, value = _override(override, app.run_config)
+        run_config[key] = value
     trace, messages = Trace(), MessageLog()
     started_s = perf_counter()
     clock = run_app(app.server_app, app.client_app, cluster=cluster, num_nodes=num_nodes, run_config=run_config,
@@ -69,6 +65,28 @@ def _run(
         write_atomically(fresh / "result.json", json.dumps(result, indent=1))
         trace.write(fresh / "trace.json")
     return result
+
+
+def _override(override: str, run_config: UserConfig) -> tuple[str, UserConfigValue]:
+    """Return key and value of `--set key=value`; `ConfigError` for a key the app lacks, or a value of another kind."""
+    key, separator, text = (part.strip() for part in override.partition("="))
+    if not separator or not text:
+        raise ConfigError(f"--set {override}: write key=value, as in num-server-rounds=3")
+    if key not in run_config:
+        raise ConfigError(f"--set {override}: the app's run config has no {key!r}; it has {', '.join(run_config)}")
+    value, default = parse_value(text), run_config[key]
+    if not isinstance(value, bool | int | float | str):
+        raise ConfigError(f"--set {override}: a run config holds numbers, texts, true and false only")
+    # A text may stand for anything in an app, as "auto" for a number; a number or a switch for nothing else.
+    if not isinstance(default, str) and _kind(value) != _kind(default):
+        raise ConfigError(f"--set {override}: must be {_kind(default)}, as {key} = {json.dumps(default)} of the app is")
+    return key, value
+
+
+def _kind(value: UserConfigValue) -> str:
+    if isinstance(value, bool):
+        return "true or false"
+    return "a text" if isinstance(value, str) else "a number"
 
 
 def _profile(training_flops: float | None) -> ModelProfile | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from socflower.errors import ConfigError
 from socflower.thermal.fan import rack_fans
+from socflower.thermal.reading import COLDEST_C, HOTTEST_C
 from socflower.thermal.users import Game, Tide, idle_windows
 
 FAN_POLICIES = ("fixed", "passive", "predictive")
@@ -44,8 +45,7 @@ class ThermalConfig:
         if not 0.0 < self.hot_board_airflow < math.inf:
             raise ConfigError(f"[thermal] hot_board_airflow = {self.hot_board_airflow} must be above 0 and finite")
         for key in ("hot_c", "cool_c", "ambient_c", "start_c"):
-            if not math.isfinite(getattr(self, key)):
-                raise ConfigError(f"[thermal] {key} = {getattr(self, key)} must be finite")
+            _check_temperature(f"[thermal] {key} =", getattr(self, key))
         if not self.cool_c < self.hot_c:
             raise ConfigError(f"[thermal] cool_c = {self.cool_c} must be below hot_c = {self.hot_c}")
         if not 0.0 <= self.max_slowdown < 1.0 or not 0.0 <= self.spread < 1.0:
@@ -55,6 +55,8 @@ class ThermalConfig:
             raise ConfigError(f"[thermal] hot_boards = {list(self.hot_boards)}: boards are numbered from 0")
         for key in ("ambient_changes", "fans_working_changes"):
             _check_changes(f"[thermal] {key}", getattr(self, key))
+        for _, temperature_c in self.ambient_changes:
+            _check_temperature("[thermal] ambient_changes:", temperature_c)
         if any(not 0.0 <= part <= 1.0 for _, part in self.fans_working_changes):
             raise ConfigError("[thermal] fans_working_changes: parts must lie between 0 and 1, got "
                               f"{list(self.fans_working_changes)}")
@@ -92,6 +94,12 @@ class UsersConfig:
         """The games as they come and go over a day."""
         return Tide(low=self.low, high=self.high, low_hour=self.low_hour, mean_session_s=self.mean_session_s,
                     game=Game(share=self.share, power_w=self.power_w, takes_soc=self.takes_soc))
+
+
+def _check_temperature(where: str, temperature_c: float) -> None:
+    if not COLDEST_C <= temperature_c <= HOTTEST_C:
+        raise ConfigError(f"{where} {temperature_c} must lie between {COLDEST_C:g} and {HOTTEST_C:g} °C, what SoCs' "
+                          "sensors can show")
 
 
 def _check_changes(where: str, changes: Pairs) -> None:

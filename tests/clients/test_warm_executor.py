@@ -215,7 +215,7 @@ def test_a_fork_outlives_a_killed_zygote_and_its_requester_is_told(environment: 
 
 @pytest.mark.parametrize(("module", "message"), [
     ("no_such_module", "cannot preload no_such_module .ModuleNotFoundError"),
-    ("threaded", "importing threaded started 1 threads"),
+    ("threaded", "importing threaded started 1 thread"),
 ])
 def test_what_cannot_be_preloaded_is_refused(module: str, message: str, environment: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -289,7 +289,7 @@ def test_a_supernode_that_cannot_be_warm_ends(environment: dict[str, str], tmp_p
     ended_by_itself = command_line(
         "--preload", "threaded", "--", "flower-supernode", "--insecure", "--superlink", "127.0.0.1:1", "--host",
         "127.0.0.1", "--port", str(port), environment={**environment, "FLWR_HOME": str(tmp_path)})
-    assert "warm executor: importing threaded started 1 threads, so it cannot be preloaded\n" in ended_by_itself.stderr
+    assert "warm executor: importing threaded started 1 thread, so it cannot be preloaded\n" in ended_by_itself.stderr
 
 
 def test_the_command_runs_flowers_own(environment: dict[str, str]) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from tests.scenario.conftest import Ran, Socflower
 
+ROOT = Path(__file__).parents[2]
+
 SCENARIO = """\
 # What does it print?
 [cluster]
@@ -348,3 +350,21 @@ def test_options_of_a_deployment_are_for_that_engine(
 def test_a_warm_deployment_elsewhere_is_refused(socflower: Socflower, scenario: Path) -> None:
     is_mistake(socflower("run", scenario, "--engine", "deployment", "--superlink", "127.0.0.1:1", "--warm"),
                "--warm is for SuperNodes that are started here")
+
+
+@pytest.mark.parametrize(("override", "says"), [
+    ("num-epochs", "--set num-epochs: write key=value"),
+    ("num-epochs=", "--set num-epochs=: write key=value"),
+    ("num-epoch=2", "has no 'num-epoch'; it has num-groups, num-epochs"),
+    ("num-epochs=abc", "must be a number, as num-epochs = 3 of the app is"),
+    ("num-epochs=true", "must be a number, as num-epochs = 3 of the app is"),
+    ("num-epochs=[1]", "a run config holds numbers, texts, true and false only"),
+])
+def test_a_key_of_an_apps_run_config_keeps_its_kind(
+    socflower: Socflower, tmp_path: Path, override: str, says: str,
+) -> None:
+    ran = socflower("run", ROOT / "scenarios" / "quickstart_app", "--set", override, "--out", tmp_path / "out",
+                    "--cluster", ROOT / "scenarios" / "clusters" / "shelf_of_eight.toml")
+    assert (ran.status, ran.out) == (2, "")
+    assert says in ran.err and ran.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()

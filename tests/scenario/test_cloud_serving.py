@@ -175,7 +175,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ([":program"], "program :program: cannot be imported"),
     (["mine_too:other"], "program mine_too:other: is a int, not a SplitProgram"),
     (["mine_too:made", "--set", "seed=3"], "--set is for scenarios, and mine_too:made is a program"),
-    (["mine_too:made", "--threads", "-1"], "--threads -1: must be 0 or more"),
+    (["mine_too:made", "--threads", "-1"], "--threads -1: must be from 0 to 1024"),
     (["mine_too:made", "--listen", "nowhere"], 'split address "nowhere" is not host:port'),
     (["mine_too:made", "--listen", "0.0.0.0:0"], "means every interface, and there is no TLS"),
     (["mine_too:made", "--token-file", "short-token"], "a token has at least 16 printable ASCII characters"),

@@ -267,7 +267,7 @@ def test_a_template_under_a_name_of_its_own_is_ready_for_a_cluster(socflower: So
     (("--name", "jetson-nx"), "is a name of the catalogue"), (("--peer", "there"), "write HOST:PORT"),
     (("--out", "mine.json"), "must end in .toml"), (("--out", "no/mine.toml"), "there is no folder no"),
     (("--device", "abacus"), "device 'abacus' is unknown"), (("--device", "jetson-nx", "--peer", "a:1"), "--peer"),
-    (("--serve", 5000, "--peer", "a:1"), "leave out --peer"), (("--serve", 99999), "a port is a number of 0 to 65535"),
+    (("--serve", 5000, "--peer", "a:1"), "leave out --peer"), (("--serve", 99999), "99999: must be from 0 to 65535"),
     (("--serve", 5000, "--json"), "leave out --json"),
 ])
 def test_a_mistake_is_one_line_and_writes_nothing(
