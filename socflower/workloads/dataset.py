@@ -1,5 +1,6 @@
 """Labelled images in memory: one byte per pixel at rest, normalised floats per batch."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -18,8 +19,9 @@ class LabelledData:
     """Images and their labels, with the constants that normalise them.
 
     `inputs` are uint8 in 0..255, which is a quarter of the memory of floats and can be mapped from a file, or
-    floats in 0..1; `mean` and `std` are per channel and refer to pixels in 0..1. Raises ConfigError for shapes,
-    types and constants that do not fit together.
+    floats in 0..1; `mean` and `std` are per channel and refer to pixels in 0..1. Floats that are normalised already
+    take a mean of 0 and a deviation of 1 in every channel, and may then be any finite ones. Labels are classes,
+    0..num_classes-1. Raises ConfigError for shapes, types, values and constants that do not fit together.
     """
 
     inputs: torch.Tensor  # (n, channels, height, width)
@@ -47,6 +49,9 @@ class LabelledData:
             )
         if min(self.std) <= 0.0:
             raise ConfigError(f"data: std must be above 0 in every channel, got {self.std}")
+        self._require_classes()
+        if self.inputs.dtype != torch.uint8:
+            self._require_pixels()
         # Computed once: for a batch of 32 digits, two small tensors cost as much as the conversion itself.
         full_scale = 255.0 if self.inputs.dtype == torch.uint8 else 1.0
         mean = torch.tensor(self.mean, dtype=torch.float64).reshape(-1, 1, 1)
@@ -56,6 +61,28 @@ class LabelledData:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def _require_classes(self) -> None:
+        if not len(self.labels):
+            return
+        low, high = (int(end) for end in torch.aminmax(self.labels))
+        if not 0 <= low <= high < self.num_classes:
+            raise ConfigError(f"data: labels must be 0..{self.num_classes - 1} for num_classes = {self.num_classes}, "
+                              f"got {low} to {high}; number the classes from 0, set num_classes to fit, and leave out "
+                              "samples without a class")
+
+    def _require_pixels(self) -> None:
+        if not self.inputs.numel():
+            return
+        low, high = (float(end) for end in torch.aminmax(self.inputs))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ConfigError("data: there is a NaN or an infinity among the inputs")
+        # Without a normalisation to do here, the values are whatever the caller's own has made of them.
+        normalised = not any(self.mean) and set(self.std) == {1.0}
+        if not normalised and not (low >= 0.0 and high <= 1.0):
+            raise ConfigError(f"data: floating-point inputs must be in 0..1, got {low:.4g} to {high:.4g}; divide pixels "
+                              "by 255 or pass them as uint8, and give inputs that are normalised already a mean of 0 "
+                              "and a std of 1 in every channel")
 
     def select(self, indices: Indices) -> "LabelledData":
         """Return a copy of the samples at `indices`, in that order."""
