@@ -95,6 +95,8 @@ class MixedPrecisionSession:
                  header: dict[str, Any]) -> None:
         self._trainer, self._model, self._span, self._fp32 = trainer, model, span, fp32
         self._parameters = dict(model.named_parameters())
+        every = dict(model.named_parameters(remove_duplicate=False))
+        self._aliases = {name: part for name, part in every.items() if name not in self._parameters}
         self._step = span.first_step
         self._backend: Int8Backend | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="int8") if trainer.parallel else None
@@ -323,7 +325,7 @@ class MixedPrecisionSession:
         assert backend is not None
         started_s = time.perf_counter()
         weights = self._weights()
-        buffers = {name for name, _ in self._model.named_buffers()}
+        others = {*self._aliases, *(name for name, _ in self._model.named_buffers())}
         rate = self._fp32.learning_rate or 1.0  # at rate 0 no gradient moves anything
         progress = min(1.0, self._step / max(1, self._span.total_steps))
         total: dict[str, Tensor] = {}
@@ -335,7 +337,7 @@ class MixedPrecisionSession:
             result = backend.train_step(_images(inputs), _labels(labels), learning_rate=rate, progress=progress)
             share = len(labels) / num_samples
             for name, array in backend.pseudo_gradient(weights, learning_rate=rate).items():
-                if name in buffers or not (parameter := self._parameters[name]).requires_grad:
+                if name in others or not (parameter := self._parameters[name]).requires_grad:
                     continue  # a frozen one may have moved in the accelerator; it is loaded anew for the next step
                 gradient = torch.from_numpy(array).to(parameter.dtype).reshape(parameter.shape)
                 if len(present) == 1:
@@ -388,7 +390,8 @@ class MixedPrecisionSession:
     # ------------------------------------------------------------------------------------------ weights
 
     def _weights(self, *, with_statistics: bool = False) -> dict[str, Any]:
-        weights = {name: parameter.detach().numpy() for name, parameter in self._parameters.items()}
+        every = {**self._parameters, **self._aliases}
+        weights: dict[str, Any] = {name: parameter.detach().numpy() for name, parameter in every.items()}
         if with_statistics:
             weights |= {name: buffer.numpy() for name, buffer in self._model.named_buffers()}
         return weights

@@ -85,13 +85,18 @@ class Fp32Operator:
         with torch.no_grad():
             for parameter, gradient in zip(trained.values(), made, strict=False):
                 parameter.sub_(gradient, alpha=rate)
-        self._keep(step, trained.items())
+        # By all of its names: a parameter that the module shares within itself has several in a state_dict.
+        every = self._module.named_parameters(remove_duplicate=False)
+        self._keep(step, [(name, part) for name, part in every if part.requires_grad])
         return [exponent]
 
     def _take_parameters(self, step: Step) -> None:
         prefix = f"{self.node.name}."
         own = {name: array for name, array in step.parameters.fp32.items() if name.startswith(prefix)}
         state = {name.removeprefix(prefix): torch.from_numpy(np.array(array)) for name, array in own.items()}
+        names = {id(part): name for name, part in self._module.named_parameters()}
+        for name, part in self._module.named_parameters(remove_duplicate=False):
+            state[name] = state[names[id(part)]]  # a shared parameter is kept up to date by its first name
         self._module.load_state_dict(state)
 
     def _keep(self, step: Step, values: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -69,6 +69,7 @@ def trace(
             builder = _Builder(traced, input_shape, leaves, unsupported, resting)
             for node in traced.graph.nodes:
                 builder.add(node)
+            _require_untied(module, builder.nodes)
             break
         except UnsupportedOperator as error:
             # A module of the user's own, in whose `forward` that is: from now on it is looked at as a whole.
@@ -90,6 +91,36 @@ def trace(
     state = {name: value.detach().cpu().float().numpy() for name, value in module.state_dict().items()}
     graph = ir.fuse_relu(ir.Graph(input_shape=input_shape, nodes=tuple(builder.nodes)))
     return Traced(graph=graph, state=state, modules=builder.modules)
+
+
+def _require_untied(module: nn.Module, nodes: Sequence[ir.Node]) -> None:
+    """Raise UnsupportedOperator for operators that share a parameter, but where one FP32 operator holds them all.
+
+    Each operator of the engine has weights of its own, so tied ones would drift apart.
+    """
+    in_fp32 = [node.path for node in nodes if isinstance(node, ir.Fp32)]
+    by_address: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.numel():
+            # Not by identity alone: a parameter made from another's tensor shares its memory as well.
+            by_address.setdefault(parameter.data_ptr(), []).append(name)
+    for names in by_address.values():
+        if len(names) < 2 or any(all(name.startswith(f"{path}.") for name in names) for path in in_fp32):
+            continue
+        around = _around(names)
+        raise UnsupportedOperator(f"{' and '.join(names)} are one parameter, and int8 training has no operators that "
+                                  "share their weights: give each its own, or train with FP32Trainer, or keep them "
+                                  f"together in FP32, as what is in {around or 'the network'}", around)
+
+
+def _around(names: Sequence[str]) -> str:
+    """Return the path of the innermost module that holds all of these parameters, "" for the network."""
+    common: list[str] = []
+    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
 
 
 class _Tracer(fx.Tracer):
@@ -214,6 +245,7 @@ class _Builder:
 
     def _add_module(self, node: fx.Node, module: nn.Module, name: str) -> None:
         x = self._values[_tensor_argument(node)]
+        _require_plain_parameters(node, module)
         match module:
             case nn.Conv2d():
                 self._add_convolution(node, module, name, x)
@@ -376,6 +408,17 @@ class _Builder:
 def _require_small_window(node: fx.Node, module: nn.Module, window: ir.Pair) -> None:
     if window[0] * window[1] > MAX_WINDOW:
         raise _refusal(node, module, f"with windows of {window[0]}x{window[1]}, more than {MAX_WINDOW} pixels")
+
+
+def _require_plain_parameters(node: fx.Node, module: nn.Module) -> None:
+    """Raise for a layer whose weight or bias torch computes from other parameters before each call."""
+    if not isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
+        return
+    own = dict(module.named_parameters(recurse=False))
+    for name in ("weight", "bias"):
+        if name not in own and getattr(module, name) is not None:
+            raise _refusal(node, module, f"whose {name} is computed from other parameters, as weight_norm and other "
+                                         "parametrisations or pruning do; take that off")
 
 
 def _refusal(node: fx.Node, module: nn.Module, how: str = "") -> UnsupportedOperator:

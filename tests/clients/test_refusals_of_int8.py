@@ -84,6 +84,24 @@ class Flat(nn.Module):
         return self.mix(self.flat(x)).reshape(-1, 8, 10, 10)
 
 
+class Tied(nn.Module):
+    """A user's module of two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.second = nn.Conv2d(8, 8, 1, bias=False), nn.ReLU(), nn.Conv2d(8, 8, 1, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.relu(self.first(x)))
+
+
+def tied_by_memory() -> nn.Module:
+    tied = Tied()
+    tied.second.weight = nn.Parameter(tied.first.weight.detach())
+    return tied
+
+
 OPERATORS: dict[str, Callable[[], nn.Module]] = {
     "module": nn.GELU, "module with parameters": lambda: nn.GroupNorm(2, 8), "setting": lambda: nn.Conv2d(
         8, 8, 3, padding="same"), "dropout of another kind": lambda: nn.AlphaDropout(0.2),
@@ -91,6 +109,9 @@ OPERATORS: dict[str, Callable[[], nn.Module]] = {
     "a module inside one": lambda: nn.Sequential(Squash(), nn.Sequential(nn.ReLU(), Squash())),
     "a module of two inputs": TwoInputs, "a module of three dimensions": Flat,
     "a module that torch.fx cannot follow": Branching, "a module that differs in evaluation": SkipsInEvaluation,
+    "tied weights in a module": Tied,
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 1)),
+    "spectral_norm of old": lambda: nn.utils.spectral_norm(nn.Conv2d(8, 8, 1)),
 }
 
 
@@ -169,6 +190,66 @@ def test_what_the_network_itself_does_is_to_be_moved_into_a_module_and_then_trai
     assert "cannot" not in text and "fp32_operators" not in text
     refused(lambda: train(eval(code, NAMES), InItsOwnForward(moved=False)))
     train(eval(code, NAMES), InItsOwnForward(moved=True))
+
+
+def tied_network(*, together: bool) -> nn.Module:
+    """Return a network with a weight in two places: in its own layers, or in those of a module."""
+    with forked_generator(3):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Tied(), nn.ReLU(), nn.Conv2d(8, 8, 1, bias=False),
+                              nn.Flatten(), nn.Linear(800, 4))
+        if not together:
+            model[1].second = nn.Identity()
+            model[3].weight = model[1].first.weight
+    return model
+
+
+@pytest.mark.parametrize("trainer", [
+    Int8Trainer, partial(MixedPrecisionTrainer, rule="half", parallel=False),
+    partial(MixedPrecisionTrainer, rule="half", parallel=False, fp32=FP32Trainer(optimizer=sgd(0.01, momentum=0.0)),
+            backend=partial(NativeInt8Backend, int8_algorithm("niti")))])
+def test_weights_tied_across_a_network_are_refused_and_tied_in_a_module_train_as_one(
+        trainer: Callable[..., Any]) -> None:  # fmt: skip
+    text = refused(lambda: train(trainer(), tied_network(together=False)))
+    assert text.startswith("1.first.weight and 3.weight are one parameter, and int8 training has no operators that sh")
+    assert "train with FP32Trainer" in text and "move it into a module of its own, of one tensor in and one out" in text
+    train(FP32Trainer(), tied_network(together=False))
+
+    if isinstance(trainer, partial):
+        backend = trainer.keywords.get("backend", NativeInt8Backend)
+        following = partial(trainer, backend=partial(backend, unsupported="fp32"))
+    else:
+        following = partial(trainer, unsupported="fp32")
+    model = tied_network(together=True)
+    before = model[1].first.weight.detach().clone()
+    train(following(), model)
+    state = model.state_dict()
+    assert torch.equal(state["1.first.weight"], state["1.second.weight"])
+    assert not torch.equal(state["1.first.weight"], before)
+
+
+def test_weights_that_share_memory_alone_are_refused_as_well() -> None:
+    text = refused(lambda: train(Int8Trainer(), network(tied_by_memory())))
+    assert "2.first.weight and 2.second.weight are one parameter" in text
+
+
+def test_tied_weights_in_fp32_are_both_moved_by_both_gradients() -> None:
+    """Without an optimiser of its own, a module's step is plain SGD, which autograd gives as well."""
+    model = nn.Sequential(Tied(), nn.Flatten(), nn.Linear(800, 4))
+    int8 = Int8Model.from_module(model, input_shape=(8, 10, 10), fp32_operators=["0"])
+    images = torch.randn(6, 8, 10, 10, generator=torch.Generator().manual_seed(4)).numpy()
+    for _ in range(3):
+        int8.train_step(images, batch()[1].numpy(), learning_rate=0.1, progress=0.0)
+        state = int8.state_dict()
+        assert torch.equal(state["0.first.weight"], state["0.second.weight"])
+    assert not torch.equal(state["0.first.weight"], model[0].first.weight)
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm of old"])
+def test_a_parametrised_layer_is_named_with_what_makes_it_one(name: str) -> None:
+    for trainer in (Int8Trainer(), MixedPrecisionTrainer(rule="half", parallel=False)):
+        text = refused(lambda trainer=trainer: train(trainer, network(OPERATORS[name]())))  # type: ignore[misc]
+        assert text.startswith("2: int8 training has no ")
+        assert "whose weight is computed from other parameters, as weight_norm and other parametrisations" in text
 
 
 def on_rows(trainer: Trainer) -> None:

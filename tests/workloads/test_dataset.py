@@ -98,7 +98,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
 @pytest.mark.parametrize(("labels", "found"), [((0, 2), "0 to 2"), ((-100, 1), "-100 to 1"), ((5, 6), "5 to 6")])
 def test_labels_that_are_no_classes_are_refused_with_the_values_found(labels: tuple[int, int], found: str) -> None:
     inputs = torch.zeros(2, 1, 3, 3, dtype=torch.uint8)
-    with pytest.raises(ConfigError, match=rf"labels must be 0\.\.1 for num_classes = 2, got {found}; number") as refusal:
+    with pytest.raises(ConfigError, match=rf"labels must be 0\.\.1 for num_classes = 2, got {found}; ") as refusal:
         LabelledData(inputs, torch.tensor(labels), (0.0,), (1.0,), 2)
     assert "\n" not in str(refusal.value)
 
@@ -110,7 +110,7 @@ def test_floats_outside_0_to_1_are_refused_but_where_they_say_that_they_are_norm
         inputs = torch.full((2, 1, 3, 3), 0.5, dtype=dtype)
         inputs[1, 0, 2, 2] = value
         for constants in (((0.5,), (1.0,)), ((0.0,), (0.25,))):
-            with pytest.raises(ConfigError, match=r"must be in 0\.\.1, got .*; divide pixels by 255 or pass them as ui"):
+            with pytest.raises(ConfigError, match=r"must be in 0\.\.1, got .*; divide pixels by 255 or pass them as"):
                 LabelledData(inputs, labels, *constants, 2)
         made = LabelledData(inputs, labels, (0.0,), (1.0,), 2)
         assert torch.equal(made.batch([0, 1])[0], inputs.float())
