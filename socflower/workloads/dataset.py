@@ -81,8 +81,8 @@ class LabelledData:
         normalised = not any(self.mean) and set(self.std) == {1.0}
         if not normalised and not (low >= 0.0 and high <= 1.0):
             raise ConfigError(f"data: floating-point inputs must be in 0..1, got {low:.4g} to {high:.4g}; divide "
-                              "pixels by 255 or pass them as uint8, and give inputs that are normalised already a mean of 0 "
-                              "and a std of 1 in every channel")
+                              "pixels by 255 or pass them as uint8, and give inputs that are normalised already a mean "
+                              "of 0 and a std of 1 in every channel")
 
     def select(self, indices: Indices) -> "LabelledData":
         """Return a copy of the samples at `indices`, in that order."""
