@@ -30,7 +30,7 @@ def run_app_folder(
 
     A node is a SoC of the cluster (default: all). `training_flops` is what one example costs in training; without it
     a foreign client's training takes no virtual time, only its messages do. `overrides` set keys of the run config.
-    Raises `TrainingFailed`, and writes nothing, if no client succeeded.
+    Raises `TrainingFailed`, and writes nothing, if no client succeeded, or none of those that trained last.
     """
     with sole_use(out, f"--out {out}"):
         return _run(folder, cluster_file, out, num_nodes, training_flops, overrides, num_workers)

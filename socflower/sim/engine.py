@@ -53,10 +53,10 @@ def run_app(
 ) -> EventClock:
     """Run the app on `num_nodes` nodes (default: every SoC) and return the clock, with the virtual time it took.
 
-    What the client raises reaches the strategy as an error reply; what the ServerApp raises is raised here, but that it
-    calls `sys.exit` is its end (with 0), or `TrainingFailed` with the status. Strategies
-    may drop failed replies and keep their weights: a run in which no client succeeded raises `TrainingFailed` with the
-    first cause, whatever its ServerApp made of it. `messages` is told what became of each message.
+    What the client raises reaches the strategy as an error reply; what the ServerApp raises is raised here, except that
+    `sys.exit` with 0 is its end, and with any other status `TrainingFailed`. Strategies may drop failed replies and
+    keep their weights: a run in which no client succeeded, or none of those that trained last, raises `TrainingFailed`
+    with the first cause, whatever its ServerApp made of it. `messages` is told what became of each message.
     """
     app = server_app.load() if isinstance(server_app, AppReference) else server_app
     if not isinstance(app, ServerApp):

@@ -34,7 +34,7 @@ class LocalGrid(EngineGrid):
         count = num_cores() if num_workers is None else num_workers
         self._workers = ProcessWorkers(client_app, count) if count else InProcessWorkers(client_app)
         self._pushed: dict[str, Message] = {}
-        self._messages = messages or MessageLog()
+        self._messages = messages
         self._soc_of_node = {node: soc for soc, node in enumerate(self._contexts)}
 
     def get_node_ids(self) -> list[int]:
@@ -56,7 +56,7 @@ class LocalGrid(EngineGrid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Run the pushed messages of these ids and return their replies."""
-        return self._answer(message_ids, None)
+        return self._answer(message_ids, None, pulled=True)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Run messages and return their replies; after `timeout` seconds, those that are there."""
@@ -72,7 +72,7 @@ class LocalGrid(EngineGrid):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _answer(self, message_ids: Iterable[str], timeout_s: float | None) -> list[Message]:
+    def _answer(self, message_ids: Iterable[str], timeout_s: float | None, *, pulled: bool = False) -> list[Message]:
         asked = {message_id: self._pushed.pop(message_id) for message_id in message_ids if message_id in self._pushed}
         deadline = None if timeout_s is None else monotonic() + timeout_s
         answered: dict[str, Message] = {}
@@ -83,8 +83,9 @@ class LocalGrid(EngineGrid):
                 self._contexts[context.node_id] = context
                 reply.metadata.__dict__["_message_id"] = str(uuid4())
                 answered[message_id] = reply
-        self._messages.note([(message, answered.get(message_id)) for message_id, message in asked.items()],
-                            self._soc_of_node)
+        if self._messages is not None:
+            self._messages.note([(message, answered.get(message_id)) for message_id, message in asked.items()],
+                                self._soc_of_node, pulled=pulled)
         return [answered[message_id] for message_id in asked if message_id in answered]
 
 

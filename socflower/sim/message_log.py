@@ -1,6 +1,5 @@
 """What became of a run's messages: whether any client did what it was asked, and the first cause if none did."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -25,69 +24,106 @@ class MessageEvent:
     text: str
 
 
+@dataclass(slots=True, kw_only=True)
+class _Exchange:
+    """What became of messages of one kind that were sent together."""
+
+    where: str  # "round 3: "
+    pulled: bool
+    num_sent: int = 0
+    failed: list[tuple[int, str]] = field(default_factory=list)  # SoC, and what became of its message
+
+    @property
+    def first_cause(self) -> str:
+        """That of the lowest SoC: strategies ask in any order."""
+        return min(self.failed)[1] if self.failed else ""
+
+
 @dataclass(slots=True)
 class MessageLog:
     """Counts what was sent and answered, by the kind of message; strategies may drop failures without a word."""
 
     events: list[MessageEvent] = field(default_factory=list)
-    _sent: Counter[str] = field(default_factory=Counter)
-    _answered: Counter[str] = field(default_factory=Counter)  # with what can be used
-    _first_cause: dict[str, str] = field(default_factory=dict)
+    _exchanges: dict[str, list[_Exchange]] = field(default_factory=dict)
 
-    def note(self, exchanged: Sequence[Answered], soc_of_node: dict[int, int]) -> None:
-        """Take in messages that were sent together; `soc_of_node` says where they went."""
-        failures: dict[str, list[tuple[Message, str]]] = {}
-        num_sent = Counter(_kind(message) for message, _ in exchanged)
+    def note(self, exchanged: Sequence[Answered], soc_of_node: dict[int, int], *, pulled: bool = False) -> None:
+        """Take in messages that were sent together; `soc_of_node` says where they went.
+
+        Those that were `pulled` may be one of many: they are judged with those of their round that were before them.
+        """
+        by_kind: dict[str, list[Answered]] = {}
         for message, reply in exchanged:
-            kind = _kind(message)
-            fault = _fault(reply)
-            if fault is None and kind == MessageType.TRAIN and not self._answered[kind]:
-                # Only until one is seen that can be used: all weights of all replies would be read for it.
-                fault = _not_finite(reply)
-            if fault is None:
-                self._answered[kind] += 1
-            else:
-                failures.setdefault(kind, []).append((message, fault))
-        self._sent += num_sent
-        for kind, failed in failures.items():
-            message, fault = failed[0]
-            node = message.metadata.dst_node_id
-            cause = f"SoC {soc_of_node[node]} (node {node}): {fault}"
-            self._first_cause.setdefault(kind, cause)
-            nobody = len(failed) == num_sent[kind]
-            self.events.append(MessageEvent(kind=_ALL if nobody else _SOME, text=(
-                f"{_round(message)}{len(failed)} of {num_sent[kind]} {kind} messages came to nothing; "
-                f"first cause: {cause}")))
+            by_kind.setdefault(_kind(message), []).append((message, reply))
+        for kind, answered in by_kind.items():
+            where = _round(answered[0][0])
+            failed = [(soc_of_node[node], f"SoC {soc_of_node[node]} (node {node}): {fault}")
+                      for node, fault in _faults(kind, answered)]
+            exchanges = self._exchanges.setdefault(kind, [])
+            if not (pulled and exchanges and exchanges[-1].pulled and exchanges[-1].where == where):
+                exchanges.append(_Exchange(where=where, pulled=pulled))
+            exchanges[-1].num_sent += len(answered)
+            exchanges[-1].failed += failed
+            if failed:
+                self.events.append(MessageEvent(kind=_ALL if len(failed) == len(answered) else _SOME, text=(
+                    f"{where}{len(failed)} of {len(answered)} {kind} messages came to nothing; "
+                    f"first cause: {min(failed)[1]}")))
 
     @property
     def failure(self) -> str | None:
         """Why the run came to nothing, with the first cause; None if some client did what it was asked.
 
-        A run that trains is judged by its TRAIN messages, any other one by all that it sent.
+        A run that trains is judged by its TRAIN messages: what the last ones made is what it leaves. Any other run is
+        judged by all that it sent.
         """
-        kinds = [MessageType.TRAIN] if self._sent[MessageType.TRAIN] else list(self._sent)
-        if not kinds or any(self._answered[kind] for kind in kinds):
-            return None
-        num_sent = sum(self._sent[kind] for kind in kinds)
-        return (f"no client succeeded: none of {num_sent} {' and '.join(kinds)} messages had a usable answer; first "
-                f"cause: {self._first_cause[kinds[0]]}")
+        kinds = self._judged_kinds
+        exchanges = [exchange for kind in kinds for exchange in self._exchanges[kind]]
+        if exchanges and not any(map(_came_to_something, exchanges)):
+            num_sent = sum(exchange.num_sent for exchange in exchanges)
+            return (f"no client succeeded: none of {num_sent} {' and '.join(kinds)} messages had a usable answer; "
+                    f"first cause: {exchanges[0].first_cause}")
+        if kinds == [MessageType.TRAIN] and not _came_to_something(last := exchanges[-1]):
+            return (f"no client succeeded in the end: none of the last {last.num_sent} {MessageType.TRAIN} messages "
+                    f"had a usable answer; first cause: {last.where}{last.first_cause}")
+        return None
 
     @property
     def first_cause(self) -> str:
         """Who failed first in what `failure` tells of, and how."""
-        return next(iter(self._first_cause.values()), "")
+        exchanges = [exchange for kind in self._judged_kinds for exchange in self._exchanges[kind]]
+        told = exchanges[-1:] if any(map(_came_to_something, exchanges)) else exchanges[:1]
+        return told[0].first_cause if told else ""
 
     def require_success(self) -> None:
         """Raise `TrainingFailed` if the run came to nothing; note if it sent nothing at all."""
         failure = self.failure
         if failure is not None:
             raise TrainingFailed(failure)
-        if not self._sent:
+        if not self._exchanges:
             self.events.append(MessageEvent(kind=_NOTHING, text="the ServerApp sent no message to any client"))
 
     def documents(self) -> list[dict[str, str]]:
         """Return the events as a result has them."""
         return [{"kind": event.kind, "text": event.text} for event in self.events]
+
+    @property
+    def _judged_kinds(self) -> list[str]:
+        return [MessageType.TRAIN] if MessageType.TRAIN in self._exchanges else list(self._exchanges)
+
+
+def _came_to_something(exchange: _Exchange) -> bool:
+    return len(exchange.failed) < exchange.num_sent
+
+
+def _faults(kind: str, answered: Sequence[Answered]) -> list[tuple[int, str]]:
+    """Return node and fault of each message that had no answer that can be used."""
+    faults = []
+    for message, reply in answered:
+        fault = _fault(reply)
+        if fault is None and reply is not None and kind == MessageType.TRAIN:
+            fault = _not_finite(reply)
+        if fault is not None:
+            faults.append((message.metadata.dst_node_id, fault))
+    return faults
 
 
 def _kind(message: Message) -> str:
@@ -111,8 +147,7 @@ def _fault(reply: Message | None) -> str | None:
     return " ".join((reply.error.reason or f"error {reply.error.code} without a reason").split())
 
 
-def _not_finite(reply: Message | None) -> str | None:
-    assert reply is not None
+def _not_finite(reply: Message) -> str | None:
     for record in reply.content.array_records.values():
         name = _first_non_finite(record)
         if name is not None:

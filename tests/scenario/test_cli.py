@@ -323,11 +323,18 @@ def test_an_app_in_which_no_client_succeeds_ends_with_1_and_its_first_cause(
 
 def test_a_round_in_which_no_client_succeeds_is_in_the_result_and_said(socflower: Socflower, tmp_path: Path) -> None:
     app = flower_app(tmp_path / "app", "one_fails")
-    ran = socflower("run", app, "--cluster", app / "cluster.toml", "--out", "here", "--workers", 0, "--set", "fails=2")
+    ran = socflower("run", app, "--cluster", app / "cluster.toml", "--out", "here", "--workers", 0, "--set", "fails=2",
+                    "--set", "num-rounds=3")
     assert ran.status == 0
     (event,) = json.loads((tmp_path / "here" / "result.json").read_text())["events"]
     assert event["kind"] == "no-client" and "round 2: 2 of 2 train messages came to nothing" in event["text"]
     assert event["text"] in ran.out
+    ran = socflower("run", app, "--cluster", app / "cluster.toml", "--out", "last", "--workers", 0, "--set", "fails=2")
+    assert ran.status == 1 and ran.out == ""
+    assert ran.err.splitlines()[-1] == (
+        "error: no client succeeded in the end: none of the last 2 train messages had a usable answer; first cause: "
+        "round 2: SoC 0 (node 1000): <class 'ValueError'>:<'not on this device'>")
+    assert not (tmp_path / "last").exists()
 
 
 def test_a_file_for_the_model_is_refused_before_anything_is_trained(
