@@ -1,6 +1,8 @@
 """FP32 training on the CPU with any torch optimiser and scheduler, for one device or a whole group."""
 
+import inspect
 import io
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +27,16 @@ LossFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def sgd(learning_rate: float = 0.01, momentum: float = 0.9, weight_decay: float = 0.0) -> OptimizerFn:
-    """Return a factory of SGD with momentum, the papers' optimiser."""
+    """Return a factory of SGD with momentum, the papers' optimiser.
+
+    Raises `ConfigError` for a learning rate that trains nothing or diverges at once, and for a momentum outside [0, 1).
+    """
+    if not 0.0 < learning_rate < math.inf:
+        raise ConfigError(f"sgd: learning_rate = {learning_rate} must be above 0 and finite, such as 0.01")
+    if not 0.0 <= momentum < 1.0:
+        raise ConfigError(f"sgd: momentum = {momentum} must be 0 or more and below 1, such as 0.9")
+    if not 0.0 <= weight_decay < math.inf:
+        raise ConfigError(f"sgd: weight_decay = {weight_decay} must be 0 or more and finite, such as 5e-4")
     return partial(torch.optim.SGD, lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
 
 
@@ -38,6 +49,8 @@ def cosine_annealing(optimizer: torch.optim.Optimizer, total_steps: int) -> LRSc
 class FP32Trainer:
     """Trains in float32.
 
+    `optimizer` is called with the model's parameters and has to hold all trainable ones, since whoever counts on one
+    that no optimiser has would wait for it in vain; frozen ones (`requires_grad` False) may be among them or not.
     `scheduler` is called with the optimiser and the total number of steps, and stepped once a batch.
     `channels_last` turns 4-d weights and inputs into the layout in which convolutions run faster on most CPUs; a model
     that flattens features by `view` cannot take it. Without it both stay in the layout that they come in.
@@ -83,6 +96,7 @@ class FP32Session:
             model.train()
         self._model = model
         self._optimizer = trainer.optimizer(model.parameters())
+        _require_trains(self._optimizer, model, scheduled=trainer.scheduler is not None)
         # Before a state is restored, in which somebody else may have taken it over.
         self._momentum = float(self._optimizer.param_groups[0].get("momentum", 0.0))
         self._scheduler = trainer.scheduler(self._optimizer, total_steps) if trainer.scheduler else None
@@ -202,6 +216,31 @@ class FP32Session:
         self._optimizer.load_state_dict(saved["optimizer"])
         if self._scheduler is not None:
             self._scheduler.load_state_dict(saved["scheduler"])
+
+
+def _require_trains(optimizer: torch.optim.Optimizer, model: nn.Module, *, scheduled: bool) -> None:
+    """Raise `ConfigError` for an optimiser that would not move what is to be trained, and all of that."""
+    what = f"FP32Trainer: {type(optimizer).__name__}"
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(f"{what} evaluates the loss several times a step, where a step here is one gradient; use an "
+                          "optimiser whose step needs no closure, such as SGD or AdamW")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held - {id(parameter) for parameter in model.parameters()}:
+        raise ConfigError(f"{what} holds tensors that are no parameters of the model; give it those that the optimizer "
+                          "function is called with")
+    left_out = [name for name, part in model.named_parameters() if part.requires_grad and id(part) not in held]
+    if left_out:
+        named = ", ".join(left_out[:3]) + (f" and {len(left_out) - 3} more" if len(left_out) > 3 else "")
+        raise ConfigError(f"{what} leaves out {named}, which would never be trained; give it all parameters that the "
+                          "optimizer function is called with, or freeze those in model_fn by requires_grad_(False)")
+    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    if not all(0.0 <= rate < math.inf for rate in rates):
+        raise ConfigError(f"{what} has lr = {', '.join(map(str, rates))}; it must be above 0 and finite")
+    # A scheduler may set the rate itself: OneCycleLR does, from the rate that it is given.
+    if rates and not any(rates) and not scheduled:
+        raise ConfigError(f"{what} has lr = 0 and no scheduler raises it, so nothing would be trained; give it an lr "
+                          "above 0")
 
 
 def _joined(parts: Sequence[Part]) -> Part:

@@ -1,14 +1,17 @@
 """FP32 training takes a model as it is: its layout in memory and the modes of its layers are its maker's."""
 
 import copy
+import math
+from collections.abc import Iterable
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from socflower.clients import FP32Trainer, Int8Trainer, MixedPrecisionTrainer, Trainer, sgd
-from socflower.clients.fp32_trainer import OptimizerFn
+from socflower.clients.fp32_trainer import OptimizerFn, SchedulerFn
 from socflower.clients.trainer import TrainingSpan
 from socflower.errors import ConfigError
 
@@ -153,3 +156,72 @@ def test_a_model_of_which_nothing_is_trained_is_refused() -> None:
         FP32Trainer().start(normalised().requires_grad_(False), TrainingSpan())
     with pytest.raises(ConfigError, match="Flatten has no parameters"):
         FP32Trainer().start(nn.Flatten(), TrainingSpan())
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    *(({"learning_rate": rate}, "learning_rate") for rate in (0.0, -0.1, math.nan, math.inf)),
+    *(({"momentum": momentum}, "momentum") for momentum in (-0.1, 1.0, math.nan)),
+    *(({"weight_decay": decay}, "weight_decay") for decay in (-0.1, math.nan, math.inf))])
+def test_settings_of_sgd_that_train_nothing_or_diverge_are_refused(settings: dict[str, float], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"sgd: {says} = .* must be"):
+        sgd(**settings)
+
+
+def weight_and_bias() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
+
+
+def of_nothing(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+
+def of_more(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*parameters, torch.zeros(1, requires_grad=True)], lr=0.1)
+
+
+def of_the_first(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(parameters)[:1], lr=0.1)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("optimizer", "says"), [
+    (of_nothing, "SGD holds tensors that are no parameters of the model"), (of_more, "SGD holds tensors that are no"),
+    (of_the_first, r"SGD leaves out 1\.bias, which would never be trained; .* or freeze those in model_fn"),
+    (partial(torch.optim.SGD, lr=0.0), "SGD has lr = 0 and no scheduler raises it"),
+    (partial(torch.optim.Adam, lr=math.inf), "Adam has lr = inf; it must be"),
+    (partial(torch.optim.SGD, lr=math.nan), "lr = nan; it must be|Invalid learning rate"),
+    (torch.optim.LBFGS, "LBFGS evaluates the loss several times a step")])
+def test_an_optimiser_that_would_not_train_the_model_is_refused(
+        optimizer: OptimizerFn, says: str, mixed: bool) -> None:  # fmt: skip
+    fp32 = FP32Trainer(optimizer=optimizer)
+    trainer = MixedPrecisionTrainer(rule="half", parallel=False, fp32=fp32) if mixed else fp32
+    with pytest.raises(ConfigError, match=says) as refusal:
+        trainer.start(weight_and_bias(), TrainingSpan())
+    assert "\n" not in str(refusal.value)
+
+
+def in_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    weight, bias = parameters
+    return torch.optim.SGD([{"params": [weight], "lr": 0.1}, {"params": [bias], "lr": 0.0}], lr=0.1)
+
+
+def of_trainable(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for parameter in parameters if parameter.requires_grad], lr=0.1)
+
+
+@pytest.mark.parametrize(("optimizer", "scheduler"), [
+    (in_groups, None), (of_trainable, None), (partial(torch.optim.AdamW, lr=torch.tensor(0.1)), None),
+    (partial(torch.optim.SGD, lr=0.0), lambda optimizer, steps: OneCycleLR(optimizer, 0.1, total_steps=steps)),
+    (partial(torch.optim.SGD, lr=0.1), lambda optimizer, steps: LambdaLR(optimizer, lambda step: step / steps))])
+def test_whatever_trains_the_model_is_taken_at_a_rate_that_begins_at_0_too(
+        optimizer: OptimizerFn, scheduler: SchedulerFn | None) -> None:  # fmt: skip
+    model = weight_and_bias()
+    if optimizer is of_trainable:
+        model[1].bias.requires_grad_(False)
+    before, trainer = model[1].weight.detach().clone(), FP32Trainer(optimizer=optimizer, scheduler=scheduler)
+    session = trainer.start(model, TrainingSpan(total_steps=4))
+    for each in batches(2):
+        session.step([each])
+    assert not torch.equal(model[1].weight, before)
+    # A session goes on from a state in which the rate stands at 0.
+    trainer.start(model, TrainingSpan(first_step=2, total_steps=4), session.finish().state)
