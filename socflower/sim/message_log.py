@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord, Message, MessageType
 
 from socflower.cluster.protocol import SERVER_ROUND
 from socflower.errors import TrainingFailed
+from socflower.sim.reply_metrics import fault_of_num_examples
 
 Answered: TypeAlias = tuple[Message, Message | None]
 """A message and its reply, or None if there was none in time."""
@@ -120,7 +121,7 @@ def _faults(kind: str, answered: Sequence[Answered]) -> list[tuple[int, str]]:
     for message, reply in answered:
         fault = _fault(reply)
         if fault is None and reply is not None and kind == MessageType.TRAIN:
-            fault = _not_finite(reply)
+            fault = _not_finite(reply) or fault_of_num_examples(reply)
         if fault is not None:
             faults.append((message.metadata.dst_node_id, fault))
     return faults

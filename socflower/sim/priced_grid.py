@@ -19,9 +19,10 @@ from socflower.cluster import (
     VirtualClock,
 )
 from socflower.cluster.protocol import CPU_SHARE, NUM_EXAMPLES, PRICED
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision.pricing import MixedPricing
 from socflower.sim.flower_internals import Run
+from socflower.sim.reply_metrics import fault_of_num_examples, metric
 
 
 class PricedGrid(Grid):
@@ -31,6 +32,7 @@ class PricedGrid(Grid):
     SoC's device, and the reply's bytes back; other messages cost their bytes only. Nodes are SoCs in ascending
     order of their ids. Messages that their strategy prices itself are left alone. Without a `model_profile` training
     takes no virtual time. `batch_size` tells how many updates the examples stand for, `pricing` in which arithmetic.
+    Raises `TrainingFailed` where a client tells a number of examples that is negative or not finite.
     """
 
     def __init__(
@@ -102,6 +104,11 @@ class PricedGrid(Grid):
             raise ConfigError(f"{len(soc_of_node)} nodes on a cluster of {self._cluster.num_socs} SoCs; describe a "
                               "larger cluster or start fewer nodes")
         answered = {reply.metadata.src_node_id: reply for reply in replies if reply.has_content()}
+        trained = {message.metadata.dst_node_id for message in sent if self._has_training(message)}
+        for node in sorted(trained & set(answered)):
+            if (fault := fault_of_num_examples(answered[node])) is not None:
+                raise TrainingFailed(f"SoC {soc_of_node[node]} (node {node}): {fault}; its training has no price "
+                                     "without one")
         builder = GraphBuilder()
         for message in sent:
             node = message.metadata.dst_node_id
@@ -110,19 +117,22 @@ class PricedGrid(Grid):
             last = builder.transfer(f"to SoC {soc}", HUB, soc, num_bytes, num_messages=num_tensors)
             if reply is None:
                 continue
-            if message.metadata.message_type.startswith(MessageType.TRAIN) and self._profile is not None:
+            if self._has_training(message):
                 last = self._training(builder, soc, reply, last)
             num_bytes, num_tensors = _payload(reply)
             builder.transfer(f"from SoC {soc}", soc, HUB, num_bytes, num_messages=num_tensors, after=[last])
         return builder.build(list(soc_of_node.values()))
 
+    def _has_training(self, message: Message) -> bool:
+        return self._profile is not None and message.metadata.message_type.startswith(MessageType.TRAIN)
+
     def _training(self, builder: GraphBuilder, soc: int, reply: Message, after: int) -> int:
         assert self._profile is not None
-        num_examples = int(_metric(reply, NUM_EXAMPLES) or 0)
+        num_examples = int(metric(reply, NUM_EXAMPLES) or 0)
         batch = min(self._batch_size, num_examples)
         if not batch:
             return after
-        pricing, on_cpu = self._pricing, _metric(reply, CPU_SHARE)
+        pricing, on_cpu = self._pricing, metric(reply, CPU_SHARE)
         if isinstance(pricing, MixedPricing) and on_cpu is not None:
             pricing = replace(pricing, cpu_share=on_cpu)  # what the client says goes before what its alpha might be
         cost = pricing.step_cost(self._profile, self._cluster.device_of(soc), batch)
@@ -141,11 +151,3 @@ def _payload(message: Message) -> tuple[float, int]:
     """Return bytes and number of tensors of a message; one without arrays still is one message."""
     arrays = [array for record in message.content.array_records.values() for array in record.values()]
     return float(sum(len(array.data) for array in arrays)), max(1, len(arrays))
-
-
-def _metric(reply: Message, key: str) -> float | None:
-    for record in reply.content.metric_records.values():
-        value = record.get(key)
-        if isinstance(value, int | float):
-            return value
-    return None

@@ -164,6 +164,17 @@ def test_messages_that_are_pushed_and_pulled_count_as_well() -> None:
         run(app, client(lambda server_round, partition: True))
 
 
+@pytest.mark.parametrize("count", [-5, -0.5, math.nan, math.inf])
+def test_a_reply_with_no_number_of_examples_is_a_failure(count: float) -> None:
+    """Flower's FedAvg would weigh the average with it."""
+    cause = f"SoC 1 (node 1001): its num-examples is {count:g}, which is no number of examples"
+    (event,) = run(fedavg(), client(lambda server_round, partition: False, num_examples=lambda server_round, partition:
+                                    count if (server_round, partition) == (1, 1) else 2.5)).events
+    assert event.kind == "client-failed" and event.text.endswith(f"first cause: {cause}")
+    with pytest.raises(TrainingFailed, match=r"SoC 0 .*: its num-examples is .*, which is no number of examples"):
+        run(fedavg(), client(lambda server_round, partition: False, num_examples=lambda *_: count))
+
+
 @pytest.mark.parametrize(("failing", "fails"), [((3,), False), ((0, 1), False), ((2, 3), True), ((0, 1, 2, 3), True)])
 def test_messages_of_one_round_that_are_pulled_one_by_one_are_judged_together(
     failing: tuple[int, ...], fails: bool,

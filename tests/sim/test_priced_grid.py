@@ -1,5 +1,6 @@
 """Prices of messages of apps that know nothing of virtual time, by hand: 100 bytes/s links, 1e9 operations/s."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from flwr.serverapp import Grid
 from socflower.cluster import FP32, Cluster, Device, LayerProfile, ModelProfile, Pricing, Usage, step_cost
 from socflower.cluster.protocol import NUM_EXAMPLES, PRICED
 from socflower.cluster.topology import uniform_cluster
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision.pricing import MERGE_PASSES, REQUANTISE_PASSES, Int8Pricing, MixedPricing
 from socflower.sim import EventClock
 from socflower.sim.flower_internals import Run, begin_run
@@ -77,7 +78,7 @@ def message(node: int, num_elements: int = 100, message_type: str = "train", **c
                    node, message_type)
 
 
-def trained(num_examples: int | None, num_elements: int = 100) -> Reply:
+def trained(num_examples: float | None, num_elements: int = 100) -> Reply:
     def reply(sent: Message) -> Message:
         metrics = {} if num_examples is None else {NUM_EXAMPLES: num_examples}
         return Message(RecordDict({"arrays": arrays(num_elements), "metrics": MetricRecord(metrics)}), reply_to=sent)
@@ -102,6 +103,23 @@ def test_bytes_go_down_and_up_through_the_hub(make_cluster: MakeCluster) -> None
     down, up = num_bytes(100) + num_bytes(50), 2 * num_bytes(25)
     assert {tier: count for tier, count in usage.num_bytes.items() if count} == {"hub": down + up}
     assert clock.usage.num_bytes["hub"] == down + up
+
+
+@pytest.mark.parametrize("count", [-5, -0.5, math.nan, math.inf, -math.inf])
+def test_training_of_no_number_of_examples_has_no_price(make_cluster: MakeCluster, count: float) -> None:
+    """The first in the order of the SoCs is named, whatever the order of the messages; without a profile nobody is."""
+    sent = [message(7), message(5)]
+    with pytest.raises(TrainingFailed) as caught:
+        exchange(make_cluster((1, 1)), sent, trained(count))
+    assert str(caught.value) == (f"SoC 0 (node 5): its num-examples is {count:g}, which is no number of examples; its "
+                                 "training has no price without one")
+    with pytest.raises(TrainingFailed, match=r"SoC 1 \(node 7\)"):
+        exchange(make_cluster((1, 1)), sent, lambda one: trained(count if one.metadata.dst_node_id == 7 else 8)(one))
+    without, _ = exchange(make_cluster((1, 1)), sent, trained(count), profile=None)
+    of_none, _ = exchange(make_cluster((1, 1)), sent, trained(0))
+    assert without.num_bytes == of_none.num_bytes
+    evaluated, _ = exchange(make_cluster((1, 1)), [message(5, 100, "evaluate")], trained(count))
+    assert evaluated.total_energy_j > 0.0
 
 
 def test_a_round_takes_download_training_and_upload(make_cluster: MakeCluster) -> None:
