@@ -196,7 +196,14 @@ class FP32Session:
     def _backward(self, inputs: Tensor, labels: Tensor, weight: float) -> Tensor:
         if self._trainer.channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        loss = self._trainer.loss(self._model(inputs), labels)
+        made = self._model(inputs)
+        try:
+            loss = self._trainer.loss(made, labels)
+        except IndexError:
+            if not isinstance(made, Tensor) or made.dim() != 2 or int(labels.max()) < made.shape[1]:
+                raise
+            raise ConfigError(f"FP32Trainer: the labels reach {int(labels.max())}, but the model has {made.shape[1]} "
+                              "outputs; give the model an output for each class") from None
         if weight != 1.0:
             loss = loss * weight
         loss.backward()

@@ -109,8 +109,8 @@ def _require_untied(module: nn.Module, nodes: Sequence[ir.Node]) -> None:
             continue
         around = _around(names)
         raise UnsupportedOperator(f"{' and '.join(names)} are one parameter, and int8 training has no operators that "
-                                  "share their weights: give each its own, or train with FP32Trainer, or keep them "
-                                  f"together in FP32, as what is in {around or 'the network'}", around)
+                                  "share their weights: give each layer its own, train with FP32Trainer, or run what "
+                                  "shares it in FP32", around)
 
 
 def _around(names: Sequence[str]) -> str:

@@ -225,3 +225,12 @@ def test_whatever_trains_the_model_is_taken_at_a_rate_that_begins_at_0_too(
     assert not torch.equal(model[1].weight, before)
     # A session goes on from a state in which the rate stands at 0.
     trainer.start(model, TrainingSpan(first_step=2, total_steps=4), session.finish().state)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_labels_beyond_the_outputs_are_the_callers_mistake_and_not_the_accelerators(mixed: bool) -> None:
+    inputs, labels = batches(1)[0]
+    labels[-1] = 12  # in the accelerator's part of the batch
+    trainer = MixedPrecisionTrainer(rule="half", parallel=False) if mixed else FP32Trainer()
+    with pytest.raises(ConfigError, match="the labels reach 12, but the model has 10 outputs; give the model an"):
+        trainer.start(weight_and_bias(), TrainingSpan()).step([(inputs, labels)])

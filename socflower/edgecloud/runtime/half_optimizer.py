@@ -48,6 +48,12 @@ class HalfOptimizer:
         self._weights = dict(reversed(unique.values()))  # a tied weight by its first name
         # An optimiser refuses to have nothing to do.
         self._optimizer = self._factory(list(self._weights.values())) if self._weights else None
+        if self._optimizer is not None:
+            held = {id(weight) for group in self._optimizer.param_groups for weight in group["params"]}
+            if held != {id(weight) for weight in self._weights.values()}:
+                raise ConfigError(f"optimizer: {type(self._optimizer).__name__} does not hold just the weights that it "
+                                  "is made for; give it all that its function is called with, and freeze what is not "
+                                  "to be trained by requires_grad_(False)")
         self._rates = [float(group["lr"]) for group in self._optimizer.param_groups] if self._optimizer else []
         for key, array in state.items():
             name, _, entry = key.partition(SEPARATOR)

@@ -284,6 +284,10 @@ def test_losses_schedules_and_optimisers_that_cannot_be_are_refused() -> None:
             TorchBack(split.copy(), 1, sgd, loss).step(0, features, labels)
     with pytest.raises(ConfigError, match=r"schedule: factor -1\.0 for batch 0 must be 0 or more"):
         TorchBack(split.copy(), 1, sgd, LOSS, schedule=lambda batch: -1.0).step(0, features, labels)
+    for factory in (lambda weights: torch.optim.SGD(list(weights)[:1], lr=0.1),
+                    lambda weights: torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)):
+        with pytest.raises(ConfigError, match="optimizer: SGD does not hold just the weights that it is made for"):
+            TorchBack(split.copy(), 1, factory, LOSS).step(0, features, labels)
     with pytest.raises(ConfigError, match="Odd keeps note as str, which cannot move with a layer"):
         back = TorchBack(split.copy(), 1, Odd, LOSS)
         back.step(0, features, labels)
