@@ -66,9 +66,10 @@ class Steps:
         target = self._passed_bytes[index] + rate * (within_s - self.times_s[index]) + num_bytes
         per_round = self._passed_bytes[-1]
         if math.isfinite(self.end_s) and target > per_round:
-            if per_round == 0.0:
+            more_rounds = target / per_round if per_round else math.inf
+            if math.isinf(more_rounds):  # nothing passes, or so little that the time is no number
                 return math.inf
-            more = math.ceil(target / per_round) - 1
+            more = math.ceil(more_rounds) - 1
             rounds += more
             target -= more * per_round
         # The first time by which so much has passed: the end of no step before it reaches the target.

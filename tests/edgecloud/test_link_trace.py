@@ -109,6 +109,10 @@ def test_a_trace_with_an_end_begins_again(trace: Steps, time_s: float, rounds: i
             trace.total_bytes(time_s) + rounds * trace.total_bytes(trace.end_s), rel=1e-6, abs=1e-3)
 
 
+def test_a_link_with_next_to_no_rate_passes_nothing_in_a_time_that_is_a_number() -> None:
+    assert math.isinf(Steps((0.0,), (2.225073858507e-311,), end_s=1.501).passed_s(0.0, 1.0))
+
+
 def test_a_link_that_is_lost_for_good_lets_nothing_pass() -> None:
     lost = segments([(1.0, 10.0, 10.0), (1.0, 0.0, 5.0)])
     assert lost.passed_s("up", 0.5, 5.0) == 1.0
