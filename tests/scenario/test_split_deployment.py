@@ -1,14 +1,16 @@
 """Split scenarios on real processes: SuperLink, SuperNodes and a cloud give the weights of the local engine."""
 
+import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from socflower.edgecloud.runtime.operator_calls import Operator, session_status
+from socflower.scenario.flower_processes import users_environment
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.scenario_file import load_scenario
 from tests.scenario.deployments import DeployedRun
@@ -98,13 +100,23 @@ def cloud_of(run: DeployedRun) -> psutil.Process | None:
 
 
 def is_within_a_round(run: DeployedRun, num_batches: int = 2) -> bool:
-    """Whether some batches of the present round are done, and more are to come; asked as any operator would."""
+    """Whether some batches of the present round are done, and more are to come; asked as any operator would.
+
+    Where the run has a network of its own, the question is asked in there.
+    """
     cloud = cloud_of(run)
     if cloud is None or run.newest() < 1:
         return False
     words = cloud.cmdline()
-    token = Path(words[words.index("--token-file") + 1]).read_text("utf-8").strip()
-    sessions = session_status(Operator(address=words[words.index("--listen") + 1], token=token))
+    command = ["socflower", "cloud", "status", words[words.index("--listen") + 1], "--json",
+               "--token-file", words[words.index("--token-file") + 1]]
+    kinds = [kind for kind in ("user", "net")
+             if Path(f"/proc/{cloud.pid}/ns/{kind}").stat().st_ino != Path(f"/proc/self/ns/{kind}").stat().st_ino]
+    if kinds:
+        credentials = ["--preserve-credentials"] if "user" in kinds else []
+        command = ["nsenter", "--target", str(cloud.pid), *credentials, *(f"--{kind}" for kind in kinds), *command]
+    asked = subprocess.run(command, env=users_environment(), capture_output=True, text=True, check=True)
+    sessions = json.loads(asked.stdout)["sessions"]
     return any(session["stands_at"] is None and session["num_batches_done"] >= num_batches for session in sessions)
 
 
