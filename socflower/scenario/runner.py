@@ -36,7 +36,7 @@ from socflower.scenario.run_folder import RunFolder, write_atomically
 from socflower.scenario.run_story import Say
 from socflower.scenario.scenario_file import scenario_cluster, to_document
 from socflower.scenario.split_training import SplitSetting
-from socflower.sim.engine import quiet_flower
+from socflower.sim.engine import flower_quiet
 from socflower.sim.local_grid import LocalGrid, num_cores
 from socflower.sim.workers import AppReference
 from socflower.workloads import data_shape, load_data, model_names
@@ -297,13 +297,12 @@ def time_to_accuracy_s(result: dict[str, Any], target: float | None) -> float | 
 
 
 def _run_locally(scenario: Scenario, folder: RunFolder, num_workers: int | None) -> None:
-    quiet_flower()
     num_nodes = _num_nodes(scenario)
     busy_nodes = _num_busy_nodes(scenario, num_nodes)
     workers = min(num_cores(), busy_nodes) if num_workers is None else num_workers
     run_config: UserConfig = {RUN_FOLDER_KEY: str(folder.path)}
-    with LocalGrid(AppReference(target="socflower.scenario.app:client_app"), num_nodes, run_config=run_config,
-                   num_workers=workers) as grid:
+    client_app = AppReference(target="socflower.scenario.app:client_app")
+    with flower_quiet(), LocalGrid(client_app, num_nodes, run_config=run_config, num_workers=workers) as grid:
         server_app(grid, Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(),
                                  run_config=run_config))
 

@@ -1,7 +1,8 @@
 """The `local` engine: one call that runs an unmodified ServerApp and ClientApp in virtual time."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,17 @@ def _name_first_cause(messages: MessageLog, error: Exception | SystemExit) -> No
 def quiet_flower(level: int = logging.ERROR) -> None:
     """Keep Flower's own log lines below `level` off the terminal, where a progress bar stands."""
     logging.getLogger("flwr").setLevel(level)
+
+
+@contextmanager
+def flower_quiet() -> Iterator[None]:
+    """Keep Flower's log lines below errors off the terminal within; afterwards its log is as it was."""
+    before = logging.getLogger("flwr").level
+    quiet_flower()
+    try:
+        yield
+    finally:
+        quiet_flower(before)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> UserConfig:

@@ -1,6 +1,7 @@
 """A run from scenario to result: what the document promises, what training must obey, what is left behind."""
 
 import json
+import logging
 import re
 import tempfile
 from collections.abc import Callable
@@ -196,7 +197,9 @@ def everything_in(folder: Path) -> set[str]:
 
 def test_a_run_writes_result_trace_and_report_and_nothing_else(tmp_path: Path, temporary_folder: Path) -> None:
     out = tmp_path / "deep" / "out"
+    level = logging.getLogger("flwr").level
     result = run_to_folder(small(), out, num_workers=0)
+    assert logging.getLogger("flwr").level == level
     assert everything_in(tmp_path / "deep") == {"out", "out/result.json", "out/trace.json", "out/report.html"}
     assert not everything_in(temporary_folder)
     assert json.loads((out / "result.json").read_text()) == result

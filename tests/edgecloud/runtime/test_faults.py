@@ -331,7 +331,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def attacked() -> Iterator[tuple[CloudService, list[str]]]:
     lines: list[str] = []
     service = CloudService("127.0.0.1:0", make_half, operator_token=OPERATOR, log=lines.append)
