@@ -13,7 +13,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-random test-slow test-arm test-sanitized lint proto bench clean
+.PHONY: help setup demo test api test-random test-slow test-arm test-sanitized lint proto bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,6 +54,9 @@ test-arm: setup ## the int8 kernels on emulated ARM; needs g++-aarch64-linux-gnu
 test-sanitized: setup ## the int8 kernels under the address and undefined behaviour sanitizers
 	PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run_sanitized.sh
 
+api: setup ## write socflower/__init__.pyi and docs/api.md from what socflower exports
+	$(BIN)/python docs/generate_api.py
+
 lint: setup ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -62,8 +65,8 @@ lint: setup ## ruff, mypy and the import contracts
 proto: ## generate the messages of the edge-cloud stream anew, with code that old and new protobuf can run
 	$(PYTHON) -m venv build/proto
 	build/proto/bin/pip install -q grpcio-tools==1.67.1 setuptools
-	cd socflower/edgecloud && ../../build/proto/bin/python -m grpc_tools.protoc -I . --python_out=runtime/wire \
-	  --pyi_out=runtime/wire split.proto
+	cd socflower/edgecloud/stream && ../../../build/proto/bin/python -m grpc_tools.protoc -I . --python_out=messages \
+	  --pyi_out=messages split.proto
 
 bench: setup ## every benchmark against its peer, but for the two _accuracy.py, which train for hours
 	@for file in $$(ls benchmarks/*.py | grep -v -e harness.py -e _accuracy.py -e int8_settings.py -e int8_step_isolated.py \

@@ -16,15 +16,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from benchmarks.harness import Row, main
+from socflower.capture.layer_profile import profile_module
 from socflower.cluster import FP32, Activity, Cluster, ModelProfile, Pricing, Usage, parse_cluster, sustained_rates
-from socflower.cluster.tracing import profile_module
-from socflower.hierarchy import Rebalancing, SyncInterval, TrainingWork, plan_groups
-from socflower.precision.pricing import MixedPricing
+from socflower.hierarchy import IntervalCosts, Rebalancing, SyncInterval, plan_groups
+from socflower.precision.processor_costs import MixedPricing
 from socflower.sim import EventClock
-from socflower.strategies.balancing import Balancer
-from socflower.thermal.dynamics import RackDynamics
-from socflower.thermal.fan_policy import FanPolicy, FixedSpeed, PassiveCooling, PlannedLoad, PredictiveCooling
-from socflower.thermal.rack import Rack
+from socflower.strategies.rebalancing import Balancer
+from socflower.thermal.fans.policies import FanPolicy, FixedSpeed, PassiveCooling, PlannedLoad, PredictiveCooling
+from socflower.thermal.model.dynamics import RackDynamics
+from socflower.thermal.model.rack import Rack
 from socflower.workloads import build_model
 
 COLD_S = 2.0 * 3600.0  # that the work takes where nothing gets hot
@@ -100,13 +100,13 @@ def profile(name: str) -> ModelProfile:
     return profile_module(build_model(name, in_channels=3, image_size=32, num_classes=10, seed=1), (3, 32, 32), name)
 
 
-def work_of(case: Case, cluster: Cluster, rebalancing: Rebalancing | None) -> tuple[TrainingWork, list[SyncInterval]]:
+def work_of(case: Case, cluster: Cluster, rebalancing: Rebalancing | None) -> tuple[IntervalCosts, list[SyncInterval]]:
     """Return the case's work: as many steps as take `COLD_S`."""
     socs = 5 * case.num_boards_busy
     plan = plan_groups(cluster, socs // case.socs_per_group, socs)
-    work = TrainingWork(
+    work = IntervalCosts(
         cluster=cluster, plan=plan, profile=profile(case.model), num_samples=50_000, batch_size=case.batch_size,
-        steps_per_epoch=1, sequenced=False, pricing=case.pricing, rebalancing=rebalancing)
+        steps_per_epoch=1, serialize_uplinks=False, pricing=case.pricing, rebalancing=rebalancing)
     step_s = EventClock(cluster).run(work.step(), repeat=100).duration_s / 100.0
     steps = round(COLD_S / step_s / NUM_INTERVALS)
     return work, [SyncInterval(index=index, first_step=index * steps, num_steps=steps, epoch_end=float(index + 1),
@@ -155,9 +155,9 @@ def run_under(policy: Policy, case: Case, cluster: Cluster, planned: Usage) -> R
     for interval in intervals:
         balancer.look(clock, plan.participants)
         plan, _ = balancer.rearranged(plan)
-        work = TrainingWork(
+        work = IntervalCosts(
             cluster=cluster, plan=plan, profile=work.profile, num_samples=work.num_samples,
-            batch_size=work.batch_size, steps_per_epoch=1, sequenced=False, pricing=work.pricing,
+            batch_size=work.batch_size, steps_per_epoch=1, serialize_uplinks=False, pricing=work.pricing,
             rebalancing=policy.rebalancing)
         work.run(interval, clock, capacities=balancer.in_use)
     return Run(duration_s=clock.now_s, energy_j=clock.usage.total_energy_j,

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.harness import Row, main
 from socflower.cluster import parse_cluster
-from socflower.cluster.catalog import link_bytes_per_s, message_s
+from socflower.cluster.device_catalog import link_bytes_per_s, message_s
 from socflower.hierarchy import Exchange, exchange_graph
 from socflower.sim import EventClock
 

@@ -16,9 +16,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, main
-from socflower.cluster.catalog import device
+from socflower.cluster.device_catalog import device
 from socflower.errors import ConfigError
-from socflower.thermal.calibration import (
+from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
+from socflower.thermal.model.calibration import (
     FITTED_RPM,
     Experiment,
     conductance_of,
@@ -31,8 +32,7 @@ from socflower.thermal.calibration import (
     temperature_after,
     worst_errors,
 )
-from socflower.thermal.constants import constant, fan_table
-from socflower.thermal.fan import FanCurve, rack_fans
+from socflower.thermal.model.constants import constant, fan_table
 
 WITHIN_C, WITHIN_POINTS = 1.0, 5.0
 WITHIN_W, WITHIN_PART_W = 1.0, 0.1  # fan watts: the larger of the two

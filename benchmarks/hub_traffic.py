@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row, main
-from socflower.clients.warm_executor import warm_supernode_command
-from socflower.scenario.flower_processes import (
+from socflower.engines.deployment.flower_processes import (
     end,
     flower_environment,
     free_ports,
@@ -30,6 +29,7 @@ from socflower.scenario.flower_processes import (
     wait_until_healthy,
     write_connection,
 )
+from socflower.engines.deployment.warm_executor import warm_supernode_command
 
 APP = Path(__file__).with_name("hub_app")
 NUM_NODES, NUM_GROUPS = 4, 2

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, main, measure_interleaved
 from socflower.precision import EngineSettings, Int8Model, RescalingPolicy
-from socflower.precision.batch_splitting import best_blocks, profile_batch_blocks
-from socflower.precision.profiling import profile_operators
+from socflower.precision.int8.batch_splitting import best_blocks, profile_batch_blocks
+from socflower.precision.operator_costs import profile_operators
 from socflower.workloads.models import build_model
 
 SHAPE = (3, 32, 32)

@@ -23,12 +23,13 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, main
-from socflower.clients import FP32Trainer, make_client_app, sgd
-from socflower.clients.batches import group_batches
+from socflower.clients.app import make_client_app
 from socflower.cluster import parse_cluster
-from socflower.sim.local_grid import LocalGrid, num_cores
-from socflower.sim.workers import AppReference
-from socflower.strategies import SoCFlow
+from socflower.engines.local.grid import LocalGrid, num_cores
+from socflower.engines.local.workers import AppReference
+from socflower.strategies.socflow import SoCFlow
+from socflower.training.batches import group_batches
+from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.workloads import LabelledData, build_model
 
 NUM_GROUPS = 8

@@ -23,7 +23,9 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, main, measure_interleaved
-from socflower.clients import FP32Trainer, MixedPrecisionTrainer, Trainer, TrainingSpan, cosine_annealing, sgd
+from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
+from socflower.training.mixed_precision import MixedPrecisionTrainer
+from socflower.training.trainer import Trainer, TrainingSpan
 from socflower.workloads import build_model, evaluate, load_data
 from socflower.workloads.dataset import LabelledData
 

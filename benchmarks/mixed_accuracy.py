@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import Row, main
 from socflower.precision import MIXING_RULES
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.scenario_file import load_scenario
+from socflower.scenario.schema.file import load_scenario
 
 FOLDER = Path("out/mixed-accuracy")
 SEEDS = (1, 2, 3)

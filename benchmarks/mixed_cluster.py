@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, main
 from socflower.cluster import FP32, ModelProfile, device
-from socflower.precision.mixing import cpu_share, most_speedup
-from socflower.precision.pricing import MixedPricing
-from socflower.scenario.model import model_profile
+from socflower.precision.mixed_precision import cpu_share, most_speedup
+from socflower.precision.processor_costs import MixedPricing
+from socflower.scenario.arithmetic import model_profile
 from socflower.scenario.planning import plan_scenario
-from socflower.scenario.scenario_file import parse_scenario
+from socflower.scenario.schema.file import parse_scenario
 
 MODELS = ("vgg11", "resnet18")
 RULES = ("paper", "normalised", "int8")

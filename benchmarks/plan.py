@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import Row, main, measure
 from benchmarks.mapping_reference import brute_force, small_clusters
 from socflower.cluster import parse_cluster
-from socflower.hierarchy import Placement, integrity_greedy, map_groups, plan_groups
+from socflower.hierarchy import GroupPlacement, integrity_greedy, map_groups, plan_groups
 
 NUM_GROUPS = (4, 8, 12, 15, 20, 24)
 RACKS: dict[str, tuple[list[int], int]] = {
@@ -54,7 +54,7 @@ def _contention_row(rack: str, num_groups: int) -> Row:
                ok=best.objective <= greedy.objective and best.proven_optimal)
 
 
-def _describe(placement: Placement) -> str:
+def _describe(placement: GroupPlacement) -> str:
     contention, splits, spans = placement.objective
     return f"C={contention} with {splits} splits over {spans} boards"
 

@@ -25,10 +25,10 @@ import torch
 from benchmarks.harness import Row, main
 from benchmarks.ring_contest.launch import on_link, on_loopback
 from benchmarks.ring_contest.plan import Contest, Entry, Times
-from socflower.clients.compression import make_compression
-from socflower.clients.gradient_exchange import GradientExchange
 from socflower.cluster import StepCost
 from socflower.hierarchy import Exchange, step_graph
+from socflower.rings.compression.codecs import make_compression
+from socflower.rings.gradient_exchange import GradientExchange
 from socflower.sim import EventClock
 from socflower.workloads import build_model
 from tests.testbed.prediction import plan_of

@@ -31,16 +31,17 @@ import torch
 from benchmarks.harness import Row, main
 from benchmarks.split_contest.launch import Pair
 from benchmarks.split_contest.plan import BATCH_SIZE, MODEL, Batches, Measured, Run, program
-from socflower.cluster.catalog import device
-from socflower.cluster.tracing import profile_module
-from socflower.edgecloud import baselines
-from socflower.edgecloud.cost import period_s
-from socflower.edgecloud.decision import DecisionEngine
-from socflower.edgecloud.deployment import Deployment, LinkRates, SplitCosts
-from socflower.edgecloud.device_costs import CutShape, split_costs, training_energy_j
-from socflower.edgecloud.phases import phases
+from socflower.capture.layer_profile import profile_module
+from socflower.cluster.device_catalog import device
+from socflower.edgecloud.cloud.operator_calls import Operator, fetch_weights
+from socflower.edgecloud.links.bandwidth_profile import LinkRates
+from socflower.edgecloud.plan import baselines
+from socflower.edgecloud.plan.cost_model import period_s
+from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
+from socflower.edgecloud.plan.decision import DecisionEngine
+from socflower.edgecloud.plan.device_costs import CutShape, split_costs, training_energy_j
+from socflower.edgecloud.plan.phases import phases
 from socflower.edgecloud.runtime.measuring import to_document
-from socflower.edgecloud.runtime.operator_calls import Operator, fetch_weights
 from tests.cpu_quota import missing
 
 CORES = 0.1
@@ -58,20 +59,20 @@ class System:
     """One way to train, as it is deployed at one speed."""
 
     name: str
-    deployment: Deployment
+    split_plan: SplitPlan
     gradient_bits: int = 32
 
     def label(self, costs: SplitCosts) -> str:
         """Return the name, with what was chosen."""
-        cut = self.deployment.cut
+        cut = self.split_plan.cut
         if cut is None:
             return f"{self.name} (edge alone)"
-        return f"{self.name} (behind {costs.cuts[cut].name}, {self.deployment.bits} bits, K = {self.deployment.window})"
+        return f"{self.name} (behind {costs.cuts[cut].name}, {self.split_plan.bits} bits, K = {self.split_plan.window})"
 
     def seconds(self, costs: SplitCosts, rates: LinkRates) -> float:
         """Return what F26 says of a batch in the full pipeline."""
-        times = phases(replace(costs, gradient_bits=self.gradient_bits), self.deployment, rates)
-        return period_s(times, self.deployment.window)
+        times = phases(replace(costs, gradient_bits=self.gradient_bits), self.split_plan, rates)
+        return period_s(times, self.split_plan.window)
 
 
 def run(quick: bool = False) -> list[Row]:
@@ -96,12 +97,12 @@ def peers() -> dict[str, object]:
 
 def systems(costs: SplitCosts, rates: LinkRates) -> list[System]:
     """Return all that train at one speed; ours last."""
-    ours = [System(name=f"ours, gradients in {bits} bits", gradient_bits=bits, deployment=DecisionEngine(
+    ours = [System(name=f"ours, gradients in {bits} bits", gradient_bits=bits, split_plan=DecisionEngine(
         replace(costs, gradient_bits=bits), (8,), allow_edge_only=True).best(rates, WINDOW)) for bits in (32, 8)]
     # Ours may leave the cloud out here, so the pipeline without compression may too.
     named = {"edge-only": "edge-only", "split": "plain split learning", "joint-dnn": "JointDNN",
              "pipelined": "pipelined"}
-    return [*(System(name=name, deployment=baselines.planned(
+    return [*(System(name=name, split_plan=baselines.planned(
         peer, costs, rates, num_batches=_PLANNED_BATCHES, window=WINDOW, allow_edge_only=True))
         for peer, name in named.items()), *ours]
 
@@ -111,7 +112,7 @@ def _rows_of(pair: Pair, costs: SplitCosts, mbit_per_s: float, exact: bool, *, s
     runs: dict[tuple[object, ...], tuple[float, bool]] = {}
     found: list[tuple[System, float, bool]] = []
     for system in systems(costs, rates):
-        chosen = system.deployment
+        chosen = system.split_plan
         window = 0 if chosen.cut is None else chosen.window
         key = (chosen.cut,) if chosen.cut is None else (chosen.cut, chosen.bits, window, system.gradient_bits)
         if key not in runs:
@@ -147,8 +148,8 @@ def _rates(mbit_per_s: float) -> LinkRates:
     return LinkRates(up_bytes_per_s=mbit_per_s * 1e6 / 8, down_bytes_per_s=mbit_per_s * 1e6 / 8)
 
 
-def _is_right(measured: Measured, deployment: Deployment) -> bool:
-    return all(map(math.isfinite, measured.losses)) and max(measured.staleness, default=0) <= deployment.window
+def _is_right(measured: Measured, split_plan: SplitPlan) -> bool:
+    return all(map(math.isfinite, measured.losses)) and max(measured.staleness, default=0) <= split_plan.window
 
 
 def _is_exact(pair: Pair) -> bool:
@@ -190,7 +191,7 @@ def _memory_rows(quick: bool) -> list[Row]:
                     case=f"peak memory of the edge, batch {batch_size}: K = {case.window}, features in {case.bits} "
                     f"bits, gradients in {case.gradient_bits}, error feedback {case.feedback}", ours=peak / 1e6,
                     peer="plain split learning", peer_value=plain / 1e6, unit="MB", ratio=plain / peak,
-                    ok=_is_right(measured, case.deployment)))
+                    ok=_is_right(measured, case.split_plan)))
     return rows
 
 
@@ -205,14 +206,14 @@ def _energy_rows() -> list[Row]:
         edge = device(name)
         costs = split_costs(profile, shapes, edge, device("gpu-v100"), BATCH_SIZE)
         plain_j = 0.0
-        for system in (System(name="plain split learning", deployment=Deployment(cut=_MEMORY_CUT)),
-                       *(System(name=f"K = {window}", deployment=Deployment(cut=_MEMORY_CUT, window=window))
+        for system in (System(name="plain split learning", split_plan=SplitPlan(cut=_MEMORY_CUT)),
+                       *(System(name=f"K = {window}", split_plan=SplitPlan(cut=_MEMORY_CUT, window=window))
                          for window in (1, WINDOW, 10)),
                        System(name="8 bits both ways", gradient_bits=8,
-                              deployment=Deployment(cut=_MEMORY_CUT, bits=8, window=WINDOW)),
-                       System(name="edge-only", deployment=Deployment(cut=None))):
-            times = phases(replace(costs, gradient_bits=system.gradient_bits), system.deployment, rates)
-            joules = training_energy_j(edge, times, _ENERGY_BATCHES, system.deployment.window) \
+                              split_plan=SplitPlan(cut=_MEMORY_CUT, bits=8, window=WINDOW)),
+                       System(name="edge-only", split_plan=SplitPlan(cut=None))):
+            times = phases(replace(costs, gradient_bits=system.gradient_bits), system.split_plan, rates)
+            joules = training_energy_j(edge, times, _ENERGY_BATCHES, system.split_plan.window) \
                 / (_ENERGY_BATCHES * BATCH_SIZE)
             plain_j = plain_j or joules
             rows.append(Row(case=f"energy of a {name} at {_ENERGY_MBIT_PER_S:g} Mbit/s: {system.label(costs)}",

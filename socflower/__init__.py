@@ -1,3 +1,90 @@
-"""socflower: train neural networks with Flower on clusters of small, hot, badly connected machines."""
+"""socflower: train neural networks with Flower on clusters of small machines with slow links.
+
+What this module exports is what programs may rely on (docs/api.md). Names are resolved when they are first used:
+`import socflower` itself loads neither torch nor Flower.
+"""
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_EXPORTS = {
+    "strategies.socflow": ("SoCFlow", "RoundReport"),
+    "strategies.comparators": ("OrderedFedAvg", "RingAllReduce", "SingleDevice"),
+    "strategies.split_replay": ("CloudSessions", "SplitReplay", "SplitRoundReport"),
+    "strategies.rings": ("RingSettings",),
+    "strategies.resuming": ("Resumable",),
+    "strategies.group_count": ("profile_group_count",),
+    "clients.app": ("make_client_app",),
+    "clients.heat_mod": ("heat_mod",),
+    "clients.split.app": ("make_split_client_app",),
+    "clients.split.cloud_sessions": ("CloudClient", "session_factory"),
+    "clients.split.in_process": ("SplitSettings",),
+    "clients.split.remote_cloud": ("CloudLink", "cloud_link"),
+    "training.trainer": ("SessionEnd", "Trainer", "TrainingSession", "TrainingSpan"),
+    "training.fp32": ("FP32Trainer", "cosine_annealing", "sgd"),
+    "training.int8": ("Int8Trainer",),
+    "training.mixed_precision": ("MixedPrecisionTrainer",),
+    "training.group": ("train_group",),
+    "precision.int8.model": ("EngineSettings", "Int8Model", "StepResult"),
+    "precision.int8.rescaling": ("RescalingPolicy",),
+    "precision.int8.batch_splitting": ("best_blocks", "profile_batch_blocks"),
+    "precision.algorithm": ("ADAPTIVE_FIXED_POINT", "NITI", "Fp32Update", "IntegerUpdate", "TrainingAlgorithm"),
+    "precision.accelerator": ("Int8Backend", "NativeInt8Backend"),
+    "precision.processor_costs": ("Int8Pricing", "MixedPricing"),
+    "precision.operator_costs": ("profile_operators",),
+    "edgecloud.program": ("JoinedProgram", "LayeredProgram", "SplitProgram", "cut_shapes"),
+    "edgecloud.samples": ("CodeSamples", "FeatureSamples", "ImageTargets", "LabelledSamples", "Samples"),
+    "edgecloud.plan.decision": ("WindowSchedule", "adaptive_party"),
+    "edgecloud.plan.device_costs": ("split_costs",),
+    "edgecloud.links.profile_generator": ("generate",),
+    "edgecloud.cloud.operator_calls": ("Operator",),
+    "edgecloud.stream.credentials": ("read_token",),
+    "thermal.limits": ("HeatLimits",),
+    "thermal.sensors.linux": ("LinuxSensors",),
+    "thermal.sensors.recording": ("RecordedSource", "record"),
+    "thermal.sensors.simulated": ("SensorFault", "SimulatedSource"),
+    "thermal.sensors.step_times": ("StepTiming", "TimedSource"),
+    "thermal.fans.control_loop": ("FanControl", "StopSignals"),
+    "thermal.fans.hwmon_pwm": ("HwmonPwm", "find_hwmon"),
+    "thermal.fans.policies": ("FixedSpeed", "PassiveCooling", "PlannedLoad", "PredictiveCooling"),
+    "thermal.model.rack": ("Rack",),
+    "thermal.model.dynamics": ("RackDynamics",),
+    "hierarchy.group_count": ("default_candidates",),
+    "hierarchy.plan": ("GroupPlan", "plan_groups"),
+    "hierarchy.rebalancing": ("Rebalancing",),
+    "cluster.cluster_file": ("load_cluster", "parse_cluster"),
+    "cluster.cost_model": ("ModelProfile",),
+    "cluster.device": ("Device",),
+    "cluster.device_catalog": ("device", "device_names"),
+    "cluster.topology": ("Cluster",),
+    "capture.layer_profile": ("profile_module",),
+    "sim.event_clock": ("EventClock",),
+    "sim.trace": ("Trace",),
+    "engines.local.run_app": ("load_flower_app", "quiet_flower", "run_app"),
+    "workloads.dataset": ("DataSet", "LabelledData"),
+    "workloads.sources": ("data_names", "load_data"),
+    "workloads.partition": ("dirichlet_partition", "iid_partition"),
+    "workloads.models.registry": ("build_model", "model_names"),
+    "workloads.evaluation": ("evaluate",),
+    "wire.message_keys": ("HEAT", "HeatReport"),
+    "errors": ("ConfigError", "DataUnavailable", "InfeasiblePlan", "SocflowerError", "TrainingFailed"),
+}
+"""Names by the module that has them. `make api` writes __init__.pyi, for editors, and docs/api.md from this."""
+
+_MODULES = {name: f"{__name__}.{part}" for part, names in _EXPORTS.items() for name in names}
+
+__all__ = ["__version__", *_MODULES]  # noqa: PLE0604 - strings all
+
+
+def __getattr__(name: str) -> Any:
+    """Return an exported name, importing the module that has it."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,6 +6,8 @@ import threading
 
 from hypothesis import HealthCheck, settings
 
+from tests.command_line import socflower  # noqa: F401 - a fixture
+
 # Where two test processes share two cores, threads of torch that spin until there is work take from the other process
 # more time than the work itself. They are as many as ever, and compute the same. OpenMP reads this as it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

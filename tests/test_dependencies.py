@@ -11,9 +11,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from socflower.cluster import dependencies as known
-from socflower.cluster.dependencies import Dependency, dependencies
-from socflower.scenario.diagnosis import diagnose
+from socflower.cli.diagnosis import diagnose
+from socflower.engines import installed as known
+from socflower.engines.installed import Dependency, dependencies
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]

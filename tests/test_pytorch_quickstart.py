@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from socflower.cli import main as cli
 from socflower.cluster.cluster_file import load_cluster
-from socflower.scenario import cli
-from socflower.scenario.deployment_processes import CONNECTION, local_flower
-from socflower.scenario.private_network import MACHINE_NETWORK, Network
-from socflower.scenario.scenario_file import parse_scenario
-from socflower.sim.engine import load_flower_app, run_app
+from socflower.engines.deployment.private_network import MACHINE_NETWORK, Network
+from socflower.engines.deployment.superlink import CONNECTION, local_flower
+from socflower.engines.local.run_app import load_flower_app, run_app
+from socflower.scenario.app.deployed import node_configs
+from socflower.scenario.schema.file import parse_scenario
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "docs" / "examples" / "pytorch_quickstart"
@@ -89,7 +90,7 @@ def test_before_its_conversion_it_learns_too(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.timeout(600)
 def test_the_simulation_ends_with_the_local_engines_weights(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="flwr run needs socflower[simulation]")
-    from socflower.scenario.flower_simulation import flower_environment, running_superlink
+    from socflower.engines.simulation import flower_environment, running_superlink
 
     environment = flower_environment(tmp_path)
     with running_superlink(tmp_path, environment):
@@ -106,7 +107,7 @@ def test_rings_of_supernodes_end_with_nearly_the_same_weights(tmp_path: Path) ->
     tables = {"cluster": {"boards": [2, 2]}, "strategy": {"groups": 2}}
     rack = parse_scenario(tables, name="rack", question="", where="rack")
     (tmp_path / "flower").mkdir()
-    with local_flower(tmp_path / "flower", rack, print) as flower:
+    with local_flower(tmp_path / "flower", node_configs(rack), print) as flower:
         printed = flwr_run(flower.environment, CONNECTION, tmp_path / "rings.pt", network=flower.network)
     assert accuracies(printed)[-1] > 0.9
     assert "gradients inside groups: gloo" in printed

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from socflower.scenario.config import STRATEGIES
+from socflower.scenario.schema.config import STRATEGIES
 from tests.test_scenarios import NEED_PROCESSES, SMALL, socflower, socflower_here
 
 SEEDS = (1, 2, 3)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from socflower.scenario import cli
+from socflower.cli import main as cli
 
 ROOT = Path(__file__).parents[1]
 SOCFLOWER = Path(sysconfig.get_path("scripts")) / "socflower"
@@ -128,7 +128,7 @@ def test_the_demo_compares_all_strategies_and_its_claims_hold(tmp_path: Path) ->
 def test_the_quickstart_app_runs_with_flwr_run(tmp_path: Path) -> None:
     """An ordinary Flower app, on Flower's own runtime, by the command of the README."""
     pytest.importorskip("ray", reason="flwr run needs socflower[simulation]")
-    from socflower.scenario.flower_simulation import flower_environment, running_superlink
+    from socflower.engines.simulation import flower_environment, running_superlink
 
     environment = flower_environment(tmp_path)
     with running_superlink(tmp_path, environment):

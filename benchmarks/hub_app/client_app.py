@@ -3,7 +3,7 @@
 from flwr.app import Context
 from task import load_model
 
-from socflower.clients import make_client_app
+from socflower.clients.app import make_client_app
 from socflower.workloads import LabelledData, iid_partition, load_data
 
 

@@ -11,7 +11,7 @@ from flwr.serverapp.strategy import FedAvg
 from task import load_model
 
 from socflower.cluster import parse_cluster
-from socflower.strategies import SoCFlow
+from socflower.strategies.socflow import SoCFlow
 from socflower.workloads import evaluate, load_data
 
 BATCH_SIZE = 64

@@ -5,7 +5,8 @@ from pathlib import Path
 from flwr.app import Context
 from task import load_model, load_samples, num_samples
 
-from socflower.clients import FP32Trainer, make_client_app, sgd
+from socflower.clients.app import make_client_app
+from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.workloads import LabelledData
 
 

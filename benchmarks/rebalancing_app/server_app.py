@@ -10,7 +10,7 @@ from task import load_model, num_samples
 
 from socflower.cluster import parse_cluster
 from socflower.hierarchy import Rebalancing
-from socflower.strategies import SoCFlow
+from socflower.strategies.socflow import SoCFlow
 
 app = ServerApp()
 

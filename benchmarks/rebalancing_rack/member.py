@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from benchmarks.rebalancing_rack.plan import Measured, Run, model, trainer
-from socflower.clients.preemption import PreemptionSwitch
-from socflower.clients.ring_member import AppliedStep, RingMember
-from socflower.clients.ring_port import RingPort
-from socflower.cluster.protocol import COMPLETED, RingTask
+from socflower.rings.member import AppliedStep, RingMember
+from socflower.rings.preemption import PreemptionSwitch
+from socflower.rings.transports.port import RingPort
+from socflower.wire.message_keys import COMPLETED, RingTask
 
 _TOKEN = b"for benchmarks, everybody's key."
 _PATIENCE_S = 120.0

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from socflower.clients import FP32Trainer, sgd
-from socflower.cluster.protocol import GroupTask
+from socflower.training.fp32 import FP32Trainer, sgd
+from socflower.wire.message_keys import GroupTask
 from socflower.workloads import LabelledData, build_model
 
 MODEL = "vgg-small"

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.ring_contest.plan import Contest, Times
-from socflower.scenario.certificates import write_certificates
+from socflower.wire.certificates import write_certificates
 from tests.testbed.topology import Rack
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -21,13 +21,13 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.ring_contest.plan import Contest, Entry, Times
-from socflower.clients import FP32Trainer, sgd
-from socflower.clients.collective import never
-from socflower.clients.compression import make_compression
-from socflower.clients.gradient_exchange import GradientExchange
-from socflower.clients.ring_port import RingPort, RingTls
-from socflower.clients.trainer import TrainingSpan
-from socflower.clients.transports import open_ring
+from socflower.rings.collective import never
+from socflower.rings.compression.codecs import make_compression
+from socflower.rings.gradient_exchange import GradientExchange
+from socflower.rings.member import open_ring
+from socflower.rings.transports.port import RingPort, RingTls
+from socflower.training.fp32 import FP32Trainer, sgd
+from socflower.training.trainer import TrainingSpan
 from socflower.workloads import build_model
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9

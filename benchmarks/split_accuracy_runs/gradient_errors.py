@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from socflower.edgecloud.error_feedback import FORMS, SCALES, ErrorFeedback
-from socflower.edgecloud.feature_codec import GROUPINGS, decode, encode
-from socflower.edgecloud.tracing import trace_split
-from socflower.edgecloud.workers import Array
+from socflower.capture.cut_points import trace_split
+from socflower.edgecloud.codec.error_feedback import FORMS, SCALES, ErrorFeedback
+from socflower.edgecloud.codec.quantisation import GROUPINGS, decode, encode
+from socflower.edgecloud.halves import Array
 from socflower.workloads import LabelledData
 
 

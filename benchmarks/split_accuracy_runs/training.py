@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.split_accuracy_runs.recipes import Images, Recipe, Variant
-from socflower.clients.fp32_trainer import sgd
-from socflower.clients.split_batches import BatchOrder, PartyBatches
-from socflower.clients.split_program import LayeredProgram
-from socflower.clients.split_samples import LabelledSamples
+from socflower.edgecloud.plan.timeline_actions import Action, Kind
+from socflower.edgecloud.program import LayeredProgram
 from socflower.edgecloud.runtime.in_process import constant_staleness, run_actions
-from socflower.edgecloud.timeline_actions import Action, Kind
+from socflower.edgecloud.samples import BatchOrder, LabelledSamples, PartyBatches
+from socflower.training.fp32 import sgd
 from socflower.workloads import build_model, evaluate, load_weights
 
 Weights = dict[str, np.ndarray[Any, Any]]

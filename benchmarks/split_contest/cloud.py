@@ -9,11 +9,11 @@ import sys
 import torch
 
 from benchmarks.split_contest.plan import measuring, program
-from socflower.edgecloud.runtime.cloud_service import CloudService
-from socflower.edgecloud.runtime.credentials import new_token
+from socflower.edgecloud.cloud.cloud_service import CloudService
+from socflower.edgecloud.cloud.session import CloudHalf, SessionTerms
+from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.runtime.measuring import measure_cloud
-from socflower.edgecloud.runtime.session import CloudHalf, SessionTerms
-from socflower.edgecloud.workers import Weights
+from socflower.edgecloud.stream.credentials import new_token
 
 
 def half(terms: SessionTerms, weights: Weights) -> CloudHalf:

@@ -15,16 +15,16 @@ import psutil
 import torch
 
 from benchmarks.split_contest.plan import Batches, Measured, Run, measuring, program
-from socflower.edgecloud.link_trace import constant
-from socflower.edgecloud.runtime.credentials import new_token
+from socflower.edgecloud.cloud.operator_calls import Operator, close_session, open_session
+from socflower.edgecloud.cloud.stream_costs import measure_stream
+from socflower.edgecloud.links.bandwidth_profile import constant
+from socflower.edgecloud.links.shaping import BURST_BYTES, TokenBucket
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
-from socflower.edgecloud.runtime.edge_training import Span, train_front
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.loop_report import LoopReport
 from socflower.edgecloud.runtime.measuring import measure_costs, to_document
-from socflower.edgecloud.runtime.operator_calls import Operator, close_session, open_session
-from socflower.edgecloud.runtime.stream_costs import measure_stream
-from socflower.edgecloud.token_bucket import BURST_BYTES, TokenBucket
+from socflower.edgecloud.runtime.span_training import Span, train_front
+from socflower.edgecloud.stream.credentials import new_token
 
 _LATE_S = 0.05
 
@@ -75,7 +75,7 @@ def _train_split(run: Run, half: Any, on_done: Any) -> LoopReport:
         TokenBucket(link, "up", burst_bytes=burst_bytes), TokenBucket(link, "down", burst_bytes=burst_bytes))
     connection = EdgeConnection(run.address, run_id=run.name, token=edge_token, fingerprint=fingerprint, up=up,
                                 down=down)
-    plan = FrontPlan(deployment=run.deployment, gradient_bits=run.gradient_bits,
+    plan = FrontPlan(split_plan=run.split_plan, gradient_bits=run.gradient_bits,
                      feedback=run.feedback, progress=lambda progress: on_done())
     try:
         return train_front(connection, half, Span(first_batch=0, num_batches=run.num_batches), plan)

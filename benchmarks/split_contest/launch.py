@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from benchmarks.split_contest.plan import Measured, Run
-from socflower.edgecloud.deployment import SplitCosts
+from socflower.edgecloud.plan.cuts import SplitCosts
 from socflower.edgecloud.runtime.measuring import from_document
 from tests.cpu_quota import quota
 

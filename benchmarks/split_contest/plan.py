@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from socflower.clients import sgd
-from socflower.clients.split_program import LayeredProgram
-from socflower.edgecloud.deployment import Deployment
-from socflower.edgecloud.error_feedback import Form
+from socflower.edgecloud.codec.error_feedback import Form
+from socflower.edgecloud.plan.cuts import SplitPlan
+from socflower.edgecloud.program import LayeredProgram
 from socflower.edgecloud.runtime.measuring import Measuring
 from socflower.errors import DataUnavailable
+from socflower.training.fp32 import sgd
 from socflower.workloads import build_model, load_data
 
 MODEL = "resnet8"
@@ -78,9 +78,9 @@ class Run:
     weights: str = ""  # a file for the edge's weights at the end
 
     @property
-    def deployment(self) -> Deployment:
+    def split_plan(self) -> SplitPlan:
         """What the cost model calls it."""
-        return Deployment(cut=self.cut, bits=self.bits, window=self.window)
+        return SplitPlan(cut=self.cut, bits=self.bits, window=self.window)
 
     @property
     def bytes_per_s(self) -> float:

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from socflower.clients import FP32Trainer, MixedPrecisionTrainer, TrainingSpan, sgd
 from socflower.precision import Int8Backend, StepResult
+from socflower.training.fp32 import FP32Trainer, sgd
+from socflower.training.mixed_precision import MixedPrecisionTrainer
+from socflower.training.trainer import TrainingSpan
 from socflower.workloads import build_model, evaluate, load_data
 
 

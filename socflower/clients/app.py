@@ -11,19 +11,18 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from torch import nn
 
-from socflower.clients.batches import local_batches
-from socflower.clients.clipping_mods import fitted
-from socflower.clients.fp32_trainer import FP32Trainer
-from socflower.clients.group import train_group
-from socflower.clients.heat_guard import paced
-from socflower.clients.random_state import own_random_state
-from socflower.clients.read_settings import ReadSettings
-from socflower.clients.ring_training import MemberTraining, answer_query, member_reply, server_round_of
-from socflower.clients.state_files import StateFiles
-from socflower.clients.torch_threads import torch_threads
-from socflower.clients.trainer import SessionEnd, Trainer, TrainingSpan
-from socflower.clients.trainer_state import TrainerState
-from socflower.cluster.protocol import (
+from socflower.capture.random_state import built_alone, own_random_state
+from socflower.clients.privacy_mods import fitted
+from socflower.clients.ring_client import MemberTraining, answer_query, member_reply, server_round_of
+from socflower.clients.saved_training import StateFiles, TrainerState
+from socflower.clients.settings import ReadSettings
+from socflower.errors import ConfigError
+from socflower.thermal.limits import paced
+from socflower.training.batches import local_batches
+from socflower.training.fp32 import FP32Trainer
+from socflower.training.group import train_group
+from socflower.training.trainer import SessionEnd, Trainer, TrainingSpan, torch_threads
+from socflower.wire.message_keys import (
     ARRAYS,
     COMPLETED,
     CONFIG,
@@ -47,9 +46,7 @@ from socflower.cluster.protocol import (
     decode,
     encode,
 )
-from socflower.cluster.split_protocol import SPLIT
-from socflower.cluster.torch_random import built_alone
-from socflower.errors import ConfigError
+from socflower.wire.split_message_keys import SPLIT
 from socflower.workloads import LabelledData, evaluate
 
 ModelFn: TypeAlias = Callable[[Context], nn.Module]

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from socflower.clients.ring_port import RingTls
-from socflower.cluster.protocol import GRPC_WITH_TLS, NodeStatus
 from socflower.errors import ConfigError
+from socflower.rings.transports.port import RingTls
+from socflower.wire.message_keys import GRPC_WITH_TLS, NodeStatus
 
 NodeConfig: TypeAlias = Mapping[str, str | int | float | bool]
 

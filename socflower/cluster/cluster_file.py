@@ -9,9 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from socflower.cluster.catalog import device, device_names, link_bytes_per_s, message_s
 from socflower.cluster.device import Device
-from socflower.cluster.device_file import LinkMeasurement, parse_device, parse_link, read_device_file
+from socflower.cluster.device_catalog import (
+    LinkMeasurement,
+    device,
+    device_names,
+    link_bytes_per_s,
+    message_s,
+    parse_device,
+    parse_link,
+    read_device_file,
+)
 from socflower.cluster.toml_file import read_toml, reject_unknown_keys, require_tables
 from socflower.cluster.topology import Board, Cluster
 from socflower.errors import ConfigError

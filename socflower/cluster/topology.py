@@ -7,7 +7,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from socflower.cluster.device import Device
-from socflower.cluster.tasks import Endpoint
+from socflower.cluster.task_graph import Endpoint
 from socflower.errors import ConfigError
 
 

@@ -1,1 +1,1 @@
-"""Training split between a thin edge and a cloud: cut, feature replay, feature codec, decision engine, gRPC runtime."""
+"""Split training between a thin edge and a cloud, without Flower (F22-F27)."""

@@ -3,33 +3,32 @@
 Pure planners: from `cluster` values to frozen plans, and from plans to task graphs.
 """
 
-from socflower.hierarchy.aggregation import first_non_finite, weighted_average
+from socflower.hierarchy.averaging import first_non_finite, weighted_average
+from socflower.hierarchy.batch_shares import member_weights, split_batch
 from socflower.hierarchy.collectives import Exchange
-from socflower.hierarchy.communication import communication_groups, conflicts
+from socflower.hierarchy.communication_groups import communication_groups, conflicts
 from socflower.hierarchy.delayed_sync import SyncInterval, group_steps_per_epoch, sync_schedule, sync_shapes
 from socflower.hierarchy.group_count import GroupCountChoice, choose_group_count, default_candidates
+from socflower.hierarchy.interval_costs import IntervalCosts, Phase
 from socflower.hierarchy.lowering import deal_graph, exchange_graph, step_graph, synchronisation_graph
-from socflower.hierarchy.mapping import integrity_greedy, map_groups
-from socflower.hierarchy.placement import Placement
-from socflower.hierarchy.plan import Group, GroupPlan, plan_groups
+from socflower.hierarchy.mapping.integrity_greedy import integrity_greedy, map_groups
+from socflower.hierarchy.mapping.placement import GroupPlacement
+from socflower.hierarchy.plan import Group, GroupPlan, plan_groups, plan_without
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, reordered
-from socflower.hierarchy.replanning import plan_without
-from socflower.hierarchy.shares import member_weights, split_batch
-from socflower.hierarchy.training_work import Phase, TrainingWork
-from socflower.hierarchy.turn_taking import StepTimes, Turns, choose_turns, step_times
+from socflower.hierarchy.uplink_turns import StepTimes, Turns, choose_turns, step_times
 
 __all__ = [
     "CapacitiesInUse",
     "Exchange",
     "Group",
     "GroupCountChoice",
+    "GroupPlacement",
     "GroupPlan",
+    "IntervalCosts",
     "Phase",
-    "Placement",
     "Rebalancing",
     "StepTimes",
     "SyncInterval",
-    "TrainingWork",
     "Turns",
     "choose_group_count",
     "choose_turns",

@@ -9,19 +9,19 @@ from typing import Literal
 from socflower.cluster import Activity, GraphBuilder, StepCost, TaskGraph
 from socflower.errors import ConfigError
 from socflower.hierarchy.collectives import Exchange, broadcast, hub_exchange, ring_all_reduce, server_exchange
-from socflower.hierarchy.communication import conflicts
+from socflower.hierarchy.communication_groups import conflicts
 from socflower.hierarchy.plan import Group, GroupPlan
 
 
 def step_graph(
     plan: GroupPlan, costs: Mapping[int, StepCost], exchange: Exchange, *,
-    sequenced: bool = True, overlap_buckets: int = 1,
+    serialize_uplinks: bool = True, overlap_buckets: int = 1,
 ) -> TaskGraph:
     """Return one training step of all groups: compute, ring all-reduce inside the group, update (F4).
 
     Repeated, a member computes again as soon as it has updated itself; groups never wait for each other, except
-    that `sequenced` lets conflicting groups exchange in turn (F6, F7): a split group's exchange waits for those of
-    its conflicting groups in earlier communication groups, and for those in later ones of the previous step.
+    that `serialize_uplinks` lets conflicting groups exchange in turn (F6, F7): a split group's exchange waits for those
+    of its conflicting groups in earlier communication groups, and for those in later ones of the previous step.
 
     With `overlap_buckets` > 1 the backward pass has that many parts (at most one a tensor), the exchange of a
     part's gradients begins when the part is done, and the parts of one group's exchange follow each other.
@@ -36,7 +36,7 @@ def step_graph(
         raise ConfigError(f"step: members {missing} have no cost; give one for each of the plan's participants")
     builder = GraphBuilder()
     turn_of = {group_id: turn for turn, ids in enumerate(plan.communication_groups) for group_id in ids}
-    neighbours = conflicts(plan.groups) if sequenced else {}
+    neighbours = conflicts(plan.groups) if serialize_uplinks else {}
     first: dict[int, tuple[int, ...]] = {}
     last: dict[int, tuple[int, ...]] = {}
     for group in sorted(plan.groups, key=lambda group: (turn_of[group.group_id], group.group_id)):

@@ -1,16 +1,19 @@
-"""The plan of a hierarchical training: which SoCs form which group, who leads, who exchanges when."""
+"""The plan of a hierarchical training: which SoCs form which group, who leads, who exchanges when.
+
+Also the plan that is made anew while SoCs are preempted or dead.
+"""
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from socflower.cluster import Cluster
-from socflower.errors import ConfigError
-from socflower.hierarchy.balance import deal_in_order, even_out, fastest_socs
-from socflower.hierarchy.communication import communication_groups
-from socflower.hierarchy.mapping import map_groups
+from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.hierarchy.communication_groups import communication_groups
+from socflower.hierarchy.mapping.integrity_greedy import map_groups
+from socflower.hierarchy.mapping.placement import deal_in_order, even_out, fastest_socs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,3 +97,21 @@ def _group(group_id: int, socs: Sequence[int], board_of: Mapping[int, int]) -> G
     fullest = max(on_board, key=lambda board: (on_board[board], -board))
     leader = next(soc for soc in members if board_of[soc] == fullest)
     return Group(group_id=group_id, members=members, leader=leader, boards=tuple(sorted(on_board)))
+
+
+def plan_without(
+    whole: GroupPlan, cluster: Cluster, capacities: Sequence[float], away: Collection[int],
+) -> GroupPlan:
+    """Return a plan of those of `whole`'s SoCs that are not away, by the same rules (F5, F6); `whole` if all are there.
+
+    As many groups as before, or as SoCs where those are fewer. SoCs that `whole` leaves idle stay idle: they have no
+    nodes. `capacities` has one entry for each SoC of the cluster. Raises `InfeasiblePlan` if all are away.
+    """
+    present = [soc for soc in whole.participants if soc not in away]
+    if len(present) == len(whole.participants):
+        return whole
+    if not present:
+        raise InfeasiblePlan("no SoC is left to train: all are gone, or wanted by their users")
+    there = set(present)
+    return plan_groups(cluster, min(len(whole.groups), len(present)), None,
+                       [capacity if soc in there else 0.0 for soc, capacity in enumerate(capacities)])

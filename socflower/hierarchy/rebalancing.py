@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from socflower.cluster import Cluster
 from socflower.errors import ConfigError
-from socflower.hierarchy.balance import even_out
+from socflower.hierarchy.mapping.placement import even_out
 from socflower.hierarchy.plan import GroupPlan
 
 

@@ -1,11 +1,10 @@
 """Training in int8 arithmetic: the engine, its algorithms, rescaling, batch splitting, graph reuse and placement."""
 
+from socflower.precision.accelerator import Int8Backend, NativeInt8Backend
 from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT, ALGORITHMS, NITI, TrainingAlgorithm, int8_algorithm
-from socflower.precision.int8_backend import Int8Backend
-from socflower.precision.int8_model import EngineSettings, Int8Model, StepResult
-from socflower.precision.mixing import MIXING_RULES
-from socflower.precision.native_backend import NativeInt8Backend
-from socflower.precision.rescaling import RescalingPolicy
+from socflower.precision.int8.model import EngineSettings, Int8Model, StepResult
+from socflower.precision.int8.rescaling import RescalingPolicy
+from socflower.precision.mixed_precision import MIXING_RULES
 
 __all__ = [
     "ADAPTIVE_FIXED_POINT",

@@ -36,7 +36,7 @@ class OperatorLatency:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class OperatorPlacement:
     """A side for every operator, in order, and the latency of the whole."""
 
     operators: tuple[str, ...]
@@ -60,7 +60,7 @@ class Placement:
         return " -> ".join(f"{side}[{span}]" for (side, _), span in zip(runs, spans, strict=True))
 
 
-def place(latencies: Sequence[OperatorLatency], switch_s: float | Sequence[float]) -> Placement:
+def place(latencies: Sequence[OperatorLatency], switch_s: float | Sequence[float]) -> OperatorPlacement:
     """Return the placement of least latency of operators that run one after another.
 
     T[i+1, p] = min over q of T[i, q] + L[i+1, p] + (p != q) * switch_s; the answer is min over p of T[n, p] (F17).
@@ -101,7 +101,7 @@ def place(latencies: Sequence[OperatorLatency], switch_s: float | Sequence[float
         side = origin[side]
         sides.append(side)
     sides.reverse()
-    return Placement(
+    return OperatorPlacement(
         operators=tuple(latency.name for latency in latencies),
         sides=tuple(sides),
         latency_s=latency_s,

@@ -10,16 +10,16 @@ from flwr.app import UserConfig, UserConfigValue
 
 from socflower.cluster import LayerProfile, ModelProfile
 from socflower.cluster.cluster_file import load_cluster
-from socflower.cluster.folder_lock import sole_use
-from socflower.cluster.profile import BACKWARD_TO_FORWARD
+from socflower.cluster.cost_model import BACKWARD_TO_FORWARD
 from socflower.cluster.toml_file import parse_value
+from socflower.engines.local.message_log import MessageLog
+from socflower.engines.local.run_app import load_flower_app, run_app
+from socflower.engines.run_folder import write_atomically
 from socflower.errors import ConfigError
 from socflower.scenario.priced_processors import cluster_gpu_notes
-from socflower.scenario.run_folder import write_atomically
 from socflower.scenario.runner import new_folder
 from socflower.sim import EventClock, Trace
-from socflower.sim.engine import load_flower_app, run_app
-from socflower.sim.message_log import MessageLog
+from socflower.wire.folders import sole_use
 
 
 def run_app_folder(

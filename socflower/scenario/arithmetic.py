@@ -1,4 +1,4 @@
-"""The arithmetic of a scenario: its trainer, what it costs in virtual time, and the data it sets aside."""
+"""The arithmetic of a scenario: model and profile, trainer, costs in virtual time, and the data it sets aside."""
 
 import math
 from functools import cache, partial
@@ -6,18 +6,36 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import nn
 
-from socflower.clients import FP32Trainer, Int8Trainer, MixedPrecisionTrainer, Trainer, cosine_annealing, sgd
-from socflower.clients.fp32_trainer import OptimizerFn
-from socflower.cluster import FP32, Device, Pricing
+from socflower.capture.layer_profile import profile_module
+from socflower.cluster import FP32, Device, ModelProfile, Pricing
 from socflower.errors import ConfigError
 from socflower.precision import EngineSettings, NativeInt8Backend, RescalingPolicy, int8_algorithm
-from socflower.precision.mixing import most_speedup
-from socflower.precision.pricing import Int8Pricing, MixedPricing
-from socflower.scenario.config import Scenario
-from socflower.scenario.format import percent
-from socflower.scenario.scenario_file import scenario_cluster
-from socflower.workloads import LabelledData, load_data
+from socflower.precision.mixed_precision import most_speedup
+from socflower.precision.processor_costs import Int8Pricing, MixedPricing
+from socflower.quantities import percent
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import scenario_cluster
+from socflower.training.fp32 import FP32Trainer, OptimizerFn, cosine_annealing, sgd
+from socflower.training.int8 import Int8Trainer
+from socflower.training.mixed_precision import MixedPrecisionTrainer
+from socflower.training.trainer import Trainer
+from socflower.workloads import LabelledData, build_model, data_shape, load_data
+
+
+def initial_model(scenario: Scenario, num_classes: int | None = None) -> nn.Module:
+    """Return the scenario's model with the weights its seed gives it, for the data's classes or `num_classes`."""
+    shape = data_shape(scenario.data.name)
+    return build_model(scenario.model.name, in_channels=shape.channels, image_size=shape.size,
+                       num_classes=num_classes or shape.num_classes, seed=scenario.seed)
+
+
+def model_profile(scenario: Scenario, model: nn.Module | None = None) -> ModelProfile:
+    """Return the layer profile of the scenario's model on its data; `model` is that model, if it is there already."""
+    shape = data_shape(scenario.data.name)
+    input_shape = (shape.channels, shape.size, shape.size)
+    return profile_module(model or initial_model(scenario), input_shape, scenario.model.name)
 
 
 def pricing(scenario: Scenario) -> Pricing:
@@ -84,7 +102,7 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
         optimizer=optimizer(scenario),
         scheduler=cosine_annealing if settings.schedule == "cosine" else None,
         channels_last=True,  # the models of the registry take it, and are faster in it
-        member_passes=settings.member_passes, num_buckets=scenario.strategy.overlap_buckets,
+        reduction=settings.reduction, num_buckets=scenario.strategy.overlap_buckets,
     )
     if precision.arithmetic == "fp32":
         return fp32

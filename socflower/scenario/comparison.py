@@ -5,15 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from socflower.cluster.folder_lock import sole_use
+from socflower.engines.run_folder import write_atomically
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.scenario.config import CLUSTER_STRATEGIES, STRATEGIES, Scenario
+from socflower.report.report import write_report
 from socflower.scenario.expectations import check_expectations
-from socflower.scenario.report import write_report
-from socflower.scenario.run_folder import write_atomically
-from socflower.scenario.runner import check_feasible, run_to_folder, time_to_accuracy_s, with_strategy
-from socflower.scenario.scenario_file import to_document
-from socflower.scenario.split_config import SPLIT_STRATEGIES
+from socflower.scenario.prepared_run import PreparedRun, prepare
+from socflower.scenario.runner import run_to_folder, time_to_accuracy_s, with_strategy
+from socflower.scenario.schema.config import CLUSTER_STRATEGIES, STRATEGIES, Scenario
+from socflower.scenario.schema.file import to_document
+from socflower.scenario.schema.split import SPLIT_STRATEGIES
+from socflower.wire.folders import sole_use
 
 _ROW_KEYS = ("strategy", "seed", "final_accuracy", "virtual_s", "wall_s", "energy_j", "bytes", "weights_sha256",
              "target_accuracy", "time_to_accuracy_s")
@@ -39,21 +40,19 @@ def compare(
                               f"{', '.join(family)}")
         if strategies.count(name) > 1:
             raise ConfigError(f"--strategies {name}: is named twice; name each once")
-    variants = {name: with_strategy(scenario, name) for name in strategies}
     # All of them before the first: what cannot run should not be found after the others have trained.
-    for variant in variants.values():
-        check_feasible(variant, engine)
+    variants = {name: prepare(with_strategy(scenario, name), engine) for name in strategies}
     with sole_use(out, f"--out {out}"):
         return _compare(scenario, variants, out, engine, num_workers, on_start)
 
 
 def _compare(
-    scenario: Scenario, variants: Mapping[str, Scenario], out: Path, engine: str, num_workers: int | None,
+    scenario: Scenario, variants: Mapping[str, PreparedRun], out: Path, engine: str, num_workers: int | None,
     on_start: OnStart,
 ) -> dict[str, Any]:
     results: list[dict[str, Any]] = []
     for name, variant in variants.items():
-        result = _finished(out / name / "result.json", variant, engine)
+        result = _finished(out / name / "result.json", variant.scenario, engine)
         if result is None:
             try:
                 result = run_to_folder(variant, out / name, engine, num_workers=num_workers, on_round=on_start(name))

@@ -1,4 +1,4 @@
-"""The rack of a scenario: what its `[thermal]` and `[users]` tables make of the cluster in virtual time."""
+"""The rack of a scenario: what its `[thermal]` and `[background_load]` tables make of the cluster in virtual time."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,19 +7,18 @@ import numpy as np
 
 from socflower.cluster import Cluster, sustained_rates
 from socflower.errors import ConfigError
-from socflower.scenario.config import Scenario
-from socflower.scenario.format import human_seconds
+from socflower.quantities import human_seconds
 from socflower.scenario.planning import planned_intervals, planned_training, planned_work, with_plan
-from socflower.scenario.thermal_config import ThermalConfig, UsersConfig
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
 from socflower.sim import EventClock
-from socflower.strategies.balancing import Balancer
-from socflower.thermal.dynamics import RackDynamics, Surroundings
-from socflower.thermal.fan import rack_fans
-from socflower.thermal.fan_policy import FanPolicy, FixedSpeed, PassiveCooling, PlannedLoad, PredictiveCooling
-from socflower.thermal.governor import ClockGovernor
-from socflower.thermal.rack import Rack
-from socflower.thermal.steps import changes
-from socflower.thermal.users import DAY_S, idle_windows
+from socflower.strategies.rebalancing import Balancer
+from socflower.thermal.fans.fan_curve import rack_fans
+from socflower.thermal.fans.policies import FanPolicy, FixedSpeed, PassiveCooling, PlannedLoad, PredictiveCooling
+from socflower.thermal.model.background_load import DAY_S, changes, idle_windows
+from socflower.thermal.model.dynamics import RackDynamics, Surroundings
+from socflower.thermal.model.governor import ClockGovernor
+from socflower.thermal.model.rack import Rack
 
 _HORIZON_S = 14.0 * DAY_S  # for so long games are drawn; after that nobody comes any more
 _MOST_ROUNDS = 20_000  # whose heat is planned, in minutes
@@ -29,14 +28,14 @@ _NO_FANS = replace(rack_fans(), drag_w_per_rpm=0.0, air_w_per_rpm3=0.0)
 
 def rack_dynamics(scenario: Scenario, cluster: Cluster) -> RackDynamics | None:
     """Return how the cluster's SoCs run as they heat up and users come and go; None where no table asks for it."""
-    if scenario.thermal is None and scenario.users is None:
+    if scenario.thermal is None and scenario.background_load is None:
         return None
     check_boards(scenario, cluster)
     thermal = scenario.thermal or ThermalConfig()
-    users = scenario.users or UsersConfig()
+    background_load = scenario.background_load or BackgroundLoadConfig()
     games: Any = ()
-    if users.games == "tidal":
-        games = users.tide.loads(cluster.num_socs, _HORIZON_S, users.start_hour, scenario.seed)
+    if background_load.games == "tidal":
+        games = background_load.tide.loads(cluster.num_socs, _HORIZON_S, background_load.start_hour, scenario.seed)
     rack = _rack(thermal, cluster, scenario.seed)
     return RackDynamics(
         rack, _policy(thermal, scenario, cluster, rack), start_c=thermal.start_c, start_rpm=thermal.rpm,
@@ -44,8 +43,8 @@ def rack_dynamics(scenario: Scenario, cluster: Cluster) -> RackDynamics | None:
         governor=None if scenario.thermal else _ONE_CLOCK, fans=None if scenario.thermal else _NO_FANS,
         surroundings=Surroundings(
             ambient_c=changes(thermal.ambient_c, thermal.ambient_changes),
-            fans_working=changes(1.0, thermal.fans_working_changes), users=games,
-            open=idle_windows(users.idle_windows, _HORIZON_S, users.start_hour)))
+            fans_working=changes(1.0, thermal.fans_working_changes), background_load=games,
+            open=idle_windows(background_load.idle_windows, _HORIZON_S, background_load.start_hour)))
 
 
 def heat_document(
@@ -82,13 +81,13 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
     if cold_s is not None and cold_s > _HORIZON_S:
         raise ConfigError(f"{scenario.name}: heat and users are followed for {_HORIZON_S / DAY_S:g} days, and this "
                           f"training takes {human_seconds(cold_s)}; lower [train] epochs, or leave [thermal] and "
-                          "[users] out")
+                          "[background_load] out")
     clock, (work, _) = EventClock(cluster, dynamics=rack), planned_work(scenario, cluster)
     intervals = planned_intervals(scenario, work)
     if len(intervals) > _MOST_ROUNDS:
         raise ConfigError(f"{scenario.name}: heat and users are planned round by round, and these are {len(intervals)} "
                           f"rounds, of at most {_MOST_ROUNDS}; lower [train] epochs, or leave [thermal] and "
-                          "[users] out")
+                          "[background_load] out")
     balancer = Balancer(cluster, sustained_rates(cluster, work.profile.name, work.pricing), work.rebalancing)
     for interval in intervals:
         balancer.look(clock, work.plan.participants)

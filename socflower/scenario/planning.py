@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 from socflower.cluster import Activity, Cluster, Usage, sustained_rates
-from socflower.cluster.wording import counted
 from socflower.errors import ConfigError
 from socflower.hierarchy import (
     GroupPlan,
+    IntervalCosts,
     Rebalancing,
     SyncInterval,
-    TrainingWork,
     Turns,
     choose_turns,
     group_steps_per_epoch,
@@ -21,13 +20,13 @@ from socflower.hierarchy import (
     sync_schedule,
     sync_shapes,
 )
-from socflower.precision.mixing import RULES_BY_THROUGHPUT
-from socflower.precision.pricing import MixedPricing
-from socflower.scenario.arithmetic import mixing_note, num_training_samples, pricing
-from socflower.scenario.config import Scenario
-from socflower.scenario.model import model_profile
+from socflower.precision.mixed_precision import RULES_BY_THROUGHPUT
+from socflower.precision.processor_costs import MixedPricing
+from socflower.quantities import counted
+from socflower.scenario.arithmetic import mixing_note, model_profile, num_training_samples, pricing
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
-from socflower.scenario.scenario_file import scenario_cluster
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import scenario_cluster
 from socflower.sim import EventClock
 from socflower.workloads import data_shape
 
@@ -51,9 +50,10 @@ def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
 def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     """Return the plan document of `socflower plan`: groups on boards, communication groups, predictions.
 
-    `predicted` has seconds of a step, as `sequenced` says, in turn and running freely (F7), and of a synchronisation;
-    and of an epoch, the mean over the whole training with all its synchronisations, seconds and joules. With
-    `groups = "auto"`, which only training can decide (F2), the plan is that of one group per board; `notes` says so.
+    `predicted` has seconds of a step, as `serialize_uplinks` says, in turn and running freely (F7), and of a
+    synchronisation; and of an epoch, the mean over the whole training with all its synchronisations, seconds and
+    joules. With `groups = "auto"`, which only training can decide (F2), the plan is that of one group per board;
+    `notes` says so.
     """
     cluster = scenario_cluster(scenario)
     notes: list[str] = []
@@ -86,7 +86,7 @@ def rebalancing(scenario: Scenario) -> Rebalancing | None:
                        steps=settings.rebalance_steps)
 
 
-def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[TrainingWork, Turns]:
+def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[IntervalCosts, Turns]:
     """Return the work of a strategy that has groups, with or without turns, and what decided on these.
 
     With `groups = "auto"` it is that of one group per board.
@@ -101,33 +101,33 @@ def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[TrainingWork, Tu
     cost = pricing(scenario)
     plan = plan_groups(cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost))
     num_samples = num_training_samples(scenario, data_shape(scenario.data.name).num_train)
-    work = TrainingWork(
+    work = IntervalCosts(
         cluster=cluster, plan=plan, profile=model_profile(scenario), num_samples=num_samples,
-        batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, sequenced=False,
+        batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, serialize_uplinks=False,
         overlap_buckets=settings.overlap_buckets, pricing=cost, rebalancing=rebalancing(scenario),
         steps_per_epoch=group_steps_per_epoch(num_samples, len(plan.groups), scenario.train.batch_size))
     return with_plan(scenario, work, plan)
 
 
-def with_plan(scenario: Scenario, work: TrainingWork, plan: GroupPlan) -> tuple[TrainingWork, Turns]:
+def with_plan(scenario: Scenario, work: IntervalCosts, plan: GroupPlan) -> tuple[IntervalCosts, Turns]:
     """Return the work under a plan, taking turns if that is chosen for it, as a run chooses."""
     work = replace(work, plan=plan)
-    turns = choose_turns(plan, scenario.strategy.sequenced, partial(
+    turns = choose_turns(plan, scenario.strategy.serialize_uplinks, partial(
         step_times, work, _planned_lengths(scenario, work), EventClock(work.cluster)))
-    return replace(work, sequenced=turns.taken), turns
+    return replace(work, serialize_uplinks=turns.taken), turns
 
 
-def planned_intervals(scenario: Scenario, work: TrainingWork) -> Sequence[SyncInterval]:
+def planned_intervals(scenario: Scenario, work: IntervalCosts) -> Sequence[SyncInterval]:
     """Return the intervals of the whole training."""
     return sync_schedule(scenario.train.epochs, work.steps_per_epoch, _interval_epochs(scenario))
 
 
-def _planned_shapes(scenario: Scenario, work: TrainingWork) -> Sequence[tuple[SyncInterval, int]]:
+def _planned_shapes(scenario: Scenario, work: IntervalCosts) -> Sequence[tuple[SyncInterval, int]]:
     """Return the intervals that differ, and how many of each there are: work that epochs do not add to."""
     return sync_shapes(scenario.train.epochs, work.steps_per_epoch, _interval_epochs(scenario))
 
 
-def _planned_lengths(scenario: Scenario, work: TrainingWork) -> Mapping[int, int]:
+def _planned_lengths(scenario: Scenario, work: IntervalCosts) -> Mapping[int, int]:
     """Return how many intervals there are of how many steps, in the order in which they come."""
     lengths: dict[int, int] = {}
     for interval, count in _planned_shapes(scenario, work):
@@ -140,12 +140,12 @@ def _interval_epochs(scenario: Scenario) -> float | str:
     return scenario.strategy.sync_interval_epochs if scenario.strategy.name == "socflow" else 1.0
 
 
-def _training_usage(work: TrainingWork, shapes: Sequence[tuple[SyncInterval, int]]) -> Usage:
+def _training_usage(work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]]) -> Usage:
     """Return what all intervals take; equal ones are priced once."""
     return sum((work.run(interval, EventClock(work.cluster)) * count for interval, count in shapes), Usage())
 
 
-def _predict(scenario: Scenario, work: TrainingWork) -> dict[str, float]:
+def _predict(scenario: Scenario, work: IntervalCosts) -> dict[str, float]:
     epochs = scenario.train.epochs
     shapes = _planned_shapes(scenario, work)
     training = _training_usage(work, shapes)
@@ -154,7 +154,7 @@ def _predict(scenario: Scenario, work: TrainingWork) -> dict[str, float]:
     busy = sum(training.soc_seconds.values())
     times = step_times(work, _planned_lengths(scenario, work), EventClock(work.cluster))
     return {
-        "step_s": times.in_turn_s if work.sequenced else times.free_s,
+        "step_s": times.in_turn_s if work.serialize_uplinks else times.free_s,
         "step_in_turn_s": times.in_turn_s,
         "step_free_running_s": times.free_s,
         "steps_per_epoch": float(steps),

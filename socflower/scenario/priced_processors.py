@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from socflower.cluster import Cluster, Device
-from socflower.cluster.catalog import device
-from socflower.scenario.config import Scenario
-from socflower.scenario.scenario_file import scenario_cluster
+from socflower.cluster.device_catalog import device
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import scenario_cluster
 
 _TRAINED_ON = "cpu"
 _WHERE = {"local": "this machine's CPU", "simulation": "this machine's CPU", "deployment": "the nodes' CPUs"}

@@ -12,34 +12,29 @@ from typing import Any, TypeAlias
 
 from flwr.app import Context, RecordDict, UserConfig
 
-from socflower.cluster.folder_lock import sole_use
-from socflower.cluster.temporary_folder import temporary_folder
+from socflower.engines.app_files import RUN_FOLDER_KEY
+from socflower.engines.checkpoint import CheckpointFolder, Checkpointing, require_same_run
+from socflower.engines.deployment.attempts import Say
+from socflower.engines.deployment.options import DeploymentOptions
+from socflower.engines.deployment.run import run_in_deployment
+from socflower.engines.local.grid import LocalGrid, num_cores
+from socflower.engines.local.run_app import flower_quiet
+from socflower.engines.local.workers import AppReference
+from socflower.engines.run_folder import RunFolder, write_atomically
+from socflower.engines.simulation import run_in_flower_simulation
 from socflower.errors import ConfigError, DataUnavailable, InfeasiblePlan, SocflowerError, TrainingFailed
-from socflower.precision import Int8Model
-from socflower.precision.graph import UnsupportedOperator
-from socflower.scenario.app import server_app
-from socflower.scenario.app_bundle import RUN_FOLDER_KEY
-from socflower.scenario.arithmetic import arithmetic_notes, unsupported
-from socflower.scenario.checkpoint import CheckpointFolder, Checkpointing, require_same_run
-from socflower.scenario.config import Scenario
-from socflower.scenario.deployment import run_in_deployment
-from socflower.scenario.deployment_options import Deployment
+from socflower.report.report import write_report
+from socflower.scenario.app.deployed import deployed_app
+from socflower.scenario.app.files import app_in_folder
+from socflower.scenario.app.main import scenario_server_app
+from socflower.scenario.app.round_record import versions
+from socflower.scenario.arithmetic import arithmetic_notes
 from socflower.scenario.expectations import check_expectations
-from socflower.scenario.flower_simulation import run_in_flower_simulation
-from socflower.scenario.heat import check_boards
-from socflower.scenario.model import initial_model
-from socflower.scenario.options import require_engine
+from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
-from socflower.scenario.report import write_report
-from socflower.scenario.round_record import versions
-from socflower.scenario.run_folder import RunFolder, write_atomically
-from socflower.scenario.run_story import Say
-from socflower.scenario.scenario_file import scenario_cluster, to_document
-from socflower.scenario.split_training import SplitSetting
-from socflower.sim.engine import flower_quiet
-from socflower.sim.local_grid import LocalGrid, num_cores
-from socflower.sim.workers import AppReference
-from socflower.workloads import data_shape, load_data, model_names
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import scenario_cluster, to_document
+from socflower.wire.folders import sole_use, temporary_folder
 
 _TEMPORARY = ".socflower-"  # how the names of folders begin whose files are not finished
 _NEED_WORKERS = ("hang", "die")  # kinds of fault that only a process of its own can suffer
@@ -61,85 +56,41 @@ _WARNING_OF_SIMULATION = (
 
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 
-DEFAULT_DEPLOYMENT = Deployment()
-
-
-def check_feasible(scenario: Scenario, engine: str, *, trains_here: bool = True) -> None:
-    """Raise, before anything starts, if the scenario cannot run: engine, data, model, SoCs, groups, events.
-
-    Where others train, whether data and kernels are there shows only when they begin.
-    """
-    require_engine(engine)
-    cluster = scenario_cluster(scenario)
-    num_socs = scenario.strategy.socs or cluster.num_socs
-    if num_socs > cluster.num_socs:
-        raise InfeasiblePlan(f"{scenario.name} [strategy] socs = {num_socs}, but the cluster has {cluster.num_socs} "
-                             "SoCs; lower socs or add boards")
-    if scenario.is_split:
-        if trains_here:
-            # Made once to see that model, data, cuts and links go together.
-            SplitSetting(scenario).parties()
-        return
-    groups = scenario.strategy.groups
-    if isinstance(groups, int) and groups > num_socs:
-        raise InfeasiblePlan(f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; use "
-                             f"groups = {num_socs} or fewer")
-    if engine == "deployment" and scenario.precision.arithmetic == "int8" and scenario.strategy.name != "fedavg":
-        raise ConfigError(f"{scenario.name} [precision] arithmetic = 'int8' hands out no gradients that machines could "
-                          "exchange; use arithmetic = 'mixed' with rule = 'int8', or another engine")
-    if scenario.model.name not in model_names():
-        raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r} is unknown; use one of "
-                          + ", ".join(model_names()))
-    for event in scenario.events:
-        if event.soc >= cluster.num_socs:
-            raise ConfigError(f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to {cluster.num_socs - 1}")
-    check_boards(scenario, cluster)
-    if trains_here:
-        load_data(scenario.data.name)
-        if scenario.precision.arithmetic != "fp32":
-            _check_int8(scenario)
-
-
-def _check_int8(scenario: Scenario) -> None:
-    """Raise if int8 cannot train the model as the scenario says, or this machine lacks the kernel path asked for."""
-    shape = data_shape(scenario.data.name)
-    try:
-        Int8Model.from_module(initial_model(scenario), input_shape=(shape.channels, shape.size, shape.size),
-                              unsupported=unsupported(scenario))
-    except UnsupportedOperator as error:
-        raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r}: {error.what}; set [precision] "
-                          "unsupported = 'fp32' to run such operators in FP32, or arithmetic = 'fp32'") from None
+DEFAULT_DEPLOYMENT = DeploymentOptions()
 
 
 def run_scenario(
-    scenario: Scenario, engine: str = "local", *, num_workers: int | None = None,
+    scenario: Scenario | PreparedRun, engine: str = "local", *, num_workers: int | None = None,
     on_round: OnRound = lambda entry: None, trace_to: Path | None = None, checkpointing: Checkpointing | None = None,
-    deployment: Deployment = DEFAULT_DEPLOYMENT, say: Say = lambda line: None, model_to: Path | None = None,
+    deployment: DeploymentOptions = DEFAULT_DEPLOYMENT, say: Say = lambda line: None, model_to: Path | None = None,
 ) -> dict[str, Any]:
     """Train and return the result document, expectations checked; trace and model go to `trace_to` and `model_to`.
 
     `num_workers` is the number of worker processes of the local engine (default: one a core; 0: none).
     With `checkpointing`, every synchronisation leaves a checkpoint, and the run may go on from one.
     `deployment` is for the engine of that name, which tells `say` a line about what it had to mend.
-    Raises a `SocflowerError` in one line if the scenario cannot run or failed.
+    A scenario that is not prepared yet is checked first. Raises a `SocflowerError` in one line if it cannot run or
+    failed.
     """
-    check_feasible(scenario, engine, trains_here=not deployment.superlink)
+    prepared = scenario if isinstance(scenario, PreparedRun) else prepare(
+        scenario, engine, trains_here=not deployment.superlink)
+    scenario = prepared.scenario
     if engine == "local" and num_workers == 0 and any(event.kind in _NEED_WORKERS for event in scenario.events):
         raise ConfigError(f"{scenario.name} [[event]]: {' and '.join(_NEED_WORKERS)} would take this process with "
                           "them; use --workers 1 or more")
     with temporary_folder() as temporary:
         folder = RunFolder(temporary)
-        folder.write_scenario(scenario)
+        folder.write_scenario(to_document(scenario))
         if checkpointing is not None:
             folder.write_checkpointing(checkpointing)
         with _following(folder, on_round):
             if engine == "local":
-                _run_locally(scenario, folder, num_workers)
+                _run_locally(prepared, folder, num_workers)
             elif engine == "deployment":
-                run_in_deployment(scenario, folder, deployment, say)
+                run_in_deployment(deployed_app(scenario), folder, deployment, say)
             else:
                 say(_WARNING_OF_SIMULATION)
-                run_in_flower_simulation(folder, _num_nodes(scenario))
+                run_in_flower_simulation(folder, app_in_folder(), _num_nodes(scenario))
         outcome = folder.read_outcome()
         assert outcome is not None
         if "error" in outcome:
@@ -179,9 +130,9 @@ def with_predictions(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_to_folder(
-    scenario: Scenario, out: Path, engine: str = "local", *, num_workers: int | None = None,
+    scenario: Scenario | PreparedRun, out: Path, engine: str = "local", *, num_workers: int | None = None,
     on_round: OnRound = lambda entry: None, resumable: bool = False, fresh: bool = False,
-    say: Say = lambda line: None, deployment: Deployment = DEFAULT_DEPLOYMENT, save_model: Path | None = None,
+    say: Say = lambda line: None, deployment: DeploymentOptions = DEFAULT_DEPLOYMENT, save_model: Path | None = None,
 ) -> dict[str, Any]:
     """Run and write `result.json`, `trace.json` and `report.html` into `out`, all three or none.
 
@@ -189,9 +140,11 @@ def run_to_folder(
     unless it is to start `fresh`; `say` gets a line about that. `save_model` is a file for the trained model. Raises
     `ConfigError` for a checkpoint of another run.
     """
-    run = partial(_run_to_folder, scenario, out, engine, num_workers, on_round, say, deployment, save_model)
+    prepared = scenario if isinstance(scenario, PreparedRun) else prepare(
+        scenario, engine, trains_here=not deployment.superlink)
+    run = partial(_run_to_folder, prepared, out, engine, num_workers, on_round, say, deployment, save_model)
     with sole_use(out, f"--out {out}"):
-        return run(None) if not resumable else _resumed(run, scenario, out, engine, fresh, say)
+        return run(None) if not resumable else _resumed(run, prepared.scenario, out, engine, fresh, say)
 
 
 def _resumed(
@@ -211,18 +164,18 @@ def _resumed(
 
 
 def _run_to_folder(
-    scenario: Scenario, out: Path, engine: str, num_workers: int | None, on_round: OnRound, say: Say,
-    deployment: Deployment, save_model: Path | None, checkpointing: Checkpointing | None,
+    run: PreparedRun, out: Path, engine: str, num_workers: int | None, on_round: OnRound, say: Say,
+    deployment: DeploymentOptions, save_model: Path | None, checkpointing: Checkpointing | None,
 ) -> dict[str, Any]:
     with new_folder(out, within=None if checkpointing is None else checkpointing.folder) as fresh:
-        result = run_scenario(scenario, engine, num_workers=num_workers, on_round=on_round,
+        result = run_scenario(run, engine, num_workers=num_workers, on_round=on_round,
                               trace_to=fresh / "trace.json", checkpointing=checkpointing, deployment=deployment,
                               say=say, model_to=None if save_model is None else fresh / "model.npz")
         if save_model is not None:
             within_out = save_model.parent.resolve() == out.resolve()
             (fresh / "model.npz").replace(fresh / save_model.name if within_out else save_model)
         write_atomically(fresh / "result.json", json.dumps(result, indent=1))
-        write_report(fresh / "report.html", [result], title=scenario.name, question=scenario.question)
+        write_report(fresh / "report.html", [result], title=run.scenario.name, question=run.scenario.question)
     return result
 
 
@@ -296,13 +249,15 @@ def time_to_accuracy_s(result: dict[str, Any], target: float | None) -> float | 
     return float(entry["virtual_s"]) if entry["virtual_s"] is not None else entry.get("wall_s")
 
 
-def _run_locally(scenario: Scenario, folder: RunFolder, num_workers: int | None) -> None:
+def _run_locally(run: PreparedRun, folder: RunFolder, num_workers: int | None) -> None:
+    scenario = run.scenario
     num_nodes = _num_nodes(scenario)
     busy_nodes = _num_busy_nodes(scenario, num_nodes)
     workers = min(num_cores(), busy_nodes) if num_workers is None else num_workers
     run_config: UserConfig = {RUN_FOLDER_KEY: str(folder.path)}
-    client_app = AppReference(target="socflower.scenario.app:client_app")
+    client_app = AppReference(target="socflower.scenario.app.main:client_app")
     with flower_quiet(), LocalGrid(client_app, num_nodes, run_config=run_config, num_workers=workers) as grid:
+        server_app = scenario_server_app(lambda context: folder, run)
         server_app(grid, Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(),
                                  run_config=run_config))
 

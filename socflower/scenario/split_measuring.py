@@ -10,15 +10,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from socflower.clients.split_program import LayeredProgram
-from socflower.edgecloud.deployment import BITS, SplitCosts
-from socflower.edgecloud.error_feedback import Form
+from socflower.edgecloud.codec.error_feedback import Form
+from socflower.edgecloud.plan.cuts import BITS, SplitCosts
+from socflower.edgecloud.program import LayeredProgram
 from socflower.edgecloud.runtime.measuring import Measuring, from_document, measure_cloud, measure_costs, to_document
+from socflower.engines.names import MOST_WORKERS, require_count
+from socflower.engines.run_folder import write_atomically
 from socflower.errors import ConfigError
-from socflower.scenario.config import Scenario
-from socflower.scenario.format import human_bytes, human_seconds
-from socflower.scenario.options import MOST_WORKERS, require_count
-from socflower.scenario.run_folder import write_atomically
+from socflower.quantities import human_bytes, human_seconds
+from socflower.scenario.schema.config import Scenario
 
 _CLOUD_KIND = "split-cloud-seconds"
 

@@ -1,24 +1,19 @@
 """The plan of a split scenario without training: where to cut, and what every cut would take (F26)."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from socflower.cluster.wording import counted
-from socflower.edgecloud.cost import period_s, training_s
-from socflower.edgecloud.deployment import Deployment
-from socflower.edgecloud.device_costs import training_energy_j
-from socflower.edgecloud.phases import phases, window_limit
-from socflower.edgecloud.timeline import Party
-from socflower.scenario.config import Scenario
-from socflower.scenario.format import human_bytes, human_joules, human_seconds
+from socflower.edgecloud.plan.cost_model import period_s, training_s
+from socflower.edgecloud.plan.cuts import SplitPlan
+from socflower.edgecloud.plan.device_costs import training_energy_j
+from socflower.edgecloud.plan.phases import phases, window_limit
+from socflower.edgecloud.plan.timeline import Party
+from socflower.quantities import counted
+from socflower.scenario.app.split_result import place
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
-from socflower.scenario.split_story import place
-from socflower.scenario.split_training import SplitSetting
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.split_setting import SplitSetting
 
 
 def plan_split(scenario: Scenario) -> dict[str, Any]:
@@ -38,40 +33,17 @@ def plan_split(scenario: Scenario) -> dict[str, Any]:
             | {"epoch_energy_j": sum(edge["epoch_energy_j"] for edge in edges)}, "notes": notes}
 
 
-def print_split_plan(console: Console, document: Mapping[str, Any]) -> None:
-    """Show a plan to people."""
-    console.print(document["work"], highlight=False)
-    for number, edge in enumerate(document["edges"]):
-        link = edge["link"]
-        table = Table("cut after", "edge", "up", "cloud", "down", "a batch", "edge memory", header_style="bold",
-                      title=f"edge {number}: {edge['device']}, {link['up_bytes_per_s'] * 8e-6:.1f} Mbit/s up, "
-                            f"{link['down_bytes_per_s'] * 8e-6:.1f} down; {edge['deployment']['text']}",
-                      title_justify="left")
-        for row in edge["cuts"]:
-            mark = " *" if row["name"] == edge["deployment"]["cut_name"] else ""
-            table.add_row(f"{row['name']}{mark}", *(human_seconds(row[key]) for key in (
-                "edge_s", "up_s", "cloud_s", "down_s", "batch_s")), human_bytes(row["edge_memory_bytes"]))
-        table.add_row("edge alone" + ("" if edge["deployment"]["cut"] is not None else " *"),
-                      human_seconds(edge["edge_only_s"]), "", "", "", human_seconds(edge["edge_only_s"]), "")
-        console.print(table)
-    predicted = document["predicted"]
-    console.print(f"predicted: {human_seconds(predicted['batch_s'])} a batch, {human_seconds(predicted['epoch_s'])} an "
-                  f"epoch, {human_joules(predicted['epoch_energy_j'])} of the edges", highlight=False)
-    for note in document["notes"]:
-        console.print(f"note: {note}", style="dim", soft_wrap=True)
-
-
 def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
     costs, rates = party.costs, party.trace.mean_rates()
     device, reverse = setting.cluster.device_of(edge), setting.workload.program.is_reverse
-    chosen = replace(party.deployment, window=party.limit(0))
+    chosen = replace(party.split_plan, window=party.limit(0))
 
     def row(index: int) -> dict[str, Any]:
-        deployment = Deployment(cut=index, bits=chosen.bits, window=chosen.window)
-        served = phases(costs, deployment, rates, reverse=reverse)
+        split_plan = SplitPlan(cut=index, bits=chosen.bits, window=chosen.window)
+        served = phases(costs, split_plan, rates, reverse=reverse)
         return {"name": costs.cuts[index].name, "edge_s": served.edge_s, "up_s": _finite(served.up_s),
                 "cloud_s": served.cloud_s, "down_s": _finite(served.down_s),
-                "batch_s": _finite(period_s(served, window_limit(costs, deployment))),
+                "batch_s": _finite(period_s(served, window_limit(costs, split_plan))),
                 "edge_memory_bytes": costs.cuts[index].edge_memory_bytes}
 
     served, limit = phases(costs, chosen, rates, reverse=reverse), window_limit(costs, chosen)

@@ -6,15 +6,14 @@ from math import inf
 from typing import Any
 
 from socflower.cluster import Activity, Cluster, Device, DeviceDynamics, TaskGraph, Tier, Usage
-from socflower.cluster.clock import Pace
-from socflower.cluster.tasks import SOC_ACTIVITIES
+from socflower.cluster.task_graph import SOC_ACTIVITIES
+from socflower.cluster.virtual_clock import Pace
 from socflower.errors import ConfigError
 from socflower.sim.energy import IDLE_STATE, State, add_activities, power_w
+from socflower.sim.execution import Solution
 from socflower.sim.pacing import Part, move_on, parts_of, stretch_s
 from socflower.sim.program import CompiledGraph, Program, compile_graph
-from socflower.sim.recording import record
-from socflower.sim.solution import Solution
-from socflower.sim.trace import Trace
+from socflower.sim.trace import Trace, record
 
 _GRAPHS_KEPT = 8
 _SOLUTIONS_KEPT = 512

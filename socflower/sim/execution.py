@@ -3,8 +3,11 @@
 A task runs once in each repetition, its repetitions in order; different tasks' repetitions overlap as far as
 `after` and `after_previous` let them. So at any time a task has at most one instance under way, and the whole
 state is one row for each task, which is what makes recurrence (see `steady`) cheap to recognise.
+
+A program that repeats is executed until its whole state recurs (steady state); the rest follows from that.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -13,7 +16,65 @@ from typing import NamedTuple
 from socflower.sim.energy import State, StateMeter
 from socflower.sim.flows import COMPUTE_END, SAME_INSTANT, Event, Flows, RateTable
 from socflower.sim.program import SERVER, ComputeStep, Program
-from socflower.sim.steady import Recurrence, RecurrenceFinder, Snapshot
+
+MAX_PERIOD = 16
+"""Longest period that is looked for, repetitions; groups that share links fall into step within a few."""
+
+SAME_STATE = 1e-11
+"""Largest difference between clocks of equal states, relative to the period; m periods are off by as little."""
+
+_ROUNDING = 2.0**-47
+"""What rounding may add to a clock, relative to the time: 32 units in the last place."""
+
+
+class Snapshot(NamedTuple):
+    """The state when a repetition has just ended, all of it that the future depends on.
+
+    `shape` holds for each task its repetition (counted from the oldest unfinished) and its stage; `clocks_s` for
+    each task under way the seconds until it ends at the present rate, or since it was queued.
+    """
+
+    repetition: int
+    now_s: float
+    shape: tuple[int, ...]
+    clocks_s: list[float]
+    seconds: list[dict[State, float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recurrence:
+    """From `at_s` on, every `repetitions` take `period_s`, in which SoCs spend `seconds` in their states."""
+
+    at_s: float
+    repetitions: int
+    period_s: float
+    seconds: Sequence[dict[State, float]]
+
+
+class RecurrenceFinder:
+    """Compares each snapshot with those of the repetitions before."""
+
+    def __init__(self) -> None:
+        self._past: deque[Snapshot] = deque(maxlen=MAX_PERIOD)
+
+    def find(self, present: Snapshot) -> Recurrence | None:
+        """Return the shortest period with which the present state recurs, if any."""
+        for past in reversed(self._past):
+            if past.shape == present.shape and _same_clocks(past, present):
+                return Recurrence(
+                    at_s=present.now_s, repetitions=present.repetition - past.repetition,
+                    period_s=present.now_s - past.now_s,
+                    seconds=[{state: spent_s - before.get(state, 0.0) for state, spent_s in after.items()}
+                             for before, after in zip(past.seconds, present.seconds, strict=True)])
+        self._past.append(present)
+        return None
+
+
+def _same_clocks(past: Snapshot, present: Snapshot) -> bool:
+    tolerance_s = SAME_STATE * (present.now_s - past.now_s) + _ROUNDING * present.now_s
+    return all(abs(before - after) <= tolerance_s
+               for before, after in zip(past.clocks_s, present.clocks_s, strict=True))
+
 
 _WAITING, _QUEUED, _RUNNING, _HANDLING, _MOVING, _PASSING = range(6)
 
@@ -237,3 +298,55 @@ class Execution:
             self._instances.append(instance)
         else:
             self._num_unlogged += 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repeated:
+    """`outcome` with `num_periods` periods of its recurrence inserted."""
+
+    outcome: Outcome
+    num_periods: int
+
+    @property
+    def inserted_s(self) -> float:
+        """Seconds that were not simulated."""
+        recurrence = self.outcome.recurrence
+        return recurrence.period_s * self.num_periods if recurrence else 0.0
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the start until the last task ends."""
+        return self.outcome.duration_s + self.inserted_s
+
+    def seconds(self) -> Sequence[dict[State, float]]:
+        """Return the seconds of each SoC in each state."""
+        recurrence = self.outcome.recurrence
+        if not self.num_periods or recurrence is None:
+            return self.outcome.seconds
+        count = self.num_periods
+        return [{state: base.get(state, 0.0) + count * more.get(state, 0.0) for state in {**base, **more}}
+                for base, more in zip(self.outcome.seconds, recurrence.seconds, strict=True)]
+
+
+class Solution:
+    """One program at one speed; executions are kept and lengthened by whole periods."""
+
+    def __init__(self, program: Program, *, extrapolate: bool, max_instances: int) -> None:
+        self._program = program
+        self._table = RateTable(program.paths, program.capacities)
+        self._extrapolate = extrapolate
+        self._max_instances = max_instances
+        self._outcomes: list[Outcome] = []
+
+    def repeated(self, repetitions: int) -> Repeated:
+        """Return what `repetitions` take."""
+        for outcome in self._outcomes:
+            more = repetitions - outcome.repetitions
+            if not more:
+                return Repeated(outcome=outcome, num_periods=0)
+            if outcome.recurrence and more > 0 and not more % outcome.recurrence.repetitions:
+                return Repeated(outcome=outcome, num_periods=more // outcome.recurrence.repetitions)
+        self._outcomes.append(Execution(
+            self._program, self._table, repetitions, extrapolate=self._extrapolate,
+            max_instances=self._max_instances).run())
+        return self.repeated(repetitions)

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from socflower.cluster.clock import Pace
+from socflower.cluster.virtual_clock import Pace
+from socflower.sim.execution import Repeated, Solution
 from socflower.sim.program import Component
-from socflower.sim.solution import Repeated, Solution
 
 _SAME_INSTANT = 1e-9
 """Of the length of a stretch: what ends so little after it has ended with it."""

@@ -7,10 +7,10 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from socflower.cluster import Cluster, Usage, VirtualClock
-from socflower.cluster.wording import counted
 from socflower.errors import InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import GroupPlan, Rebalancing, plan_without
-from socflower.strategies.balancing import Balancer
+from socflower.quantities import counted
+from socflower.strategies.rebalancing import Balancer
 from socflower.strategies.replies import ReplyEvent
 from socflower.strategies.roster import Roster
 

@@ -7,9 +7,9 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from socflower.cluster.protocol import WARM_UP
 from socflower.hierarchy import GroupCountChoice, choose_group_count
 from socflower.strategies.socflow import SoCFlow
+from socflower.wire.message_keys import WARM_UP
 
 
 def profile_group_count(

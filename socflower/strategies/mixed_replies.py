@@ -7,10 +7,10 @@ from typing import cast
 from flwr.app import ConfigRecord, Message, MetricRecord
 
 from socflower.cluster import Pricing
-from socflower.cluster.protocol import ALPHA, ALPHA_STEPS, CPU_SHARE, EVENTS, GROUP_ID, METRICS
 from socflower.hierarchy import Phase
-from socflower.precision.pricing import MixedPricing
+from socflower.precision.processor_costs import MixedPricing
 from socflower.strategies.replies import BACKEND_DROPPED, ReplyEvent
+from socflower.wire.message_keys import ALPHA, ALPHA_STEPS, CPU_SHARE, EVENTS, GROUP_ID, METRICS
 
 
 def mixed_phases(replies: Sequence[Message], num_steps: int, pricing: MixedPricing) -> list[Phase]:

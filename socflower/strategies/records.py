@@ -19,7 +19,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from socflower import _native
-from socflower.hierarchy.aggregation import average_tensor, is_native_float32, normalised_weights, require_alike
+from socflower.hierarchy.averaging import average_tensor, is_native_float32, normalised_weights, require_alike
 
 _NUMPY_STYPE = "numpy.ndarray"  # flwr's SType.NUMPY: `data` is a .npy file
 _NPY_PREAMBLE_BYTES = 10  # of .npy version 1.0: magic, version, length of the header; it holds any model's tensor

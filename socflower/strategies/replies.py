@@ -7,10 +7,10 @@ from typing import cast
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from socflower.cluster.protocol import ARRAYS, GROUP_ID, LOST_STATE, METRICS, NUM_EXAMPLES, OUTCOME
-from socflower.errors import TrainingFailed
+from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import Group, first_non_finite
 from socflower.strategies.records import array_views
+from socflower.wire.message_keys import ARRAYS, GROUP_ID, HEAT, LOST_STATE, METRICS, NUM_EXAMPLES, OUTCOME, HeatReport
 
 _CLIENT_FAULTS = (1, 2)  # Flower's error codes of a ClientApp that cannot be loaded, and of one that raised
 
@@ -118,3 +118,29 @@ def failure_event(reply: Message, group_id: int, where: str) -> ReplyEvent:
     reason = " ".join((reply.error.reason or "without a reason").split())
     return ReplyEvent(kind="client-raised" if raised else "no-reply", group_id=group_id,
                       text=f"{where}: {'the client raised' if raised else 'failed:'} {reason}")
+
+
+def heat_events(reply: Message, ident: int, where: str) -> list[ReplyEvent]:
+    """Return an event for a device that heat, users or its battery have held back; `where` names it.
+
+    A record that cannot be read is an event as well: what a device says of its heat must not end a training.
+    """
+    record = reply.content.config_records.get(HEAT) if reply.has_content() else None
+    if record is None:
+        return []
+    try:
+        report = HeatReport.decode(record)
+    except (ConfigError, TypeError, ValueError) as error:
+        return [ReplyEvent(kind="hot", group_id=ident, text=f"{where}: its heat record cannot be read ({error})")]
+    if not report.triggered:
+        return []
+    told = [
+        f"at {report.temperature_c:.1f} C" if report.temperature_c is not None else "",
+        f"at most {report.peak_c:.1f} C" if report.peak_c is not None else "",
+        f"clocks at {report.clock_factor:.0%}" if report.clock_factor is not None else "",
+        f"held down for {report.throttled_s:.0f} s" if report.throttled_s else "",
+        f"gave {report.share:.0%} of its power" if report.share < 1.0 else "",
+        f"others use {report.user_load:.0%}" if report.user_load else "",
+        f"waited {report.paused_s:.0f} s" if report.paused_s else "",
+    ]
+    return [ReplyEvent(kind="hot", group_id=ident, text=f"{where}: {', '.join(filter(None, told)) or 'slow clocks'}")]

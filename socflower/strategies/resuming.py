@@ -10,8 +10,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
-from socflower.cluster.protocol import SERVER_ROUND
 from socflower.errors import ConfigError
+from socflower.wire.message_keys import SERVER_ROUND
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 

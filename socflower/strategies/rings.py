@@ -11,7 +11,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from socflower.cluster.protocol import (
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.hierarchy import Group, conflicts
+from socflower.strategies.replies import ReplyEvent, failure_event
+from socflower.strategies.roster import QUERY_TYPE, is_question
+from socflower.wire.message_keys import (
     ARRAYS,
     ASK,
     ASK_MODEL,
@@ -31,10 +35,6 @@ from socflower.cluster.protocol import (
     decode,
     encode,
 )
-from socflower.errors import ConfigError, TrainingFailed
-from socflower.hierarchy import Group, conflicts
-from socflower.strategies.replies import ReplyEvent, failure_event
-from socflower.strategies.roster import QUERY_TYPE, is_question
 
 _TOKEN_BYTES = 32
 _NUM_ATTEMPTS = 3  # at a group's interval, each with those that answered to the one before
@@ -114,13 +114,13 @@ class RingRound:
     def __init__(
         self, groups: Sequence[Group], communication_groups: Sequence[Sequence[int]], places: Places,
         settings: RingSettings, transport: str, task_of: TaskOf, configs: Mapping[int, ConfigRecord],
-        arrays: ArrayRecord, *, sequenced: bool, num_buckets: int, group_id: str, tolerate_errors: bool,
+        arrays: ArrayRecord, *, serialize_uplinks: bool, num_buckets: int, group_id: str, tolerate_errors: bool,
         rebalance_steps: int = 0,
     ) -> None:
         self._rounds = {group.group_id: _GroupRound(group) for group in groups}
         self._leader_of = {group.group_id: group.leader for group in groups}  # as planned
         self._turn_of = {ident: turn for turn, ids in enumerate(communication_groups) for ident in ids}
-        self._conflicts = conflicts(groups) if sequenced else {}
+        self._conflicts = conflicts(groups) if serialize_uplinks else {}
         self._places, self._settings, self._transport = places, settings, transport
         self._task_of, self._configs, self._arrays = task_of, configs, arrays
         self._num_buckets, self._group_id, self._tolerate = num_buckets, group_id, tolerate_errors

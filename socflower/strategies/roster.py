@@ -6,7 +6,8 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from socflower.cluster import Cluster
-from socflower.cluster.protocol import (
+from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.wire.message_keys import (
     ASK,
     ASK_STATUS,
     CONFIG,
@@ -17,7 +18,6 @@ from socflower.cluster.protocol import (
     NodeStatus,
     decode,
 )
-from socflower.errors import ConfigError, InfeasiblePlan
 
 QUERY_TYPE = f"{MessageType.QUERY}.{QUERY_ACTION}"
 _ANSWER_TIMEOUT_S = 180.0  # a process starts for the question, on every node at once

@@ -13,7 +13,33 @@ from flwr.serverapp.strategy import Result
 from flwr.supercore import log
 
 from socflower.cluster import FP32, Cluster, ModelProfile, Pricing, Usage, VirtualClock, sustained_rates
-from socflower.cluster.protocol import (
+from socflower.errors import ConfigError
+from socflower.hierarchy import (
+    Group,
+    GroupPlan,
+    IntervalCosts,
+    Phase,
+    Rebalancing,
+    SyncInterval,
+    Turns,
+    choose_turns,
+    group_steps_per_epoch,
+    plan_groups,
+    step_times,
+    sync_schedule,
+)
+from socflower.hierarchy.uplink_turns import ASKED, AUTO, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
+from socflower.precision.processor_costs import MixedPricing
+from socflower.quantities import counted
+from socflower.strategies.changing_plan import ChangingPlan
+from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric, mixed_phases
+from socflower.strategies.records import aggregate_records
+from socflower.strategies.replies import ReplyEvent, heat_events, sort_replies
+from socflower.strategies.resuming import EvaluateFn, Resumable
+from socflower.strategies.rings import Places, RingRound, RingSettings, outcome_of
+from socflower.strategies.roster import is_question
+from socflower.strategies.round_grid import OpenRound, RoundGrid, require_exchange
+from socflower.wire.message_keys import (
     ALPHA,
     ARRAYS,
     CONFIG,
@@ -27,33 +53,6 @@ from socflower.cluster.protocol import (
     SERVER_ROUND,
     GroupTask,
 )
-from socflower.cluster.wording import counted
-from socflower.errors import ConfigError
-from socflower.hierarchy import (
-    Group,
-    GroupPlan,
-    Phase,
-    Rebalancing,
-    SyncInterval,
-    TrainingWork,
-    Turns,
-    choose_turns,
-    group_steps_per_epoch,
-    plan_groups,
-    step_times,
-    sync_schedule,
-)
-from socflower.hierarchy.turn_taking import ASKED, AUTO, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
-from socflower.precision.pricing import MixedPricing
-from socflower.strategies.changing_plan import ChangingPlan
-from socflower.strategies.heat_replies import heat_events
-from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric, mixed_phases
-from socflower.strategies.records import aggregate_records
-from socflower.strategies.replies import ReplyEvent, sort_replies
-from socflower.strategies.resuming import EvaluateFn, Resumable
-from socflower.strategies.rings import Places, RingRound, RingSettings, outcome_of
-from socflower.strategies.roster import is_question
-from socflower.strategies.round_grid import OpenRound, RoundGrid, require_exchange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +99,8 @@ class SoCFlow(Resumable):
         engine's has), so that the same app runs on every engine.
     pricing : Pricing
         What the clients' arithmetic costs: default FP32 on each device's default processor; `Int8Pricing()` or
-        `MixedPricing(rule=…)` of `socflower.precision.pricing` for clients that train so. With mixed precision and a
-        profile, clients split batches by the catalogue's throughputs instead of measuring their own machine's.
+        `MixedPricing(rule=…)` of `socflower.precision.processor_costs` for clients that train so. With mixed precision
+        and a profile, clients split batches by the catalogue's throughputs instead of measuring their own machine's.
     sequenced : bool or "auto"
         Whether communication groups take turns (F6). "auto" chooses for every new plan what the clock predicts to take
         less time, at the devices' nominal speeds (F7); without a clock or a profile groups take turns. See `turns`.
@@ -120,7 +119,7 @@ class SoCFlow(Resumable):
         self, *, cluster: Cluster, num_groups: int = 1, num_samples: int, batch_size: int, num_epochs: int,
         num_socs: int | None = None, interval_epochs: float | str = "decay", reshuffle: bool = True, seed: int = 1,
         plan: GroupPlan | None = None, clock: VirtualClock | None = None, model_profile: ModelProfile | None = None,
-        sequenced: bool | str = AUTO, overlap_buckets: int = 1, tolerate_client_errors: bool = False,
+        serialize_uplinks: bool | str = AUTO, overlap_buckets: int = 1, tolerate_client_errors: bool = False,
         pricing: Pricing = FP32, rings: RingSettings = RingSettings(),  # noqa: B008 - a frozen value
         rebalancing: Rebalancing | None = None,
     ) -> None:
@@ -138,9 +137,9 @@ class SoCFlow(Resumable):
         self.intervals: Sequence[SyncInterval] = sync_schedule(num_epochs, self.steps_per_epoch, interval_epochs)
         self.reports: list[RoundReport] = []
         self._cluster = cluster
-        self._work = None if model_profile is None else TrainingWork(
+        self._work = None if model_profile is None else IntervalCosts(
             cluster=cluster, plan=self.plan, profile=model_profile, num_samples=num_samples, batch_size=batch_size,
-            steps_per_epoch=self.steps_per_epoch, reshuffle=reshuffle, sequenced=False,
+            steps_per_epoch=self.steps_per_epoch, reshuffle=reshuffle, serialize_uplinks=False,
             overlap_buckets=overlap_buckets, pricing=pricing, rebalancing=rebalancing)
         self._pricing = pricing
         self._num_samples = num_samples
@@ -148,9 +147,9 @@ class SoCFlow(Resumable):
         self._reshuffle = reshuffle
         self._seed = seed
         self._clock = clock
-        self._sequenced = sequenced
+        self._serialize_uplinks = serialize_uplinks
         self._turns: tuple[GroupPlan, Turns] | None = None  # and the plan that they were chosen for
-        choose_turns(self.plan, sequenced, None)  # a mistake in it is known now
+        choose_turns(self.plan, serialize_uplinks, None)  # a mistake in it is known now
         self._tolerate_client_errors = tolerate_client_errors
         self._group_of_node: dict[int, Group] = {}
         self._without_state: frozenset[int] = frozenset()
@@ -279,8 +278,8 @@ class SoCFlow(Resumable):
             self._ring_round = RingRound(
                 self.plan.groups, self.plan.communication_groups,
                 Places(node_of=nodes, address_of=addresses, participant_of=planning.participant_of), self._rings,
-                self.transport, lambda group: self._task(group, interval), configs, arrays, sequenced=self.turns.taken,
-                num_buckets=self._overlap_buckets, group_id=str(server_round),
+                self.transport, lambda group: self._task(group, interval), configs, arrays,
+                serialize_uplinks=self.turns.taken, num_buckets=self._overlap_buckets, group_id=str(server_round),
                 tolerate_errors=self._tolerate_client_errors, rebalance_steps=planning.balancer.ring_steps)
             return [*self._ring_round.messages(), *questions]
         self._group_of_node = {nodes[group.leader]: group for group in self.plan.groups}
@@ -365,9 +364,9 @@ class SoCFlow(Resumable):
                 if self._clock is not None:
                     lengths = Counter(interval.num_steps for interval in self.intervals)
                     predict = partial(step_times, self._work, lengths, self._clock)
-            turns = choose_turns(plan, self._sequenced, predict)
+            turns = choose_turns(plan, self._serialize_uplinks, predict)
             if self._work is not None:
-                self._work = replace(self._work, sequenced=turns.taken)
+                self._work = replace(self._work, serialize_uplinks=turns.taken)
             self._turns = plan, turns
         return self._turns[1]
 
@@ -456,7 +455,7 @@ def _described(turns: Turns) -> str:
         ASKED: ", as asked for", PREDICTED: ", which is predicted to be faster",
         NO_SHARED_UPLINK: ", as no two share an uplink",
         NOT_PREDICTED: ": without a clock and a model_profile nothing predicts whether running freely is faster; "
-                       "sequenced=False runs freely"}[turns.decided_by]
+                       "serialize_uplinks=False runs freely"}[turns.decided_by]
 
 
 def _rack(cluster: Cluster) -> str:

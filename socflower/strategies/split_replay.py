@@ -10,27 +10,49 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 from numpy.typing import NDArray
 
-from socflower.cluster import Cluster, Usage, VirtualClock
-from socflower.cluster.protocol import ARRAYS, CONFIG, EVENTS, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND
-from socflower.cluster.split_protocol import EDGE_ALONE, OWN, SPLIT, SPLIT_REPORT, SplitReport, SplitTask
-from socflower.edgecloud.decision import DecisionEngine
-from socflower.edgecloud.deployment import Deployment
-from socflower.edgecloud.timeline import Party, Timeline, simulate
-from socflower.edgecloud.timeline_actions import encode_actions
-from socflower.edgecloud.timeline_servers import CloudMode
+from socflower.cluster import Activity, Cluster, Device, Tier, Usage, VirtualClock
+from socflower.edgecloud.plan.cuts import SplitPlan
+from socflower.edgecloud.plan.decision import DecisionEngine
+from socflower.edgecloud.plan.timeline import Party, Timeline, simulate
+from socflower.edgecloud.plan.timeline_actions import encode_actions
+from socflower.edgecloud.plan.timeline_servers import CloudMode
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
 from socflower.strategies.replies import ReplyEvent, fault_of, no_reply
 from socflower.strategies.resuming import Resumable
 from socflower.strategies.roster import Roster
 from socflower.strategies.round_grid import OpenRound
-from socflower.strategies.split_usage import usage_of
+from socflower.wire.message_keys import ARRAYS, CONFIG, EVENTS, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND
+from socflower.wire.split_message_keys import EDGE_ALONE, OWN, SPLIT, SPLIT_REPORT, SplitReport, SplitTask
+
+
+def usage_of(timeline: Timeline, devices: Sequence[Device]) -> Usage:
+    """Return the edges' usage; the cloud's seconds are in the timeline, and its joules are others' to count.
+
+    An edge draws its active watts while it computes, its idle watts otherwise, and on top of either its network's
+    while bytes are under way.
+    """
+    soc_seconds = dict.fromkeys((Activity.COMPUTE, Activity.IDLE), 0.0)
+    energy_j = dict.fromkeys((Activity.COMPUTE, Activity.SYNCHRONISATION, Activity.IDLE), 0.0)
+    num_bytes = 0.0
+    for party, device in zip(timeline.parties, devices, strict=True):
+        processor = device.processor(device.default_processor)
+        soc_seconds[Activity.COMPUTE] += party.compute_s
+        soc_seconds[Activity.IDLE] += party.idle_s
+        energy_j[Activity.COMPUTE] += party.compute_s * processor.active_w
+        network_s = min(party.sending_s + party.receiving_s, timeline.duration_s)
+        energy_j[Activity.SYNCHRONISATION] += network_s * device.network_w
+        energy_j[Activity.IDLE] += party.idle_s * device.idle_w
+        num_bytes += party.up_bytes + party.down_bytes
+    return Usage(duration_s=timeline.duration_s, soc_seconds=soc_seconds, energy_j=energy_j,
+                 num_bytes={Tier.WAN: num_bytes})
+
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 class CloudSessions(Protocol):
-    """Where cloud halves are, on real machines; `socflower.clients.split_cloud.CloudClient` is one."""
+    """Where cloud halves are, on real machines; `socflower.clients.split.cloud_sessions.CloudClient` is one."""
 
     def open(self, task: SplitTask, weights: Arrays) -> SplitTask:
         """Have a cloud half ready for the parties of `task`, and return it with where to dial and what to show.
@@ -120,10 +142,10 @@ class SplitReplay(Resumable):
     def resume_from(self, server_round: int, *, state: Mapping[str, Any] | None = None) -> None:
         """Let `start` go on after `server_round`; `state` is `SplitReplay.state` of then."""
         super().resume_from(server_round)
-        deployments = (state or {}).get("deployments", ())
-        if deployments:
-            self.parties = tuple(replace(party, deployment=Deployment(cut=cut, bits=bits, window=window))
-                                 for party, (cut, bits, window) in zip(self.parties, deployments, strict=True))
+        split_plans = (state or {}).get("deployments", ())
+        if split_plans:
+            self.parties = tuple(replace(party, split_plan=SplitPlan(cut=cut, bits=bits, window=window))
+                                 for party, (cut, bits, window) in zip(self.parties, split_plans, strict=True))
         for party, engine in zip(self.parties, (state or {}).get("engines", ()), strict=False):
             if isinstance(party.decider, DecisionEngine):
                 party.decider.restore(engine)
@@ -136,7 +158,7 @@ class SplitReplay(Resumable):
     @property
     def state(self) -> dict[str, Any]:
         """What the next rounds depend on beside the weights, as plain values that JSON keeps exactly."""
-        now = [party.deployment for party in self.parties]
+        now = [party.split_plan for party in self.parties]
         return {"deployments": [[each.cut, each.bits, each.window] for each in now],
                 "engines": [party.decider.state() if isinstance(party.decider, DecisionEngine) else {}
                             for party in self.parties]}
@@ -154,7 +176,7 @@ class SplitReplay(Resumable):
     def summary(self) -> None:
         """Log the plan."""
         for index, party in enumerate(self.parties):
-            now = party.deployment
+            now = party.split_plan
             where = "the edge alone" if now.cut is None else f"cut after {party.costs.cuts[now.cut].name}"
             log(INFO, "\t├──> Edge %d: %s, %d bits, K = %d%s", index, where, now.bits, now.window,
                 "" if party.decider is None else ", moves with the link")
@@ -181,7 +203,7 @@ class SplitReplay(Resumable):
         groups = [everyone] if self._mode != OWN and self._cloud is None else [(party,) for party in everyone]
         messages = []
         for group in groups:
-            if self._cloud is not None and self.parties[group[0]].deployment.cut is not None:
+            if self._cloud is not None and self.parties[group[0]].split_plan.cut is not None:
                 task = self._task(group, first, num_batches)
                 messages.append(self._to_edge(group[0], task, settings, server_round))
             else:
@@ -255,7 +277,7 @@ class SplitReplay(Resumable):
     def _task(
         self, group: tuple[int, ...], first: int, num_batches: int, timeline: Timeline | None = None,
     ) -> SplitTask:
-        now = [self.parties[party].deployment for party in group]
+        now = [self.parties[party].split_plan for party in group]
         actions = () if timeline is None else tuple(encode_actions(
             action for action in timeline.actions if action.party in group))
         return SplitTask(
@@ -268,8 +290,8 @@ class SplitReplay(Resumable):
     def _to_edge(self, party: int, task: SplitTask, settings: ConfigRecord, server_round: int) -> Message:
         """Open the cloud's session and send an edge its own half: what it does not have never leaves the server."""
         assert self._cloud is not None
-        edge = set(self._edge_names(party, self.parties[party].deployment.cut))
-        others = set().union(*(self._edge_names(other, self.parties[other].deployment.cut)
+        edge = set(self._edge_names(party, self.parties[party].split_plan.cut))
+        others = set().union(*(self._edge_names(other, self.parties[other].split_plan.cut)
                                for other in range(len(self.parties)))) if self._mode != OWN else edge
         task = self._cloud.open(task, {name: array for name, array in self._arrays.items() if name not in others})
         self._runs[party] = task.run
@@ -329,11 +351,11 @@ class SplitReplay(Resumable):
         """
         assert self._timeline is not None
         for index, (party, past) in enumerate(zip(self.parties, self._timeline.parties, strict=True)):
-            now = past.moves[-1].new if past.moves and index not in self._runs else party.deployment
+            now = past.moves[-1].new if past.moves and index not in self._runs else party.split_plan
             if index in measured:
                 report = measured[index]
                 now = replace(now, cut=None if report.cut == EDGE_ALONE else report.cut, bits=report.bits)
-            self.parties = (*self.parties[:index], replace(party, deployment=now), *self.parties[index + 1:])
+            self.parties = (*self.parties[:index], replace(party, split_plan=now), *self.parties[index + 1:])
 
 
 def _texts(reply: Message) -> list[str]:

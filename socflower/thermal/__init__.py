@@ -1,4 +1,1 @@
-"""Heat: sensors, the thermal model, clock governor, fans and their policies, and how fast SoCs really are.
-
-Pure: the standard library and NumPy, and psutil where a machine is read.
-"""
+"""Heat: sensors, thermal model, fans, and limits of what a device gives to training. Needs no torch."""

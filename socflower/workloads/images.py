@@ -1,15 +1,28 @@
 """Encoded images and labels as the Hugging Face hub stores them, and their decoding."""
 
+import importlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
 from socflower.errors import DataUnavailable
 from socflower.workloads.array_cache import ImagesAndLabels
-from socflower.workloads.optional_packages import optional_package
+
+
+def optional_package(module: str, *, extra: str, purpose: str) -> ModuleType:
+    """Return the imported module; raises DataUnavailable, naming the extra to install, where it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise DataUnavailable(
+            f"{purpose} needs the package {package} ({error}): pip install 'socflower[{extra}]'"
+        ) from error
+
 
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMN = "label"

@@ -17,8 +17,7 @@ import torch
 from socflower.errors import ConfigError, DataUnavailable
 from socflower.workloads.array_cache import ImagesAndLabels, cache_folder, cached_arrays
 from socflower.workloads.dataset import DataSet, LabelledData
-from socflower.workloads.images import LABEL_COLUMN, EncodedImages, decode, image_column, read_parquet
-from socflower.workloads.optional_packages import optional_package
+from socflower.workloads.images import LABEL_COLUMN, EncodedImages, decode, image_column, optional_package, read_parquet
 
 SPLITS = ("train", "test")
 

@@ -12,16 +12,18 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 from torch import nn
 
-from socflower.clients import FP32Trainer, cosine_annealing, make_client_app, sgd, train_group
-from socflower.clients.batches import local_batches
-from socflower.clients.trainer import TrainingSpan
-from socflower.clients.trainer_state import TRAINER_STATE
-from socflower.cluster.protocol import RESUMED, WARM_UP, GroupTask
+from socflower.clients.app import make_client_app
+from socflower.clients.saved_training import TRAINER_STATE
+from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError
-from socflower.sim.flower_internals import begin_run
+from socflower.training.batches import local_batches
+from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
+from socflower.training.group import train_group
+from socflower.training.trainer import TrainingSpan
+from socflower.wire.message_keys import RESUMED, WARM_UP, GroupTask
 from socflower.workloads import LabelledData, evaluate
-from tests.clients.test_batches import task
-from tests.clients.test_group import small_data, small_network
+from tests.training.test_batches import task
+from tests.training.test_group import small_data, small_network
 
 DATA = small_data(48)
 TRAINER = FP32Trainer(optimizer=sgd(0.05, 0.9))

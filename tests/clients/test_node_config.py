@@ -6,10 +6,10 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from socflower.clients.node_config import place_of, ring_node
-from socflower.clients.split_edge import cloud_link
-from socflower.cluster.protocol import ASK, ASK_STATUS, STATUS, NodeStatus, decode
+from socflower.clients.split.remote_cloud import cloud_link
+from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError
-from socflower.sim.flower_internals import begin_run
+from socflower.wire.message_keys import ASK, ASK_STATUS, STATUS, NodeStatus, decode
 from tests.clients.test_app import make_app, message, node
 
 

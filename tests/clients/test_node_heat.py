@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from socflower.clients.heat_guard import HeatLimits
-from socflower.clients.node_heat import node_heat_limits
+from socflower.clients.heat_mod import node_heat_limits
 from socflower.errors import ConfigError
+from socflower.thermal.limits import HeatLimits
 
 
 def test_a_node_that_says_nothing_of_heat_does_not_mind_it() -> None:

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.cluster import load_cluster, parse_cluster
-from socflower.cluster.catalog import device_table, link_bytes_per_s, message_s
 from socflower.cluster.cluster_file import cluster_tables, inline_devices
-from socflower.cluster.device_file import figure, toml_text
+from socflower.cluster.device_catalog import device_table, figure, link_bytes_per_s, message_s, toml_text
 from socflower.errors import ConfigError
 
 

@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.cluster import LayerTimings, StepTimings, device, device_names
-from socflower.cluster.catalog import catalog, device_table
-from socflower.cluster.device_file import figure, parse_device, parse_link, read_device_file, toml_text
+from socflower.cluster.device_catalog import (
+    catalog,
+    device_table,
+    figure,
+    parse_device,
+    parse_link,
+    read_device_file,
+    toml_text,
+)
 from socflower.errors import ConfigError
 
 texts = st.text(st.characters(exclude_categories=("Cs",)), min_size=1).filter(lambda text: bool(text.strip()))

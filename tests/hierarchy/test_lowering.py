@@ -117,7 +117,7 @@ def test_turn_taking_edges_lie_between_conflicting_groups_only_and_all_of_them(
                 for left, others in conflicts(plan.groups).items() for right in others}
     assert crossings(plan, step_graph(plan, costs_of(plan), EXCHANGE)) == expected
     assert crossings(plan, step_graph(plan, costs_of(plan), EXCHANGE, overlap_buckets=3)) == expected
-    assert not crossings(plan, step_graph(plan, costs_of(plan), EXCHANGE, sequenced=False))
+    assert not crossings(plan, step_graph(plan, costs_of(plan), EXCHANGE, serialize_uplinks=False))
 
 
 def test_a_group_waits_for_the_whole_exchange_of_its_predecessor() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from socflower.cluster import Cluster, parse_cluster
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.hierarchy import GroupPlan, plan_groups
-from socflower.hierarchy.balance import even_out
+from socflower.hierarchy.mapping.placement import even_out
 
 
 def cluster(*slots: int) -> Cluster:

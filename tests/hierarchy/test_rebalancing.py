@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from socflower.cluster import Activity, Cluster, LayerProfile, ModelProfile, Usage, parse_cluster
 from socflower.errors import ConfigError
-from socflower.hierarchy import GroupPlan, TrainingWork, conflicts, plan_groups, sync_schedule
-from socflower.hierarchy.balance import even_out
-from socflower.hierarchy.communication import communication_groups
+from socflower.hierarchy import GroupPlan, IntervalCosts, conflicts, plan_groups, sync_schedule
+from socflower.hierarchy.communication_groups import communication_groups
+from socflower.hierarchy.mapping.placement import even_out
 from socflower.hierarchy.rebalancing import (
     CapacitiesInUse,
     Rebalancing,
@@ -198,10 +198,10 @@ def test_groups_go_on_without_members_that_are_taken(rack: tuple[Cluster, GroupP
 
 
 # ----------------------------------------------------------------------------------------- shares of a batch
-def work(cluster: Cluster, plan: GroupPlan, batch_size: int = 32, steps: int | None = None) -> TrainingWork:
-    return TrainingWork(
+def work(cluster: Cluster, plan: GroupPlan, batch_size: int = 32, steps: int | None = None) -> IntervalCosts:
+    return IntervalCosts(
         cluster=cluster, plan=plan, profile=PROFILE, num_samples=10 * batch_size * len(plan.groups),
-        batch_size=batch_size, steps_per_epoch=10, sequenced=True,
+        batch_size=batch_size, steps_per_epoch=10, serialize_uplinks=True,
         rebalancing=None if steps is None else Rebalancing(steps=steps))
 
 

@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from socflower.precision import graph as ir
 from socflower.precision.algorithm import IntegerUpdate
+from socflower.precision.int8 import network as ir
 from tests.precision import numpy_kernels as nk
 
 

@@ -4,8 +4,8 @@ import copy
 from functools import cache
 from typing import Any
 
-from socflower.scenario.config import EventConfig, Scenario, StrategyConfig, TrainConfig
 from socflower.scenario.runner import run_scenario
+from socflower.scenario.schema.config import EventConfig, Scenario, StrategyConfig, TrainConfig
 
 BOARDS = (2, 2)
 LENET_BYTES = 4 * 61_706

@@ -11,8 +11,9 @@ import pytest
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.scenario import comparison
 from socflower.scenario.comparison import common_target, compare
-from socflower.scenario.config import CompareConfig, Scenario
-from socflower.scenario.scenario_file import to_document
+from socflower.scenario.prepared_run import PreparedRun
+from socflower.scenario.schema.config import CompareConfig, Scenario
+from socflower.scenario.schema.file import to_document
 from tests.scenario.small_runs import small, small_result
 
 TrainedBy = list[str]
@@ -23,7 +24,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> TrainedBy:
     """Names of the strategies that were trained: results come from the process's cache, pages are not drawn."""
     names: TrainedBy = []
 
-    def train(scenario: Scenario, out: Path, engine: str, **_: object) -> dict[str, Any]:
+    def train(run: PreparedRun, out: Path, engine: str, **_: object) -> dict[str, Any]:
+        scenario = run.scenario
         names.append(scenario.strategy.name)
         result = small_result(scenario.strategy.name) | {"scenario": to_document(scenario), "engine": engine}
         out.mkdir(parents=True, exist_ok=True)
@@ -93,8 +95,8 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(
         raise TrainingFailed("power cut")
 
     monkeypatch.setattr(comparison, "run_to_folder",
-                        lambda scenario, *rest, **more: (stop if scenario.strategy.name == "ring" else train)(
-                            scenario, *rest, **more))
+                        lambda run, *rest, **more: (stop if run.scenario.strategy.name == "ring" else train)(
+                            run, *rest, **more))
     with pytest.raises(TrainingFailed) as caught:
         compare(small(), ["socflow", "ring", "sgd"], tmp_path)
     assert str(caught.value) == f"ring: power cut; finished and kept in {tmp_path}: socflow"

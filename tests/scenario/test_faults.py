@@ -8,20 +8,22 @@ import pytest
 import torch
 from flwr.app import ArrayRecord
 
-from socflower.clients import FP32Trainer, cosine_annealing, sgd, train_group
-from socflower.cluster.protocol import GroupTask
+from socflower.engines.local.grid import LocalGrid
+from socflower.engines.local.workers import AppReference
+from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import group_steps_per_epoch, plan_groups
-from socflower.scenario.config import EventConfig, Scenario, TrainConfig
-from socflower.scenario.model import initial_model
-from socflower.scenario.round_record import weights_sha256
-from socflower.scenario.run_folder import RunFolder
+from socflower.scenario.app.group_training import train
+from socflower.scenario.app.round_record import weights_sha256
+from socflower.scenario.arithmetic import initial_model
+from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.runner import run_scenario, run_to_folder
-from socflower.scenario.scenario_file import scenario_cluster
-from socflower.scenario.training import train
-from socflower.sim.local_grid import LocalGrid
-from socflower.sim.workers import AppReference
+from socflower.scenario.schema.config import EventConfig, Scenario, TrainConfig
+from socflower.scenario.schema.file import scenario_cluster
 from socflower.strategies.records import aggregate_records
+from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
+from socflower.training.group import train_group
+from socflower.wire.message_keys import GroupTask
 from socflower.workloads import load_data
 from tests.scenario.small_runs import small, small_result
 
@@ -192,6 +194,6 @@ def test_an_event_that_could_never_strike_is_refused(strategy: str) -> None:
 
 @pytest.mark.parametrize("num_nodes", [3, 5])
 def test_fedavg_on_more_or_fewer_nodes_than_the_scenario_has_socs_is_refused(num_nodes: int, tmp_path: Path) -> None:
-    with LocalGrid(AppReference(target="socflower.scenario.app:client_app"), num_nodes, num_workers=0) as grid, \
+    with LocalGrid(AppReference(target="socflower.scenario.app.main:client_app"), num_nodes, num_workers=0) as grid, \
             pytest.raises(InfeasiblePlan, match=f"trains on 4 SoCs and Flower has {num_nodes} nodes"):
-        train(small("fedavg"), grid, RunFolder(tmp_path))
+        train(PreparedRun(small("fedavg")), grid, RunFolder(tmp_path))

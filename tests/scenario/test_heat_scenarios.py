@@ -8,21 +8,22 @@ from typing import Any
 
 import pytest
 
-from socflower.scenario.config import Scenario
+from socflower.report.heat_section import heat_curves
+from socflower.report.report import render_report
+from socflower.report.summary import name_runs
 from socflower.scenario.expectations import check_expectations
-from socflower.scenario.heat_plots import heat_curves
-from socflower.scenario.report import render_report
-from socflower.scenario.report_summary import name_runs
 from socflower.scenario.runner import run_scenario, run_to_folder
-from socflower.scenario.scenario_file import load_scenario
-from socflower.thermal.governor import snapdragon_governor
-from tests.scenario.conftest import Socflower
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import load_scenario
+from socflower.thermal.model.governor import snapdragon_governor
+from tests.command_line import Socflower
 from tests.scenario.test_resume import assert_ends_as, resume, stop_after
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 HOT = ("rebalanced_shares", ("train.epochs=2", "thermal.fan=passive", "thermal.cool_c=33.5"))
 GAMES = ("tidal_games", ("train.epochs=2",))
-WINDOWS = ("idle_windows", ("train.epochs=3", "users.start_hour=3.7", "users.idle_windows=[[1, 4], [5, 24]]"))
+WINDOWS = ("idle_windows", (
+    "train.epochs=3", "background_load.start_hour=3.7", "background_load.idle_windows=[[1, 4], [5, 24]]"))
 ALL = pytest.mark.parametrize("case", [
     pytest.param(HOT, id=HOT[0]),
     *(pytest.param(case, id=case[0], marks=pytest.mark.slow) for case in (GAMES, WINDOWS))])
@@ -132,12 +133,13 @@ def test_nobody_trains_outside_of_the_window() -> None:
     document = result(WINDOWS)
     assert document["virtual_s"] > 1.3 * 3600.0
     assert document["breakdown"]["soc_seconds"]["idle"] >= 0.95 * 3600.0 * 6
-    always = result(WINDOWS, "users.idle_windows=[]", "users.games=none")
+    always = result(WINDOWS, "background_load.idle_windows=[]", "background_load.games=none")
     assert always["heat"]["slowdown"] == pytest.approx(0.0, abs=0.01)
 
 
 def test_socs_that_players_take_are_planned_without() -> None:
-    events = [event["kind"] for entry in result(WINDOWS, "users.low=0.4", "users.high=0.5")["rounds"]
+    crowded = result(WINDOWS, "background_load.low=0.4", "background_load.high=0.5")
+    events = [event["kind"] for entry in crowded["rounds"]
               for event in entry["events"]]
     assert "planned-anew" in events
 

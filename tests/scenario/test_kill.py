@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenario.conftest import Socflower
-from tests.scenario.interrupted_runs import Runs
+from tests.command_line import Socflower
+from tests.engines.deployment.interrupted_runs import Runs
 
 
 def some_rounds_later(runs: Runs, rng: random.Random) -> Callable[[], bool]:

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from torch import nn
 
+from socflower.cli import main as cli
 from socflower.errors import SocflowerError
-from socflower.precision.mixing import cpu_share
-from socflower.scenario import cli
+from socflower.precision.mixed_precision import cpu_share
 from socflower.scenario.arithmetic import num_training_samples, trainer, training_data
-from socflower.scenario.config import PrecisionConfig, Scenario, TrainConfig
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.runner import run_scenario
-from socflower.scenario.scenario_file import from_document, load_scenario, to_document
+from socflower.scenario.schema.config import PrecisionConfig, Scenario, TrainConfig
+from socflower.scenario.schema.file import from_document, load_scenario, to_document
 from socflower.workloads import load_data
 from socflower.workloads.models import registry
 from tests.scenario.small_runs import small
@@ -187,9 +187,9 @@ def test_what_cannot_be_is_refused_in_one_line(text: str, expected: str, tmp_pat
 
 def test_mixed_trains_with_weight_decay_and_passes_of_every_member() -> None:
     """Unlike int8 alone: the optimiser is the CPU's (F12)."""
-    changed = replace(mixed(), train=TrainConfig(weight_decay=0.01, member_passes="always"))
+    changed = replace(mixed(), train=TrainConfig(weight_decay=0.01, reduction="always"))
     made = trainer(changed)
-    assert made.fp32.member_passes == "always"
+    assert made.fp32.reduction == "always"
     assert from_document(to_document(changed)) == changed
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.scenario.config import EventConfig
 from socflower.scenario.runner import run_scenario
+from socflower.scenario.schema.config import EventConfig
 from tests.scenario.small_runs import small, small_result
 
 

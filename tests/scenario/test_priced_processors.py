@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from socflower.cluster import device_names
-from socflower.cluster.catalog import device
-from socflower.scenario.config import PrecisionConfig
-from socflower.scenario.options import ENGINES
+from socflower.cluster.device_catalog import device
+from socflower.engines.names import ENGINES
+from socflower.report.report import render_report
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
-from socflower.scenario.report import render_report
 from socflower.scenario.runner import run_scenario
-from tests.scenario.conftest import Socflower
+from socflower.scenario.schema.config import PrecisionConfig
+from tests.command_line import Socflower
 from tests.scenario.small_runs import small
 
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.scenario import app, training
-from socflower.scenario.checkpoint import Checkpoint, CheckpointFolder
-from socflower.scenario.config import EventConfig, PrecisionConfig, Scenario
+from socflower.scenario import prepared_run
+from socflower.scenario.app import group_training
+from socflower.scenario.app import main as app
 from socflower.scenario.runner import run_to_folder
+from socflower.scenario.schema.config import EventConfig, PrecisionConfig, Scenario
 from tests.scenario.small_runs import small
 
 
@@ -189,7 +191,7 @@ def test_a_model_with_dropout_repeats(name: str, tmp_path: Path, monkeypatch: py
         return nn.Sequential(nn.Dropout(0.3), plain(scenario))
 
     monkeypatch.setattr(app, "initial_model", with_dropout)
-    monkeypatch.setattr(training, "initial_model", with_dropout)
+    monkeypatch.setattr(prepared_run, "initial_model", with_dropout)
     scenario = small(name, interval=0.5) if name == "socflow" else small(name, epochs=2)
     torch.manual_seed(1)
     reference = run_to_folder(scenario, tmp_path / "reference", num_workers=0)
@@ -208,7 +210,7 @@ def test_groups_auto_is_tried_out_once(tmp_path: Path, monkeypatch: pytest.Monke
     scenario, out = small(groups="auto", interval=0.5), tmp_path / "out"
     run_to_folder(scenario, tmp_path / "reference", num_workers=0)
     stop_after(scenario, out, 0)  # at once after the warm-up
-    monkeypatch.setattr(training, "profile_group_count", lambda *_, **__: pytest.fail("tried out again"))
+    monkeypatch.setattr(group_training, "profile_group_count", lambda *_, **__: pytest.fail("tried out again"))
     stop_after(scenario, out, 1)
     resume(scenario, out)
     assert assert_ends_as(tmp_path / "reference", out)["resumed_from"] == [0, 1]

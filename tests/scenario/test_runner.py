@@ -14,9 +14,10 @@ import pytest
 
 from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError
 from socflower.scenario import runner
-from socflower.scenario.config import EventConfig, ModelConfig, Scenario
-from socflower.scenario.runner import check_feasible, new_folder, run_scenario, run_to_folder, time_to_accuracy_s
-from socflower.scenario.scenario_file import from_document
+from socflower.scenario.prepared_run import prepare
+from socflower.scenario.runner import new_folder, run_scenario, run_to_folder, time_to_accuracy_s
+from socflower.scenario.schema.config import EventConfig, ModelConfig, Scenario
+from socflower.scenario.schema.file import from_document
 from tests.scenario.small_runs import LENET_BYTES, small, small_result
 
 STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
@@ -58,7 +59,7 @@ def test_the_result_has_every_promised_key_with_its_type(name: str) -> None:
 
 def test_turns_are_taken_where_they_are_faster_and_the_result_says_so() -> None:
     """Two groups of three on boards of two share an uplink: weights are equal, and the faster way is chosen."""
-    ways = {asked: small_result(boards=(2, 2, 2), sequenced=asked) for asked in ("auto", True, False)}
+    ways = {asked: small_result(boards=(2, 2, 2), serialize_uplinks=asked) for asked in ("auto", True, False)}
     assert len({result["weights_sha256"] for result in ways.values()}) == 1
     assert ways["auto"]["virtual_s"] == min(ways[True]["virtual_s"], ways[False]["virtual_s"])
     assert ways[True]["virtual_s"] != ways[False]["virtual_s"]
@@ -275,13 +276,13 @@ def test_what_cannot_run_is_refused_with_both_numbers(
     scenario: Scenario, engine: str, error: type[SocflowerError], says: str,
 ) -> None:
     with pytest.raises(error) as caught:
-        check_feasible(scenario, engine)
+        prepare(scenario, engine)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_an_event_may_strike_any_slot_of_the_cluster_when_some_are_idle() -> None:
-    check_feasible(small(socs=2, groups=1, events=(EventConfig(kind="nan", soc=3, round=1),)), "local")
+    prepare(small(socs=2, groups=1, events=(EventConfig(kind="nan", soc=3, round=1),)), "local")
 
 
 def test_the_report_of_a_run_shows_its_groups_on_their_boards(tmp_path: Path) -> None:

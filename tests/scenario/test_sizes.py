@@ -10,12 +10,12 @@ import pytest
 from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.hierarchy.delayed_sync import _Walk
-from socflower.scenario.config import EventConfig, PrecisionConfig, RingConfig, StrategyConfig, TrainConfig
 from socflower.scenario.heat import predicted_heat
 from socflower.scenario.planning import plan_scenario
-from socflower.scenario.scenario_file import parse_scenario, scenario_cluster
-from socflower.scenario.split_config import EdgeCloudConfig
-from tests.scenario.conftest import Socflower
+from socflower.scenario.schema.config import EventConfig, PrecisionConfig, RingConfig, StrategyConfig, TrainConfig
+from socflower.scenario.schema.file import parse_scenario, scenario_cluster
+from socflower.scenario.schema.split import EdgeCloudConfig
+from tests.command_line import Socflower
 
 TABLES = {"train": TrainConfig, "strategy": StrategyConfig, "ring": RingConfig, "precision": PrecisionConfig}
 HUGE = {int: 10**15, float: 1e300}

@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from socflower.scenario.flower_processes import users_environment
+from socflower.engines.deployment.flower_processes import users_environment
 from socflower.scenario.runner import run_to_folder
-from socflower.scenario.scenario_file import load_scenario
-from tests.scenario.deployments import DeployedRun
+from socflower.scenario.schema.file import load_scenario
+from tests.engines.deployment.deployments import DeployedRun
 
 HEAD = """\
 # Do a cloud and edges in processes of their own train what one process does?
@@ -49,7 +49,7 @@ CASES = {
         edges=2, batch_size=2000, more='[data]\nname = "clicks"\n[model]\nname = "click-model"'), 1),
     "splitfed": (scenario(edges=2, strategy="splitfed", more='cut = 2\nround_epochs = 0.5\n[model]\nname = "lenet5"'),
                  1),
-    "shared halves": (scenario(edges=2, more='cut = 1\nhalves = "shared"\n[model]\nname = "lenet5"'), 2),
+    "shared halves": (scenario(edges=2, more='cut = 1\ncloud_model = "shared"\n[model]\nname = "lenet5"'), 2),
     "reverse": (scenario(more='cut = 1\n[model]\nname = "digit-generator"'), 2),
 }
 

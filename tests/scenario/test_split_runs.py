@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from socflower.edgecloud.cost import training_s
-from socflower.edgecloud.deployment import Deployment, LinkRates
-from socflower.edgecloud.phases import phases
+from socflower.cli.main import main
+from socflower.edgecloud.links.bandwidth_profile import LinkRates
+from socflower.edgecloud.plan.cost_model import training_s
+from socflower.edgecloud.plan.cuts import SplitPlan
+from socflower.edgecloud.plan.phases import phases
 from socflower.errors import ConfigError
-from socflower.scenario.cli import main
 from socflower.scenario.comparison import compare
-from socflower.scenario.config import Scenario
 from socflower.scenario.runner import run_scenario, run_to_folder
-from socflower.scenario.scenario_file import from_document
-from socflower.scenario.split_training import SplitSetting
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import from_document
+from socflower.scenario.split_setting import SplitSetting
 from tests.scenario.test_resume import assert_ends_as, resume, stop_after
 
 RATES = LinkRates(up_bytes_per_s=4e6, down_bytes_per_s=8e6, latency_s=0.004)
@@ -88,7 +89,7 @@ def test_virtual_time_is_that_of_the_formulas() -> None:
     assert ran(split("edge-only"))["virtual_s"] == pytest.approx(rounds * batches * costs.edge_only_s)
     cut = [each.name for each in costs.cuts].index("4")
     for window in (0, 1, 3):
-        at_once = phases(costs, Deployment(cut=cut, bits=32, window=window), RATES)
+        at_once = phases(costs, SplitPlan(cut=cut, bits=32, window=window), RATES)
         longest_s = rounds * training_s(at_once, batches, window)
         shortest_s = rounds * ((batches - 1) * at_once.longest_s + at_once.total_s)
         observed_s = ran_with_window(window)["virtual_s"]
@@ -134,7 +135,7 @@ CASES = {
     "moving cut": split(**MOVING, round_epochs=0.5),
     "adam, frozen": split(frozen="1", train={"optimizer": "adam", "learning_rate": 0.002}),
     "averaged halves": split(edges=2, round_epochs=1.0),
-    "shared half": split(edges=2, halves="shared"),
+    "shared half": split(edges=2, cloud_model="shared"),
     "reverse": split(model="digit-generator", train={"batch_size": 128, "epochs": 2}, classes=[1]),
     "edge alone": split("edge-only"),
 }
@@ -155,7 +156,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_interrupted(name: str, tmp_pat
 
 # ----------------------------------------------------------------------------------------------- kinds of work
 def test_one_cloud_half_for_all_edges_does_as_many_steps_as_they_have_batches() -> None:
-    shared = ran(split(edges=2, halves="shared"))
+    shared = ran(split(edges=2, cloud_model="shared"))
     own = ran(split(edges=2))
     assert (shared["split"]["mode"], own["split"]["mode"]) == ("turns", "own")
     assert shared["weights_sha256"] != own["weights_sha256"]

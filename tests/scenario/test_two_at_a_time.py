@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from socflower.cluster.folder_lock import LOCK_FILE, FolderLock
 from socflower.errors import ConfigError
-from socflower.scenario.app_bundle import SCENARIO_FILE
-from socflower.scenario.bundled_app import BundledRunFolder
-from socflower.scenario.scenario_file import to_document
-from tests.scenario.conftest import Ran, Socflower
-from tests.scenario.interrupted_runs import Runs, kill, wait_for
+from socflower.scenario.app.far_main import BundledRunFolder
+from socflower.scenario.app.files import SCENARIO_FILE
+from socflower.scenario.schema.file import to_document
+from socflower.wire.folders import LOCK_FILE, FolderLock
+from tests.command_line import Ran, Socflower
+from tests.engines.deployment.interrupted_runs import Runs, kill, wait_for
 from tests.scenario.small_runs import small
 
 HERE = f"process {os.getpid()} is at work there; wait until it ends, or name another one\n"
@@ -79,7 +79,7 @@ def test_two_profiles_into_one_file_keep_each_other_out(socflower: Socflower, tm
 
 def test_the_checkpoints_of_a_run_elsewhere_have_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ServerApp waits for the one before, which may have to find out that it was given up."""
-    monkeypatch.setattr("socflower.scenario.bundled_app._ENDING_S", 0.0)
+    monkeypatch.setattr("socflower.scenario.app.far_main._ENDING_S", 0.0)
     bundle, kept, lines = tmp_path / "bundle", tmp_path / "kept", list[str]()
     bundle.mkdir()
     kept.mkdir()

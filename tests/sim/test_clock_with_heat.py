@@ -9,16 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.cluster import Activity, Cluster, GraphBuilder, TaskGraph, Usage
-from socflower.cluster.clock import Pace
+from socflower.cluster.virtual_clock import Pace
 from socflower.errors import ConfigError
 from socflower.sim import EventClock
-from socflower.thermal.dynamics import RackDynamics, Surroundings
-from socflower.thermal.fan import rack_fans
-from socflower.thermal.fan_policy import FanPolicy, FixedSpeed, PassiveCooling
-from socflower.thermal.governor import snapdragon_governor
-from socflower.thermal.rack import Rack
-from socflower.thermal.steps import Steps, always, changes
-from socflower.thermal.users import NOBODY, UserLoad
+from socflower.thermal.fans.fan_curve import rack_fans
+from socflower.thermal.fans.policies import FanPolicy, FixedSpeed, PassiveCooling
+from socflower.thermal.model.background_load import NOBODY, BackgroundLoad, Steps, always, changes
+from socflower.thermal.model.dynamics import RackDynamics, Surroundings
+from socflower.thermal.model.governor import snapdragon_governor
+from socflower.thermal.model.rack import Rack
 
 MakeCluster = Callable[..., Cluster]
 AddRing = Callable[..., list[int]]
@@ -155,10 +154,10 @@ def graphs(draw: st.DrawFn) -> TaskGraph:
 
 @st.composite
 def surroundings(draw: st.DrawFn) -> Surroundings:
-    user = st.builds(UserLoad, share=st.floats(0.0, 0.8), power_w=st.floats(0.0, 3.0), taken=st.booleans())
+    user = st.builds(BackgroundLoad, share=st.floats(0.0, 0.8), power_w=st.floats(0.0, 3.0), taken=st.booleans())
     return Surroundings(
         ambient_c=changes(25.0, draw(st.lists(st.tuples(st.floats(1.0, 90.0), st.floats(20.0, 30.0)), max_size=1))),
-        users=tuple(changes(NOBODY, draw(st.lists(st.tuples(st.floats(1.0, 90.0), user), max_size=1)))
+        background_load=tuple(changes(NOBODY, draw(st.lists(st.tuples(st.floats(1.0, 90.0), user), max_size=1)))
                     for _ in range(5)))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, Tier, Usage, VirtualClock, parse_cluster
-from socflower.cluster.clock import Pace
+from socflower.cluster.virtual_clock import Pace
 from socflower.errors import ConfigError
 from socflower.sim import EventClock
 from socflower.sim.execution import Execution, Instance

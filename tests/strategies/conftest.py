@@ -2,7 +2,7 @@
 
 import pytest
 
-from socflower.sim.flower_internals import begin_run
+from socflower.engines.local.flower_internals import begin_run
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,12 @@ import numpy as np
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Strategy
 
-from socflower.clients.batches import BatchSchedule
-from socflower.cluster.protocol import GroupTask
-from socflower.sim.local_grid import LocalGrid
-from socflower.sim.process_grid import ProcessGrid
-from socflower.strategies import SoCFlow
+from socflower.engines.local.grid import LocalGrid
 from socflower.strategies.replies import ReplyEvent
+from socflower.strategies.socflow import SoCFlow
+from socflower.training.batches import BatchSchedule
+from socflower.wire.message_keys import GroupTask
+from tests.process_grid import ProcessGrid
 from tests.strategies import ring_app
 
 WAIT_S = 60.0  # for anything that must come at last, on a loaded machine

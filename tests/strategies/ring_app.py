@@ -14,12 +14,13 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 from torch import nn
 
-from socflower.clients import FP32Trainer, cosine_annealing, make_client_app, sgd
+from socflower.clients.app import make_client_app
 from socflower.cluster import Cluster, parse_cluster
-from socflower.cluster.protocol import CONFIG, GROUP, SERVER_ROUND, GroupTask
-from socflower.scenario.flower_processes import free_ports
-from socflower.strategies import SoCFlow
+from socflower.engines.deployment.flower_processes import free_ports
 from socflower.strategies.rings import RingSettings
+from socflower.strategies.socflow import SoCFlow
+from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
+from socflower.wire.message_keys import CONFIG, GROUP, SERVER_ROUND, GroupTask
 from socflower.workloads import LabelledData
 from tests.seeded import built
 
@@ -116,7 +117,7 @@ def client_app() -> ClientApp:
 
     def trainer(context: Context) -> FP32Trainer:
         return FP32Trainer(optimizer=sgd(0.05, 0.9), scheduler=cosine_annealing, loss=_loss, num_buckets=2,
-                           member_passes=str(context.run_config.get("member-passes", "auto")))
+                           reduction=str(context.run_config.get("member-passes", "auto")))
 
     def states(context: Context) -> Path | None:
         """Return this node's own folder, as on a machine of its own."""

@@ -15,12 +15,14 @@ from flwr.serverapp.strategy import (
 )
 
 from socflower.cluster import parse_cluster
-from socflower.cluster.protocol import ARRAYS, RESUMED, STATUS, NodeStatus, encode
+from socflower.engines.local.grid import LocalGrid
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.sim.local_grid import LocalGrid
-from socflower.sim.process_grid import ProcessGrid
-from socflower.strategies import OrderedFedAvg, Resumable, SoCFlow
+from socflower.strategies.comparators import OrderedFedAvg
+from socflower.strategies.resuming import Resumable
 from socflower.strategies.roster import is_question
+from socflower.strategies.socflow import SoCFlow
+from socflower.wire.message_keys import ARRAYS, RESUMED, STATUS, NodeStatus, encode
+from tests.process_grid import ProcessGrid
 from tests.strategies import ring_app
 from tests.strategies.fake_messages import NODES, FakeGrid, answer, answer_error, model, values
 from tests.strategies.faulty_run import FaultyRun

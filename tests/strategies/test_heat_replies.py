@@ -6,8 +6,8 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.cluster.protocol import HEAT, HeatReport
-from socflower.strategies.heat_replies import heat_events
+from socflower.strategies.replies import heat_events
+from socflower.wire.message_keys import HEAT, HeatReport
 from tests.strategies.fake_messages import reply_with
 
 

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.cluster import Cluster, LayerProfile, ModelProfile, parse_cluster
-from socflower.cluster.protocol import GroupTask
+from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError
-from socflower.precision.pricing import Int8Pricing, MixedPricing
+from socflower.precision.processor_costs import Int8Pricing, MixedPricing
 from socflower.sim import EventClock
-from socflower.sim.flower_internals import begin_run
-from socflower.strategies import SoCFlow
 from socflower.strategies.mixed_replies import client_events, mean_metric, mixed_phases
-from tests.clients.test_batches import task
+from socflower.strategies.socflow import SoCFlow
+from socflower.wire.message_keys import GroupTask
 from tests.strategies.fake_messages import FakeGrid, answer, model, values
+from tests.training.test_batches import task
 
 PROFILE = ModelProfile(name="toy", input_bytes=4.0, layers=(
     LayerProfile(name="only", kind="Linear", forward_flops=1e9, output_bytes=4.0, weight_bytes=400.0, num_tensors=1),))

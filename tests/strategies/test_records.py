@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
 from socflower.errors import ConfigError
-from socflower.hierarchy.aggregation import weighted_average
+from socflower.hierarchy.averaging import weighted_average
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
 
 

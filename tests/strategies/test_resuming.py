@@ -8,9 +8,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import Strategy
 
 from socflower.cluster import parse_cluster
-from socflower.cluster.protocol import RESUMED
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.strategies import OrderedFedAvg, RingAllReduce, SoCFlow
+from socflower.strategies.comparators import OrderedFedAvg, RingAllReduce
+from socflower.strategies.socflow import SoCFlow
+from socflower.wire.message_keys import RESUMED
 from tests.strategies.fake_messages import FakeGrid, answer, answer_error, model, values
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord
 
-from socflower.scenario.certificates import HostCertificate, write_certificates
-from socflower.sim.local_grid import LocalGrid
-from socflower.sim.process_grid import ProcessGrid
+from socflower.engines.local.grid import LocalGrid
+from socflower.wire.certificates import HostCertificate, write_certificates
+from tests.process_grid import ProcessGrid
 from tests.strategies import ring_app
 
 pytestmark = pytest.mark.timeout(900)

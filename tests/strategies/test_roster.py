@@ -7,9 +7,9 @@ import pytest
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 
 from socflower.cluster import parse_cluster
-from socflower.cluster.protocol import STATUS, NodeStatus, encode
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.strategies.roster import Roster, is_question
+from socflower.wire.message_keys import STATUS, NodeStatus, encode
 
 CLUSTER = parse_cluster({"boards": [2, 3]})
 SOCS = range(5)

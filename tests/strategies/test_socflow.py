@@ -7,11 +7,12 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from socflower.cluster import LayerProfile, ModelProfile, parse_cluster
-from socflower.cluster.protocol import PRICED, GroupTask
 from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError, TrainingFailed
 from socflower.hierarchy import split_batch
 from socflower.sim import EventClock
-from socflower.strategies import RingAllReduce, SingleDevice, SoCFlow
+from socflower.strategies.comparators import RingAllReduce, SingleDevice
+from socflower.strategies.socflow import SoCFlow
+from socflower.wire.message_keys import PRICED, GroupTask
 from tests.strategies.fake_messages import FakeGrid, answer, answer_error, model, values
 
 PROFILE = ModelProfile(name="toy", input_bytes=4.0, layers=(
@@ -300,7 +301,7 @@ def test_every_new_plan_takes_turns_where_that_is_predicted_to_be_faster(kind: M
     """Each round takes as long as the faster of both ways, with all SoCs and as they go."""
     cluster, took, turns = parse_cluster({"boards": [3, 3, 3]}), {}, []
     for asked in ("auto", True, False):
-        strategy = socflow(cluster=cluster, clock=EventClock(cluster), model_profile=kind, sequenced=asked,
+        strategy = socflow(cluster=cluster, clock=EventClock(cluster), model_profile=kind, serialize_uplinks=asked,
                            num_epochs=4)
         nodes = range(10, 100, 10)
         for server_round, gone in enumerate((None, 20, 60, 30), start=1):
@@ -322,8 +323,8 @@ def test_without_a_clock_groups_that_share_an_uplink_take_turns_and_the_log_says
         strategy.summary()
     assert strategy.turns.taken and "nothing predicts whether running freely is faster" in caplog.text
     assert not socflow(model_profile=PROFILE).turns.taken  # these share none
-    with pytest.raises(ConfigError, match="sequenced = 'maybe'"):
-        socflow(sequenced="maybe")
+    with pytest.raises(ConfigError, match="serialize_uplinks = 'maybe'"):
+        socflow(serialize_uplinks="maybe")
 
 
 def test_without_a_clock_nothing_is_priced() -> None:

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from socflower.cluster import Tier, parse_cluster
-from socflower.cluster.protocol import EVENTS, PRICED
-from socflower.cluster.split_protocol import EDGE_ALONE, SPLIT, SPLIT_REPORT, SplitReport, SplitTask
-from socflower.edgecloud.decision import DecisionEngine
-from socflower.edgecloud.deployment import CutCost, Deployment, SplitCosts
-from socflower.edgecloud.link_trace import constant, segments
-from socflower.edgecloud.timeline import Party
-from socflower.edgecloud.timeline_actions import decode_actions
+from socflower.edgecloud.links.bandwidth_profile import constant, segments
+from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
+from socflower.edgecloud.plan.decision import DecisionEngine
+from socflower.edgecloud.plan.timeline import Party
+from socflower.edgecloud.plan.timeline_actions import decode_actions
+from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError, TrainingFailed
 from socflower.sim import EventClock
-from socflower.sim.flower_internals import begin_run
-from socflower.strategies import SplitReplay
+from socflower.strategies.split_replay import SplitReplay
+from socflower.wire.message_keys import EVENTS, PRICED
+from socflower.wire.split_message_keys import EDGE_ALONE, SPLIT, SPLIT_REPORT, SplitReport, SplitTask
 from tests.strategies.fake_messages import FakeGrid, answer_error
 
 NAMES = ("first", "second", "third")  # one tensor each; cut i is after the i-th
@@ -46,7 +46,7 @@ def whole(value: float = 0.0) -> ArrayRecord:
 
 
 def party(cut: int | None = 0, **changes: Any) -> Party:
-    return Party(**{"costs": COSTS, "trace": constant(1e6, 1e6), "deployment": Deployment(cut=cut, window=1),
+    return Party(**{"costs": COSTS, "trace": constant(1e6, 1e6), "split_plan": SplitPlan(cut=cut, window=1),
                     **changes})
 
 
@@ -192,7 +192,7 @@ def test_one_edge_alone_beside_others_with_a_cloud_has_the_whole_model_and_count
     assert [task_of(message).address for message in sent] == ["cloud:1", ""] and len(cloud.opened) == 1
     arrays, _ = strategy.aggregate_train(1, [answer(sent[0], 2.0, report={}), answer(sent[1], 4.0)])
     assert values(arrays) == {"first": 3.0, "second": 6.0, "third": 6.0}
-    assert [edge.deployment.cut for edge in strategy.parties] == [0, None]
+    assert [edge.split_plan.cut for edge in strategy.parties] == [0, None]
 
 
 @given(st.integers(1, 30), st.integers(1, 4), st.floats(0.05, 3.0))
@@ -256,7 +256,7 @@ def test_the_next_round_begins_where_the_edges_have_moved_their_cuts() -> None:
     strategy.aggregate_train(1, [
         answer(sent[0], 1.0, names=["first", "second"], report={"cut": 1, "bits": 8, "events": ("moved the cut",)}),
         answer(sent[1], 1.0, report={})])
-    assert [(edge.deployment.cut, edge.deployment.bits) for edge in strategy.parties] == [(1, 8), (0, 32)]
+    assert [(edge.split_plan.cut, edge.split_plan.bits) for edge in strategy.parties] == [(1, 8), (0, 32)]
     (event,) = strategy.reports[-1].events
     assert (event.kind, event.group_id, event.text) == ("link", 0, "edge 0: moved the cut")
     assert [report.cut for report in strategy.reports[-1].measured] == [1, 0]
@@ -269,7 +269,7 @@ def test_where_one_edge_is_dropped_the_others_reports_stay_their_own() -> None:
     arrays, _ = strategy.aggregate_train(1, [
         answer(sent[0], 2.0, report={}), answer_error(sent[1], 2, "it broke"),
         answer(sent[2], 4.0, names=["first", "second"], report={"cut": 1, "events": ("a line",)})])
-    assert [edge.deployment.cut for edge in strategy.parties] == [0, 0, 1]
+    assert [edge.split_plan.cut for edge in strategy.parties] == [0, 0, 1]
     assert values(arrays)["first"] == 3.0
     assert [(event.kind, event.group_id) for event in strategy.reports[-1].events] == [("client-raised", 1),
                                                                                        ("link", 2)]
@@ -283,7 +283,7 @@ def test_in_virtual_time_cuts_move_as_predicted_and_the_next_round_begins_there(
     strategy.aggregate_train(1, [answer(message, 1.0)])
     moves = strategy.reports[-1].timeline.parties[0].moves
     assert moves
-    assert strategy.parties[0].deployment.cut == moves[-1].new.cut
+    assert strategy.parties[0].split_plan.cut == moves[-1].new.cut
     state = strategy.state
     assert state["deployments"][0][0] == moves[-1].new.cut
     again = replay(parties=[party(2, trace=trace, decider=DecisionEngine(COSTS, (32,), rest_batches=1))],

@@ -34,7 +34,7 @@ def predicted_ends_s(rack: Rack, run: Run) -> tuple[tuple[float, ...], ...]:
     plan = plan_of(cluster, run.rings)
     cost = StepCost(forward_s=run.compute_s, backward_s=0.0, update_s=_UPDATE_S, processor="cpu")
     step = step_graph(plan, dict.fromkeys(plan.participants, cost),
-                      Exchange(num_bytes=run.num_bytes, num_tensors=1), sequenced=run.in_turn)
+                      Exchange(num_bytes=run.num_bytes, num_tensors=1), serialize_uplinks=run.in_turn)
     delays_s = {soc: delay_s for ring, delay_s in zip(run.rings, run.delays_s, strict=False) for soc in ring}
     trace = Trace(max_spans=1_000_000)
     EventClock(cluster, trace=trace, extrapolate=False).run(unrolled(step, run.num_steps, delays_s))

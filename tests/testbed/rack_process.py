@@ -73,7 +73,7 @@ def _import_once(transports: set[str]) -> None:
     import torch.distributed  # noqa: F401
 
     if transports & {"gloo", "grpc"}:
-        import socflower.clients.transports  # noqa: F401
+        import socflower.rings.member  # noqa: F401
 
 
 def _live_on(soc: int, rack: Rack, runs: Sequence[Run], meet: Callable[[], float], sender: Connection) -> None:

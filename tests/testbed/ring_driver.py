@@ -13,7 +13,7 @@ from tests.testbed.topology import Rack
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from socflower.clients.ring_port import RingPort
+    from socflower.rings.transports.port import RingPort
 
 RING_PORT = 28200
 STORE_PORT = 29400
@@ -198,7 +198,7 @@ class OurRing:
     """A ring of `socflower.clients`, over the transport of that name."""
 
     def __init__(self, transport: str, rack: Rack, members: Sequence[int], rank: int, number: int) -> None:
-        from socflower.clients.ring_port import RingPort
+        from socflower.rings.transports.port import RingPort
 
         self._transport, self._members = transport, members
         # Participants of the port are all SoCs, as those of a deployment are all members of all groups.
@@ -208,7 +208,7 @@ class OurRing:
                               tls=None, heartbeat_s=PATIENCE_S)
 
     def open(self) -> None:
-        from socflower.clients.transports import open_ring
+        from socflower.rings.member import open_ring
 
         self._ring = open_ring(self._transport, self._port, self._members, 0, PATIENCE_S)
 
@@ -227,7 +227,7 @@ class OurTurns:
     """Turns of `socflower.clients`, among all rings."""
 
     def __init__(self, port: "RingPort", rings: Sequence[Sequence[int]], index: int) -> None:
-        from socflower.clients import turns
+        from socflower.rings import uplink_turns as turns
 
         neighbours = turns.Neighbours(before=range(index), after=range(index + 1, len(rings)),
                                       members={other: rings[other] for other in range(len(rings)) if other != index})

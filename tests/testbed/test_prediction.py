@@ -33,12 +33,12 @@ def test_rings_in_a_planners_order_are_the_planners_plan() -> None:
         assert (ours.communication_groups, ours.contention) == (planned.communication_groups, planned.contention)
 
 
-@pytest.mark.parametrize("sequenced", [False, True])
-def test_a_graph_written_out_takes_as_long_as_the_graph_repeated(sequenced: bool) -> None:
+@pytest.mark.parametrize("serialize_uplinks", [False, True])
+def test_a_graph_written_out_takes_as_long_as_the_graph_repeated(serialize_uplinks: bool) -> None:
     plan = plan_groups(CLUSTER, 2)
     cost = StepCost(forward_s=0.3, backward_s=0.0, update_s=0.01, processor="cpu")
     step = step_graph(plan, dict.fromkeys(plan.participants, cost), Exchange(num_bytes=1e6, num_tensors=1),
-                      sequenced=sequenced)
+                      serialize_uplinks=serialize_uplinks)
     repeated = EventClock(CLUSTER).run(step, repeat=5)
     assert EventClock(CLUSTER).run(unrolled(step, 5)).duration_s == pytest.approx(repeated.duration_s)
     assert len(unrolled(step, 5).tasks) == 5 * len(step.tasks)

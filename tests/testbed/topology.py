@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from socflower.cluster import Board, Cluster
-from socflower.cluster.catalog import device
+from socflower.cluster.device_catalog import device
 from socflower.errors import ConfigError
 
 GOODPUT = 1448 / 1514

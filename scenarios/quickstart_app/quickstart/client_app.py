@@ -3,7 +3,8 @@
 from flwr.app import Context
 
 from quickstart.task import load_model, load_partition
-from socflower.clients import FP32Trainer, make_client_app, sgd
+from socflower.clients.app import make_client_app
+from socflower.training.fp32 import FP32Trainer, sgd
 
 
 def trainer(context: Context) -> FP32Trainer:

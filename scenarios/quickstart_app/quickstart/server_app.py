@@ -4,9 +4,9 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from quickstart.task import load_model
+from socflower.capture.layer_profile import profile_module
 from socflower.cluster import parse_cluster
-from socflower.cluster.tracing import profile_module
-from socflower.strategies import SoCFlow
+from socflower.strategies.socflow import SoCFlow
 from socflower.workloads import evaluate, load_data
 
 app = ServerApp()

@@ -1,1 +1,1 @@
-"""What trains: halves of torch models, the loops that drive them, and the gRPC streams between them."""
+"""What trains: halves of torch models and the loops that drive them."""

@@ -6,11 +6,11 @@ from typing import Any, TypeAlias
 import torch
 from numpy.typing import NDArray
 
+from socflower.capture.cut_points import SplitModel
+from socflower.capture.tensor_arrays import to_array, to_tensor
+from socflower.edgecloud.halves import Array
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
 from socflower.edgecloud.runtime.halves import Loss, TorchHalf, checked_loss, targets_from
-from socflower.edgecloud.runtime.tensor_arrays import to_array, to_tensor
-from socflower.edgecloud.tracing import SplitModel
-from socflower.edgecloud.workers import Array
 from socflower.errors import ConfigError
 
 Combine: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]

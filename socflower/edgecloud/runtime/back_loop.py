@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.edgecloud.feature_codec import encode
-from socflower.edgecloud.runtime.barriers import Barrier, BarrierStore, Saved
-from socflower.edgecloud.runtime.failures import SplitRefused
+from socflower.edgecloud.codec.quantisation import encode
+from socflower.edgecloud.halves import Array, BackHalf
+from socflower.edgecloud.runtime.checkpoints import Barrier, BarrierStore, Saved
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver
-from socflower.edgecloud.runtime.frame_channel import FrameChannel
-from socflower.edgecloud.runtime.frames import Features, Goodbye, Gradient, Mark, Message, Recut
 from socflower.edgecloud.runtime.loop_report import LoopReport
-from socflower.edgecloud.workers import Array, BackHalf
+from socflower.edgecloud.stream.failures import SplitRefused
+from socflower.edgecloud.stream.frame_channel import FrameChannel
+from socflower.edgecloud.stream.frames import Features, Goodbye, Gradient, Mark, Message, Recut
 
 
 class BackLoop:

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import DecodeError
 
-from socflower.edgecloud.runtime.barriers import Barrier
-from socflower.edgecloud.runtime.credentials import (
+from socflower.edgecloud.runtime.checkpoints import Barrier
+from socflower.edgecloud.stream.credentials import (
     RUN_KEY,
     TOKEN_KEY,
     SplitTls,
@@ -22,10 +22,10 @@ from socflower.edgecloud.runtime.credentials import (
     split_address,
     transport_options,
 )
-from socflower.edgecloud.runtime.failures import FrameRefused, SplitLost, SplitRefused, StartOver
-from socflower.edgecloud.runtime.frame_channel import FrameChannel
-from socflower.edgecloud.runtime.frames import LARGEST_FRAME_BYTES, PROTOCOL_VERSION, Limits
-from socflower.edgecloud.runtime.wire import split_pb2 as wire
+from socflower.edgecloud.stream.failures import FrameRefused, SplitLost, SplitRefused, StartOver
+from socflower.edgecloud.stream.frame_channel import FrameChannel
+from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, PROTOCOL_VERSION, Limits
+from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import ConfigError
 
 _METHOD = "/socflower.split.Split/Train"

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.edgecloud.delta_coding import DeltaReceiver, DeltaSender
-from socflower.edgecloud.error_feedback import ErrorFeedback, Form, Scale
-from socflower.edgecloud.feature_codec import EncodedTensor, Grouping, decode, encode
-from socflower.edgecloud.runtime.failures import SplitRefused
-from socflower.edgecloud.runtime.frames import DeltaFeatures, Features
-from socflower.edgecloud.workers import Array
+from socflower.edgecloud.codec.delta_coding import DeltaReceiver, DeltaSender
+from socflower.edgecloud.codec.error_feedback import ErrorFeedback, Form, Scale
+from socflower.edgecloud.codec.quantisation import EncodedTensor, Grouping, decode, encode
+from socflower.edgecloud.halves import Array
+from socflower.edgecloud.stream.failures import SplitRefused
+from socflower.edgecloud.stream.frames import DeltaFeatures, Features
 from socflower.errors import ConfigError
 
 _LENGTH = struct.Struct("<Q")

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from socflower.edgecloud.runtime.graph_reading import layout_of
+from socflower.capture.cut_points import SplitModel
+from socflower.capture.operations import layout_of
+from socflower.capture.tensor_arrays import to_array, to_tensor
+from socflower.edgecloud.halves import Array
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
 from socflower.edgecloud.runtime.halves import Loss, TorchHalf, checked_loss, targets_from
-from socflower.edgecloud.runtime.tensor_arrays import to_array, to_tensor
-from socflower.edgecloud.tracing import SplitModel
-from socflower.edgecloud.workers import Array
 from socflower.errors import ConfigError
 
 Samples: TypeAlias = tuple[torch.Tensor, NDArray[Any], NDArray[np.int64]]

@@ -5,18 +5,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from socflower.edgecloud.deployment import BITS, Deployment
-from socflower.edgecloud.error_feedback import Form
-from socflower.edgecloud.feature_codec import Grouping, decode
-from socflower.edgecloud.replay_window import ReplayWindow
-from socflower.edgecloud.runtime.barriers import Barrier, BarrierStore, Saved
-from socflower.edgecloud.runtime.failures import SplitRefused
+from socflower.edgecloud.codec.error_feedback import Form
+from socflower.edgecloud.codec.quantisation import Grouping, decode
+from socflower.edgecloud.halves import FrontHalf
+from socflower.edgecloud.plan.cuts import BITS, SplitPlan
+from socflower.edgecloud.runtime.checkpoints import Barrier, BarrierStore, Saved
 from socflower.edgecloud.runtime.feature_path import FeatureSender
-from socflower.edgecloud.runtime.frame_channel import FrameChannel
-from socflower.edgecloud.runtime.frames import Features, Goodbye, Gradient, Mark, Message, Recut, digest_of_ids
 from socflower.edgecloud.runtime.loop_report import LARGEST_TRANSFERS, LoopReport, Move
-from socflower.edgecloud.runtime.traffic import Transfer
-from socflower.edgecloud.workers import FrontHalf
+from socflower.edgecloud.runtime.replay_window import ReplayWindow
+from socflower.edgecloud.stream.failures import SplitRefused
+from socflower.edgecloud.stream.frame_channel import FrameChannel, Transfer
+from socflower.edgecloud.stream.frames import Features, Goodbye, Gradient, Mark, Message, Recut, digest_of_ids
 from socflower.errors import ConfigError
 
 
@@ -25,7 +24,7 @@ class Situation:
     """What a decision goes by, between two batches."""
 
     batch: int  # the next to go forward
-    deployment: Deployment
+    split_plan: SplitPlan
     transfers: tuple[Transfer, ...]  # that have ended since the last look
     under_way: tuple[float, int] | None  # since when (on the channel's clock) how many bytes have been on their way
     now_s: float  # on that clock
@@ -49,18 +48,18 @@ class FrontPlan:
     the whole training; 0: only at the ends of a span. `decide` may ask for another deployment between two batches.
     """
 
-    deployment: Deployment
+    split_plan: SplitPlan
     window_of: Callable[[int], int] | None = None
     grouping: Grouping = "tensor"
     feedback: Form = "none"
     delta_bytes: int = 0  # memory for delta coding, on either side; 0: without
     gradient_bits: int = 32
     checkpoint_batches: int = 0
-    decide: Callable[[Situation], Deployment | None] | None = None
+    decide: Callable[[Situation], SplitPlan | None] | None = None
     progress: Callable[[Progress], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.deployment.cut is None:
+        if self.split_plan.cut is None:
             raise ConfigError("front plan: a deployment without a cut needs no cloud; train at the edge alone instead")
         if self.gradient_bits not in BITS:
             raise ConfigError(f"front plan: gradient_bits = {self.gradient_bits} is unknown; use one of "
@@ -86,14 +85,14 @@ class FrontLoop:
     """
 
     def __init__(self, half: FrontHalf, channel: FrameChannel, plan: FrontPlan, *, report: LoopReport,
-                 store: BarrierStore, lineage: str, deployment: Deployment, sender: FeatureSender,
+                 store: BarrierStore, lineage: str, split_plan: SplitPlan, sender: FeatureSender,
                  on_barrier: Callable[[int], None] = lambda batch: None, on_step: Callable[[], None] = lambda: None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._half, self._channel, self._plan = half, channel, plan
         self._report, self._store, self._lineage = report, store, lineage
-        self._deployment, self._sender, self._clock = deployment, sender, clock
+        self._split_plan, self._sender, self._clock = split_plan, sender, clock
         self._on_barrier, self._on_step = on_barrier, on_step
-        self._window = ReplayWindow(deployment.window)
+        self._window = ReplayWindow(split_plan.window)
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._wanted: int | None = None  # the cut to move to, once nothing is out
         self._wanted_since_s = 0.0
@@ -105,8 +104,8 @@ class FrontLoop:
         """Train, and return when the back half has saved the last barrier and so has this one."""
         batch = first
         self._mark(batch)
-        if self._deployment.cut is not None and self._deployment.cut != self._half.cut:
-            self._want(self._deployment.cut)
+        if self._split_plan.cut is not None and self._split_plan.cut != self._half.cut:
+            self._want(self._split_plan.cut)
         updated = False  # since a batch went forward last
         while batch < stop or not self._window.drained:
             allowed = batch < stop and self._may_forward(batch) and not self._must_drain(batch)
@@ -133,7 +132,7 @@ class FrontLoop:
                 self._mark(batch)
         if self._marked != stop:
             self._mark(stop)
-        self._report.deployment = self._deployment
+        self._report.split_plan = self._split_plan
         self._channel.send(Goodbye())
 
     def _must_drain(self, batch: int) -> bool:
@@ -153,14 +152,14 @@ class FrontLoop:
         self._looked_at = batch
         seen, self._undecided = tuple(self._undecided), []
         chosen = self._plan.decide(Situation(
-            batch=batch, deployment=self._deployment, transfers=seen, under_way=self._channel.under_way(),
+            batch=batch, split_plan=self._split_plan, transfers=seen, under_way=self._channel.under_way(),
             now_s=self._clock()))
         if chosen is None:
             return
         if chosen.cut is None:
             raise ConfigError(f"batch {batch}: the decision is to train at the edge alone, which a stream cannot; "
                               "leave edge-only out while a span runs")
-        self._deployment = replace(chosen, cut=self._deployment.cut)
+        self._split_plan = replace(chosen, cut=self._split_plan.cut)
         if chosen.cut != self._half.cut:
             self._want(chosen.cut)
 
@@ -168,7 +167,7 @@ class FrontLoop:
         self._wanted, self._wanted_since_s = cut, self._clock()
 
     def _may_forward(self, batch: int) -> bool:
-        window = self._plan.window_of(batch) if self._plan.window_of is not None else self._deployment.window
+        window = self._plan.window_of(batch) if self._plan.window_of is not None else self._split_plan.window
         self._window.resize(window)
         return self._window.may_forward()
 
@@ -177,7 +176,7 @@ class FrontLoop:
         with self._report.computing():
             features = self._half.forward(batch, keep_graph=self._window.limit == 0)
             sample_ids = self._half.sample_ids(batch)
-            encoded = self._sender.encode(batch, features, sample_ids, self._deployment.bits)
+            encoded = self._sender.encode(batch, features, sample_ids, self._split_plan.bits)
         self._window.forward(batch)
         self._shapes[batch] = features.shape
         self._channel.send(Features(
@@ -217,7 +216,7 @@ class FrontLoop:
         if answer.weights is not None:
             self._half.take(cut, answer.weights)
         self._sender.reset()
-        self._deployment, self._wanted = replace(self._deployment, cut=cut), None
+        self._split_plan, self._wanted = replace(self._split_plan, cut=cut), None
         self._report.moves.append(Move(batch=batch, old=old, new=cut, gave=cut < old,
                                        seconds=self._clock() - self._wanted_since_s))
 
@@ -230,7 +229,7 @@ class FrontLoop:
             raise self._unexpected(answer, f"word that batch {batch} is saved")
         if self._store.keeps:
             self._store.save(Barrier(batch=batch, lineage=self._lineage), Saved(
-                half=self._half.save(), codec=self._sender.save(), deployment=self._deployment))
+                half=self._half.save(), codec=self._sender.save(), split_plan=self._split_plan))
         self._marked = batch
         self._on_barrier(batch)
 

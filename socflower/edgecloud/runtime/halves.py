@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from socflower.capture.cut_points import SplitModel
+from socflower.capture.halves import random_streams
+from socflower.capture.operations import GATE
+from socflower.capture.tensor_arrays import to_array, to_tensor, to_tensors
+from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.runtime.half_optimizer import SEPARATOR, HalfOptimizer, OptimizerFactory, Schedule
-from socflower.edgecloud.runtime.random_streams import random_streams
-from socflower.edgecloud.runtime.tensor_arrays import to_array, to_tensor, to_tensors
-from socflower.edgecloud.runtime.tracing_gate import GATE
-from socflower.edgecloud.tracing import SplitModel
-from socflower.edgecloud.workers import Weights
 from socflower.errors import ConfigError
 
 Loss: TypeAlias = Callable[[Any, torch.Tensor], torch.Tensor]

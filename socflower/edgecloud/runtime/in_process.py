@@ -9,13 +9,13 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from socflower.edgecloud.error_feedback import Form, Scale
-from socflower.edgecloud.feature_codec import EncodedTensor, Grouping, decode, encode
-from socflower.edgecloud.replay_window import ReplayWindow
+from socflower.edgecloud.codec.error_feedback import Form, Scale
+from socflower.edgecloud.codec.quantisation import EncodedTensor, Grouping, decode, encode
+from socflower.edgecloud.halves import Array, BackHalf, FrontHalf
+from socflower.edgecloud.plan.timeline_actions import Action, Kind
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
-from socflower.edgecloud.runtime.frames import Features
-from socflower.edgecloud.timeline_actions import Action, Kind
-from socflower.edgecloud.workers import Array, BackHalf, FrontHalf
+from socflower.edgecloud.runtime.replay_window import ReplayWindow
+from socflower.edgecloud.stream.frames import Features
 from socflower.errors import ConfigError
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from socflower.edgecloud.deployment import Deployment
-from socflower.edgecloud.runtime.traffic import Traffic, Transfer
+from socflower.edgecloud.plan.cuts import SplitPlan
+from socflower.edgecloud.stream.frame_channel import Traffic, Transfer
 
 LARGEST_TRANSFERS = 100_000
 
@@ -41,7 +41,7 @@ class LoopReport:
     peak_kept_messages: int = 0
     moves: list[Move] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
-    deployment: Deployment | None = None  # at the end, of a front half
+    split_plan: SplitPlan | None = None  # at the end, of a front half
 
     def add_traffic(self, traffic: Traffic) -> None:
         """Add what went through a channel."""

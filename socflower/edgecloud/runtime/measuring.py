@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from socflower.cluster.tracing import profile_module
-from socflower.edgecloud.deployment import CutCost, SplitCosts
-from socflower.edgecloud.error_feedback import ErrorFeedback, Form
-from socflower.edgecloud.feature_codec import decode, encode
+from socflower.capture.cut_points import SplitModel
+from socflower.capture.layer_profile import profile_module
+from socflower.capture.tensor_arrays import to_array
+from socflower.edgecloud.codec.error_feedback import ErrorFeedback, Form
+from socflower.edgecloud.codec.quantisation import decode, encode
+from socflower.edgecloud.plan.cuts import CutCost, SplitCosts
 from socflower.edgecloud.runtime.half_optimizer import HalfOptimizer, OptimizerFactory
-from socflower.edgecloud.runtime.tensor_arrays import to_array
-from socflower.edgecloud.tracing import SplitModel
 from socflower.errors import ConfigError
 
 SCHEMA = 1

@@ -20,7 +20,7 @@ from socflower.workloads.click_through import (
     NUM_OCCUPATIONS,
     USER_COLUMNS,
 )
-from socflower.workloads.models.initial_weights import draw_weights_
+from socflower.workloads.models.layers import draw_weights_
 
 FEATURE_SIZE = 32
 """Features that each party sends of a sample."""

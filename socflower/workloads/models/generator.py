@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from socflower.errors import ConfigError
-from socflower.workloads.models.initial_weights import draw_weights_
+from socflower.workloads.models.layers import draw_weights_
 from socflower.workloads.sample_tensors import STYLE_SIZE
 
 _CHANNELS, _SIZE = 32, 7

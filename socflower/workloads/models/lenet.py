@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from socflower.workloads.models.padding import padding_to_32
+from socflower.workloads.models.layers import padding_to_32
 
 
 def lenet5(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from socflower.errors import ConfigError
-from socflower.workloads.models.initial_weights import draw_weights_
+from socflower.workloads.models.layers import draw_weights_
 from socflower.workloads.models.lenet import lenet5
 from socflower.workloads.models.mobilenet import mobilenet_v1
 from socflower.workloads.models.resnet import resnet8, resnet18

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from socflower.workloads.models.padding import padding_to_32
+from socflower.workloads.models.layers import padding_to_32
 
 STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 """Output channels of the convolutions of each stage of VGG-11; a max-pool ends the stage."""

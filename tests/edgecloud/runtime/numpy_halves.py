@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.edgecloud.deployment import Deployment
-from socflower.edgecloud.runtime.blocks import pack_weights, unpack_weights
-from socflower.edgecloud.runtime.cloud_service import CloudService
+from socflower.edgecloud.cloud.cloud_service import CloudService
+from socflower.edgecloud.cloud.session import CloudHalf, HostedFront, SessionTerms
+from socflower.edgecloud.halves import Array, Weights
+from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
-from socflower.edgecloud.runtime.edge_training import Span, train_front
 from socflower.edgecloud.runtime.front_loop import FrontPlan
-from socflower.edgecloud.runtime.session import CloudHalf, FrontWork, SessionTerms
-from socflower.edgecloud.workers import Array, Weights
+from socflower.edgecloud.runtime.span_training import Span, train_front
+from socflower.edgecloud.stream.array_blocks import pack_weights, unpack_weights
 from socflower.errors import ConfigError
 
 SIZES = (6, 7, 5, 4, 3)
@@ -181,9 +181,9 @@ def make_half(terms: SessionTerms, weights: Weights) -> CloudHalf:
     if "refuse" in settings:
         raise ConfigError("settings: refuse is set; leave it out")
     if terms.reverse:
-        plan = FrontPlan(deployment=Deployment(cut=1, window=settings.get("window", 0)),
+        plan = FrontPlan(split_plan=SplitPlan(cut=1, window=settings.get("window", 0)),
                          checkpoint_batches=settings.get("checkpoint_batches", 0))
-        return FrontWork(half=Front(labels=False, pause_s=settings.get("pause_s", 0.0)), plan=plan)
+        return HostedFront(half=Front(labels=False, pause_s=settings.get("pause_s", 0.0)), plan=plan)
     back = Back(pause_s=settings.get("pause_s", 0.0), fails_at=settings.get("fails_at", -1))
     if weights:
         back.restore(b"".join(pack_weights(weights)))
@@ -203,7 +203,7 @@ def main(role: str, port: int, folder: Path, settings: dict[str, Any]) -> None:
         time.sleep(120)
         return
     front = Front(pause_s=settings.get("pause_s", 0.0))
-    plan = FrontPlan(deployment=Deployment(cut=1), checkpoint_batches=settings.get("checkpoint_batches", 0),
+    plan = FrontPlan(split_plan=SplitPlan(cut=1), checkpoint_batches=settings.get("checkpoint_batches", 0),
                      progress=lambda done: print(done.batch, flush=True))
     report = train_front(connect(port), front, Span(first_batch=0, num_batches=settings["num_batches"]), plan,
                          folder=folder)

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from socflower.capture.cut_points import SplitModel, trace_split
+from socflower.capture.halves import random_streams, start_stream
+from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import Samples, TorchFront
-from socflower.edgecloud.runtime.random_streams import random_streams, start_stream
-from socflower.edgecloud.tracing import SplitModel, trace_split
-from socflower.edgecloud.workers import Weights
 from socflower.workloads.models import build_model
 from tests.seeded import built
 

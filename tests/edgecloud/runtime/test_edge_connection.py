@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from socflower.edgecloud.deployment import Deployment
-from socflower.edgecloud.link_trace import constant
-from socflower.edgecloud.runtime.cloud_service import CloudService
-from socflower.edgecloud.runtime.edge_training import Span, train_front
-from socflower.edgecloud.runtime.failures import SplitLost
+from socflower.edgecloud.cloud.cloud_service import CloudService
+from socflower.edgecloud.cloud.operator_calls import Operator, fetch_weights, open_session, session_status
+from socflower.edgecloud.halves import Weights
+from socflower.edgecloud.links.bandwidth_profile import constant
+from socflower.edgecloud.links.shaping import TokenBucket
+from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.front_loop import FrontPlan
-from socflower.edgecloud.runtime.operator_calls import Operator, fetch_weights, open_session, session_status
-from socflower.edgecloud.token_bucket import TokenBucket
-from socflower.edgecloud.workers import Weights
+from socflower.edgecloud.runtime.span_training import Span, train_front
+from socflower.edgecloud.stream.failures import SplitLost
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.numpy_halves import (
     EDGE,
@@ -55,7 +55,7 @@ def test_every_byte_passes_the_shapers() -> None:
     up, down = Counting(), Counting()
     try:
         report = train_front(connect(service.port, up=up, down=down), Front(), Span(first_batch=0, num_batches=10),
-                             FrontPlan(deployment=Deployment(cut=1, window=2)))
+                             FrontPlan(split_plan=SplitPlan(cut=1, window=2)))
         assert 0 < report.sent_bytes <= up.passed_bytes and 0 < report.received_bytes <= down.passed_bytes
     finally:
         service.close()
@@ -69,7 +69,7 @@ def test_a_shaped_line_takes_no_less_than_its_trace_and_is_measured_so() -> None
         began_s = time.monotonic()
         report = train_front(
             connect(service.port, up=TokenBucket(trace, "up"), down=TokenBucket(trace, "down")), front,
-            Span(first_batch=0, num_batches=60), FrontPlan(deployment=Deployment(cut=1, window=4)))
+            Span(first_batch=0, num_batches=60), FrontPlan(split_plan=SplitPlan(cut=1, window=4)))
         elapsed_s = time.monotonic() - began_s
         assert elapsed_s >= 0.9 * (report.sent_bytes - 4096) / 30_000
         sent = [transfer for transfer in report.transfers if transfer.sent]
@@ -92,7 +92,7 @@ def test_an_edge_that_reads_slowly_makes_the_cloud_wait() -> None:
 
     service, operator = serve(lambda terms, weights: Heavy())
     down, front = Counting(2 * MIB), Strong()
-    plan = FrontPlan(deployment=Deployment(cut=1), decide=lambda now: Deployment(cut=2) if now.batch == 1 else None)
+    plan = FrontPlan(split_plan=SplitPlan(cut=1), decide=lambda now: SplitPlan(cut=2) if now.batch == 1 else None)
     thread = threading.Thread(target=lambda: train_front(
         connect(service.port, down=down), front, Span(first_batch=0, num_batches=3), plan))
     thread.start()
@@ -119,10 +119,10 @@ def test_a_connection_that_is_closed_here_ends_its_span() -> None:
     try:
         with pytest.raises(SplitLost, match="was closed here"):
             train_front(connection, Front(), Span(first_batch=0, num_batches=4000), FrontPlan(
-                deployment=Deployment(cut=1), progress=lambda done: connection.close() if done.batch == 3 else None))
+                split_plan=SplitPlan(cut=1), progress=lambda done: connection.close() if done.batch == 3 else None))
         with pytest.raises(SplitLost, match=r"was not dialled: .* closed here"):
             train_front(connection, Front(), Span(first_batch=0, num_batches=4),
-                        FrontPlan(deployment=Deployment(cut=1)))
+                        FrontPlan(split_plan=SplitPlan(cut=1)))
     finally:
         service.close()
 
@@ -134,7 +134,7 @@ def test_a_peer_that_answers_a_greeting_with_nothing_is_waited_for_only_so_long(
     try:
         with pytest.raises(SplitLost, match="out of reach"):
             train_front(connect(service.port, "pair", patience_s=0.3, give_up_s=0.3), Front(),
-                        Span(first_batch=0, num_batches=4), FrontPlan(deployment=Deployment(cut=1)))
+                        Span(first_batch=0, num_batches=4), FrontPlan(split_plan=SplitPlan(cut=1)))
     finally:
         service.close()
 

@@ -7,18 +7,17 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from socflower.edgecloud.deployment import Deployment
+from socflower.edgecloud.halves import Array
+from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.back_loop import BackLoop
-from socflower.edgecloud.runtime.barriers import BarrierStore
+from socflower.edgecloud.runtime.checkpoints import BarrierStore
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
-from socflower.edgecloud.runtime.frame_channel import FrameChannel
-from socflower.edgecloud.runtime.frames import Limits
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan, Situation
 from socflower.edgecloud.runtime.loop_report import LoopReport
-from socflower.edgecloud.runtime.traffic import Transfer
-from socflower.edgecloud.workers import Array
-from tests.edgecloud.runtime.memory_line import MemoryLine, lags
+from socflower.edgecloud.stream.frame_channel import FrameChannel, Transfer
+from socflower.edgecloud.stream.frames import Limits
 from tests.edgecloud.runtime.numpy_halves import Back, Front
+from tests.edgecloud.stream.memory_line import MemoryLine, lags
 
 WINDOW = 3
 
@@ -72,7 +71,7 @@ def train(plan: FrontPlan, num_batches: int, longest_s: float = 0.0) -> tuple[Re
     thread = threading.Thread(target=behind.run, args=(0,))
     thread.start()
     FrontLoop(front, near, plan, report=report, store=BarrierStore(None, "test"), lineage="a",
-              deployment=plan.deployment, sender=FeatureSender()).run(0, num_batches)
+              split_plan=plan.split_plan, sender=FeatureSender()).run(0, num_batches)
     thread.join(20)
     assert not thread.is_alive()
     line.close()
@@ -81,7 +80,7 @@ def train(plan: FrontPlan, num_batches: int, longest_s: float = 0.0) -> tuple[Re
 
 def test_a_batch_goes_forward_after_each_update_even_if_more_gradients_have_come() -> None:
     """What F26 presupposes: two updates in a row would leave the link and the back half idle."""
-    front, _ = train(FrontPlan(deployment=Deployment(cut=1, window=WINDOW)), 12)
+    front, _ = train(FrontPlan(split_plan=SplitPlan(cut=1, window=WINDOW)), 12)
     start = [("forward", batch) for batch in range(WINDOW + 1)]
     turns = [turn for batch in range(WINDOW + 1) for turn in (("apply", batch), ("forward", batch + WINDOW + 1))]
     assert front.order[:len(start) + len(turns)] == start + turns
@@ -94,7 +93,7 @@ def test_every_transfer_is_shown_to_a_decision_once() -> None:
     def decide(now: Situation) -> None:
         seen.extend(now.transfers)
 
-    _, report = train(FrontPlan(deployment=Deployment(cut=1, window=WINDOW), decide=decide), 30, longest_s=0.003)
+    _, report = train(FrontPlan(split_plan=SplitPlan(cut=1, window=WINDOW), decide=decide), 30, longest_s=0.003)
     assert len(seen) > 20 and seen == report.transfers[:len(seen)]
 
 
@@ -114,9 +113,9 @@ def test_no_batch_goes_forward_while_another_waits_for_the_link() -> None:
                       store=BarrierStore(None, "test"), receivers=[FeatureReceiver("the edge")])
     thread = threading.Thread(target=behind.run, args=(0,))
     thread.start()
-    plan = FrontPlan(deployment=Deployment(cut=1, window=8))
+    plan = FrontPlan(split_plan=SplitPlan(cut=1, window=8))
     FrontLoop(Counting(), near, plan, report=report, store=BarrierStore(None, "test"), lineage="a",
-              deployment=plan.deployment, sender=FeatureSender()).run(0, 12)
+              split_plan=plan.split_plan, sender=FeatureSender()).run(0, 12)
     thread.join(20)
     line.close()
     assert not thread.is_alive() and len(longest) == 12 and max(longest) == 0

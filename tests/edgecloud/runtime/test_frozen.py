@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from socflower.edgecloud.tracing import trace_split
+from socflower.capture.cut_points import trace_split
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.split_training import (
     Source,

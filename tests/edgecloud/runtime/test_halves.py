@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from socflower.cluster.torch_random import forked_generator
+from socflower.capture.cut_points import trace_split
+from socflower.capture.halves import random_streams
+from socflower.capture.random_state import forked_generator
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
-from socflower.edgecloud.runtime.random_streams import random_streams
-from socflower.edgecloud.tracing import trace_split
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.split_training import (
     LOSS,

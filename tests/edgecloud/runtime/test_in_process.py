@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.edgecloud.error_feedback import Form
-from socflower.edgecloud.runtime.failures import SplitRefused
+from socflower.edgecloud.codec.error_feedback import Form
+from socflower.edgecloud.halves import Array, BackHalf, FrontHalf
+from socflower.edgecloud.plan.timeline_actions import Action, Kind
 from socflower.edgecloud.runtime.front import Samples
 from socflower.edgecloud.runtime.in_process import PartyReport, constant_staleness, run_actions
-from socflower.edgecloud.timeline_actions import Action, Kind
-from socflower.edgecloud.workers import Array, BackHalf, FrontHalf
+from socflower.edgecloud.stream.failures import SplitRefused
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.split_training import (
     BATCH_SIZE,

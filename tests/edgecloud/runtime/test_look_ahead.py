@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from socflower.capture.cut_points import trace_split
+from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.half_optimizer import HalfOptimizer
 from socflower.edgecloud.runtime.in_process import constant_staleness, run_actions
-from socflower.edgecloud.tracing import trace_split
-from socflower.edgecloud.workers import Weights
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.split_training import LOSS, Source, chain
 

@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.edgecloud.deployment import Deployment
-from socflower.edgecloud.feature_codec import encode
+from socflower.edgecloud.codec.quantisation import encode
+from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.back_loop import BackLoop
-from socflower.edgecloud.runtime.barriers import Barrier, BarrierStore, Saved, common_barrier
-from socflower.edgecloud.runtime.failures import SplitRefused
+from socflower.edgecloud.runtime.checkpoints import Barrier, BarrierStore, Saved, common_barrier
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
-from socflower.edgecloud.runtime.frame_channel import FrameChannel
-from socflower.edgecloud.runtime.frames import Gradient, Limits, Mark
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan, mean_loss
 from socflower.edgecloud.runtime.loop_report import LoopReport
+from socflower.edgecloud.stream.failures import SplitRefused
+from socflower.edgecloud.stream.frame_channel import FrameChannel
+from socflower.edgecloud.stream.frames import Gradient, Limits, Mark
 from socflower.errors import ConfigError
-from tests.edgecloud.runtime.memory_line import MemoryLine, lags
 from tests.edgecloud.runtime.numpy_halves import Back, Front, local_training, same
+from tests.edgecloud.stream.memory_line import MemoryLine, lags
 
 
 def channels() -> tuple[FrameChannel, FrameChannel]:
@@ -30,7 +30,7 @@ def channels() -> tuple[FrameChannel, FrameChannel]:
 
 def front_loop(front: Front, channel: FrameChannel, plan: FrontPlan, store: BarrierStore | None = None) -> FrontLoop:
     return FrontLoop(front, channel, plan, report=LoopReport(first_batch=0, num_batches=0), lineage="a",
-                     store=store or BarrierStore(None, "test"), deployment=plan.deployment,
+                     store=store or BarrierStore(None, "test"), split_plan=plan.split_plan,
                      sender=FeatureSender(feedback=plan.feedback))
 
 
@@ -61,7 +61,7 @@ def test_staleness_keeps_to_the_window_with_any_lags_and_breaks(
         return windows[batch // 5 % len(windows)]
 
     front, back = Front(), Back()
-    report = train(front, back, FrontPlan(deployment=Deployment(cut=1), window_of=window_of), 20, breaks=breaks,
+    report = train(front, back, FrontPlan(split_plan=SplitPlan(cut=1), window_of=window_of), 20, breaks=breaks,
                    seed=seed, longest_s=0.006)
     assert front.forwards == front.applied == back.steps == list(range(20))
     assert all(late <= window_of(min(19, batch + late)) for batch, late in report.staleness.items())
@@ -73,7 +73,7 @@ def test_staleness_keeps_to_the_window_with_any_lags_and_breaks(
 @given(cuts=st.lists(st.integers(0, 2), min_size=12, max_size=12), breaks=st.lists(st.integers(0, 30), max_size=4))
 def test_any_moves_of_the_cut_at_k_0_leave_the_weights_of_local_training(cuts: list[int], breaks: list[int]) -> None:
     front, back = Front(), Back()
-    plan = FrontPlan(deployment=Deployment(cut=1), decide=lambda now: Deployment(cut=cuts[now.batch]))
+    plan = FrontPlan(split_plan=SplitPlan(cut=1), decide=lambda now: SplitPlan(cut=cuts[now.batch]))
     report = train(front, back, plan, 12, breaks=breaks)
     assert same(front.weights(), back.weights(), wanted=local_training(12))
     assert front.cut == back.cut == cuts[-1] and all(move.old != move.new for move in report.moves)
@@ -86,7 +86,7 @@ def test_gradients_go_to_the_activations_they_belong_to() -> None:
     forward, apply = front.forward, front.apply
     front.forward = lambda batch, **options: order.append(("forward", batch)) or forward(batch, **options)  # type: ignore
     front.apply = lambda batch, gradient: order.append(("apply", batch)) or apply(batch, gradient)  # type: ignore
-    train(front, back, FrontPlan(deployment=Deployment(cut=1, window=3)), 25, seed=4, longest_s=0.01)
+    train(front, back, FrontPlan(split_plan=SplitPlan(cut=1, window=3)), 25, seed=4, longest_s=0.01)
     alone, behind, gradients = Front(), Back(), {}
     for kind, batch in order:
         if kind == "forward":
@@ -105,7 +105,7 @@ def test_a_frozen_front_half_is_told_of_its_batches_and_gets_no_gradients() -> N
 
     front, back = Front(), Frozen()
     before = {name: array.copy() for name, array in front.weights().items()}
-    report = train(front, back, FrontPlan(deployment=Deployment(cut=1, window=2), feedback="diagonal"), 10)
+    report = train(front, back, FrontPlan(split_plan=SplitPlan(cut=1, window=2), feedback="diagonal"), 10)
     assert same(front.weights(), wanted=before) and len(report.losses) == 10 and mean_loss(report) > 0
 
 
@@ -122,7 +122,7 @@ def answer_with(message: Any) -> None:
     thread = threading.Thread(target=answer)
     thread.start()
     try:
-        front_loop(Front(), near, FrontPlan(deployment=Deployment(cut=1))).run(0, 3)
+        front_loop(Front(), near, FrontPlan(split_plan=SplitPlan(cut=1))).run(0, 3)
     finally:
         thread.join(20)
         line.close()
@@ -139,12 +139,12 @@ def test_a_gradient_that_belongs_to_no_batch_that_is_out_is_never_applied() -> N
 
 
 @pytest.mark.parametrize(("options", "match"), [
-    ({"deployment": Deployment(cut=None)}, "needs no cloud"), ({"gradient_bits": 5}, "gradient_bits = 5"),
+    ({"split_plan": SplitPlan(cut=None)}, "needs no cloud"), ({"gradient_bits": 5}, "gradient_bits = 5"),
     ({"checkpoint_batches": -1}, "checkpoint_batches = -1"), ({"delta_bytes": -1}, "delta_bytes = -1"),
 ])
 def test_plans_that_cannot_be_are_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        FrontPlan(**{"deployment": Deployment(cut=0), **options})
+        FrontPlan(**{"split_plan": SplitPlan(cut=0), **options})
 
 
 def test_to_train_at_the_edge_alone_is_no_deployment_of_a_stream() -> None:
@@ -153,8 +153,8 @@ def test_to_train_at_the_edge_alone_is_no_deployment_of_a_stream() -> None:
         line = MemoryLine(near, far)
         far.send(Mark(batch=0, cut=1))
         try:
-            front_loop(Front(), near, FrontPlan(deployment=Deployment(cut=1),
-                                                decide=lambda now: Deployment(cut=None))).run(0, 3)
+            front_loop(Front(), near, FrontPlan(split_plan=SplitPlan(cut=1),
+                                                decide=lambda now: SplitPlan(cut=None))).run(0, 3)
         finally:
             line.close()
 
@@ -181,10 +181,10 @@ def test_the_last_two_barriers_are_kept_whole(tmp_path: Path) -> None:
     store = BarrierStore(tmp_path, "mine")
     for batch in (0, 5, 10):
         store.save(Barrier(batch=batch, lineage="ab"),
-                   Saved(half=b"h%d" % batch, codec=b"c", deployment=Deployment(cut=1)))
+                   Saved(half=b"h%d" % batch, codec=b"c", split_plan=SplitPlan(cut=1)))
     assert [barrier.batch for barrier in store.barriers()] == [5, 10]
     again = BarrierStore(tmp_path, "mine")
-    assert again.load(Barrier(batch=10, lineage="ab")) == Saved(half=b"h10", codec=b"c", deployment=Deployment(cut=1))
+    assert again.load(Barrier(batch=10, lineage="ab")) == Saved(half=b"h10", codec=b"c", split_plan=SplitPlan(cut=1))
     newest = max(tmp_path.iterdir())
     newest.write_bytes(newest.read_bytes()[:-1])
     assert [barrier.batch for barrier in again.barriers()] == [5]

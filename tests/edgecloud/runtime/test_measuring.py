@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from socflower.capture.cut_points import trace_split
 from socflower.edgecloud.runtime.measuring import (
     Measuring,
     from_document,
@@ -20,7 +21,6 @@ from socflower.edgecloud.runtime.measuring import (
     monotone,
     to_document,
 )
-from socflower.edgecloud.tracing import trace_split
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.split_training import adam, chain, chain_split, image_model, sgd
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from socflower.edgecloud.tracing import trace_split
+from socflower.capture.cut_points import trace_split
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.split_training import (
     adam,

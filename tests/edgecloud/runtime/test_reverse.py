@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from socflower.capture.cut_points import trace_split
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.in_process import constant_staleness, run_actions
-from socflower.edgecloud.tracing import trace_split
 from tests.edgecloud.runtime.split_training import adam, assert_same, falling, train_locally
 from tests.seeded import built
 

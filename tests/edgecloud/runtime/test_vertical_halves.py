@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from socflower.capture.cut_points import SplitModel, whole_back, whole_front
+from socflower.edgecloud.plan.timeline_actions import Action, Kind
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.in_process import run_actions
-from socflower.edgecloud.timeline_actions import Action, Kind
-from socflower.edgecloud.tracing import SplitModel, whole_back, whole_front
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.split_training import LOSS, adam, falling
 from tests.seeded import built

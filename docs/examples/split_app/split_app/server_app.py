@@ -12,17 +12,16 @@ from pathlib import Path
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
-from socflower.clients import CloudClient
+from socflower.capture.layer_profile import profile_module
+from socflower.clients.split.cloud_sessions import CloudClient
 from socflower.cluster import device, parse_cluster
-from socflower.cluster.tracing import profile_module
-from socflower.edgecloud.decision import WindowSchedule
-from socflower.edgecloud.device_costs import split_costs
-from socflower.edgecloud.planning import adaptive_party
-from socflower.edgecloud.runtime.credentials import read_token
-from socflower.edgecloud.runtime.operator_calls import Operator
-from socflower.edgecloud.trace_generator import generate
-from socflower.edgecloud.tracing import cut_shapes
-from socflower.strategies import SplitReplay
+from socflower.edgecloud.cloud.operator_calls import Operator
+from socflower.edgecloud.links.profile_generator import generate
+from socflower.edgecloud.plan.decision import WindowSchedule, adaptive_party
+from socflower.edgecloud.plan.device_costs import split_costs
+from socflower.edgecloud.program import cut_shapes
+from socflower.edgecloud.stream.credentials import read_token
+from socflower.strategies.split_replay import SplitReplay
 from socflower.workloads import evaluate, load_data
 from split_app.task import SHAPE, load_model, load_samples, program
 

@@ -4,7 +4,9 @@ from functools import cache
 
 from torch import nn
 
-from socflower.clients import LabelledSamples, LayeredProgram, sgd
+from socflower.edgecloud.program import LayeredProgram
+from socflower.edgecloud.samples import LabelledSamples
+from socflower.training.fp32 import sgd
 from socflower.workloads import build_model, iid_partition, load_data
 
 SHAPE = (1, 28, 28)

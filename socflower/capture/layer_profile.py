@@ -1,0 +1,235 @@
+"""Layer profiles of torch modules, from one forward pass in which nothing is computed."""
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from socflower.capture.random_state import forked_generator
+from socflower.cluster.cost_model import LayerProfile, ModelProfile
+from socflower.errors import ConfigError
+
+FLOAT32_BYTES = 4
+
+_IDENTITIES = (nn.Identity, nn.Sequential)  # without children, a Sequential hands on what it gets
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What one module has been seen to do, for the whole batch."""
+
+    flops: int = 0
+    output_elements: int = 0  # of what it returned
+    made_elements: Counter[str] = field(default_factory=Counter)
+    """Of tensors that it made outside the modules within it, by the leaf that ended last before; "" for none."""
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    """A forward call that has not returned yet."""
+
+    name: str
+    flops_before: int
+    flops_of_children: int = 0
+
+
+@dataclass(slots=True)
+class _Trace:
+    """Tallies by module name in the order in which the modules first ran."""
+
+    counter: FlopCounterMode
+    tallies: dict[str, _Tally] = field(default_factory=dict)
+    stack: list[_OpenCall] = field(default_factory=list)
+    last_leaf: str = ""
+
+    def enter(self, name: str) -> None:
+        self.tallies.setdefault(name, _Tally())
+        self.stack.append(_OpenCall(name, self.counter.get_total_flops()))
+
+    def make(self, num_elements: int) -> None:
+        """Count a new tensor for the innermost call; none is open while inputs are prepared."""
+        if self.stack:
+            self.tallies[self.stack[-1].name].made_elements[self.last_leaf] += num_elements
+
+    def leave(self, name: str, output: Any, *, is_leaf: bool) -> None:
+        call = self.stack.pop()
+        flops = self.counter.get_total_flops() - call.flops_before
+        if self.stack:
+            self.stack[-1].flops_of_children += flops
+        tally = self.tallies[name]
+        tally.flops += flops - call.flops_of_children
+        tally.output_elements += sum(tensor.numel() for tensor in _tensors_in(output))
+        if is_leaf:
+            self.last_leaf = name
+
+
+class _MadeTensors(TorchDispatchMode):
+    """Tells a trace of every tensor of numbers that an operation makes; views and what is written in place are none."""
+
+    def __init__(self, trace: _Trace) -> None:
+        TorchDispatchMode.__init__(self)
+        self._trace = trace
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [tensor.untyped_storage() for tensor in _tensors_in((args, kwargs))]
+        for tensor in _tensors_in(result):
+            if tensor.is_floating_point() and not any(tensor.untyped_storage() is storage for storage in given):
+                self._trace.make(tensor.numel())
+        return result
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors that a module returned, alone or in whatever it packed them into, each once."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+
+    def look(one: Any) -> None:
+        if isinstance(one, torch.Tensor):
+            found[id(one)] = one
+        elif id(one) not in seen:
+            seen.add(id(one))
+            for part in _parts(one):
+                look(part)
+
+    look(value)
+    return list(found.values())
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (Sequence, AbstractSet)) and not isinstance(value, (str, bytes)):
+        yield from value
+    elif not isinstance(value, (type, nn.Module)) and (is_dataclass(value) or hasattr(value, "__dict__")):
+        names = [*getattr(value, "__dict__", ()), *getattr(value, "__dataclass_fields__", ())]
+        yield from (getattr(value, name, None) for name in dict.fromkeys(names))
+
+
+def profile_module(module: nn.Module, example_input: torch.Tensor | tuple[int, ...], name: str) -> ModelProfile:
+    """Return the layers of `module` in the order in which they first run, with their costs per sample.
+
+    `example_input` is a batch, whose values do not matter, or the shape of one float32 sample without the batch
+    dimension. A copy without values runs in evaluation mode: the module, its mode, its buffers and the random
+    state stay as they are, and nothing is multiplied.
+
+    A layer is a module without children. FLOPs are those of matrix products and convolutions, without biases, as
+    `FlopCounterMode` counts them; element-wise layers have none. A module that runs twice counts twice in FLOPs
+    and output bytes but once in weights; tied weights also count once, where they first run. Only weights that
+    are trained count, at their own precision. A module with children becomes a layer where it owns weights or
+    multiplies outside its children. Weights of modules that never run follow at the end, so that the sum over
+    layers is the size of a gradient exchange. Identities are no layers.
+
+    Output bytes of torch's own layers are those of the tensors that they return, in whatever container. Of other
+    modules, and of those with children such as `nn.MultiheadAttention`, they are those of all tensors of numbers that
+    the module's own operations make: scores of an attention, sums of residuals, results of functions. Where a module
+    is no layer itself, they are counted with the layer that ran before them.
+
+    Raises ConfigError where the forward pass fails for that input, with the reason.
+    """
+    skeleton, inputs = _without_values(module, example_input, name)
+    trace = _Trace(FlopCounterMode(display=False))
+    _observe(skeleton, trace)
+    try:
+        # Tensors that a forward function makes for itself join the meta device, and draw no random numbers.
+        with forked_generator(), torch.device("meta"), torch.no_grad(), trace.counter, _MadeTensors(trace):
+            skeleton(inputs)
+    except Exception as error:  # a user's forward function may raise anything
+        shape = tuple(inputs.shape)
+        raise ConfigError(f"model {name}: forward pass for inputs {shape} failed: {_reason(error)}") from error
+    layers = _layers(skeleton, trace.tallies, num_samples=inputs.shape[0])
+    sample_elements = math.prod(inputs.shape[1:])
+    return ModelProfile(name=name, layers=layers, input_bytes=float(sample_elements * FLOAT32_BYTES))
+
+
+def _without_values(
+    module: nn.Module, example_input: torch.Tensor | tuple[int, ...], name: str
+) -> tuple[nn.Module, torch.Tensor]:
+    """Return a copy of the module and its input on the meta device, which knows shapes but holds no numbers."""
+    if isinstance(example_input, torch.Tensor):
+        if example_input.ndim == 0 or example_input.shape[0] == 0:
+            shape = tuple(example_input.shape)
+            raise ConfigError(
+                f"model {name}: example input needs a batch dimension of 1 or more, got shape {shape}"
+            )
+        inputs = torch.empty_like(example_input, device="meta", requires_grad=False)
+    else:
+        inputs = torch.empty((1, *example_input), device="meta")
+    # Entered in the memo as already copied, the values are never copied: a model may fill half the memory.
+    memo: dict[int, Any] = {}
+    for weight in module.parameters():
+        memo[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    try:
+        skeleton = copy.deepcopy(module, memo)
+    except Exception as error:  # attributes such as locks, files and process groups refuse in their own ways
+        raise ConfigError(f"model {name}: cannot be copied: {_reason(error)}") from error
+    return skeleton.eval(), inputs
+
+
+def _observe(skeleton: nn.Module, trace: _Trace) -> None:
+    """Report every call of every module to the trace, for as long as the skeleton lives."""
+
+    def observe(name: str, module: nn.Module) -> None:
+        # First before, and last after, the module's own hooks: their work belongs to the module.
+        module.register_forward_pre_hook(lambda *_: trace.enter(name), prepend=True)
+        is_leaf = next(module.children(), None) is None
+        module.register_forward_hook(lambda _module, _inputs, output: trace.leave(name, output, is_leaf=is_leaf))
+
+    for name, module in skeleton.named_modules():
+        observe(name, module)
+
+
+def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], num_samples: int) -> tuple[LayerProfile, ...]:
+    modules = dict(skeleton.named_modules())
+    never_run = [name for name in modules if name not in tallies]
+    counted: set[int] = set()
+    names: list[str] = []
+    layers: list[LayerProfile] = []
+    output_elements: Counter[str] = Counter()
+    unclaimed: Counter[str] = Counter()  # made by modules that are no layers, by the leaf before
+    for name in [*tallies, *never_run]:
+        module = modules[name]
+        tally = tallies.get(name, _Tally())
+        weights = [w for w in module.parameters(recurse=False) if w.requires_grad and id(w) not in counted]
+        counted.update(id(weight) for weight in weights)
+        is_leaf = next(module.children(), None) is None
+        runs = is_leaf and name in tallies and not isinstance(module, _IDENTITIES)
+        if not (runs or weights or tally.flops):
+            unclaimed += tally.made_elements
+            continue
+        made = tally.made_elements.total()
+        output_elements[name] = made if not is_leaf else tally.output_elements
+        if is_leaf and not type(module).__module__.startswith("torch."):
+            output_elements[name] = max(made, tally.output_elements)
+        layers.append(
+            LayerProfile(
+                name=name or type(module).__name__,
+                kind=type(module).__name__,
+                forward_flops=tally.flops / num_samples,
+                output_bytes=0.0,
+                weight_bytes=float(sum(weight.numel() * weight.element_size() for weight in weights)),
+                num_tensors=len(weights),
+            )
+        )
+        names.append(name)
+    for leaf, num_elements in unclaimed.items():
+        # An identity is no layer, and before the first layer there is none.
+        output_elements[leaf if leaf in output_elements else names[0]] += num_elements
+    return tuple(replace(layer, output_bytes=output_elements[name] / num_samples * FLOAT32_BYTES)
+                 for name, layer in zip(names, layers, strict=True))
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

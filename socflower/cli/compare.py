@@ -1,0 +1,82 @@
+"""`socflower compare`: the same work under several strategies."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from socflower.cli.options import (
+    Engine,
+    Json,
+    ScenarioPath,
+    Set,
+    Workers,
+    refuse_unread,
+    unread_by_compare,
+)
+from socflower.cli.terminal import (
+    OUT,
+    exit_by,
+    print_claims,
+    print_json,
+    print_question,
+    run_progress,
+)
+from socflower.engines.names import MOST_WORKERS, require_count, require_engine
+from socflower.quantities import human_bytes, human_joules, human_seconds, percent
+from socflower.scenario.schema.config import Scenario
+
+
+def compare(
+    context: typer.Context,
+    scenario: ScenarioPath,
+    strategies: Annotated[str | None, typer.Option(help="Comma-separated; default the scenario's [compare].")] = None,
+    engine: Engine = "local",
+    out: Annotated[Path | None, typer.Option(help="Folder; a comparison that was cut short goes on there.")] = None,
+    set_: Set = None,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """Run the same work under several strategies and put them side by side."""
+    require_engine(engine)
+    refuse_unread(context, unread_by_compare(engine))
+    require_count("--workers", workers, 0, MOST_WORKERS)
+    from socflower.scenario.comparison import compare as run_comparison
+    from socflower.scenario.schema.file import load_scenario
+
+    loaded = load_scenario(scenario, set_ or ())
+    names = [name.strip() for name in strategies.split(",")] if strategies else list(loaded.compare.strategies)
+    target = out or Path("out") / f"{loaded.name}-compare"
+    with run_progress(as_json) as bar:
+        document = run_comparison(loaded, names, target, engine=engine, num_workers=workers, on_start=bar)
+    if as_json:
+        print_json(document)
+    else:
+        print_comparison(OUT, loaded, document, target)
+    exit_by(document["expectations"])
+
+
+def print_comparison(console: Console, scenario: Scenario, document: Mapping[str, Any], out: Path) -> None:
+    """Show strategies side by side."""
+    print_question(console, scenario)
+    # Eight columns of at most nine characters: they fit a terminal of 80.
+    table = Table("strategy", "accuracy", f"to {percent(document['target_accuracy'])}", "in all", "energy", "boards",
+                  "hub", "here", header_style="bold", padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for row in document["rows"]:
+        inside = row["bytes"]["intra_board"] + row["bytes"]["inter_board"]
+        reached = row["time_to_accuracy_s"]
+        table.add_row(row["strategy"], percent(row["final_accuracy"]),
+                      "never" if reached is None else human_seconds(reached), human_seconds(row["virtual_s"]),
+                      human_joules(row["energy_j"]).partition(" (")[0], human_bytes(inside),
+                      human_bytes(row["bytes"]["hub"]), human_seconds(row["wall_s"]))
+    console.print(table)
+    deployed = any(row["virtual_s"] is None for row in document["rows"])
+    console.print(("wall clock to the target accuracy and here; energy and bytes as predicted" if deployed else
+                   "virtual time to the target accuracy and in all, energy and bytes of the cluster; wall clock here"),
+                  style="dim", soft_wrap=True)
+    print_claims(console, document["expectations"])
+    console.print(f"report: {escape(str(out / 'report.html'))}", soft_wrap=True, highlight=False)

@@ -1,0 +1,34 @@
+"""`socflower doctor`: what this machine has, and what to do about what is missing."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from socflower.cli.options import Json
+from socflower.cli.terminal import OUT, print_json
+
+
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine has, and what to do about what is missing."""
+    from socflower.cli.diagnosis import diagnose  # here: it imports torch and Flower
+
+    findings = diagnose()
+    if as_json:
+        print_json({"schema": 1, "findings": findings})
+    else:
+        print_findings(OUT, findings)
+    if any(finding["status"] == "broken" for finding in findings):
+        raise typer.Exit(1)
+
+
+def print_findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> None:
+    """Show what `doctor` found."""
+    colours = {"ok": "green", "missing": "yellow", "broken": "red"}
+    for finding in findings:
+        console.print(f"[{colours[finding['status']]}]{finding['status']:8}[/]{finding['name']:24}"
+                      f"{escape(finding['detail'])}", soft_wrap=True, highlight=False)
+        if finding["remedy"]:
+            console.print(f"{'':32}-> {escape(finding['remedy'])}", soft_wrap=True, highlight=False)

@@ -1,0 +1,145 @@
+"""`socflower heat` and `socflower fan`: this machine's sensors and their recording, and the fans of a rack."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from socflower.cli.options import Json
+from socflower.cli.terminal import OUT
+from socflower.quantities import counted, percent
+from socflower.thermal.sensors.linux import LinuxSensors, SensorKind, SensorsFound
+from socflower.thermal.sensors.reading import Reading
+from socflower.thermal.sensors.recording import Recorder, as_object, readings_of
+
+_KINDS = {SensorKind.SOC: "soc", SensorKind.UNNAMED: "unnamed", SensorKind.BESIDE: "beside"}
+_BETWEEN_LOOKS_S = 0.6
+"""Load and event counters are differences: one reading takes two looks."""
+
+
+def show_heat(
+    console: Console, *, watch_s: float | None = None, record_to: Path | None = None, as_json: bool = False,
+    source: LinuxSensors | None = None, sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Print the sensors of this machine and their reading; a machine without any is told so, and no mistake.
+
+    Parameters
+    ----------
+    watch_s : float, optional
+        Go on with a line every so many seconds until Ctrl-C, which ends it like any other end.
+    record_to : Path, optional
+        Write what is read to this new file too, .csv or .jsonl, which `RecordedSource` replays.
+    as_json : bool
+        One document instead of text; with `watch_s` one a line.
+
+    Raises ConfigError for a file that is there already or cannot be written, and an interval that cannot be.
+    """
+    sensors = source or LinuxSensors()
+    num_readings = 1 if watch_s is None else None
+    # Made before the recording, so that a wrong interval leaves no empty file behind.
+    readings = readings_of(sensors, interval_s=1.0 if watch_s is None else watch_s, num_readings=num_readings,
+                           sleep=sleep)
+    with nullcontext() if record_to is None else Recorder(record_to) as recorder:
+        try:
+            found = sensors.found
+            if not as_json:
+                _print_found(console, found)
+            sleep(_BETWEEN_LOOKS_S)
+            for reading in readings:
+                if recorder is not None:
+                    recorder.write(reading)
+                if as_json:
+                    _write_json(heat_document(sensors.found, reading), one_line=watch_s is not None)
+                else:
+                    _print_reading(console, reading, timed=watch_s is not None)
+        except KeyboardInterrupt:
+            if watch_s is None:
+                raise
+    if record_to is not None and not as_json:
+        console.print(f"recording: {escape(str(record_to))}", soft_wrap=True, highlight=False)
+
+
+def heat_document(found: SensorsFound, reading: Reading) -> dict[str, Any]:
+    """Return what `heat --json` prints."""
+    return {
+        "schema": 1,
+        "sensors": {
+            "temperatures": [{"name": sensor.name, "kind": _KINDS[sensor.kind], "temperature_c": sensor.temperature_c,
+                              "trouble": sensor.trouble} for sensor in found.temperatures],
+            "num_clock_policies": found.num_clock_policies, "throttle_sources": list(found.throttle_sources),
+            "batteries": list(found.batteries), "load_known": found.load_known,
+        },
+        "reading": as_object(reading),
+    }
+
+
+def sensors_line(found: SensorsFound) -> str:
+    """Return in a line what sensors there are."""
+    believed = sum(sensor.temperature_c is not None for sensor in found.temperatures)
+    temperatures = counted(len(found.temperatures), "temperature") if believed == len(found.temperatures) else \
+        f"{believed} of {len(found.temperatures)} temperatures make sense"
+    parts = [temperatures if found.temperatures else "no temperatures",
+             counted(found.num_clock_policies, "clock") if found.num_clock_policies else "no clocks",
+             f"throttling by {' and '.join(found.throttle_sources)}" if found.throttle_sources else
+             "no throttle states",
+             f"battery {', '.join(found.batteries)}" if found.batteries else "no battery"]
+    return "; ".join(parts)
+
+
+def reading_line(reading: Reading) -> str:
+    """Return in a line what a reading says; what the device does not say is left out."""
+    parts: list[str] = []
+    if reading.temperature_c is not None:
+        parts.append(f"{reading.temperature_c:.1f} °C")
+    if reading.clock_factor is not None:
+        parts.append(f"clock at {percent(reading.clock_factor, 0)} of the highest")
+    if reading.throttled is not None:
+        parts.append("throttled" if reading.throttled else "not throttled")
+    if reading.battery_fraction is not None:
+        parts.append(f"battery {percent(reading.battery_fraction, 0)}")
+    if reading.on_battery is not None:
+        parts.append("on battery" if reading.on_battery else "on mains")
+    if reading.user_load is not None:
+        parts.append(f"others use {percent(reading.user_load, 0)} of the processors")
+    return ", ".join(parts) or "nothing is known"
+
+
+def _print_found(console: Console, found: SensorsFound) -> None:
+    _print(console, sensors_line(found))
+    for sensor in found.temperatures:
+        shown = f"{sensor.temperature_c:6.1f} °C" if sensor.temperature_c is not None else f"{'–':>6}   "
+        _print(console, f"  {shown}  {_KINDS[sensor.kind]:8}{sensor.name}"
+                        f"{f': {sensor.trouble}' if sensor.trouble else ''}")
+
+
+def _print_reading(console: Console, reading: Reading, *, timed: bool) -> None:
+    for note in reading.notes:
+        _print(console, f"note: {note}")
+    _print(console, f"{time.strftime('%H:%M:%S')}  {reading_line(reading)}" if timed else reading_line(reading))
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(escape(line), soft_wrap=True, highlight=False)
+
+
+def _write_json(document: dict[str, Any], *, one_line: bool) -> None:
+    # Not through rich, which would wrap and colour it. Flushed, for whoever follows it through a pipe.
+    sys.stdout.write(json.dumps(document, indent=None if one_line else 1) + "\n")
+    sys.stdout.flush()
+
+
+def heat(
+    watch: Annotated[float | None, typer.Option(help="Go on with a line every so many seconds, until Ctrl-C.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write the readings to this new file, .csv or .jsonl.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show this machine's heat sensors and what they say."""
+    show_heat(OUT, watch_s=watch, record_to=record, as_json=as_json)
+

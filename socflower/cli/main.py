@@ -1,0 +1,66 @@
+"""The command line. Every command prints for people and takes --json for programs."""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from socflower import __version__
+from socflower.cli.bench import bench
+from socflower.cli.certificates import certificates
+from socflower.cli.cloud import cloud
+from socflower.cli.compare import compare
+from socflower.cli.doctor import doctor
+from socflower.cli.fan import fan
+from socflower.cli.heat import heat
+from socflower.cli.options import PlainCommand
+from socflower.cli.plan import plan
+from socflower.cli.process import interrupted_by_signals
+from socflower.cli.profile import profile
+from socflower.cli.run import run
+from socflower.cli.terminal import ERR, OUT
+from socflower.errors import SocflowerError, TrainingFailed
+
+app = typer.Typer(
+    name="socflower", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    suggest_commands=False,  # click does it already
+    help="Train neural networks with Flower on virtual clusters of small machines.",
+)
+for _command in (run, compare, plan, bench, profile, doctor, heat, fan, certificates):
+    app.command(cls=PlainCommand)(_command)
+app.add_typer(cloud, name="cloud")
+
+
+def main() -> None:
+    """Run the command line: exit status 0 if what was asked holds, 1 if a claim or training fails, 2 for a mistake."""
+    with interrupted_by_signals():
+        _main()
+
+
+def _main() -> None:
+    # A narrow or dumb terminal must not break the one line of an error.
+    try:
+        app()
+    except SocflowerError as error:
+        # What the user typed may hold line breaks, and stands in the text.
+        line = " ".join(str(error).split())
+        ERR.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True, highlight=False)
+        sys.exit(1 if isinstance(error, TrainingFailed) else 2)
+    except KeyboardInterrupt:
+        ERR.print("interrupted; nothing was written")
+        sys.exit(130)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        OUT.print(f"socflower {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True,
+                                          help="Print the version.")] = False,
+) -> None:
+    """Options of all commands."""

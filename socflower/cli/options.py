@@ -1,0 +1,105 @@
+"""Which options a command reads: one that was given and that nothing would read is refused, never passed over."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from socflower.errors import ConfigError
+
+ScenarioPath = Annotated[Path, typer.Argument(help="A scenario file (TOML).", show_default=False)]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override one key: table.key=value. Repeatable.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Engine = Annotated[str, typer.Option(help="local (no Ray, virtual time), simulation (Flower's own, Ray) or deployment "
+                                          "(SuperLink and SuperNodes, real time).")]
+Workers = Annotated[int | None, typer.Option(help="Worker processes of the local engine; 0 runs all in this one. "
+                                                  "Default: one a core.")]
+
+_OF_A_DEPLOYMENT = ("superlink", "superlink_ca", "restarts", "checkpoint_folder", "warm")
+_OF_AN_APP_FOLDER = ("cluster", "nodes", "training_flops")
+
+
+class PlainCommand(TyperCommand):
+    """A command whose help is plain text."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the help without the backslashes that rich would take away, were it asked."""
+        return super().get_help(ctx).replace("\\[", "[")
+
+
+def require_local_engine(engine: str, folder: object) -> None:
+    """Raise `ConfigError` if the app in `folder` is to run on an engine that runs scenarios only."""
+    if engine == "simulation":
+        command = f'flwr run {folder} --stream --federation-config "num-supernodes=N"'
+    elif engine == "deployment":
+        command = f"flwr run {folder} NAME --stream, where NAME is a SuperLink of your Flower configuration"
+    else:
+        return
+    raise ConfigError(f"--engine {engine}: is for scenarios, and {folder} is the folder of a Flower app, which runs "
+                      f"here on engine local; Flower itself runs it so: {command}")
+
+
+def unread_by_run(*, of_app_folder: bool, engine: str, elsewhere: bool, keeps_checkpoints: bool) -> dict[str, str]:
+    """Return the options of `run`, by parameter, that a run of this kind does not read, and why.
+
+    `elsewhere`: on a SuperLink that is not started here. `keeps_checkpoints`: there, in a folder that was named.
+    """
+    if of_app_folder:
+        return {**dict.fromkeys(_OF_A_DEPLOYMENT, "is for scenarios on --engine deployment, and this is the folder of "
+                                                  "a Flower app"),
+                "fresh": "is for scenarios: the run of an app folder keeps no checkpoints",
+                "save_model": "is for scenarios: an app of your own keeps its model itself"}
+    unread = dict.fromkeys(_OF_AN_APP_FOLDER, "is for the folder of a Flower app; a scenario has its own [cluster] and "
+                                              "[strategy] socs")
+    if engine != "local":
+        unread["workers"] = f"is for --engine local only, and this is --engine {engine}"
+    if engine != "deployment":
+        unread |= dict.fromkeys(_OF_A_DEPLOYMENT, f"is for --engine deployment only, and this is --engine {engine}")
+    elif elsewhere:
+        unread["save_model"] = "is for runs that end here: a SuperLink elsewhere keeps its model there; leave it out"
+        unread["warm"] = ("is for SuperNodes that are started here; those of --superlink are warm if they were started "
+                          "so (docs/warm-executor.md)")
+        if not keeps_checkpoints:
+            unread |= dict.fromkeys(("fresh", "restarts"), "needs --checkpoint-folder with --superlink: without "
+                                                           "checkpoints a run there starts anew, and once")
+    else:
+        unread["superlink_ca"] = "belongs to a --superlink HOST:PORT"
+        unread["checkpoint_folder"] = ("is a folder on the machine of --superlink; without one, checkpoints are in the "
+                                       "folder of --out")
+    return unread
+
+
+def unread_by_compare(engine: str) -> dict[str, str]:
+    """Return the options of `compare` that it does not read on an engine, and why."""
+    return {} if engine == "local" else {"workers": f"is for --engine local only, and this is --engine {engine}"}
+
+
+def refuse_unread(context: typer.Context, unread: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for an option that was given though it is in `unread`, and for a text that is empty.
+
+    What was given counts, be it the default's value or not.
+    """
+    for name, option in _given(context):
+        if name in unread:
+            raise ConfigError(f"{option} {unread[name]}")
+        if context.params[name] == "":
+            raise ConfigError(f"{option} is empty; leave it out, or give it a value")
+
+
+def refuse_all_but(context: typer.Context, *read: str, because: str) -> None:
+    """Raise `ConfigError` for every option that was given and is not in `read`."""
+    others = [option for name, option in _given(context) if name not in read]
+    if others:
+        raise ConfigError(f"{because}: leave out {', '.join(others)}")
+
+
+def _given(context: typer.Context) -> Iterator[tuple[str, str]]:
+    """Yield each parameter that stands on the command line, by its name and as it is written there."""
+    parameter: Any
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name)
+        if source is not None and source.name == "COMMANDLINE":
+            is_option = parameter.param_type_name == "option"
+            yield parameter.name, max(parameter.opts, key=len) if is_option else f"argument {parameter.name}"

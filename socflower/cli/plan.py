@@ -1,0 +1,131 @@
+"""`socflower plan`: a plan without training."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from socflower.cli.options import (
+    Json,
+    Set,
+)
+from socflower.cli.process import prints_on_stderr
+from socflower.cli.terminal import (
+    OUT,
+    print_json,
+)
+from socflower.cluster import Cluster
+from socflower.errors import ConfigError
+from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK
+from socflower.quantities import counted, human_bytes, human_joules, human_seconds, percent
+
+
+def plan(
+    scenario: Annotated[Path, typer.Argument(help="A scenario file, or a cluster file.", show_default=False)],
+    groups: Annotated[int | None, typer.Option(help="Number of groups, in place of the file's.")] = None,
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Show the groups on their boards, their communication groups, and predicted time, energy and memory."""
+    from socflower.scenario.heat import predicted_heat
+    from socflower.scenario.planning import plan_scenario
+    from socflower.scenario.schema.file import load_scenario, scenario_cluster
+
+    overrides = [*(set_ or ()), *([f"strategy.groups={groups}"] if groups is not None else ())]
+    loaded = load_scenario(scenario, overrides)
+    if groups is not None and loaded.strategy.name != "socflow":
+        raise ConfigError(f"--groups {groups}: is for strategy.name = 'socflow', and {scenario} has "
+                          f"{loaded.strategy.name!r}, which forms no groups; leave it out")
+    if loaded.is_split:
+        _plan_split(loaded, as_json)
+        return
+    cluster = scenario_cluster(loaded)
+    with prints_on_stderr():
+        document = {**plan_scenario(loaded), "heat": predicted_heat(loaded, cluster)}
+    if as_json:
+        print_json(document)
+    else:
+        print_plan(OUT, cluster, document)
+
+
+def _plan_split(scenario: Any, as_json: bool) -> None:
+    from socflower.scenario.split_planning import plan_split
+
+    with prints_on_stderr():
+        document = plan_split(scenario)
+    if as_json:
+        print_json(document)
+    else:
+        print_split_plan(OUT, document)
+
+
+def print_plan(console: Console, cluster: Cluster, document: Mapping[str, Any]) -> None:
+    """Draw the boards with each slot's group, then the predictions."""
+    group_of = {soc: group for group in document["groups"] for soc in group["members"]}
+    table = Table("board", "SoCs by slot (group, * leader, . idle)", header_style="bold")
+    for board in range(len(cluster.boards)):
+        cells = []
+        for soc in cluster.socs_of(board):
+            group = group_of.get(soc)
+            cells.append("  . " if group is None else f"{group['id']:>3}{'*' if soc == group['leader'] else ' '}")
+        table.add_row(str(board), "".join(cells))
+    console.print(table)
+    split = [group["id"] for group in document["groups"] if group["split"]]
+    console.print(f"{counted(len(document['groups']), 'group')}, split over boards: {split or 'none'}, contention "
+                  f"{document['contention']}, communication groups: {document['communication_groups']}")
+    predicted = document["predicted"]
+    console.print(document["work"], soft_wrap=True, highlight=False)
+    lines = (
+        _step_line(document),
+        f"a synchronisation {human_seconds(predicted['sync_s'])}, {predicted['syncs_per_epoch']:.3g} an epoch",
+        f"an epoch {human_seconds(predicted['epoch_s'])} and {human_joules(predicted['epoch_energy_j'])}, "
+        f"{percent(predicted['compute_fraction'])} of the SoCs' time computing",
+        f"memory of a SoC {human_bytes(predicted['memory_bytes'])}",
+    )
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
+    if heat := document.get("heat"):
+        hottest = "" if heat["peak_c"] is None else f", at most {heat['peak_c']:.1f} °C"
+        console.print(f"with heat and users the training takes {human_seconds(heat['virtual_s'])} and "
+                      f"{human_joules(heat['energy_j'])}, {human_joules(heat['cooling_j'])} of them for fans; "
+                      f"{percent(heat['slowdown'])} slower than without{hottest}", soft_wrap=True, highlight=False)
+    for note in document["notes"]:
+        console.print(f"note: {note}")
+
+
+def _step_line(document: Mapping[str, Any]) -> str:
+    """Return what a step takes, whether groups take turns in it, and what the other choice would take (F7)."""
+    predicted = document["predicted"]
+    in_turn, freely = (human_seconds(predicted[key]) for key in ("step_in_turn_s", "step_free_running_s"))
+    if document["sequenced_by"] == NO_SHARED_UPLINK:
+        return f"a step {freely}; no two groups share an uplink"
+    why = " (strategy.serialize_uplinks says so)" if document["sequenced_by"] == ASKED else ""
+    if document["sequenced"]:
+        return f"a step {in_turn}, groups taking turns{why}; running freely {freely}"
+    return f"a step {freely}, groups running freely{why}; taking turns {in_turn}"
+
+
+def print_split_plan(console: Console, document: Mapping[str, Any]) -> None:
+    """Show a plan to people."""
+    console.print(document["work"], highlight=False)
+    for number, edge in enumerate(document["edges"]):
+        link = edge["link"]
+        table = Table("cut after", "edge", "up", "cloud", "down", "a batch", "edge memory", header_style="bold",
+                      title=f"edge {number}: {edge['device']}, {link['up_bytes_per_s'] * 8e-6:.1f} Mbit/s up, "
+                            f"{link['down_bytes_per_s'] * 8e-6:.1f} down; {edge['deployment']['text']}",
+                      title_justify="left")
+        for row in edge["cuts"]:
+            mark = " *" if row["name"] == edge["deployment"]["cut_name"] else ""
+            table.add_row(f"{row['name']}{mark}", *(human_seconds(row[key]) for key in (
+                "edge_s", "up_s", "cloud_s", "down_s", "batch_s")), human_bytes(row["edge_memory_bytes"]))
+        table.add_row("edge alone" + ("" if edge["deployment"]["cut"] is not None else " *"),
+                      human_seconds(edge["edge_only_s"]), "", "", "", human_seconds(edge["edge_only_s"]), "")
+        console.print(table)
+    predicted = document["predicted"]
+    console.print(f"predicted: {human_seconds(predicted['batch_s'])} a batch, {human_seconds(predicted['epoch_s'])} an "
+                  f"epoch, {human_joules(predicted['epoch_energy_j'])} of the edges", highlight=False)
+    for note in document["notes"]:
+        console.print(f"note: {note}", style="dim", soft_wrap=True)

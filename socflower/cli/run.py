@@ -1,0 +1,188 @@
+"""`socflower run`: a scenario, or the folder of a Flower app."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from socflower.cli.options import (
+    Engine,
+    Json,
+    Set,
+    Workers,
+    refuse_unread,
+    require_local_engine,
+    unread_by_run,
+)
+from socflower.cli.process import prints_on_stderr
+from socflower.cli.terminal import (
+    OUT,
+    exit_by,
+    print_claims,
+    print_json,
+    print_question,
+    run_progress,
+    say,
+    share_of,
+)
+from socflower.cluster.cluster_file import MOST_SOCS
+from socflower.engines.names import MOST_WORKERS, require_count, require_engine
+from socflower.errors import ConfigError
+from socflower.quantities import human_bytes, human_joules, human_seconds, percent
+from socflower.scenario.priced_processors import priced_line
+from socflower.scenario.schema.config import Scenario
+
+
+def run(
+    context: typer.Context,
+    scenario: Annotated[Path, typer.Argument(help="A scenario file (TOML), or the folder of a Flower app.",
+                                             show_default=False)],
+    engine: Engine = "local",
+    out: Annotated[Path | None, typer.Option(help="Folder for result.json, trace.json and report.html; default "
+                                                  "out/<scenario>.")] = None,
+    set_: Set = None,
+    workers: Workers = None,
+    cluster: Annotated[Path | None, typer.Option(help="For an app folder: the cluster file it runs on.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="For an app folder: how many SoCs take part; default all.")] = None,
+    training_flops: Annotated[float | None, typer.Option(help="For an app folder: operations of one training "
+                                                              "example, to price its clients' work.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew where a run was interrupted; without it, the run "
+                                                        "goes on.")] = False,
+    superlink: Annotated[str, typer.Option(help="For --engine deployment: submit to this SuperLink, HOST:PORT or a "
+                                                "name in your Flower configuration; default: start one here.")] = "",
+    superlink_ca: Annotated[Path | None, typer.Option(help="Certificate authority of --superlink HOST:PORT.")] = None,
+    restarts: Annotated[int, typer.Option(help="For --engine deployment: how often a run whose ServerApp or SuperLink "
+                                               "died goes on by itself.")] = 3,
+    checkpoint_folder: Annotated[str, typer.Option(help="With --superlink: folder on its machine for checkpoints; "
+                                                        "default none.")] = "",
+    warm: Annotated[bool, typer.Option("--warm", help="For --engine deployment: fork clients from processes that have "
+                                                      "torch loaded; uses Flower's internals.")] = False,
+    save_model: Annotated[Path | None, typer.Option(help="File for the trained model, FILE.npz: arrays by the names "
+                                                         "of the state dict.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a scenario, write result, trace and report, and check its claims."""
+    is_app = scenario.is_dir()
+    if is_app:
+        require_local_engine(engine, scenario)
+    require_engine(engine)
+    refuse_unread(context, unread_by_run(of_app_folder=is_app, engine=engine, elsewhere=bool(superlink),
+                                         keeps_checkpoints=bool(checkpoint_folder)))
+    require_count("--workers", workers, 0, MOST_WORKERS)
+    require_count("--nodes", nodes, 1, MOST_SOCS)
+    if is_app:
+        _run_app_folder(scenario, cluster, out, nodes, training_flops, set_ or [], workers, as_json)
+        return
+    _require_model_file(save_model, out)
+    from socflower.engines.deployment.options import DeploymentOptions
+    from socflower.scenario import runner
+    from socflower.scenario.prepared_run import prepare
+    from socflower.scenario.schema.file import load_scenario
+
+    deployment = DeploymentOptions(superlink=superlink, superlink_ca=superlink_ca, restarts=restarts,
+                            checkpoint_folder=checkpoint_folder, fresh=fresh, warm=warm)
+    loaded = load_scenario(scenario, set_ or ())
+    prepared = prepare(loaded, engine, trains_here=not superlink)
+    target = out or Path("out") / loaded.name
+    try:
+        with run_progress(as_json) as bar:
+            # Checkpoints of a run on a SuperLink of others are there, not here.
+            result = runner.run_to_folder(
+                prepared, target, engine, num_workers=workers, on_round=bar(loaded.strategy.name),
+                resumable=not superlink, fresh=fresh, say=say, deployment=deployment, save_model=save_model)
+    except KeyboardInterrupt:
+        kept = runner.checkpoint_folder(target)
+        say(f"interrupted; {runner.kept_line(kept) if kept.rounds() else 'nothing was written'}")
+        raise typer.Exit(130) from None
+    if as_json:
+        print_json(result)
+    else:
+        print_result(OUT, loaded, result, target)
+    exit_by(result["expectations"])
+
+
+def _require_model_file(save_model: Path | None, out: Path | None) -> None:
+    """Refuse a file for the model that nothing could be written to at the end of a long training."""
+    if save_model is None:
+        return
+    folder = save_model.parent
+    if save_model.suffix != ".npz" or not (folder.is_dir() or (out is not None and folder.resolve() == out.resolve())):
+        raise ConfigError(f"--save-model {save_model}: name a file FILE.npz in a folder that exists")
+
+
+def _run_app_folder(
+    folder: Path, cluster: Path | None, out: Path | None, nodes: int | None, training_flops: float | None,
+    overrides: list[str], workers: int | None, as_json: bool,
+) -> None:
+    from socflower.scenario.app_folder import run_app_folder
+
+    if cluster is None:
+        raise ConfigError(f"{folder} is the folder of a Flower app: name the cluster it runs on with --cluster FILE")
+    target = out or Path("out") / folder.resolve().name
+    if target.resolve() == folder.resolve():
+        raise ConfigError(f"--out {target}: is the app's own folder; name another one")
+    with prints_on_stderr():
+        result = run_app_folder(folder, cluster, target, num_nodes=nodes, training_flops=training_flops,
+                                overrides=tuple(overrides), num_workers=workers)
+    if as_json:
+        print_json(result)
+    else:
+        print_app_result(OUT, result, target)
+
+
+def print_result(console: Console, scenario: Scenario, result: Mapping[str, Any], out: Path) -> None:
+    """Show one run: the question, what came of it, the claims."""
+    print_question(console, scenario)
+    table = Table("", f"{result['strategy']} on {result['engine']}", show_header=True, header_style="bold")
+    table.add_row("accuracy", percent(result["final_accuracy"]))
+    deployed = result["virtual_s"] is None
+    if deployed:
+        table.add_row("wall clock here", human_seconds(result["wall_s"]))
+        table.add_row("time, predicted", human_seconds(result["predicted_s"]))
+        table.add_row("restarts", str(len(result["restarts"])))
+        if result.get("superlink_isolated") is not None:
+            table.add_row("SuperLink open to", "this run only" if result["superlink_isolated"] else "all users here")
+    else:
+        table.add_row("virtual time", human_seconds(result["virtual_s"]))
+    table.add_row("energy, predicted" if deployed else "energy", human_joules(result["energy_j"]))
+    for tier, num_bytes in result["bytes"].items():
+        table.add_row(f"bytes {tier.replace('_', ' ')}", human_bytes(num_bytes))
+    for activity, seconds in result["breakdown"]["soc_seconds"].items():
+        table.add_row(f"SoC time: {activity}", share_of(seconds, result["breakdown"]["soc_seconds"]))
+    if heat := result.get("heat"):
+        for name, value in _heat_rows(heat):
+            table.add_row(name, value)
+    if not deployed:
+        table.add_row("wall clock here", human_seconds(result["wall_s"]))
+    table.add_row("weights", result["weights_sha256"][:16])
+    if priced := priced_line(result["processors"]):
+        table.add_row("time and energy of", priced)
+    console.print(table)
+    print_claims(console, result["expectations"])
+    console.print(f"report: {escape(str(out / 'report.html'))}   trace (open in ui.perfetto.dev): "
+                  f"{escape(str(out / 'trace.json'))}", soft_wrap=True, highlight=False)
+
+
+def _heat_rows(heat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what a table says of heat and users; of users alone there are no temperatures and no fans."""
+    if heat["slowdown"] is not None:
+        yield "slower than cold and alone", percent(heat["slowdown"])
+    if heat["peak_c"] is not None:
+        yield "hottest SoC", f"{heat['peak_c']:.1f} °C"
+        yield "energy of fans", human_joules(heat["cooling_j"])
+
+
+def print_app_result(console: Console, result: Mapping[str, Any], out: Path) -> None:
+    """Show what a foreign app would have cost on the cluster, and which messages came to nothing."""
+    for event in result["events"]:
+        console.print(f"[yellow]{escape(event['text'])}[/]", soft_wrap=True, highlight=False)
+    traffic = ", ".join(f"{human_bytes(value)} {tier.replace('_', ' ')}" for tier, value in result["bytes"].items())
+    console.print(f"virtual time {human_seconds(result['virtual_s'])}, energy {human_joules(result['energy_j'])}, "
+                  f"{traffic or 'no bytes'}; wall clock here {human_seconds(result['wall_s'])}")
+    for note in result["notes"]:
+        console.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
+    console.print(f"result and trace: {escape(str(out))}", soft_wrap=True, highlight=False)

@@ -1,0 +1,150 @@
+"""TRAIN messages that make a node a member of a ring, and the questions by which a strategy gets to know nodes."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from torch import nn
+
+from socflower.clients.node_config import RingNode, place_of, ring_node
+from socflower.errors import ConfigError
+from socflower.rings.member import AppliedStep, MemberEnd, RingMember
+from socflower.rings.preemption import preempt_switch
+from socflower.rings.transports.port import RingPort
+from socflower.training.trainer import Trainer
+from socflower.wire.message_keys import (
+    ARRAYS,
+    ASK,
+    ASK_MODEL,
+    COMPLETED,
+    CONFIG,
+    EVENTS,
+    GROUP_ID,
+    METRICS,
+    NUM_EXAMPLES,
+    OUTCOME,
+    SERVER_ROUND,
+    STATUS,
+    GroupTask,
+    NodeStatus,
+    RingTask,
+    encode,
+)
+from socflower.workloads import LabelledData
+
+_COMPRESSION_STATE, _KEPT_MODEL = "socflower-compression", "socflower-model"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberTraining:
+    """What a TRAIN message asks of a member, with all that the ClientApp was given."""
+
+    group: GroupTask
+    ring: RingTask
+    model: nn.Module
+    has_model: bool
+    data: LabelledData
+    trainer: Trainer
+    state: bytes | None
+    departs_at: int | None = None
+    ledger: Path | None = None  # file to which every step that counts is appended, a line of JSON each
+
+    def run(self, context: Context, server_round: int) -> MemberEnd:
+        """Open this node's ring port and train."""
+        node = _require_ring(context)
+        kept = context.state.config_records.get(_COMPRESSION_STATE)
+        with preempt_switch(context.node_config) as switch:
+            port = open_port(node, self.group, self.ring)
+            try:
+                end = RingMember(
+                    model=self.model, has_model=self.has_model, data=self.data, group=self.group, ring=self.ring,
+                    trainer=self.trainer, port=port, switch=switch, state=self.state,
+                    compression_state=cast(bytes, kept["state"]) if kept else None, departs_at=self.departs_at,
+                    on_step=_ledger(self.ledger, server_round),
+                ).train()
+            finally:
+                port.close()
+        if end.compression:
+            context.state[_COMPRESSION_STATE] = ConfigRecord({"state": end.compression})
+        return end
+
+
+def open_port(node: RingNode, group: GroupTask, ring: RingTask) -> RingPort:
+    """Return this member's ring port, open for the interval's members and those of groups that take turns with it."""
+    addresses = dict(zip(group.partitions, ring.addresses, strict=True))
+    for text in ring.neighbours:
+        _, participant, address = text.split(" ")
+        addresses[int(participant)] = address
+    own = addresses[ring.participant]
+    # Ranks of the port are participants; those that this member never speaks to have no address of their own.
+    by_rank = [addresses.get(rank, own) for rank in range(max(addresses) + 1)]
+    return RingPort(node.listen, rank=ring.participant, addresses=by_rank, token=bytes.fromhex(ring.token),
+                    tls=node.tls, heartbeat_s=ring.heartbeat_s, bind_timeout_s=ring.rendezvous_s, trusted=node.trusted)
+
+
+def member_reply(message: Message, context: Context, group: GroupTask, end: MemberEnd, weights: ArrayRecord | None,
+                 ) -> Message:
+    """Return what a member answers: the model if it answers for its group, else metrics only (F8).
+
+    A member that does not answer keeps the model, until the next interval, for the case that the other one cannot.
+    """
+    content = RecordDict({OUTCOME: ConfigRecord(encode(end.outcome))})
+    context.state.pop(_KEPT_MODEL, None)
+    if end.outcome.outcome == COMPLETED:
+        assert weights is not None and end.end is not None
+        metrics = MetricRecord({"train-loss": end.mean_loss, NUM_EXAMPLES: end.num_samples, GROUP_ID: group.group_id,
+                                **end.end.metrics})
+        content[METRICS] = metrics
+        if end.outcome.answers:
+            content[ARRAYS] = weights
+        else:
+            context.state[_KEPT_MODEL] = weights
+        if end.end.events:
+            content[EVENTS] = ConfigRecord({"texts": list(end.end.events)})
+    return Message(content, reply_to=message)
+
+
+def answer_query(message: Message, context: Context) -> Message:
+    """Answer a strategy's question: what is this node, or what model did its ring end with."""
+    asked = message.content.config_records[CONFIG].get(ASK)
+    if asked == ASK_MODEL:
+        kept = context.state.array_records.get(_KEPT_MODEL)
+        return Message(RecordDict({ARRAYS: kept} if kept else {}), reply_to=message)
+    node = ring_node(context.node_config)
+    board, slot = place_of(context.node_config)
+    status = NodeStatus(board=board, slot=slot) if node is None else node.status
+    with preempt_switch(context.node_config) as switch:
+        status = replace(status, preempted=switch.active)
+    return Message(RecordDict({STATUS: ConfigRecord(encode(status))}), reply_to=message)
+
+
+def _require_ring(context: Context) -> RingNode:
+    node = ring_node(context.node_config)
+    if node is None:
+        raise ConfigError(f"node {context.node_id}: its node config lacks ring; start the SuperNode with "
+                          "--node-config 'ring=\"host:port\"'")
+    return node
+
+
+def _ledger(path: Path | None, server_round: int) -> Callable[[AppliedStep], None]:
+    if path is None:
+        return lambda step: None
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def note(step: AppliedStep) -> None:
+        line = {"round": server_round, "step": step.step, "members": step.members, "samples": step.samples,
+                "adopted": step.adopted, "at_s": time.time()}
+        with path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+    return note
+
+
+def server_round_of(message: Message) -> int:
+    """Return the round of a message, 0 where it does not say."""
+    config = message.content.config_records.get(CONFIG, ConfigRecord())
+    return int(cast(int, config.get(SERVER_ROUND, 0)))

@@ -1,0 +1,134 @@
+"""A group's training state between intervals: in the node's memory, and in files for when that is gone."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from flwr.app import ConfigRecord, Context, Message
+
+from socflower.errors import ConfigError
+from socflower.wire.message_keys import CONFIG, LOST_STATE, RESUMED, GroupTask
+from socflower.wire.saved_state import DamagedFile, read_sealed, write_sealed
+
+_SCHEMA = 1
+# A server goes on from its last checkpoint, or the one before if that is damaged; the group may be a round ahead.
+_KEPT = 3
+
+
+class Position(NamedTuple):
+    """Between which steps of which training a state belongs."""
+
+    group_id: int
+    num_groups: int
+    total_steps: int
+    next_step: int
+
+
+class Kept(NamedTuple):
+    """What a file says; a group that diverged has no state, on purpose."""
+
+    state: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class StateFiles:
+    """The states of the groups of one training that are led from here, the last three of each."""
+
+    folder: Path
+
+    def write(self, position: Position, state: bytes | None) -> None:
+        """Keep the state with which a group goes on at `position`; None if it starts with a new optimiser there."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_sealed(self._path(position), {"schema": _SCHEMA, "position": position, "state": state is not None},
+                         () if state is None else (state,))
+        except OSError as error:
+            raise ConfigError(f"state folder {self.folder}: cannot be written ({error.strerror}); make room, or name "
+                              "another one") from None
+        # Steps after this one are of an attempt that was interrupted, and about to be written again.
+        for step in sorted(step for step in self._steps(position) if step <= position.next_step)[:-_KEPT]:
+            self._path(position._replace(next_step=step)).unlink(missing_ok=True)
+
+    def read(self, position: Position) -> Kept | None:
+        """Return what was kept for `position`, or None if nothing was; `DamagedFile` if it is not whole."""
+        path = self._path(position)
+        if not path.exists():
+            return None
+        header, payload = read_sealed(path)
+        if header["schema"] != _SCHEMA or header["position"] != list(position):
+            raise DamagedFile(f"{path.name} is of another version or another training")
+        return Kept(bytes(payload) if header["state"] else None)
+
+    def forget(self, group_id: int) -> None:
+        """Remove all states of a group: its training starts anew."""
+        for path in self.folder.glob(f"group-{group_id}-*.state"):
+            path.unlink(missing_ok=True)
+
+    def _steps(self, position: Position) -> list[int]:
+        pattern = f"{self._prefix(position)}*.state"
+        return [int(path.stem.rpartition("-")[2]) for path in self.folder.glob(pattern)]
+
+    def _path(self, position: Position) -> Path:
+        return self.folder / f"{self._prefix(position)}{position.next_step}.state"
+
+    @staticmethod
+    def _prefix(position: Position) -> str:
+        return f"group-{position.group_id}-of-{position.num_groups}-steps-{position.total_steps}-at-"
+
+
+TRAINER_STATE = "socflower-trainer"
+
+
+class TrainerState:
+    """The optimiser's state of one group's task, at this node; momentum stays local (F3)."""
+
+    def __init__(
+        self, task: GroupTask, message: Message, context: Context, files: StateFiles | None, *, leads: bool = True,
+    ) -> None:
+        self._task, self._context, self._files = task, context, files
+        config = message.content.config_records.get(CONFIG, ConfigRecord())
+        # Members of a ring get the optimiser from the one that leads it.
+        self._resumed, self._required = RESUMED in config, leads and bool(config.get(RESUMED))
+        self._begin = Position(task.group_id, task.num_groups, task.total_steps, task.first_step)
+        if files is not None and task.first_step == 0:
+            files.forget(task.group_id)
+
+    def read(self) -> bytes | None:
+        """Return the state to begin with, from memory, or from its file if the training was resumed; else None.
+
+        A leader that is new to its group has no momentum to go on from, nor has one that last trained by another plan;
+        that another node's file is in reach, as where all nodes are on one machine, must make no difference.
+        Raises `ConfigError` if there must be a state, since the training was resumed, and nothing is known of it.
+        """
+        saved = self._context.state.config_records.get(TRAINER_STATE)
+        if saved and saved["position"] == list(self._begin):
+            return cast(bytes, saved["state"])
+        if not self._resumed or not self._begin.next_step:
+            return None
+        cause = "no folder for states was given to make_client_app"
+        if self._files is not None:
+            cause = f"{self._files.folder} has none"
+            try:
+                kept = self._files.read(self._begin)
+            except DamagedFile as error:
+                kept, cause = None, str(error)
+            if kept is not None:
+                return kept.state
+        if not self._required:
+            return None
+        raise ConfigError(f"group {self._begin.group_id} {LOST_STATE} for step {self._begin.next_step} of "
+                          f"{self._begin.total_steps} to resume from: {cause}; without its momentum the weights would "
+                          "be others, so start the training anew (--fresh)")
+
+    def keep(self, state: bytes | None, mean_loss: float, *, in_file: bool = True) -> None:
+        """Keep the state of the task's end; None where there is none to go on from."""
+        position = self._begin._replace(next_step=self._task.first_step + self._task.num_steps)
+        # Momentum of a group that diverged is NaN and would spoil the next interval's good weights as well.
+        left = state if math.isfinite(mean_loss) else None
+        if left is not None:
+            self._context.state[TRAINER_STATE] = ConfigRecord({"state": left, "position": list(position)})
+        else:
+            self._context.state.pop(TRAINER_STATE, None)
+        if self._files is not None and in_file:
+            self._files.write(position, left)

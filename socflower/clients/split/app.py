@@ -1,0 +1,112 @@
+"""The wrapper that makes a Flower ClientApp of the edges of a split training."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
+from numpy.typing import NDArray
+
+from socflower.clients.privacy_mods import fitted
+from socflower.clients.ring_client import answer_query
+from socflower.clients.saved_training import StateFiles
+from socflower.clients.settings import ReadSettings
+from socflower.clients.split.in_process import SpanOutcome, SplitSettings, train_here
+from socflower.clients.split.remote_cloud import CloudLink, train_with_cloud
+from socflower.clients.split.saved_halves import SplitState
+from socflower.edgecloud.program import SplitProgram
+from socflower.edgecloud.samples import Samples
+from socflower.errors import ConfigError
+from socflower.training.trainer import torch_threads
+from socflower.wire.message_keys import ARRAYS, EVENTS, METRICS, NUM_EXAMPLES, QUERY_ACTION
+from socflower.wire.split_message_keys import SPLIT, SPLIT_REPORT, SplitTask
+
+ProgramFn: TypeAlias = Callable[[Context], SplitProgram]
+SamplesFn: TypeAlias = Callable[[Context, int, int], Samples]
+CloudLinkFn: TypeAlias = Callable[[Context], CloudLink]
+SettingsFn: TypeAlias = Callable[[Context], SplitSettings]
+FolderFn: TypeAlias = Callable[[Context], Path | None]
+
+
+def make_split_client_app(
+    program_fn: ProgramFn, samples_fn: SamplesFn, *, cloud_samples_fn: SamplesFn | None = None,
+    settings_fn: SettingsFn = lambda context: SplitSettings(), link_fn: CloudLinkFn = lambda context: CloudLink(),
+    mods: Sequence[Mod] = (), num_threads: int = 1, state_folder: FolderFn | None = None,
+    extra_keys: Sequence[str] = (),
+) -> ClientApp:
+    """Return a ClientApp whose nodes are edges of a split training; its strategy is `SplitReplay`.
+
+    Parameters
+    ----------
+    program_fn : (context) -> SplitProgram
+        The model, where it can be cut, and how it is trained. The cloud makes it from the same code.
+    samples_fn : (context, party, num_parties) -> Samples
+        What a party holds. Where no cloud is named, one node may be asked for all parties'.
+    cloud_samples_fn : same form, optional
+        What the cloud has of the same samples in a reverse split, for training in one process.
+    settings_fn : (context) -> SplitSettings
+        What is made of features and gradients on their way.
+    link_fn : (context) -> CloudLink
+        How this node reaches the cloud: certificates, shaping, patience.
+    state_folder : (context) -> Path or None, optional
+        Where halves are kept in files between rounds, beside `context.state`, so that a training can be resumed.
+    extra_keys : sequence of str
+        As of `make_client_app`: what `mods` or functions of yours read.
+    """
+    read = ReadSettings(maker="make_split_client_app", mods=mods, extra_keys=extra_keys)
+    app = ClientApp(mods=[fitted(mod) for mod in mods])
+
+    @app.query(QUERY_ACTION)
+    def query(message: Message, context: Context) -> Message:
+        return answer_query(message, context)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        if SPLIT not in message.content.config_records:
+            raise ConfigError("split client: the message has no split task; the strategy must be "
+                              "socflower.strategies.SplitReplay")
+        read.check_training(message)
+        read.check_node(context)
+        task = SplitTask.decode(message.content.config_records[SPLIT])
+        program = program_fn(context)
+        if task.fingerprint and task.fingerprint != program.fingerprint():
+            raise ConfigError(f"split client: the server cut another model ({task.fingerprint[:12]}) than this node's "
+                              f"({program.fingerprint()[:12]}); run the same code on both")
+        arrays = {name: array.numpy() for name, array in message.content.array_records[ARRAYS].items()}
+        state = SplitState(task, context, _files(context, state_folder))
+        with torch_threads(num_threads):
+            if task.address:
+                outcome = train_with_cloud(
+                    program, task, arrays, samples_fn(context, task.parties[0], task.num_parties), state,
+                    settings_fn(context), link_fn(context))
+            else:
+                samples = [samples_fn(context, party, task.num_parties) for party in task.parties]
+                others = [cloud_samples_fn(context, party, task.num_parties) for party in task.parties] \
+                    if cloud_samples_fn is not None and task.reverse else None
+                outcome = train_here(program, task, arrays, samples, others, state, settings_fn(context))
+        return _reply(message, outcome)
+
+    return app
+
+
+def _reply(message: Message, outcome: SpanOutcome) -> Message:
+    content = RecordDict({
+        ARRAYS: ArrayRecord({name: Array(_contiguous(array)) for name, array in outcome.arrays.items()}),
+        METRICS: MetricRecord({"train-loss": outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples})})
+    if outcome.report is not None:
+        content[SPLIT_REPORT] = ConfigRecord(outcome.report.encode())
+    if outcome.events:
+        content[EVENTS] = ConfigRecord({"texts": list(outcome.events)})
+    return Message(content, reply_to=message)
+
+
+def _files(context: Context, state_folder: FolderFn | None) -> StateFiles | None:
+    folder = None if state_folder is None else state_folder(context)
+    return None if folder is None else StateFiles(folder)
+
+
+def _contiguous(array: NDArray[Any]) -> NDArray[Any]:
+    return array if array.flags.c_contiguous else array.copy(order="C")
+

@@ -1,0 +1,145 @@
+"""The cloud's side of a split training: what makes its halves, and how a ServerApp has them made and fetches them."""
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar
+
+from numpy.typing import NDArray
+
+from socflower.clients.split.in_process import SplitSettings, party_batches
+from socflower.clients.split.remote_cloud import front_plan
+from socflower.edgecloud.cloud.operator_calls import Operator, close_session, fetch_weights, open_session
+from socflower.edgecloud.cloud.session import CloudHalf, HostedFront, SessionFactory, SessionTerms
+from socflower.edgecloud.halves import Weights
+from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram, named_without
+from socflower.edgecloud.samples import Samples
+from socflower.edgecloud.stream.credentials import new_token
+from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
+from socflower.errors import ConfigError
+from socflower.wire.split_message_keys import JOINED, OWN, TURNS, SplitTask
+
+CloudSamplesFn: TypeAlias = Callable[[int, int], Samples]
+_Answer = TypeVar("_Answer")
+_TASK = "task"
+_PAUSE_S = 0.5
+
+
+def session_factory(
+    program: SplitProgram, *, settings: SplitSettings | None = None,
+    samples_fn: CloudSamplesFn | None = None,
+) -> SessionFactory:
+    """Return what makes the cloud's half of each run of one program.
+
+    `samples_fn(party, num_parties)` is what the cloud has of a party's samples in a reverse split.
+    """
+
+    def make(terms: SessionTerms, weights: Weights) -> CloudHalf:
+        if terms.fingerprint != program.fingerprint():
+            raise ConfigError(f"run {terms.run_id}: the server cut another model ({terms.fingerprint[:12]}) than this "
+                              f"cloud's ({program.fingerprint()[:12]}); run the same code on both")
+        if not isinstance(terms.settings.get(_TASK), Mapping):
+            raise ConfigError(f"run {terms.run_id}: was opened without a split task; its manager must be "
+                              "socflower.clients.CloudClient")
+        task = SplitTask.decode(terms.settings[_TASK])
+        own = program.beginning_at(task.session_first)
+        if not task.reverse:
+            back = own.back(task.cuts[0])
+            _load(back, weights)
+            return back.half
+        if samples_fn is None:
+            raise ConfigError(f"run {terms.run_id}: a reverse split, and this cloud knows nothing of its samples; give "
+                              "session_factory samples_fn")
+        party = task.parties[0]
+        batches = party_batches(task, party, samples_fn(party, task.num_parties), first=task.session_first)
+        front = own.front(party, task.cuts[0], batches)
+        _load(front, weights)
+        return HostedFront(half=front.half, plan=front_plan(task, settings or SplitSettings()))
+
+    return make
+
+
+class CloudClient:
+    """The sessions of one training in one cloud, for `SplitReplay`.
+
+    `name` begins the sessions' names, so that trainings do not get into each other's; a random one where missing.
+    A cloud that does not answer may be starting again, and is waited for `patience_s`. Raises `SplitLost` where that
+    was too short, and `SplitRefused` for what the cloud does not want.
+    """
+
+    def __init__(self, operator: Operator, program: SplitProgram, *, address: str = "", name: str = "",
+                 patience_s: float = 60.0) -> None:
+        self._operator, self._program, self._patience_s = operator, program, patience_s
+        self._address = address or operator.address
+        self._name = name or f"run-{secrets.token_hex(4)}"
+        self._open: dict[str, SplitTask] = {}
+
+    @property
+    def name(self) -> str:
+        """What the sessions' names begin with."""
+        return self._name
+
+    def open(self, task: SplitTask, weights: Arrays) -> SplitTask:
+        """Have the cloud's half for a task's parties ready; see `CloudSessions.open`.
+
+        A session that some batches went by, since the edge trained them alone, begins anew too.
+        """
+        run = self._name if task.mode in (JOINED, TURNS) else f"{self._name}-{task.parties[0]}"
+        known = self._open.get(run)
+        averaged = task.mode == OWN and task.num_parties > 1
+        if known is not None and (known.first_batch == task.first_batch or (
+                not averaged and known.first_batch + known.num_batches == task.first_batch)):
+            self._open[run] = _at(task, known)
+            return self._open[run]
+        token = new_token()
+        opened = replace(task, address=self._address, run=run, token=token, session_first=task.first_batch)
+        # Not of `opened`: what the cloud writes down has no token.
+        settings = {**task.encode(), "session-first": task.first_batch}
+        self._reach(lambda: open_session(
+            self._operator, run_id=run, edge_token=token, fingerprint=task.fingerprint,
+            weights=named_without(self._program.cloud_prefix, weights), settings={_TASK: settings},
+            joined=task.mode == JOINED, num_parties=1 if task.mode == OWN else task.num_parties, reverse=task.reverse,
+            replace=True))
+        self._open[run] = opened
+        return opened
+
+    def fetch(self, run: str) -> dict[str, NDArray[Any]]:
+        """Return the weights of a session's half by their names in the whole model.
+
+        Raises `SplitRefused` where they are not those of the end of the round: its cloud was started anew without all
+        of its files.
+        """
+        batch, weights = self._reach(lambda: fetch_weights(self._operator, run))
+        task = self._open[run]
+        if task.session_first + batch != (stop := task.first_batch + task.num_batches):
+            raise SplitRefused(f"run {run}: the cloud's half is at batch {task.session_first + batch} and its edges at "
+                               f"{stop}; give the cloud a folder that outlives it, and start the run again")
+        return {f"{self._program.cloud_prefix}{name}": array for name, array in weights.items()}
+
+    def close(self) -> None:
+        """Close all sessions. What they came to is fetched by now, so a cloud that is gone is no harm."""
+        for run in list(self._open):
+            with suppress(SplitLost, SplitRefused):
+                close_session(self._operator, run)
+            del self._open[run]
+
+    def _reach(self, call: Callable[[], _Answer]) -> _Answer:
+        deadline_s = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return call()
+            except SplitLost:
+                if time.monotonic() + _PAUSE_S > deadline_s:
+                    raise
+                time.sleep(_PAUSE_S)
+
+
+def _load(half: PlacedHalf[Any], weights: Weights) -> None:
+    if weights:
+        half.half.load(weights)
+
+
+def _at(task: SplitTask, known: SplitTask) -> SplitTask:
+    return replace(task, address=known.address, run=known.run, token=known.token, session_first=known.session_first)

@@ -1,0 +1,171 @@
+"""Both halves of a split training in one process: real gradients, in the order that virtual time has them come."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from socflower.clients.split.saved_halves import SplitState
+from socflower.edgecloud.codec.error_feedback import Form
+from socflower.edgecloud.codec.quantisation import Grouping
+from socflower.edgecloud.plan.decision import WindowSchedule
+from socflower.edgecloud.plan.timeline_actions import Action, decode_actions
+from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram
+from socflower.edgecloud.runtime.back import TorchBack
+from socflower.edgecloud.runtime.front import TorchFront
+from socflower.edgecloud.runtime.in_process import run_actions
+from socflower.edgecloud.samples import BatchOrder, PartyBatches, Samples
+from socflower.errors import ConfigError
+from socflower.hierarchy.averaging import weighted_average
+from socflower.wire.split_message_keys import EDGE_ALONE, JOINED, OWN, SplitReport, SplitTask
+
+Fronts: TypeAlias = Sequence[PlacedHalf[TorchFront]]
+Backs: TypeAlias = Sequence[PlacedHalf[TorchBack]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitSettings:
+    """What is made of features and gradients on their way; equal on all engines."""
+
+    feedback: Form = "none"
+    grouping: Grouping = "tensor"
+    delta_bytes: int = 0  # memory for delta coding at either end; 0: without
+    window: WindowSchedule | None = None  # K by part of training, on a real link; the task's where missing
+    checkpoint_batches: int = 0  # on a real link, between two barriers; 0: only at the ends of a round
+
+    def __post_init__(self) -> None:
+        if self.delta_bytes and self.feedback != "none":
+            raise ConfigError(f"SplitSettings: feedback = {self.feedback!r} beside delta_bytes = {self.delta_bytes}: "
+                              "changes of features are sent without error feedback; leave one of the two out")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpanOutcome:
+    """What a client's part of a round came to."""
+
+    arrays: Arrays
+    mean_loss: float
+    num_samples: int
+    report: SplitReport | None = None  # of a real link
+    events: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _BothSides:
+    """The cloud's inputs in a reverse split, and the labels that an edge with all layers compares with."""
+
+    cloud: Samples
+    edge: Samples
+
+    def __len__(self) -> int:
+        return len(self.cloud)
+
+    def inputs(self, rows: Tensor) -> Tensor:
+        return self.cloud.inputs(rows)
+
+    def labels(self, rows: Tensor) -> NDArray[Any]:
+        return self.edge.labels(rows)
+
+
+def train_here(
+    program: SplitProgram, task: SplitTask, arrays: Arrays, samples: Sequence[Samples],
+    cloud_samples: Sequence[Samples] | None, state: SplitState, settings: SplitSettings,
+) -> SpanOutcome:
+    """Train all of the task's parties and their cloud halves; `arrays` are those of the whole model.
+
+    Parties that take turns are averaged at the end, by samples; whoever trains alone or joined keeps its optimisers.
+    """
+    batches = [party_batches(task, party, own) for party, own in zip(task.parties, samples, strict=True)]
+    fronts, backs = _halves(program, task, batches, cloud_samples)
+    keeps = kept_halves(task, fronts, backs)
+    events = resume(keeps, state)
+    for front in fronts:
+        front.load(arrays)
+    for back in backs:
+        back.load(arrays)
+    reports = run_actions(
+        _own_numbers(task), [half.half for half in fronts], [half.half for half in backs],
+        joined=task.mode == JOINED, feedback=settings.feedback, grouping=settings.grouping,
+        delta_bytes=settings.delta_bytes, gradient_bits=task.gradient_bits)
+    if keeps:
+        state.keep([half.half.save() for half in keeps], [place_of(front) for front in fronts])
+    losses = [loss for report in reports for loss in report.losses.values()]
+    return SpanOutcome(arrays=_whole(task, fronts, backs, batches), mean_loss=math.fsum(losses) / len(losses),
+                       num_samples=sum(_num_samples(task, each)
+                                       for each in (batches[:1] if task.mode == JOINED else batches)), events=events)
+
+
+def party_batches(task: SplitTask, party: int, samples: Samples, *, first: int = 0) -> PartyBatches:
+    """Return a party's batches, of which `first` is called 0; joined parties have the same samples in the same order.
+    """
+    return PartyBatches(samples, BatchOrder(len(samples), task.batches_per_epoch, task.seed,
+                                            0 if task.mode == JOINED else party), first)
+
+
+def kept_halves(task: SplitTask, fronts: Fronts, backs: Backs) -> list[PlacedHalf[TorchFront] | PlacedHalf[TorchBack]]:
+    """Return the halves that no averaging changes, whose optimisers therefore go on."""
+    if task.num_parties == 1 or task.mode == JOINED:
+        return [*fronts, *backs]
+    return [] if task.mode == OWN else list(backs)
+
+
+def resume(halves: Sequence[PlacedHalf[Any]], state: SplitState) -> tuple[str, ...]:
+    """Restore the halves that were kept; return a line where they should have been and are not."""
+    if not halves:
+        return ()
+    saved = state.read()
+    if saved is None:
+        what, new = ("optimisers", "new ones") if len(halves) > 1 else ("optimiser", "a new one")
+        first = state.task.first_batch
+        return () if first == 0 else (f"nothing is left of the {what} before batch {first}; went on with {new}",)
+    for half, one in zip(halves, saved, strict=True):
+        half.half.restore(one)
+    return ()
+
+
+def span_of(task: SplitTask) -> range:
+    """Return the batches of a task, counted from the start of training."""
+    return range(task.first_batch, task.first_batch + task.num_batches)
+
+
+def place_of(half: PlacedHalf[Any]) -> int:
+    """Return where a half is cut, as tasks say it."""
+    return EDGE_ALONE if half.half.cut == half.half.everything else half.half.cut
+
+
+def _halves(
+    program: SplitProgram, task: SplitTask, batches: Sequence[PartyBatches], cloud_samples: Sequence[Samples] | None,
+) -> tuple[Fronts, Backs]:
+    cuts = [None if cut == EDGE_ALONE else cut for cut in task.cuts]
+    sources = batches if cloud_samples is None else [
+        party_batches(task, party, _BothSides(cloud, own.samples))
+        for party, cloud, own in zip(task.parties, cloud_samples, batches, strict=True)]
+    fronts = [program.front(party, cut, source)
+              for party, cut, source in zip(task.parties, cuts, sources, strict=True)]
+    targets = list(batches) if task.reverse else [None] * len(batches)
+    backs = [program.back(cut, target) for cut, target in zip(cuts, targets, strict=True)]
+    return fronts, backs if task.mode == OWN else backs[:1]
+
+
+def _whole(
+    task: SplitTask, fronts: Fronts, backs: Backs, batches: Sequence[PartyBatches],
+) -> dict[str, NDArray[Any]]:
+    """Return the whole model: joined parties have a part each, and those that take turns are averaged (F8)."""
+    parts = [front.arrays() for front in fronts]
+    if task.mode != JOINED:
+        parts = [weighted_average(parts, [float(_num_samples(task, each)) for each in batches])]
+    return {name: array for half in (*(back.arrays() for back in backs), *parts) for name, array in half.items()}
+
+
+def _own_numbers(task: SplitTask) -> list[Action]:
+    """Return the actions with parties numbered as they stand in the task."""
+    place = {party: index for index, party in enumerate(task.parties)}
+    return [replace(action, party=place[action.party]) for action in decode_actions(task.actions)]
+
+
+def _num_samples(task: SplitTask, batches: PartyBatches) -> int:
+    """Return how many samples a party trains on in the task's span."""
+    return sum(len(batches.order.rows(batch)) for batch in span_of(task))

@@ -1,0 +1,166 @@
+"""An edge's part of a round with the cloud far away: its half, the stream, and what came of both."""
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+
+from socflower.clients.split.in_process import SpanOutcome, SplitSettings, kept_halves, party_batches, resume, span_of
+from socflower.clients.split.saved_halves import SplitState
+from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
+from socflower.edgecloud.links.bandwidth_profile import LinkRates, LinkTrace
+from socflower.edgecloud.links.shaping import TokenBucket
+from socflower.edgecloud.plan.cuts import SplitPlan
+from socflower.edgecloud.plan.timeline_servers import Decider
+from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram
+from socflower.edgecloud.runtime.edge_connection import EdgeConnection
+from socflower.edgecloud.runtime.front_loop import FrontPlan, Situation, mean_loss
+from socflower.edgecloud.runtime.loop_report import LoopReport
+from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
+from socflower.edgecloud.samples import Samples
+from socflower.edgecloud.stream.credentials import SplitTls
+from socflower.errors import ConfigError
+from socflower.quantities import counted
+from socflower.wire.folders import temporary_folder
+from socflower.wire.split_message_keys import OWN, SplitReport, SplitTask
+
+_TLS_KEYS = ("cloud-ca", "cloud-certificate", "cloud-key")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CloudLink:
+    """How a node reaches the cloud.
+
+    `shaped_as` makes the line as slow as a trace, as scenarios do on one machine; `decider` may move the cut. The edge
+    keeps its half in `folder` at every barrier (in a temporary one by default), so that it can go back when the cloud
+    was killed.
+    """
+
+    tls: SplitTls | None = None
+    insecure: bool = False
+    shaped_as: LinkTrace | None = None
+    decider: Decider | None = None
+    folder: Path | None = None
+    heartbeat_s: float = 5.0
+    give_up_s: float = 300.0
+
+
+def cloud_link(context: Context) -> CloudLink:
+    """Return what a node config says of the way to the cloud: `cloud-ca`, `cloud-certificate`, `cloud-key` (PEM files),
+    `cloud-insecure` (true: plain text beyond private addresses), `cloud-folder` (for barriers; by default a temporary
+    one).
+    """
+    config = context.node_config
+    ca, certificate, key = (Path(str(config[name])) if config.get(name) else None for name in _TLS_KEYS)
+    tls = SplitTls(ca=ca, certificate=certificate, key=key) if ca or certificate or key else None
+    folder, insecure = config.get("cloud-folder"), config.get("cloud-insecure", False)
+    if not isinstance(insecure, bool):
+        raise ConfigError(f"node config: cloud-insecure = {insecure!r} must be true or false, without quotes")
+    return CloudLink(tls=tls, insecure=insecure,
+                     folder=Path(str(folder)) if folder else None)
+
+
+class MeasuredDecider:
+    """Shows an engine what the link carries: by messages that have crossed it, and by those that are late."""
+
+    def __init__(self, decider: Decider, trace: LinkTrace | None, settings: SplitSettings, total_batches: int,
+                 first_batch: int) -> None:
+        self._decider, self._settings = decider, settings
+        self._total_batches, self._first_batch = total_batches, first_batch
+        self._meter: BandwidthMeter | None = None
+        self._first_rates = trace.rates(0.0) if trace is not None else None
+
+    def __call__(self, situation: Situation) -> SplitPlan | None:
+        """Return where to move to, or None to stay."""
+        for transfer in situation.transfers:
+            if self._meter is None:
+                self._meter = self._begin(transfer.num_bytes / max(transfer.seconds, 1e-9))
+            self._meter.completed("up" if transfer.sent else "down", transfer.num_bytes, transfer.seconds,
+                                  transfer.at_s)
+        if self._meter is None:
+            return None
+        if situation.under_way is None:
+            self._meter.idle("up")
+        else:
+            self._meter.waiting("up", *situation.under_way)
+        batch = self._first_batch + situation.batch
+        window = situation.split_plan.window if self._settings.window is None else \
+            self._settings.window.window(batch, self._total_batches)
+        return self._decider.decide(batch, self._meter.rates(situation.now_s), situation.split_plan, window)
+
+    def _begin(self, bytes_per_s: float) -> BandwidthMeter:
+        return BandwidthMeter(first=self._first_rates or LinkRates(
+            up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s))
+
+
+def train_with_cloud(
+    program: SplitProgram, task: SplitTask, arrays: Arrays, samples: Samples, state: SplitState,
+    settings: SplitSettings, link: CloudLink,
+) -> SpanOutcome:
+    """Train the task's span with the edge's half here and the other half in the cloud."""
+    if len(task.parties) != 1:
+        raise ConfigError(f"split client: a message for parties {list(task.parties)}; with a cloud each edge gets its "
+                          "own")
+    party, offset = task.parties[0], task.session_first
+    batches = party_batches(task, party, samples, first=offset)
+    own = program.beginning_at(offset)
+    half: PlacedHalf[Any] = own.back(task.cuts[0], batches) if task.reverse else own.front(party, task.cuts[0], batches)
+    keeps = kept_halves(task, [], [half]) if task.reverse else kept_halves(task, [half], [])
+    events = resume(keeps, state)
+    half.load(arrays)
+    shape = link.shaped_as
+    up, down = (None, None) if shape is None else (TokenBucket(shape, "up"), TokenBucket(shape, "down"))
+    connection = EdgeConnection(
+        task.address, run_id=task.run, token=task.token, fingerprint=task.fingerprint,
+        party=0 if task.mode == OWN else party, tls=link.tls, insecure=link.insecure, up=up, down=down,
+        heartbeat_s=link.heartbeat_s, give_up_s=link.give_up_s)
+    span = Span(first_batch=task.first_batch - offset, num_batches=task.num_batches)
+    try:
+        with nullcontext(link.folder / task.run) if link.folder else temporary_folder("socflower-barriers-") as folder:
+            if task.reverse:
+                report = train_back(connection, half.half, span, folder=folder)
+            else:
+                report = train_front(connection, half.half, span, front_plan(task, settings, link), folder=folder)
+    finally:
+        connection.close()
+        for bucket in (up, down):
+            if bucket is not None:
+                bucket.close()
+    if keeps:
+        state.keep([one.half.save() for one in keeps], [half.half.cut])
+    return SpanOutcome(
+        arrays=half.arrays(), mean_loss=mean_loss(report), report=_report(report, half.half.cut, task, events),
+        num_samples=sum(len(batches.order.rows(batch)) for batch in span_of(task)))
+
+
+def front_plan(task: SplitTask, settings: SplitSettings, link: CloudLink | None = None) -> FrontPlan:
+    """Return how a front half is driven, at the edge or, in a reverse split, in the cloud."""
+    schedule, total, offset = settings.window, task.total_batches, task.session_first
+    decider = None if link is None or link.decider is None else MeasuredDecider(
+        link.decider, link.shaped_as, settings, total, offset)
+    return FrontPlan(
+        split_plan=SplitPlan(cut=task.cuts[0], bits=task.bits[0], window=task.windows[0]),
+        window_of=None if schedule is None else lambda batch: schedule.window(offset + batch, total),
+        grouping=settings.grouping, feedback=settings.feedback,
+        delta_bytes=settings.delta_bytes, gradient_bits=task.gradient_bits,
+        checkpoint_batches=settings.checkpoint_batches, decide=decider)
+
+
+def _report(report: LoopReport, cut: int, task: SplitTask, events: tuple[str, ...]) -> SplitReport:
+    stale = Counter(report.staleness.values())
+    told = [*events, *(f"moved the cut from {move.old} to {move.new} before batch {task.session_first + move.batch}, "
+                       f"{move.seconds:.2f} s" for move in report.moves)]
+    if report.num_streams > 1:
+        told.append(f"the link was lost and found again {counted(report.num_streams - 1, 'time')}")
+    if report.num_rollbacks:
+        told.append(f"went back to the last barrier {counted(report.num_rollbacks, 'time')}")
+    bits = task.bits[0] if report.split_plan is None else report.split_plan.bits
+    return SplitReport(
+        cut=cut, bits=bits, duration_s=report.compute_s + report.wait_s, compute_s=report.compute_s,
+        up_bytes=report.sent_bytes, down_bytes=report.received_bytes,
+        staleness=tuple(stale[value] for value in range(max(stale, default=-1) + 1)),
+        reconnects=max(0, report.num_streams - 1), events=tuple(told))
+

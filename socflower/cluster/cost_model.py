@@ -1,0 +1,180 @@
+"""THE cost model: what a model costs layer by layer, and what a step of it takes a device.
+
+Every planner and every simulated second takes its compute costs from here. `socflower.capture.layer_profile` makes
+profiles of torch modules.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from socflower.cluster.device import Device
+from socflower.cluster.topology import Cluster
+from socflower.errors import ConfigError
+
+BACKWARD_TO_FORWARD = 2.0
+"""A backward pass multiplies twice per weight (input gradient, weight gradient) where a forward pass does once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerProfile:
+    """One layer, per sample. Multiply and add count as two operations; activations are float32."""
+
+    name: str
+    kind: str
+    forward_flops: float
+    output_bytes: float
+    weight_bytes: float
+    num_tensors: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelProfile:
+    """All layers of a model in the order in which they run."""
+
+    name: str
+    layers: tuple[LayerProfile, ...]
+    input_bytes: float  # of one sample
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ConfigError(f"model {self.name}: has no layers to profile")
+
+    @property
+    def forward_flops(self) -> float:
+        """Operations of one sample's forward pass."""
+        return sum(layer.forward_flops for layer in self.layers)
+
+    @property
+    def training_flops(self) -> float:
+        """Operations of one sample's forward and backward pass."""
+        return self.forward_flops * (1.0 + BACKWARD_TO_FORWARD)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of all trainable weights; also of one gradient exchange."""
+        return sum(layer.weight_bytes for layer in self.layers)
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of trainable tensors, each of which costs a message in a gradient exchange."""
+        return sum(layer.num_tensors for layer in self.layers)
+
+    @property
+    def activation_bytes(self) -> float:
+        """Bytes of one sample's activations kept for the backward pass."""
+        return self.input_bytes + sum(layer.output_bytes for layer in self.layers)
+
+    def training_memory_bytes(self, batch_size: int, optimizer_copies: float = 1.0) -> float:
+        """Return the peak memory of a training step: weights, gradients, optimiser state, activations."""
+        return self.weight_bytes * (2.0 + optimizer_copies) + self.activation_bytes * batch_size
+
+
+UPDATE_PASSES = 5.0
+"""SGD with momentum reads weight, gradient and momentum and writes weight and momentum."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessorCost:
+    """A processor's part of a training step, at speed factor 1."""
+
+    processor: str
+    forward_s: float
+    backward_s: float
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of forward and backward pass."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """One device's share of one training step, at speed factor 1."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    processor: str
+    beside: tuple[ProcessorCost, ...] = ()  # processors that do further samples of the share at the same time
+    merge_s: float = 0.0  # of `processor`, to join its gradients with theirs before they are exchanged
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of forward and backward pass of `processor`."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def processors(self) -> tuple[ProcessorCost, ...]:
+        """The work of each processor that has any, `processor` first."""
+        own = ProcessorCost(processor=self.processor, forward_s=self.forward_s, backward_s=self.backward_s)
+        return tuple(part for part in (own, *self.beside) if part.compute_s) or (own,)
+
+
+class Pricing(Protocol):
+    """What an arithmetic costs on a device: FP32 here, others in `precision`, which `hierarchy` need not know."""
+
+    def step_cost(self, model: ModelProfile, device: Device, num_samples: int) -> StepCost:
+        """Return what a device needs for `num_samples` of a batch and one update of the weights."""
+        ...
+
+    def rate(self, model_name: str, device: Device) -> float:
+        """Return the FLOP/s of all that works on a share: the capacity that shares and plans go by (F4)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OneProcessor:
+    """Training on one processor of each device: the named one where a device has it, else its default one."""
+
+    processor: str | None = None
+
+    def step_cost(self, model: ModelProfile, device: Device, num_samples: int) -> StepCost:
+        """Return `step_cost` on that processor."""
+        return step_cost(model, device, num_samples, self.on(device))
+
+    def rate(self, model_name: str, device: Device) -> float:
+        """Return that processor's sustained FLOP/s."""
+        return device.processor(self.on(device)).rate(model_name)
+
+    def on(self, device: Device) -> str:
+        """Return the processor that trains on a device."""
+        if self.processor is not None and self.processor in device.processors:
+            return self.processor
+        return device.default_processor
+
+
+FP32 = OneProcessor()
+"""Every device on its default processor."""
+
+
+def step_cost(model: ModelProfile, device: Device, num_samples: int, processor: str | None = None) -> StepCost:
+    """Return what a device needs for `num_samples` of a batch and one update of the weights.
+
+    compute = samples x training FLOPs / sustained rate + layers x fixed overhead, so that T_train(BS) of F1 is less
+    than proportional in the batch; or, where the device's profile has timings of the model, what was measured.
+    Either is halved between the passes like the FLOPs. update = passes over the weights / memory bandwidth. No
+    samples, no compute: such a member only updates.
+    """
+    name = processor or device.default_processor
+    compute_s = compute_seconds(model, device, num_samples, name)
+    forward_share = 1.0 / (1.0 + BACKWARD_TO_FORWARD)
+    return StepCost(
+        forward_s=compute_s * forward_share,
+        backward_s=compute_s * (1.0 - forward_share),
+        update_s=UPDATE_PASSES * model.weight_bytes / device.memory_bytes_per_s,
+        processor=name,
+    )
+
+
+def compute_seconds(model: ModelProfile, device: Device, num_samples: int, processor: str) -> float:
+    """Return the seconds of forward and backward pass of `num_samples` on one processor."""
+    timings = device.processor(processor).timings.get(model.name)
+    if timings is not None:
+        return timings.seconds(num_samples)
+    arithmetic_s = num_samples * model.training_flops / device.processor(processor).rate(model.name)
+    return arithmetic_s + (len(model.layers) * device.layer_overhead_s if num_samples else 0.0)
+
+
+def sustained_rates(cluster: Cluster, model_name: str = "", pricing: Pricing = FP32) -> tuple[float, ...]:
+    """Return every SoC's FLOP/s on a model, in SoC order: the capacities that shares and plans go by (F4)."""
+    return tuple(pricing.rate(model_name, cluster.device_of(soc)) for soc in range(cluster.num_socs))

@@ -1,0 +1,305 @@
+"""The cloud's server: hosts the cloud's halves of many runs, for edges that dial in."""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from logging import getLogger
+from pathlib import Path
+from threading import Lock, Thread, Timer
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from socflower.edgecloud.cloud.session import CloudSession, SessionFactory
+from socflower.edgecloud.cloud.session_store import SessionShelf
+from socflower.edgecloud.stream.array_blocks import pack_weights, size_of, slices_of
+from socflower.edgecloud.stream.credentials import (
+    RUN_KEY,
+    TOKEN_KEY,
+    SplitTls,
+    check_token,
+    digest_of,
+    is_token,
+    require_near,
+    split_address,
+    transport_options,
+)
+from socflower.edgecloud.stream.failures import FrameRefused, SplitRefused, StartOver
+from socflower.edgecloud.stream.frame_channel import FrameChannel
+from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, LARGEST_PART_BYTES, Limits
+from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.errors import ConfigError, SocflowerError
+from socflower.wire.logs import RefusalLog
+
+SERVICE = "socflower.split.Split"
+"""The gRPC service's name."""
+
+_HELLO_S = 10.0
+# Larger than a frame may be, so that it is this module that refuses one, with a line that says why.
+_LARGEST_MESSAGE_BYTES = 4 * LARGEST_FRAME_BYTES
+
+_Request = TypeVar("_Request", bound=Message)
+_Handler = Callable[[Any, grpc.ServicerContext], Any]
+
+
+class CloudService:
+    """Listens at `listen` ("host:port"; port 0 asks for a free one) until `close`.
+
+    `factory` makes the cloud's half of each run that a manager opens with `operator_token`. With a `folder` sessions
+    and their barriers outlive this process: they are there again when it is started anew. Without `tls` only loopback
+    and private addresses are listened on, unless `insecure`. Memory of a session is bounded by `limits` and its half.
+    Refusals are logged in a few lines for each peer and minute, by `clock`; what the cloud says of its own runs always.
+    Raises `ConfigError` for an address, token, certificate or folder that cannot be used.
+    """
+
+    def __init__(self, listen: str, factory: SessionFactory, *, operator_token: str, tls: SplitTls | None = None,
+                 insecure: bool = False, folder: Path | None = None, limits: Limits | None = None,
+                 heartbeat_s: float = 5.0, patience_s: float = 900.0, gather_s: float = 300.0, max_streams: int = 64,
+                 log: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        host, port = split_address(listen)
+        if tls is None and not insecure:
+            require_near(listen)
+        self._operator_digest = digest_of(check_token(operator_token, "operator token"))
+        self._max_streams = max_streams
+        self._lock = Lock()
+        log_line = log or getLogger(__name__).warning
+        self._refusals = RefusalLog(log_line, what="split cloud", clock=clock)
+        self._num_streams = 0
+        self._shelf = SessionShelf(
+            factory, folder=folder, limits=limits or Limits(), patience_s=patience_s, gather_s=gather_s,
+            most_parties=max_streams, log=log_line)
+        try:
+            self._listen(listen, host, port, tls, max_streams, heartbeat_s)
+        except BaseException:
+            self._shelf.close()  # else nobody could use its folder while this process lives
+            raise
+
+    def _listen(self, listen: str, host: str, port: int, tls: SplitTls | None, max_streams: int, heartbeat_s: float,
+                ) -> None:
+        credentials = tls.server_credentials() if tls is not None else None
+        _require_free(listen, host, port)
+        # Every stream holds a thread; the manager's calls get their own on top.
+        self._server = grpc.server(
+            ThreadPoolExecutor(max_streams + 16, thread_name_prefix="split-cloud"), handlers=[self._handlers()],
+            options=[("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 5000),
+                     *transport_options(heartbeat_s, _LARGEST_MESSAGE_BYTES)])
+        try:
+            self.port: int = self._server.add_secure_port(listen, credentials) if credentials is not None else \
+                self._server.add_insecure_port(listen)
+        except RuntimeError:
+            raise ConfigError(f"split address {listen} cannot be listened on; give another port") from None
+        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        self._server.start()
+
+    def close(self) -> None:
+        """End all streams and sessions; edges try to come back, and do if this service is started anew."""
+        self._shelf.close()
+        self._server.stop(0.2).wait(5.0)
+        self._refusals.flush(everything=True)
+
+    # ------------------------------------------------------------------------------------------ the manager's calls
+
+    def _open(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        self._require_operator(context)
+        opening: wire.Opening | None = None
+        packed = bytearray()
+        for message in messages:
+            part = self._parse(wire.OpenPart, message)
+            if opening is None:
+                opening = part.opening
+                self._shelf.check(opening)  # before its weights are waited for
+            packed += part.part
+            if len(packed) > opening.num_bytes:
+                raise SplitRefused(f"run {opening.run_id}: more bytes of weights than it was opened with; open it anew")
+        if opening is None or len(packed) != opening.num_bytes:
+            raise SplitRefused("a run was opened by halves: its weights broke off; open it anew")
+        self._shelf.open(opening, memoryview(packed))
+        return wire.Opened().SerializeToString()
+
+    def _fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        try:
+            self._require_operator(context)
+            request = self._parse(wire.FetchRequest, message)
+            session = self._shelf.get(request.run_id)
+            pieces: list[bytes | memoryview]
+            if request.whole_state:
+                batch, state = session.state()
+                pieces = [state]
+            else:
+                batch, weights = session.weights()
+                pieces = [*pack_weights(weights)]
+        except SocflowerError as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        num_bytes = size_of(pieces)
+        for piece in slices_of(pieces, LARGEST_PART_BYTES):
+            yield wire.FetchPart(batch=batch, num_bytes=num_bytes, part=piece).SerializeToString()
+
+    def _close(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        self._require_operator(context)
+        request = self._parse(wire.CloseRequest, message)
+        self._shelf.end(request.run_id, forget=request.forget)
+        return wire.Closed().SerializeToString()
+
+    def _status(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        self._require_operator(context)
+        request = self._parse(wire.StatusRequest, message)
+        sessions = [self._shelf.get(request.run_id)] if request.run_id else self._shelf.all()
+        return wire.StatusReply(
+            sessions=json.dumps([session.status() for session in sessions])).SerializeToString()
+
+    def _require_operator(self, context: grpc.ServicerContext) -> None:
+        if not is_token(dict(context.invocation_metadata()).get(TOKEN_KEY), self._operator_digest):
+            self._turn_away(context, "a manager's call with a wrong token",
+                            "the operator token is not the cloud's; give the one it was started with")
+
+    # ------------------------------------------------------------------------------------------- an edge's stream
+
+    def _stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        metadata = dict(context.invocation_metadata())
+        run_id = str(metadata.get(RUN_KEY, ""))
+        session = self._shelf.find(run_id)
+        if session is None:
+            # The run's name alone is told to whoever asks; a token that belongs to none is not looked at.
+            self._turn_away(context, f"a stream for a run that is not open ({run_id[:80]!r})",
+                            f"run {run_id[:80]} is not open at this cloud; its manager has to open it",
+                            grpc.StatusCode.NOT_FOUND)
+        if not is_token(metadata.get(TOKEN_KEY), session.terms.token_digest):
+            self._turn_away(context, f"a stream for run {run_id} with a wrong token",
+                            f"run {run_id}: the token is not the one it was opened with; give the edge that one")
+        with self._lock:
+            self._num_streams += 1
+            full = self._num_streams > self._max_streams
+        try:
+            if full:
+                self._turn_away(context, f"a stream for run {run_id}, beyond {self._max_streams} at a time",
+                                f"the cloud has {self._max_streams} streams already", grpc.StatusCode.UNAVAILABLE)
+            yield from self._converse(session, messages, context)
+        finally:
+            with self._lock:
+                self._num_streams -= 1
+
+    def _converse(
+        self, session: CloudSession, messages: Iterator[bytes], context: grpc.ServicerContext,
+    ) -> Iterator[bytes]:
+        where = f"run {session.terms.run_id}"
+        try:
+            admitted = session.admit(self._hello(messages, context), context.is_active)
+        except (FrameRefused, SocflowerError) as refused:
+            text = str(refused) if isinstance(refused, SocflowerError) else f"{where}: the edge sent {refused}"
+            self._refuse(context, "a stream", text)
+            yield _refusal(wire.Refusal.REFUSED, text)
+            return
+        except StartOver:
+            yield _refusal(wire.Refusal.START_OVER, "join anew")
+            return
+        channel, attachment = admitted.channel, admitted.attachment
+        context.add_callback(lambda: channel.detach(attachment))
+        refusals: list[str] = []
+        Thread(target=self._read, args=(channel, attachment, messages, refusals), daemon=True).start()
+        yield wire.Frame(welcome=admitted.welcome).SerializeToString()
+        for frame in channel.frames(attachment):
+            yield frame.SerializeToString()
+        if refusals:
+            self._refuse(context, "a stream", f"{where}: it sent {refusals[0]}; the run is unharmed")
+            yield _refusal(wire.Refusal.REFUSED, f"{where}: the edge sent {refusals[0]}")
+        elif isinstance(channel.failure, StartOver):
+            yield _refusal(wire.Refusal.START_OVER, "join anew")
+        elif channel.failure is not None:
+            yield _refusal(wire.Refusal.REFUSED, str(channel.failure))
+
+    def _hello(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> wire.Hello:
+        timer = Timer(_HELLO_S, context.cancel)
+        timer.daemon = True
+        timer.start()
+        try:
+            frame = self._parse_frame(next(messages))
+        except FrameRefused:
+            raise
+        except Exception:  # gRPC raises a bare one where the stream breaks off
+            raise FrameRefused(f"no greeting within {_HELLO_S:g} s, or broke off") from None
+        finally:
+            timer.cancel()
+        if frame.WhichOneof("kind") != "hello":
+            raise FrameRefused(f"a {frame.WhichOneof('kind') or 'frame of an unknown kind'} instead of a greeting")
+        return frame.hello
+
+    def _read(
+        self, channel: FrameChannel, attachment: int, messages: Iterator[bytes], refusals: list[str],
+    ) -> None:
+        try:
+            for message in messages:
+                channel.take(attachment, self._parse_frame(message))
+        except FrameRefused as refused:
+            refusals.append(str(refused))
+        except Exception:  # gRPC raises a bare one where the stream breaks off
+            pass
+        channel.detach(attachment)
+
+    def _parse_frame(self, message: bytes) -> wire.Frame:
+        if len(message) > LARGEST_FRAME_BYTES:
+            raise FrameRefused(f"a frame of {len(message)} bytes, where {LARGEST_FRAME_BYTES} are the limit")
+        try:
+            return wire.Frame.FromString(message)
+        except DecodeError:
+            raise FrameRefused(f"{len(message)} bytes that are no frame") from None
+
+    # -------------------------------------------------------------------------------------------------------- gRPC
+
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        # Bodies are parsed here and not by gRPC, which would write a traceback for each that cannot be.
+        return grpc.method_handlers_generic_handler(SERVICE, {
+            "Open": grpc.stream_unary_rpc_method_handler(self._answering(self._open)),
+            "Close": grpc.unary_unary_rpc_method_handler(self._answering(self._close)),
+            "Status": grpc.unary_unary_rpc_method_handler(self._answering(self._status)),
+            "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
+            "Train": grpc.stream_stream_rpc_method_handler(self._stream),
+        })
+
+    def _answering(self, handler: _Handler) -> _Handler:
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return handler(request, context)
+            except SocflowerError as error:
+                context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return answer
+
+    def _parse(self, kind: type[_Request], message: bytes) -> _Request:
+        try:
+            return kind.FromString(message)
+        except DecodeError:
+            raise SplitRefused(f"{len(message)} bytes that are no {kind.DESCRIPTOR.name}") from None
+
+    def _turn_away(self, context: grpc.ServicerContext, what: str, text: str,
+                   code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED) -> NoReturn:
+        self._refuse(context, what)
+        context.abort(code, text)
+        raise AssertionError("abort returned")
+
+    def _refuse(self, context: grpc.ServicerContext, what: str, why: str = "") -> None:
+        peer = context.peer()
+        self._refusals.report(peer, f"split cloud: refused {what} from {peer}{f': {why}' if why else ''}")
+
+
+def _refusal(code: "wire.Refusal.Code", text: str) -> bytes:
+    frame = wire.Frame(refusal=wire.Refusal(code=code, text=" ".join(text.split())[:2000]))
+    return frame.SerializeToString()
+
+
+def _require_free(listen: str, host: str, port: int, bind_timeout_s: float = 10.0) -> None:
+    """Wait until an address can be listened on; a process that was killed may have left it in use for a moment."""
+    deadline_s = time.monotonic() + bind_timeout_s
+    while True:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                return
+        except OSError as error:
+            if time.monotonic() > deadline_s or isinstance(error, socket.gaierror):
+                raise ConfigError(f"split address {listen} cannot be listened on ({error.strerror}); give another "
+                                  "port, or an address of this machine") from None
+            time.sleep(0.1)

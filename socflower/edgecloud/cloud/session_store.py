@@ -1,0 +1,167 @@
+"""The sessions that a cloud hosts, in memory and in a folder: opened, found, ended, and there again after a restart."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+
+from socflower.edgecloud.cloud.session import (
+    CloudSession,
+    SessionFactory,
+    SessionTerms,
+    terms_from_document,
+    terms_to_document,
+)
+from socflower.edgecloud.stream.array_blocks import unpack_weights
+from socflower.edgecloud.stream.failures import FrameRefused, SplitRefused, StartOver
+from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, Limits
+from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.errors import ConfigError, SocflowerError
+from socflower.wire.folders import LOCK_FILE, FolderLock
+from socflower.wire.saved_state import DamagedFile, read_sealed, write_sealed
+
+_RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_SESSION_FILE = "session.sealed"
+
+
+class SessionShelf:
+    """Holds sessions by run; each has a folder of its own below `folder`, if one is given.
+
+    What was opened is written there before it is served, with a digest of its token instead of the token, so that a
+    service that is started anew has the sessions of the one before. Raises `ConfigError` for a folder that cannot be
+    used.
+    """
+
+    def __init__(self, factory: SessionFactory, *, folder: Path | None, limits: Limits, patience_s: float,
+                 gather_s: float, most_parties: int, log: Callable[[str], None]) -> None:
+        self._factory, self._folder, self._limits = factory, folder, limits
+        self._patience_s, self._gather_s, self._most_parties, self._log = patience_s, gather_s, most_parties, log
+        self._lock = Lock()
+        self._opening = Lock()  # one at a time: two of the same run must not write the same folder
+        self._sessions: dict[str, CloudSession] = {}
+        self._folder_lock: FolderLock | None = None
+        try:
+            self._restore()
+        except BaseException:
+            self._unlock()
+            raise
+
+    def all(self) -> list[CloudSession]:
+        """Return what there is."""
+        with self._lock:
+            return list(self._sessions.values())
+
+    def find(self, run_id: str) -> CloudSession | None:
+        """Return a run's session, if it is open."""
+        with self._lock:
+            return self._sessions.get(run_id)
+
+    def get(self, run_id: str) -> CloudSession:
+        """Return a run's session; `SplitRefused` if it is not open."""
+        session = self.find(run_id)
+        if session is None:
+            raise SplitRefused(f"run {run_id[:80]} is not open here; open it first")
+        return session
+
+    def open(self, opening: wire.Opening, packed: memoryview) -> None:
+        """Open a run with packed weights. Raises `SplitRefused` for one that is open already, unless it is replaced,
+        and what the factory raises.
+        """
+        terms = self.check(opening)
+        with self._opening:
+            if self.find(terms.run_id) is not None:
+                if not opening.replace:
+                    raise SplitRefused(f"run {terms.run_id} is open already; close it, or open it with replace")
+                self.end(terms.run_id, forget=True)
+            folder = self._run_folder(terms.run_id)
+            try:
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.mkdir(mode=0o700)
+                session = self._session(terms, packed)
+                if folder is not None:
+                    write_sealed(folder / _SESSION_FILE, terms_to_document(terms), [packed])
+            except OSError as error:
+                raise SplitRefused(f"run {terms.run_id}: its folder cannot be written ({error.strerror}); make room "
+                                   "or give the cloud another one") from None
+            except FrameRefused as refused:
+                raise SplitRefused(f"run {terms.run_id} was opened with {refused}; pack them anew") from None
+            with self._lock:
+                self._sessions[terms.run_id] = session
+
+    def end(self, run_id: str, *, forget: bool) -> None:
+        """End a run: its edges are refused from now on; `forget` removes its barriers too."""
+        session = self.get(run_id)
+        with self._lock:
+            self._sessions.pop(run_id, None)
+        session.close(SplitRefused(f"run {run_id} was closed by its manager"))
+        folder = self._run_folder(run_id)
+        if folder is not None and forget:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif folder is not None:
+            (folder / _SESSION_FILE).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let go of all sessions; their files stay, and their edges try to come back."""
+        for session in self.all():
+            session.close(StartOver())
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._folder_lock is not None:
+            self._folder_lock.release()
+
+    def check(self, opening: wire.Opening) -> SessionTerms:
+        """Return the terms of an opening; `SplitRefused` for what cannot be."""
+        if opening.version != PROTOCOL_VERSION:
+            raise SplitRefused(f"the cloud speaks version {PROTOCOL_VERSION} of the split protocol, the manager "
+                               f"{opening.version}; install the same socflower on both")
+        if not _RUN_ID.fullmatch(opening.run_id):
+            raise SplitRefused(f"run {opening.run_id[:80]!r}: its name may have 64 letters, digits, '.', '_' and '-'")
+        if opening.num_bytes > self._limits.max_weights_bytes:
+            raise SplitRefused(f"run {opening.run_id}: {opening.num_bytes} bytes of weights, where "
+                               f"{self._limits.max_weights_bytes} are the limit")
+        if len(opening.token_digest) != 32:
+            raise SplitRefused(f"run {opening.run_id}: has no token for its edges")
+        if not 1 <= opening.num_parties <= self._most_parties or (opening.reverse and opening.num_parties > 1):
+            raise SplitRefused(f"run {opening.run_id}: num_parties = {opening.num_parties} must be from 1 to "
+                               f"{self._most_parties}, and 1 in a reverse split")
+        try:
+            settings = json.loads(opening.settings or "{}")
+        except ValueError:
+            settings = None
+        if not isinstance(settings, dict):
+            raise SplitRefused(f"run {opening.run_id}: its settings are no JSON object")
+        return SessionTerms(
+            run_id=opening.run_id, token_digest=opening.token_digest, fingerprint=opening.fingerprint,
+            num_parties=opening.num_parties, joined=opening.joined, reverse=opening.reverse, settings=settings)
+
+    def _restore(self) -> None:
+        if self._folder is None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            paths = sorted(self._folder.glob(f"*/{_SESSION_FILE}"))
+        except OSError as error:
+            raise ConfigError(f"split cloud: folder {self._folder} cannot be used ({error.strerror}); give one that "
+                              "this process may write to") from None
+        self._folder_lock = FolderLock(self._folder / LOCK_FILE, f"split cloud: folder {self._folder}")
+        for path in paths:
+            try:
+                document, packed = read_sealed(path)
+                terms = terms_from_document(document)
+                self._sessions[terms.run_id] = self._session(terms, packed)
+            except (DamagedFile, SocflowerError, FrameRefused, KeyError, TypeError, ValueError) as error:
+                self._log(f"split cloud: the run in {path.parent} is left out, its files do not serve ({error}); open "
+                          "it anew")
+
+    def _session(self, terms: SessionTerms, packed: memoryview) -> CloudSession:
+        half = self._factory(terms, unpack_weights(packed) if packed.nbytes else {})
+        return CloudSession(
+            terms, half, folder=self._run_folder(terms.run_id), limits=self._limits, patience_s=self._patience_s,
+            gather_s=self._gather_s, log=self._log)
+
+    def _run_folder(self, run_id: str) -> Path | None:
+        return self._folder / run_id if self._folder is not None else None

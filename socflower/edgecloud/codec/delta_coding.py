@@ -1,0 +1,243 @@
+"""Sending how a sample's features have changed since they were last sent, as AQ-SGD does (F25).
+
+Both ends hold, per sample, the features m that the receiver decoded last. The sender sends C(h − m), and both set
+m ← m + C(h − m). From one epoch to the next features change little, and less and less, so that the range that 2 or 4
+bits are spread over shrinks with the training, where that of the features themselves does not. The sender goes by the
+*decoded* features, never by its own exact ones: errors do not add up, the next change repairs them. A sample that is
+not held is sent as it is, at 8 bits or more.
+
+**Memory**, at each end: samples × elements of a sample's features × 2 bytes (float16) or 4 (float32), up to
+`max_bytes`; the 5,000 digits behind LeNet's first pooling (6 × 12 × 12) take 8.6 MB in float16. Beyond that the
+samples that went unused for longest are dropped, in the same order at both ends. An epoch comes round to every sample
+just when it has been unused for longest, so less memory than all samples need gains little.
+
+Both ends must see the same messages in the same order. Each message says by a running digest what state it was made
+in, so that a receiver that has missed one refuses the next instead of decoding it to something wrong.
+"""
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from socflower.edgecloud.codec.quantisation import EncodedTensor, Grouping, decode, encode
+from socflower.edgecloud.halves import Array
+from socflower.edgecloud.plan.cuts import BITS
+from socflower.errors import ConfigError
+from socflower.wire.saved_state import from_bytes, to_bytes
+
+Storage: TypeAlias = Literal["float16", "float32"]
+STORAGES: tuple[Storage, ...] = ("float16", "float32")
+
+_KIND = "delta coding"
+_DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaMessage:
+    """A batch's features as they travel, without the samples' numbers, which the receiver is told apart."""
+
+    count: int  # messages before this one
+    digest: bytes  # of the state that this one was made in
+    first: EncodedTensor | None  # features of the samples that are not held, in batch order
+    change: EncodedTensor | None  # of those that are: what has changed
+
+    @property
+    def num_bytes(self) -> int:
+        """What travels."""
+        return 8 + len(self.digest) + sum(part.num_bytes for part in (self.first, self.change) if part is not None)
+
+
+class DeltaEnd:
+    """What both ends of a link hold alike: the last decoded features of each sample, and how they came about.
+
+    Parameters, the same at both ends
+    ---------------------------------
+    max_bytes : int
+        What the held features may take. 0 holds none, which leaves the plain codec.
+    first_bits : int
+        The width of a sample that is not held; more where the changes are sent with more.
+    storage : str
+        "float16" or "float32". What float16 rounds off a held value is part of the next change, so it costs range and
+        does not add up. The receiver's features are never rounded to it.
+    grouping : str
+        What shares a range, as in `encode`.
+    """
+
+    def __init__(self, *, max_bytes: int, first_bits: int = 8, storage: Storage = "float16",
+                 grouping: Grouping = "tensor") -> None:
+        if max_bytes < 0:
+            raise ConfigError(f"delta coding: max_bytes = {max_bytes} must be 0 or more")
+        if first_bits not in BITS:
+            raise ConfigError(f"delta coding: first_bits = {first_bits} is unknown; use one of "
+                              f"{', '.join(map(str, BITS))}")
+        if storage not in STORAGES:
+            raise ConfigError(f"delta coding: storage {storage!r} is unknown; use {' or '.join(STORAGES)}")
+        self._max_bytes, self._first_bits, self._grouping = max_bytes, first_bits, grouping
+        self._type: np.dtype[Any] = np.dtype(storage)
+        self._held: dict[int, NDArray[Any]] = {}  # by sample, the one unused for longest first
+        self._shape: tuple[int, ...] = ()  # of one sample
+        self._count = 0
+        # Ends that are set up differently must not understand each other.
+        self._digest = hashlib.blake2b(repr(self._settings()).encode(), digest_size=_DIGEST_BYTES).digest()
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples are held."""
+        return len(self._held)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the held features take."""
+        return sum(features.nbytes for features in self._held.values())
+
+    def reset(self) -> None:
+        """Hold nothing any more, as when the cut moves: other layers make other features. To be called at both ends."""
+        self._held.clear()
+        self._advance(b"reset")
+
+    def save(self) -> bytes:
+        """Return what `restore` needs: what is held, in order, and the digest."""
+        header = {"settings": self._settings(), "count": self._count, "digest": self._digest.hex()}
+        features = np.stack(list(self._held.values())) if self._held else np.empty((0, *self._shape), self._type)
+        return to_bytes(_KIND, header, {"samples": np.array(list(self._held), np.int64), "features": features})
+
+    def restore(self, saved: bytes) -> None:
+        """Stand where an end stood that was saved, be it this one or the other.
+
+        Raises `ConfigError` if it had other settings, and if what was saved is damaged.
+        """
+        header, arrays = from_bytes(_KIND, saved)
+        if header["settings"] != self._settings():
+            raise ConfigError(f"delta coding: the saved state was made with {header['settings']}, not with "
+                              f"{self._settings()}; go on with the same settings, or start anew at both ends")
+        self._count, self._digest = header["count"], bytes.fromhex(header["digest"])
+        self._shape = arrays["features"].shape[1:]
+        self._held = {sample: features.copy()
+                      for sample, features in zip(arrays["samples"].tolist(), arrays["features"], strict=True)}
+
+    # ----------------------------------------------------------------------------------------- for both ends
+
+    def _settings(self) -> list[Any]:
+        return [self._max_bytes, self._first_bits, self._type.name, self._grouping]
+
+    def _held_of(self, samples: Sequence[int], shape: tuple[int, ...], plain: bool) -> NDArray[np.bool_]:
+        """Return which samples of a batch are held in the shape of this one; none if all are sent as they are."""
+        usable = shape == self._shape and not plain
+        return np.array([usable and sample in self._held for sample in samples], bool)
+
+    def _last_of(self, samples: Sequence[int], known: NDArray[np.bool_]) -> Array:
+        """Return the held features (known samples, ...)."""
+        return np.stack([self._held[sample] for sample, is_held in zip(samples, known, strict=True) if is_held]).astype(
+            np.float32)
+
+    def _take_in(self, samples: Sequence[int], features: Array, message: DeltaMessage) -> None:
+        """Hold decoded features of a batch; of a sample that occurs twice the later ones."""
+        if features.shape[1:] != self._shape:
+            self._held.clear()
+            self._shape = features.shape[1:]
+        largest = np.finfo(self._type).max
+        for sample, own in zip(samples, np.clip(features, -largest, largest).astype(self._type), strict=True):
+            self._held.pop(sample, None)
+            self._held[sample] = own.copy()  # no view, which would keep the whole batch
+        sample_bytes = math.prod(self._shape) * self._type.itemsize
+        # Samples without elements take no memory, and are known by nothing: none of them is held.
+        num_kept = self._max_bytes // sample_bytes if sample_bytes else 0
+        for sample in list(self._held)[:max(0, len(self._held) - num_kept)]:
+            del self._held[sample]
+        self._advance(np.array(samples, "<i8").tobytes(), *_contents(message.first), *_contents(message.change))
+
+    def _advance(self, *contents: bytes | memoryview) -> None:
+        digest = hashlib.blake2b(self._digest, digest_size=_DIGEST_BYTES)
+        for content in contents:
+            digest.update(content)
+        self._digest = digest.digest()
+        self._count += 1
+
+
+class DeltaSender(DeltaEnd):
+    """The end that has the features."""
+
+    def encode(self, sample_ids: NDArray[np.int64], features: Array, bits: int) -> tuple[DeltaMessage, Array]:
+        """Return the message for a batch (samples, ...), and the features that the receiver makes of it.
+
+        Changes go in `bits`, samples that are not held in `first_bits` if that is more; at 32 bits all go as they are.
+        Raises what `feature_codec.encode` raises, and `ConfigError` if numbers and features differ in length; then
+        nothing has changed.
+        """
+        samples = _checked(sample_ids, features.shape)
+        known = self._held_of(samples, features.shape[1:], bits == 32)
+        first = change = None
+        decoded = np.empty(features.shape, np.float32)
+        if not known.all() or not known.size:
+            first = encode(features[~known], max(bits, self._first_bits), grouping=self._grouping)
+            decoded[~known] = decode(first)
+        if known.any():
+            last = self._last_of(samples, known)
+            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by `encode`
+                changes = features[known] - last
+            change = encode(changes, bits, grouping=self._grouping, what="changes of features")
+            decoded[known] = last + decode(change)
+        message = DeltaMessage(count=self._count, digest=self._digest, first=first, change=change)
+        self._take_in(samples, decoded, message)
+        return message, decoded
+
+
+class DeltaReceiver(DeltaEnd):
+    """The end that is sent the features."""
+
+    def decode(self, sample_ids: NDArray[np.int64], message: DeltaMessage) -> Array:
+        """Return the features (samples, ...) of a batch.
+
+        Raises `ConfigError`, and changes nothing, if this end's state is not the one that the message was made in,
+        since a message was lost, repeated or overtaken, or if the message is not of this many samples.
+        """
+        if (message.count, message.digest) != (self._count, self._digest):
+            raise ConfigError(f"delta coding: message {message.count} was made in another state than this end is in "
+                              f"after {self._count}; one was lost, repeated or changed: restore both ends from the "
+                              "same batch, or reset both")
+        first, change = message.first, message.change
+        part = first if first is not None else change
+        if part is None:
+            raise ConfigError("delta coding: a message without features; it has first ones, changes, or both")
+        shape = part.shape[1:]
+        samples = _checked(sample_ids, (len(sample_ids), *shape))
+        known = self._held_of(samples, shape, first is not None and first.bits == 32 and change is None)
+        _check_part("first", first, (int((~known).sum()), *shape))
+        _check_part("changed", change, (int(known.sum()), *shape))
+        decoded = np.empty((len(samples), *shape), np.float32)
+        if first is not None:
+            decoded[~known] = decode(first)
+        if change is not None:
+            decoded[known] = self._last_of(samples, known) + decode(change)
+        self._take_in(samples, decoded, message)
+        return decoded
+
+
+def _checked(sample_ids: NDArray[np.int64], shape: tuple[int, ...]) -> list[int]:
+    """Return the numbers of a batch's samples."""
+    if not shape or sample_ids.shape != shape[:1]:
+        raise ConfigError(f"delta coding: {sample_ids.size} sample numbers for features of shape {shape}; give one for "
+                          "each sample")
+    samples: list[int] = sample_ids.tolist()
+    return samples
+
+
+def _check_part(name: str, part: EncodedTensor | None, shape: tuple[int, ...]) -> None:
+    found = (0, *shape[1:]) if part is None else part.shape
+    if found != shape:
+        raise ConfigError(f"delta coding: {name} features of shape {found} where this end awaits {shape}; sample "
+                          "numbers or message are not those that were sent")
+
+
+def _contents(part: EncodedTensor | None) -> list[bytes | memoryview]:
+    """Return all of a part that decides what is decoded."""
+    if part is None:
+        return [b"-"]
+    ranges = np.array([part.low, part.high], "<f4").tobytes()
+    return [struct.pack(f"<{len(part.shape) + 1}q", part.bits, *part.shape), ranges, part.payload]

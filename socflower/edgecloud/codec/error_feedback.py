@@ -1,0 +1,183 @@
+"""Correcting a gradient for what the feature codec has lost, to first order (F25).
+
+The back half differentiates at h′ = h + E, where E is the codec's error; the front half wants the gradient at h:
+
+    δ ≈ δ̂ − H·E,    H being the Hessian of the loss by h′, estimated from the gradient δ̂ alone.
+
+Two forms of the paper: with H = δ̂δ̂ᵀ (Eq. 7–8) δ̂ − (E·δ̂)δ̂, per sample, since a sample's loss knows no other sample's
+features; and with only its diagonal (Alg. 1) δ̂ − E ⊙ δ̂ ⊙ δ̂.
+
+**Scale.** The outer product of gradients estimates the Hessian of one sample's log-likelihood. Training losses are
+means over a batch of B, so what comes back is δ̂ = g/B for a sample's own gradient g, and the Hessian of the mean by
+that sample's features is ggᵀ/B = B·δ̂δ̂ᵀ. The paper leaves out B. `scale="paper"` is its literal form;
+`scale="mean-loss"` has the factor, so that the rank-one form is exact to first order where the Hessian is ggᵀ.
+
+**What to expect.** Little. The rank-one form multiplies a sample's gradient by 1 − E·δ̂ (or 1 − B·E·δ̂), and since E
+is about as often positive as negative, and no larger than half a step, E·δ̂ is far below 1 at 8 bits; the direction
+does not change at all. The diagonal form changes single elements by a share |E·δ̂| of an element, less still.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from socflower.edgecloud.halves import Array
+from socflower.errors import ConfigError
+from socflower.wire.saved_state import from_bytes, to_bytes
+
+Form: TypeAlias = Literal["none", "diagonal", "rank-one"]
+Scale: TypeAlias = Literal["paper", "mean-loss"]
+
+FORMS: tuple[Form, ...] = ("none", "diagonal", "rank-one")
+SCALES: tuple[Scale, ...] = ("paper", "mean-loss")
+
+_BLOCK = 1 << 15  # elements worked on at a time, as in the codec
+_KIND = "error feedback"
+
+
+def diagonal(gradient: Array, error: Array, *, factor: float = 1.0) -> Array:
+    """Return δ̂ − factor·E ⊙ δ̂ ⊙ δ̂ (F25; paper, Alg. 1 with factor 1); `ConfigError` if shapes differ."""
+    _check_shapes(gradient, error)
+    correction: Array = np.multiply(error, gradient)
+    correction *= gradient
+    correction *= np.float32(factor)
+    corrected: Array = gradient - correction
+    return corrected
+
+
+def rank_one(gradient: Array, error: Array, *, factor: float = 1.0) -> Array:
+    """Return δ̂ − factor·(E·δ̂)δ̂, with an inner product per sample, the first dimension (F25; paper, Eq. 7–8).
+
+    Raises `ConfigError` if shapes differ or there is no first dimension.
+    """
+    _check_shapes(gradient, error)
+    if not gradient.ndim:
+        raise ConfigError("error feedback: a gradient without a first dimension has no samples")
+    if not gradient.size:
+        return gradient.copy()
+    rows = gradient.reshape(len(gradient), -1)
+    inner = np.einsum("ij,ij->i", rows, error.reshape(rows.shape), dtype=np.float64)
+    corrected: Array = rows * (1 - factor * inner).astype(np.float32)[:, None]
+    return corrected.reshape(gradient.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptError:
+    """An error E in one byte per element: what K + 1 batches in flight can afford on a thin device.
+
+    E is kept as round(127·E/max|E|), so that it is off by max|E|/254 at most, a 508th of the codec's step, and zeros,
+    which a ReLU makes many, stay zeros. Nothing at all is kept where nothing was lost.
+    """
+
+    shape: tuple[int, ...]
+    unit: float  # max|E|/127
+    levels: NDArray[np.int8] | None  # (elements,); None if E is 0 everywhere
+
+    @classmethod
+    def of(cls, features: Array, decoded: Array) -> "KeptError":
+        """Keep E = decoded − features; `ConfigError` if shapes differ."""
+        if features.shape != decoded.shape:
+            raise ConfigError(f"error feedback: features of shape {features.shape} were decoded to {decoded.shape}")
+        was, came = features.reshape(-1), decoded.reshape(-1)
+        # By blocks, and twice, rather than with another tensor of the features' size.
+        work = np.empty(min(was.size, _BLOCK))
+        blocks = [slice(start, min(start + _BLOCK, was.size)) for start in range(0, was.size, _BLOCK)]
+
+        def error(block: slice) -> NDArray[np.float64]:
+            return np.subtract(came[block], was[block], out=work[:block.stop - block.start], dtype=np.float64)
+
+        unit = max((float(np.abs(error(block), out=work[:block.stop - block.start]).max()) for block in blocks),
+                   default=0.0) / 127
+        if unit == 0:
+            return cls(shape=features.shape, unit=0.0, levels=None)
+        levels = np.empty(was.size, np.int8)
+        for block in blocks:
+            level = error(block)
+            np.divide(level, unit, out=level)
+            levels[block] = np.rint(level, out=level)
+        return cls(shape=features.shape, unit=unit, levels=levels)
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept."""
+        return 0 if self.levels is None else self.levels.nbytes
+
+    def error(self) -> Array:
+        """Return E."""
+        if self.levels is None:
+            return np.zeros(self.shape, np.float32)
+        return np.multiply(self.levels, self.unit, dtype=np.float64).astype(np.float32).reshape(self.shape)
+
+
+class ErrorFeedback:
+    """The front half's side of error feedback: errors of the batches in flight, one byte per element.
+
+    Memory: (K + 1)·elements of a batch's features, in bytes. `form` "none" keeps nothing and corrects nothing.
+    """
+
+    def __init__(self, form: Form, *, scale: Scale = "paper") -> None:
+        if form not in FORMS:
+            raise ConfigError(f"error feedback: form {form!r} is unknown; use {', '.join(FORMS)}")
+        if scale not in SCALES:
+            raise ConfigError(f"error feedback: scale {scale!r} is unknown; use {' or '.join(SCALES)}")
+        self.form: Form = form
+        self.scale: Scale = scale
+        self._kept: dict[int, KeptError] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept now."""
+        return sum(kept.num_bytes for kept in self._kept.values())
+
+    def keep(self, batch: int, features: Array, decoded: Array) -> None:
+        """Keep what the codec lost of a batch: `decoded` is what the back half gets for `features`.
+
+        A batch that is sent again replaces the former; raises `ConfigError` if shapes differ.
+        """
+        if self.form != "none":
+            self._kept[batch] = KeptError.of(features, decoded)
+
+    def correct(self, batch: int, gradient: Array) -> Array:
+        """Return a batch's gradient, corrected; the argument is left as it is.
+
+        Raises `ConfigError` for a batch that was not kept, and for a gradient of another shape than its features.
+        """
+        if self.form == "none":
+            return gradient
+        kept = self._kept.get(batch)
+        if kept is None:
+            raise ConfigError(f"error feedback: nothing is kept of batch {batch}; keep it when its features are sent")
+        if kept.shape != gradient.shape:
+            raise ConfigError(f"error feedback: the gradient of batch {batch} has shape {gradient.shape}, its features "
+                              f"{kept.shape}")
+        if kept.levels is None:
+            return gradient
+        factor = float(len(gradient)) if self.scale == "mean-loss" and gradient.ndim else 1.0
+        return (diagonal if self.form == "diagonal" else rank_one)(gradient, kept.error(), factor=factor)
+
+    def forget(self, batch: int) -> None:
+        """Let go of a batch, whether it was kept or not."""
+        self._kept.pop(batch, None)
+
+    def save(self) -> bytes:
+        """Return what `restore` needs."""
+        batches = [{"batch": batch, "shape": kept.shape, "unit": kept.unit} for batch, kept in self._kept.items()]
+        levels = {str(batch): kept.levels for batch, kept in self._kept.items() if kept.levels is not None}
+        return to_bytes(_KIND, {"form": self.form, "batches": batches}, levels)
+
+    def restore(self, saved: bytes) -> None:
+        """Keep what was kept when `save` was called; `ConfigError` if it is damaged or of another form."""
+        header, levels = from_bytes(_KIND, saved)
+        if header["form"] != self.form:
+            raise ConfigError(f"error feedback: the saved state is of form {header['form']!r}, not {self.form!r}; go "
+                              "on with the same form, or start anew")
+        self._kept = {kept["batch"]: KeptError(shape=tuple(kept["shape"]), unit=kept["unit"],
+                                               levels=levels.get(str(kept["batch"]))) for kept in header["batches"]}
+
+
+def _check_shapes(gradient: Array, error: Array) -> None:
+    if gradient.shape != error.shape:
+        raise ConfigError(f"error feedback: a gradient of shape {gradient.shape} and an error of {error.shape} do not "
+                          "belong together")

@@ -1,0 +1,1 @@
+"""Links whose bandwidth changes: profiles, files, generators, estimates, and shaping of real links."""

@@ -1,0 +1,89 @@
+"""A deployment of one model over an edge and a cloud, and what each place of a cut costs."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from socflower.errors import ConfigError
+
+BITS = (2, 4, 8, 16, 32)
+"""Widths of a feature on the wire; 32 is float32 as it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitPlan:
+    """Where a model is cut, how wide its features travel, and how stale a gradient may come back: N = (l, b, K)."""
+
+    cut: int | None  # index into `SplitCosts.cuts`; None: the edge trains alone
+    bits: int = 32
+    window: int = 0  # K of F23: batches that may go forward before the gradient of an earlier one has come back
+
+    def __post_init__(self) -> None:
+        if self.cut is not None and self.cut < 0:
+            raise ConfigError(f"deployment: cut = {self.cut} must be 0 or more, or none at all")
+        if self.bits not in BITS:
+            raise ConfigError(f"deployment: bits = {self.bits} is unknown; use one of {', '.join(map(str, BITS))}")
+        if self.window < 0:
+            raise ConfigError(f"deployment: window = {self.window} must be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutCost:
+    """One place where the model can be cut; seconds and bytes are those of one batch.
+
+    The front half is all up to and including this layer, and stands at the edge (in a reverse split: in the cloud).
+    """
+
+    name: str  # of the front half's last layer
+    edge_forward_s: float  # of the edge's half
+    edge_backward_s: float  # backward pass and update; 0 where nothing of it is trained
+    cloud_s: float  # forward, backward and update of the cloud's half
+    feature_elements: int  # of one batch
+    front_weight_bytes: float  # of all that must move if the front half moves: weights, buffers, optimiser state
+    edge_memory_bytes: float = 0.0  # weights, gradients, optimiser state and one batch's activations at the edge
+    front_trains: bool = True  # False: everything before the cut is frozen, and no gradient is sent back (Type 2)
+
+    def __post_init__(self) -> None:
+        for key in ("edge_forward_s", "edge_backward_s", "cloud_s", "front_weight_bytes", "edge_memory_bytes"):
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ConfigError(f"cut {self.name}: {key} = {getattr(self, key)} must be 0 or more and finite")
+        if self.feature_elements < 1:
+            raise ConfigError(f"cut {self.name}: feature_elements = {self.feature_elements} must be 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitCosts:
+    """What a batch costs at every cut of one model on one edge and one cloud, in the order of the model's layers."""
+
+    model: str
+    batch_size: int
+    cuts: tuple[CutCost, ...]
+    edge_only_s: float  # a whole training step at the edge
+    label_bytes: float = 0.0  # that travel with the features of a batch
+    codec_s_per_element: Mapping[int, float] = field(default_factory=dict)  # at the edge, by bits; 0 where missing
+    edge_s_per_byte: float = 0.0  # the edge's processor time for a byte sent or received
+    edge_s_per_batch: float = 0.0  # the edge's processor time for the messages of a batch, however small they are
+    gradient_bits: int = 32  # on the way back
+    header_bytes: float = 256.0  # of a batch, each way: message and framing
+    model_weight_bytes: float = 0.0  # of all that must move if the whole model moves; 0: unknown, no edge-only move
+
+    def __post_init__(self) -> None:
+        if not self.cuts:
+            raise ConfigError(f"model {self.model}: has no place to cut it; a cut lies after an activation, a "
+                              "normalisation, a pooling or a residual block through which everything passes")
+        if self.gradient_bits not in BITS:
+            raise ConfigError(f"gradient_bits = {self.gradient_bits} is unknown; use one of "
+                              f"{', '.join(map(str, BITS))}")
+        largest_bytes = max(cut.front_weight_bytes for cut in self.cuts)
+        if self.model_weight_bytes and not largest_bytes <= self.model_weight_bytes < math.inf:
+            raise ConfigError(f"model {self.model}: model_weight_bytes = {self.model_weight_bytes} must be at least "
+                              f"those of its largest front half, {largest_bytes}, and finite")
+
+    def feature_bytes(self, cut: int, bits: int) -> float:
+        """Return what one batch sends with its features, labels and header included."""
+        return self.header_bytes + self.label_bytes + math.ceil(self.cuts[cut].feature_elements * bits / 8)
+
+    def gradient_bytes(self, cut: int) -> float:
+        """Return what comes back for one batch; an empty message where the front half is frozen."""
+        elements = self.cuts[cut].feature_elements if self.cuts[cut].front_trains else 0
+        return self.header_bytes + math.ceil(elements * self.gradient_bits / 8)

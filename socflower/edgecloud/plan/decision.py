@@ -1,0 +1,220 @@
+"""The decision engine (F27): where to cut and how wide to send, anew whenever the link is no longer what it was."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from socflower.edgecloud.links.bandwidth_profile import LinkRates, LinkTrace
+from socflower.edgecloud.plan.cost_model import predicted_s
+from socflower.edgecloud.plan.cuts import BITS, SplitCosts, SplitPlan
+from socflower.edgecloud.plan.timeline import Party
+from socflower.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowSchedule:
+    """K by the phase of the training: from each fraction of all batches on, another one."""
+
+    steps: tuple[tuple[float, int], ...] = ((0.0, 4), (0.5, 5))  # (fraction, K), as the paper trains
+
+    def __post_init__(self) -> None:
+        fractions = [fraction for fraction, _ in self.steps]
+        if not fractions or fractions[0] != 0.0 or not all(a < b < 1.0 for a, b in pairwise(fractions)):
+            raise ConfigError(f"window schedule: fractions must begin with 0 and rise below 1, got {fractions}")
+        for _, window in self.steps:
+            if window < 0:
+                raise ConfigError(f"window schedule: window = {window} must be 0 or more")
+
+    def window(self, batch: int, num_batches: int) -> int:
+        """Return K for a batch of a training of `num_batches`; the last phase's beyond its end."""
+        return next(window for fraction, window in reversed(self.steps) if batch >= fraction * num_batches)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """One change of deployment, with what was believed when it was decided."""
+
+    batch: int
+    rates: LinkRates  # measured at that moment
+    smoothed: LinkRates
+    gap_batches: float  # τ
+    old: SplitPlan
+    new: SplitPlan
+    predicted_s_stay: float  # of the next τ batches
+    predicted_s_move: float  # with drain and migration
+
+
+class DecisionEngine:
+    """Minimises M + U over cuts and bits, O(cuts·bits) a look, and changes nothing that does not pay (Alg. 2).
+
+    Three rules keep it from rash moves. (1) Training is predicted by smoothed rates, drain and migration by those of
+    the moment: a drop makes moving dear at once but staying dear only by and by, so the cut moves when the rate stays
+    low (Fig. 18), and over a dead link never. (2) τ is the mean gap between changes (Eq. 14): if they come often, a
+    move must pay within few batches. The gap not yet ended counts as far as it would raise τ, or an engine
+    that had become shy would remain so for good; and `first_gap_batches` is the most that is ever believed, so that on
+    a constant link one move is all. (3) A move must gain `min_gain` of what staying takes, and after one the engine
+    rests for `rest_batches`: a change of bits moves no weights, so that no cost keeps it from being undone at once,
+    and the link has to be measured under the new deployment.
+
+    Hence in N batches at most 1 + N/rest_batches changes; and of those that move the cut at most
+    2·(N + first_gap_batches/(1 − beta))/n*, where n* is the fewest batches in which a migration can pay.
+    This bounds how often it moves, not how well it guesses: on a link that changes completely every 10 to 50 batches it
+    lags behind, and the best fixed cut, which no one knows beforehand, is faster.
+    """
+
+    def __init__(self, costs: SplitCosts, bits: Sequence[int] = (8,), *, allow_edge_only: bool = False,
+                 beta: float = 0.5, first_gap_batches: float = 200.0, min_gain: float = 0.05, rest_batches: int = 10,
+                 smoothing: float = 0.7, num_batches: int | None = None, edge_memory_bytes: float = math.inf,
+                 reverse: bool = False) -> None:
+        """Choose among the cuts of `costs` that fit into `edge_memory_bytes`, and among `bits`.
+
+        `beta` is the weight of the past in τ, `smoothing` that of the past in the rates, per look. With `num_batches`,
+        nothing is expected to last longer than the training. Raises ConfigError for what cannot be.
+        """
+        _check_settings(bits, beta, first_gap_batches, min_gain, rest_batches, smoothing, num_batches)
+        if allow_edge_only and not costs.model_weight_bytes:
+            raise ConfigError(f"decision engine: edge-only training of model {costs.model} needs model_weight_bytes "
+                              "in its costs; set it, or leave edge-only training out")
+        self._cuts = tuple(i for i, cut in enumerate(costs.cuts) if cut.edge_memory_bytes <= edge_memory_bytes)
+        if not self._cuts:
+            least = min(cut.edge_memory_bytes for cut in costs.cuts)
+            raise ConfigError(f"decision engine: no cut of model {costs.model} fits into {edge_memory_bytes:.0f} bytes "
+                              f"of the edge; the smallest needs {least:.0f}; make the batch smaller")
+        self._costs, self._reverse, self._allow_edge_only = costs, reverse, allow_edge_only
+        self._bits = tuple(sorted(set(bits), reverse=True))
+        self._beta, self._smoothing, self._min_gain = beta, smoothing, min_gain
+        self._rest_batches, self._longest_gap, self._num_batches = rest_batches, first_gap_batches, num_batches
+        self._gap_batches = first_gap_batches
+        self._changed_at: int | None = None  # the batch of the last change; None before the first
+        self._smoothed: LinkRates | None = None
+        self._log: list[Decision] = []
+
+    @property
+    def log(self) -> tuple[Decision, ...]:
+        """All changes so far, in order."""
+        return tuple(self._log)
+
+    def choices(self, window: int) -> Iterator[SplitPlan]:
+        """Yield every deployment that may be chosen: smaller cuts first, of one cut wider features first.
+
+        The first of equals is taken, so ties go to the smaller cut, which heats the edge least, and to the features
+        that lose least.
+        """
+        for cut in self._cuts:
+            for bits in self._bits:
+                yield SplitPlan(cut=cut, bits=bits, window=window)
+        if self._allow_edge_only:
+            yield SplitPlan(cut=None, window=window)
+
+    def best(self, rates: LinkRates, window: int) -> SplitPlan:
+        """Return the deployment to begin with, for which nothing need move yet; over a dead link the first."""
+        gap = self.expected_batches(0)
+        return min(self.choices(window),
+                   key=lambda choice: predicted_s(self._costs, choice, rates, gap, reverse=self._reverse))
+
+    def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int) -> SplitPlan | None:
+        """Return the deployment to change to before `batch` goes forward, or None: stay.
+
+        To be called between batches with the measured rates and the K in force now, which is no part of the choice; a
+        new K alone is no change. What is returned is taken as done.
+        """
+        smoothed = self._smoothed = self._blend(rates)
+        if self._changed_at is not None and batch - self._changed_at < self._rest_batches:
+            return None
+        gap = self.expected_batches(batch)
+        if gap < 1:
+            return None
+        current = SplitPlan(cut=current.cut, bits=current.bits, window=window)
+        stay_s = predicted_s(self._costs, current, smoothed, gap, reverse=self._reverse)
+        chosen, move_s = current, stay_s
+        for choice in self.choices(window):
+            if choice == current or (choice.cut is None and current.cut is None):
+                continue
+            seconds = predicted_s(self._costs, choice, smoothed, gap, current, now=rates, reverse=self._reverse)
+            if seconds < move_s:
+                chosen, move_s = choice, seconds
+        pays = math.isinf(stay_s) or stay_s - move_s > self._min_gain * stay_s
+        if chosen is current or not pays:
+            return None
+        self._log.append(Decision(batch=batch, rates=rates, smoothed=smoothed, gap_batches=gap, old=current, new=chosen,
+                                  predicted_s_stay=stay_s, predicted_s_move=move_s))
+        self._gap_batches = self._next_gap(batch)
+        self._changed_at = batch
+        return chosen
+
+    def state(self) -> dict[str, Any]:
+        """Return what the next decisions depend on, as plain values that JSON keeps exactly; the log is left out."""
+        rates = self._smoothed
+        return {"gap_batches": self._gap_batches, "changed_at": self._changed_at,
+                "smoothed": None if rates is None else [rates.up_bytes_per_s, rates.down_bytes_per_s, rates.latency_s]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Stand where another engine of the same settings stood."""
+        self._gap_batches, self._changed_at = state["gap_batches"], state["changed_at"]
+        rates = state["smoothed"]
+        self._smoothed = None if rates is None else LinkRates(
+            up_bytes_per_s=rates[0], down_bytes_per_s=rates[1], latency_s=rates[2])
+
+    def expected_batches(self, batch: int) -> float:
+        """Return τ, the batches for which a change made before `batch` may be expected to last."""
+        expected = max(self._gap_batches, self._next_gap(batch))
+        return expected if self._num_batches is None else min(expected, float(self._num_batches - batch))
+
+    def _next_gap(self, batch: int) -> float:
+        """Return what τ becomes if the gap ends now (Eq. 14); the first change ends none."""
+        if self._changed_at is None:
+            return self._gap_batches
+        gap = self._beta * self._gap_batches + (1.0 - self._beta) * (batch - self._changed_at)
+        return min(gap, self._longest_gap)
+
+    def _blend(self, rates: LinkRates) -> LinkRates:
+        if self._smoothed is None:
+            return rates
+        past, weight = self._smoothed, self._smoothing
+
+        def blend(old: float, new: float) -> float:
+            return new if old == new else weight * old + (1.0 - weight) * new  # a constant link stays exactly so
+
+        return LinkRates(up_bytes_per_s=blend(past.up_bytes_per_s, rates.up_bytes_per_s),
+                         down_bytes_per_s=blend(past.down_bytes_per_s, rates.down_bytes_per_s),
+                         latency_s=blend(past.latency_s, rates.latency_s))
+
+
+def _check_settings(bits: Sequence[int], beta: float, first_gap_batches: float, min_gain: float, rest_batches: int,
+                    smoothing: float, num_batches: int | None) -> None:
+    if not bits or any(width not in BITS for width in bits):
+        raise ConfigError(f"decision engine: bits = {list(bits)} must be some of {', '.join(map(str, BITS))}")
+    for key, share in (("beta", beta), ("min_gain", min_gain), ("smoothing", smoothing)):
+        if not 0 <= share < 1:
+            raise ConfigError(f"decision engine: {key} = {share} must be 0 or more and below 1")
+    if not 1 <= first_gap_batches < math.inf:
+        raise ConfigError(f"decision engine: first_gap_batches = {first_gap_batches} must be 1 or more and finite")
+    if rest_batches < 1:
+        raise ConfigError(f"decision engine: rest_batches = {rest_batches} must be 1 or more")
+    if num_batches is not None and num_batches < 1:
+        raise ConfigError(f"decision engine: num_batches = {num_batches} must be 1 or more")
+
+
+def adaptive_party(
+    costs: SplitCosts, link: LinkTrace, *, num_batches: int, bits: Sequence[int] = (8,),
+    window: WindowSchedule | None = None, allow_edge_only: bool = False, moves: bool = True, reverse: bool = False,
+) -> Party:
+    """Return an edge that begins with the best deployment for its link, and moves the cut as the link changes.
+
+    `num_batches` is the length of the whole training, `bits` the widths of features that may be chosen, `window` K by
+    part of training, by default the paper's. Without `moves` it stays where it begins. Raises ConfigError for what
+    cannot be.
+    """
+    schedule = window or WindowSchedule()
+    engine = DecisionEngine(costs, bits, allow_edge_only=allow_edge_only, num_batches=num_batches, reverse=reverse)
+    first = engine.best(rates_at_the_start(link), schedule.window(0, num_batches))
+    return Party(costs=costs, trace=link, split_plan=first, window=lambda batch: schedule.window(batch, num_batches),
+                 decider=engine if moves else None)
+
+
+def rates_at_the_start(link: LinkTrace) -> LinkRates:
+    """Return what the link carries at the beginning, or on average where it begins with an outage."""
+    now = link.rates(0.0)
+    return now if now.up_bytes_per_s > 0 and now.down_bytes_per_s > 0 else link.mean_rates()

@@ -1,0 +1,181 @@
+"""What a split costs on devices of the catalogue: `SplitCosts` from a layer profile, without running anything."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from socflower.cluster.cost_model import BACKWARD_TO_FORWARD, UPDATE_PASSES, LayerProfile, ModelProfile, compute_seconds
+from socflower.cluster.device import Device
+from socflower.edgecloud.plan.cost_model import training_s
+from socflower.edgecloud.plan.cuts import BITS, CutCost, SplitCosts
+from socflower.edgecloud.plan.phases import FORWARD_SHARE, Phases
+from socflower.errors import ConfigError
+
+CODEC_PASSES = 105.0
+"""Passes over float32 features that quantising and error feedback take, as a measure of a device's speed at it.
+
+The paper's lines (Fig. 11), 26.4 ms a MB on a Raspberry Pi 4B and 4.15 ms on a Jetson TX2, are 92 and 124 passes at
+the catalogue's memory rates; this is their geometric mean. A codec that does better can say so.
+"""
+
+BYTE_PASSES = 4.0
+"""Copies of a byte between a tensor and the network interface: serialising, encryption, to the kernel, to the card."""
+
+_FLOAT32_BYTES = 4.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutShape:
+    """A place to cut, as a layer profile and a trace of the model see it together."""
+
+    name: str  # of the front half's last layer
+    num_layers: int  # how many of `ModelProfile.layers` the front half has
+    feature_elements_per_sample: int
+    front_state_bytes: float = 0.0  # weights and buffers of the front half, if they are more than the profile's weights
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise ConfigError(f"cut {self.name}: num_layers = {self.num_layers} must be 1 or more")
+        if self.feature_elements_per_sample < 1:
+            raise ConfigError(f"cut {self.name}: feature_elements_per_sample = {self.feature_elements_per_sample} "
+                              "must be 1 or more")
+        if not 0 <= self.front_state_bytes < math.inf:
+            raise ConfigError(f"cut {self.name}: front_state_bytes = {self.front_state_bytes} must be 0 or more")
+
+
+def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, cloud: Device, batch_size: int, *,
+                frozen_layers: int = 0, optimizer_copies: float = 1.0, label_bytes_per_sample: float = 8.0,
+                gradient_bits: int = 32, codec_passes: float = CODEC_PASSES, edge_processor: str | None = None,
+                cloud_processor: str | None = None, reverse: bool = False) -> SplitCosts:
+    """Return what a batch costs at every cut, with the front half at the edge (in a `reverse` split: in the cloud).
+
+    The seconds of a whole step are those of THE cost model (`cluster.cost`), measured ones where the device has them,
+    shared over the layers by FLOPs and fixed overhead; a third is the forward pass. The first `frozen_layers` have no
+    backward pass and no update. Memory at the edge: weights, gradients and optimiser state of what is trained there,
+    weights alone of what is frozen, and the batch's activations.
+
+    Raises ConfigError if cuts do not follow each other, leave no layer behind them, or the batch is empty.
+    """
+    _check(model, cuts, batch_size, frozen_layers, optimizer_copies, codec_passes)
+    at_edge = _Seconds.on(model, edge, batch_size, frozen_layers, edge_processor)
+    in_cloud = _Seconds.on(model, cloud, batch_size, frozen_layers, cloud_processor)
+    num_layers = len(model.layers)
+
+    def state_bytes(layers: Sequence[LayerProfile], first: int) -> float:
+        """Weights, and optimiser state of those that are trained."""
+        return sum(layer.weight_bytes * (1.0 + (optimizer_copies if first + index >= frozen_layers else 0.0))
+                   for index, layer in enumerate(layers))
+
+    def memory_bytes(first: int, last: int, input_bytes: float) -> float:
+        trained = model.layers[max(first, frozen_layers):last]
+        return (state_bytes(model.layers[first:last], first) + sum(layer.weight_bytes for layer in trained)
+                + batch_size * (input_bytes + sum(layer.output_bytes for layer in model.layers[first:last])))
+
+    costs: list[CutCost] = []
+    for cut in cuts:
+        front = model.layers[:cut.num_layers]
+        weights_bytes = sum(layer.weight_bytes for layer in front)
+        elements = cut.feature_elements_per_sample * batch_size
+        first, last, elsewhere = 0, cut.num_layers, (cut.num_layers, num_layers)
+        input_bytes = model.input_bytes
+        if reverse:
+            first, last, elsewhere = cut.num_layers, num_layers, (0, cut.num_layers)
+            input_bytes = cut.feature_elements_per_sample * _FLOAT32_BYTES
+        costs.append(CutCost(
+            name=cut.name,
+            edge_forward_s=at_edge.forward_s(first, last),
+            edge_backward_s=at_edge.backward_s(first, last),
+            cloud_s=in_cloud.forward_s(*elsewhere) + in_cloud.backward_s(*elsewhere),
+            feature_elements=elements,
+            front_weight_bytes=state_bytes(front, 0) + max(0.0, cut.front_state_bytes - weights_bytes),
+            edge_memory_bytes=memory_bytes(first, last, input_bytes),
+            front_trains=cut.num_layers > frozen_layers,
+        ))
+    codec_s = codec_passes * _FLOAT32_BYTES / edge.memory_bytes_per_s
+    return SplitCosts(
+        model=model.name, batch_size=batch_size, cuts=tuple(costs),
+        edge_only_s=at_edge.forward_s(0, num_layers) + at_edge.backward_s(0, num_layers),
+        label_bytes=0.0 if reverse else label_bytes_per_sample * batch_size,
+        codec_s_per_element={bits: codec_s for bits in BITS if bits < 32},
+        edge_s_per_byte=BYTE_PASSES / edge.memory_bytes_per_s,
+        gradient_bits=gradient_bits,
+        model_weight_bytes=max(cost.front_weight_bytes + state_bytes(model.layers[cut.num_layers:], cut.num_layers)
+                               for cost, cut in zip(costs, cuts, strict=True)),
+    )
+
+
+def edge_energy_j(device: Device, *, compute_s: float, network_s: float, duration_s: float,
+                  processor: str | None = None) -> float:
+    """Return the joules of an edge that computed, sent or received, and rested within `duration_s`.
+
+    Active watts are those of the whole device while its processor works, idle watts those of the rest of the time,
+    and the network's come on top while its interface is busy, as in the simulator. Raises ConfigError for a part
+    longer than the whole.
+    """
+    if not (0 <= compute_s <= duration_s * (1 + 1e-9) and 0 <= network_s <= duration_s * (1 + 1e-9) < math.inf):
+        raise ConfigError(f"energy: compute_s = {compute_s} and network_s = {network_s} must lie between 0 and "
+                          f"duration_s = {duration_s}, which must be finite")
+    active_w = device.processor(processor or device.default_processor).active_w
+    return (active_w * compute_s + device.idle_w * max(0.0, duration_s - compute_s) + device.network_w * network_s)
+
+
+def training_energy_j(device: Device, phases: Phases, num_batches: int, window: float,
+                      processor: str | None = None) -> float:
+    """Return the joules of an edge for a training of F26; both directions at once are one busy interface at least."""
+    duration_s = training_s(phases, num_batches, window)
+    network_s = num_batches * (phases.up_s + phases.down_s)
+    return edge_energy_j(device, compute_s=num_batches * phases.edge_s, network_s=min(network_s, duration_s),
+                         duration_s=duration_s, processor=processor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seconds:
+    """Forward and backward seconds of every layer of a batch; update in the backward ones."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    @staticmethod
+    def on(model: ModelProfile, device: Device, batch_size: int, frozen_layers: int,
+           processor: str | None) -> "_Seconds":
+        name = processor or device.default_processor
+        rate = device.processor(name).rate(model.name)
+        by_formula = [batch_size * layer.forward_flops * (1.0 + BACKWARD_TO_FORWARD) / rate + device.layer_overhead_s
+                      for layer in model.layers]
+        whole_s = compute_seconds(model, device, batch_size, name)
+        scale = whole_s / total if (total := sum(by_formula)) else 0.0
+        forward = tuple(seconds * scale * FORWARD_SHARE for seconds in by_formula)
+        backward = tuple(
+            0.0 if index < frozen_layers else
+            by_formula[index] * scale * (1.0 - FORWARD_SHARE) + UPDATE_PASSES * layer.weight_bytes
+            / device.memory_bytes_per_s
+            for index, layer in enumerate(model.layers))
+        return _Seconds(forward, backward)
+
+    def forward_s(self, first: int, last: int) -> float:
+        return math.fsum(self.forward[first:last])
+
+    def backward_s(self, first: int, last: int) -> float:
+        return math.fsum(self.backward[first:last])
+
+
+def _check(model: ModelProfile, cuts: Sequence[CutShape], batch_size: int, frozen_layers: int,
+           optimizer_copies: float, codec_passes: float) -> None:
+    if batch_size < 1:
+        raise ConfigError(f"split costs: batch_size = {batch_size} must be 1 or more")
+    if not cuts:
+        raise ConfigError(f"model {model.name}: has no place to cut it; give at least one")
+    for before, after in pairwise(cuts):
+        if after.num_layers < before.num_layers:
+            raise ConfigError(f"model {model.name}: cut {after.name} comes after cut {before.name} but has fewer "
+                              f"layers, {after.num_layers} against {before.num_layers}; give cuts in running order")
+    if cuts[-1].num_layers >= len(model.layers):
+        raise ConfigError(f"model {model.name}: cut {cuts[-1].name} leaves no layer behind it; it must come before the "
+                          f"last of {len(model.layers)} layers")
+    if not 0 <= frozen_layers < len(model.layers):
+        raise ConfigError(f"model {model.name}: frozen_layers = {frozen_layers} must be 0 or more and leave one of "
+                          f"{len(model.layers)} to train")
+    for key, value in (("optimizer_copies", optimizer_copies), ("codec_passes", codec_passes)):
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"split costs: {key} = {value} must be 0 or more and finite")

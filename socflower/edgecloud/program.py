@@ -1,0 +1,264 @@
+"""What edge, cloud and server of one split training must agree on: the model, where it may be cut, how it is trained.
+
+All three make it from the same code, so none sends code to another; a fingerprint tells whether they did.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from socflower.capture.cut_points import SplitModel, trace_split, whole_back, whole_front
+from socflower.capture.random_state import built_alone
+from socflower.cluster.cost_model import ModelProfile
+from socflower.edgecloud.plan.device_costs import CutShape
+from socflower.edgecloud.runtime.back import TorchBack
+from socflower.edgecloud.runtime.front import TorchFront
+from socflower.edgecloud.runtime.half_optimizer import Schedule, constant_rate
+from socflower.edgecloud.samples import BatchSource, PartyBatches
+from socflower.errors import ConfigError
+from socflower.training.fp32 import LossFn, OptimizerFn, sgd
+
+ModelFn: TypeAlias = Callable[[], nn.Module]
+HalfT = TypeVar("HalfT", TorchFront, TorchBack)
+_SEEDS_APART = 1_000_003  # so that a later beginning draws other numbers than another party
+Arrays: TypeAlias = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class PlacedHalf(Generic[HalfT]):
+    """One half, and the prefix by which the whole model knows its tensors."""
+
+    half: HalfT
+    prefix: str = ""
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the half's tensors by their names in the whole model."""
+        return {f"{self.prefix}{name}": array for name, array in self.half.weights().items()}
+
+    def load(self, arrays: Arrays) -> None:
+        """Set the half's tensors from the whole model's, or from those of them that are its own."""
+        self.half.load(named_without(self.prefix, arrays))
+
+
+def named_without(prefix: str, arrays: Arrays) -> dict[str, NDArray[Any]]:
+    """Return the arrays whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+class SplitProgram(ABC):
+    """A model in two halves; see `LayeredProgram` and `JoinedProgram`."""
+
+    @property
+    def is_reverse(self) -> bool:
+        """Whether the front half is in the cloud."""
+        return False
+
+    @property
+    def num_parties(self) -> int | None:
+        """How many parties hold features; None where each edge has whole samples, and may be one of any number."""
+        return None
+
+    @property
+    def cloud_prefix(self) -> str:
+        """What the whole model puts before the names of the cloud half's tensors."""
+        return ""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Return the whole model with the weights that training begins with."""
+
+    @abstractmethod
+    def cut_names(self, party: int = 0) -> tuple[str, ...]:
+        """Return the names of the places where a party's model can be cut, in order."""
+
+    @abstractmethod
+    def front(self, party: int, cut: int | None, batches: BatchSource) -> PlacedHalf[TorchFront]:
+        """Return a party's front half; None is the cut of an edge that has all layers."""
+
+    @abstractmethod
+    def back(self, cut: int | None, batches: PartyBatches | None = None) -> PlacedHalf[TorchBack]:
+        """Return the back half, which is empty beside an edge that has all layers.
+
+        With `batches` it has targets of its own (a reverse split).
+        """
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return a digest of the model's layers and cuts, without values."""
+
+    @abstractmethod
+    def front_names(self, party: int, cut: int | None) -> Collection[str]:
+        """Return the names, in the whole model, of what a party's front half has."""
+
+    @abstractmethod
+    def beginning_at(self, batch: int) -> "SplitProgram":
+        """Return the same for halves that call `batch` of the training their batch 0."""
+
+    def edge_names(self, party: int, cut: int | None) -> Collection[str]:
+        """Return the names of the tensors that stand at an edge."""
+        front = self.front_names(party, cut)
+        if not self.is_reverse or cut is None:
+            return front
+        return [name for name in self.model().state_dict() if name not in set(front)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayeredProgram(SplitProgram):
+    """A model that is cut between two of its layers.
+
+    `example` is the shape of one sample. `schedule` gives a factor on the learning rate by batch, over the whole
+    training. `frozen` names the last layer that is not trained (transfer learning). In a `reverse` split the front half
+    is in the cloud: a generative model, whose last layers see the data. With `look_ahead` batches go forward by the
+    weights that momentum will have made by the time their gradients come back (see `TorchFront`).
+    """
+
+    model_fn: ModelFn
+    example: tuple[int, ...]
+    optimizer: OptimizerFn = field(default_factory=sgd)
+    schedule: Schedule = constant_rate
+    loss: LossFn = functional.cross_entropy
+    frozen: str | None = None
+    reverse: bool = False
+    look_ahead: bool = False
+    seed: int = 1
+
+    @property
+    def is_reverse(self) -> bool:
+        """Whether the front half is in the cloud."""
+        return self.reverse
+
+    @cached_property
+    def split(self) -> SplitModel:
+        """The model and its cuts; halves are made of copies."""
+        return trace_split(built_alone(self.model_fn), self.example, frozen=self.frozen)
+
+    def model(self) -> nn.Module:
+        """Return the whole model."""
+        return built_alone(self.model_fn)
+
+    def cut_names(self, party: int = 0) -> tuple[str, ...]:
+        """Return the names of all cuts."""
+        return tuple(point.name for point in self.split.cuts)
+
+    def front(self, party: int, cut: int | None, batches: BatchSource) -> PlacedHalf[TorchFront]:
+        """Return the front half; parties draw other random numbers, so that dropout differs between them."""
+        return PlacedHalf(TorchFront(
+            self.split.copy(), self.split.num_cuts if cut is None else cut, batches, self.optimizer,
+            schedule=self.schedule, seed=self.seed + party, loss=self.loss, look_ahead=self.look_ahead))
+
+    def back(self, cut: int | None, batches: PartyBatches | None = None) -> PlacedHalf[TorchBack]:
+        """Return the back half."""
+        targets = None if batches is None else _targets(batches)
+        place = self.split.num_cuts if cut is None else cut
+        return PlacedHalf(TorchBack(self.split.copy(), place, self.optimizer, self.loss, schedule=self.schedule,
+                                    seed=self.seed, targets=targets))
+
+    def fingerprint(self) -> str:
+        """Return the split model's."""
+        return self.split.fingerprint()
+
+    def beginning_at(self, batch: int) -> "LayeredProgram":
+        """Return the same with schedule and random numbers of later batches."""
+        return replace(self, **_later(self.schedule, self.seed, batch))
+
+    def front_names(self, party: int, cut: int | None) -> Collection[str]:
+        """Return what the layers up to the cut have."""
+        return self.split.front_names(self.split.num_cuts if cut is None else cut)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedProgram(SplitProgram):
+    """A model whose parties hold different features of the same samples: a bottom for each, and a top over all.
+
+    `examples` has a batch of one sample for each party, whose values do not matter. `bottoms` and `top` are the names
+    of the model's parts; the top takes the bottoms' features concatenated along dimension 1. There is one cut.
+    """
+
+    model_fn: ModelFn
+    examples: Sequence[Tensor]
+    bottoms: Sequence[str]
+    top: str
+    optimizer: OptimizerFn = field(default_factory=sgd)
+    schedule: Schedule = constant_rate
+    loss: LossFn = functional.cross_entropy
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.bottoms) != len(self.examples):
+            raise ConfigError(f"joined training: {len(self.bottoms)} bottom models and {len(self.examples)} examples; "
+                              "need one for each party")
+
+    @property
+    def num_parties(self) -> int:
+        """How many parties hold features."""
+        return len(self.bottoms)
+
+    @property
+    def cloud_prefix(self) -> str:
+        """The top's name."""
+        return f"{self.top}."
+
+    def model(self) -> nn.Module:
+        """Return the whole model."""
+        return built_alone(self.model_fn)
+
+    def cut_names(self, party: int = 0) -> tuple[str, ...]:
+        """Return the bottom's name: its end is where the model is cut."""
+        return (self.bottoms[party],)
+
+    def front(self, party: int, cut: int | None, batches: BatchSource) -> PlacedHalf[TorchFront]:
+        """Return a party's bottom model."""
+        split = whole_front(built_alone(self.model_fn).get_submodule(self.bottoms[party]), self.examples[party])
+        return PlacedHalf(TorchFront(split, _only(cut), batches, self.optimizer, schedule=self.schedule,
+                                     seed=self.seed + party), f"{self.bottoms[party]}.")
+
+    def back(self, cut: int | None, batches: PartyBatches | None = None) -> PlacedHalf[TorchBack]:
+        """Return the top model."""
+        split = whole_back(built_alone(self.model_fn).get_submodule(self.top))
+        return PlacedHalf(TorchBack(split, _only(cut), self.optimizer, self.loss, schedule=self.schedule,
+                                    seed=self.seed), self.cloud_prefix)
+
+    def fingerprint(self) -> str:
+        """Return a digest of all names and shapes."""
+        state = built_alone(self.model_fn).state_dict()
+        layout = ";".join(f"{name}:{tensor.dtype}{tuple(tensor.shape)}" for name, tensor in state.items())
+        return hashlib.sha256(f"{'|'.join(self.bottoms)}|{self.top}|{layout}".encode()).hexdigest()
+
+    def beginning_at(self, batch: int) -> "JoinedProgram":
+        """Return the same with schedule and random numbers of later batches."""
+        return replace(self, **_later(self.schedule, self.seed, batch))
+
+    def front_names(self, party: int, cut: int | None) -> Collection[str]:
+        """Return what a party's bottom has."""
+        return [name for name in built_alone(self.model_fn).state_dict() if name.startswith(f"{self.bottoms[party]}.")]
+
+
+def _later(schedule: Schedule, seed: int, batch: int) -> dict[str, Any]:
+    """Return schedule and seed of a training's later batches; random numbers must not repeat those of its first."""
+    return {"schedule": lambda own: schedule(batch + own), "seed": seed + _SEEDS_APART * batch} if batch else {}
+
+
+def _only(cut: int | None) -> int:
+    if cut != 0:
+        raise ConfigError(f"joined training: cut = {cut}; parties that hold different features have one cut, 0, at the "
+                          "end of their bottom models")
+    return cut
+
+
+def _targets(batches: PartyBatches) -> Callable[[int], Tensor]:
+    return lambda batch: torch.from_numpy(batches.targets(batch))
+
+
+def cut_shapes(split: SplitModel, profile: ModelProfile) -> tuple[CutShape, ...]:
+    """Return the cuts as `split_costs` takes them, for the layer profile of the same model."""
+    return tuple(CutShape(name=point.name, num_layers=point.num_layers(profile),
+                          feature_elements_per_sample=point.feature_elements,
+                          front_state_bytes=point.front_weight_bytes) for point in split.cuts)

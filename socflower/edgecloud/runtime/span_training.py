@@ -1,0 +1,136 @@
+"""Trains a span with the edge's half: joins, restores what was agreed, drives the loop, begins anew where it must."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from socflower.edgecloud.halves import BackHalf, FrontHalf, Half
+from socflower.edgecloud.plan.cuts import SplitPlan
+from socflower.edgecloud.runtime.back_loop import BackLoop
+from socflower.edgecloud.runtime.checkpoints import Barrier, BarrierStore
+from socflower.edgecloud.runtime.edge_connection import EdgeConnection, JoinTerms
+from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
+from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
+from socflower.edgecloud.runtime.loop_report import LoopReport
+from socflower.edgecloud.stream.failures import SplitLost, SplitRefused, StartOver
+from socflower.edgecloud.stream.frame_channel import FrameChannel
+from socflower.errors import ConfigError
+
+_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Batches `first_batch` to `first_batch` + `num_batches` − 1, counted over the whole training."""
+
+    first_batch: int
+    num_batches: int
+
+    def __post_init__(self) -> None:
+        if self.first_batch < 0 or self.num_batches < 0:
+            raise ConfigError(f"span: first_batch = {self.first_batch} and num_batches = {self.num_batches} must be 0 "
+                              "or more")
+
+    @property
+    def stop(self) -> int:
+        """The first batch after it."""
+        return self.first_batch + self.num_batches
+
+
+def train_front(
+    connection: EdgeConnection, half: FrontHalf, span: Span, plan: FrontPlan, *, folder: Path | None = None,
+) -> LoopReport:
+    """Train a span with the front half here and the back half in the cloud, and return how it went.
+
+    `half` stands before `span.first_batch` when this is called, and after the span when it returns, both halves saved.
+    With a `folder` barriers are kept there, which an edge that was killed goes on from: called anew with the same
+    arguments it then restores `half`, and `first_batch` of the report says from where. Raises `SplitRefused`,
+    `SplitLost`, and whatever the half raises.
+    """
+    def drive(training: "_Training", channel: FrameChannel, terms: JoinTerms) -> None:
+        sender = FeatureSender(grouping=plan.grouping, feedback=plan.feedback, delta_bytes=plan.delta_bytes)
+        sender.restore(training.codec)
+        split_plan = training.split_plan or plan.split_plan
+        FrontLoop(half, channel, plan, report=training.report, store=training.store, lineage=terms.lineage,
+                  split_plan=split_plan, sender=sender, on_barrier=training.stand_at,
+                  on_step=training.leave).run(terms.start.batch, span.stop)
+
+    return _Training(connection, half, span, folder, front=True).run(drive)
+
+
+def train_back(
+    connection: EdgeConnection, half: BackHalf, span: Span, *, folder: Path | None = None,
+) -> LoopReport:
+    """Train a span of a reverse split: the back half is here, the front half in the cloud. Else as `train_front`."""
+    def drive(training: "_Training", channel: FrameChannel, terms: JoinTerms) -> None:
+        receiver = FeatureReceiver(channel.peer)
+        FeatureReceiver.restore_all([receiver], training.codec)
+        BackLoop(half, [channel], joined=False, report=training.report, store=training.store, lineage=terms.lineage,
+                 receivers=[receiver], on_barrier=training.stand_at, on_step=training.leave).run(terms.start.batch)
+
+    return _Training(connection, half, span, folder, front=False).run(drive)
+
+
+class _Training:
+    """One call of the functions above, over all its beginnings."""
+
+    def __init__(self, connection: EdgeConnection, half: Half, span: Span, folder: Path | None, *, front: bool) -> None:
+        self._connection, self._half, self._span, self._front = connection, half, span, front
+        self.store = BarrierStore(
+            folder, f"{connection.run_id}, party {connection.party}, {'front' if front else 'back'} half")
+        self.report = LoopReport(first_batch=span.first_batch, num_batches=span.num_batches)
+        self.codec = b""
+        self.split_plan: SplitPlan | None = None
+        self._stands_at: int | None = span.first_batch
+        self._progress_s = time.monotonic()
+
+    def stand_at(self, batch: int) -> None:
+        self._stands_at, self._progress_s = batch, time.monotonic()
+
+    def leave(self) -> None:
+        self._stands_at = None
+
+    def run(self, drive: Callable[["_Training", FrameChannel, JoinTerms], None]) -> LoopReport:
+        while True:
+            offers = list(self.store.barriers())
+            if self._stands_at is not None:
+                offers.append(Barrier(batch=self._stands_at))
+            channel: FrameChannel | None = None
+            try:
+                channel, terms = self._connection.join(
+                    front=self._front, first_batch=self._span.first_batch, num_batches=self._span.num_batches,
+                    barriers=offers)
+                self._begin_at(terms)
+                drive(self, channel, terms)
+                return self.report
+            except StartOver:
+                self.report.num_rollbacks += 1
+                if time.monotonic() > self._progress_s + self._connection.give_up_s:
+                    raise SplitLost(f"run {self._connection.run_id}: had to begin anew again and again for "
+                                    f"{self._connection.give_up_s:g} s; see whether another edge uses the same party "
+                                    "number") from None
+                time.sleep(_PAUSE_S)
+            finally:
+                if channel is not None:
+                    self._connection.leave(channel)
+                    self.report.add_traffic(channel.traffic)
+
+    def _begin_at(self, terms: JoinTerms) -> None:
+        """Stand where all agreed to begin."""
+        place = terms.start
+        self.codec = b""
+        if self._stands_at != place.batch:
+            saved = self.store.load(place)
+            self._stands_at = None
+            self._half.restore(saved.half)
+            self._stands_at = place.batch
+            self.codec = saved.codec if terms.restore_codec else b""
+            self.split_plan = saved.split_plan
+        elif self.split_plan is not None:
+            self.split_plan = replace(self.split_plan, cut=self._half.cut)
+        if self._half.cut != terms.cut:
+            raise SplitRefused(f"run {self._connection.run_id}: the edge's half is cut at {self._half.cut}, the "
+                               f"cloud's at {terms.cut}; make both at the same cut")
+        self.report.first_batch = min(place.batch, self.report.first_batch) if self.report.losses else place.batch
+        self.report.num_batches = self._span.stop - self.report.first_batch

@@ -1,0 +1,1 @@
+"""gRPC streams between edge and cloud: frames in order and exactly once, arrays as bytes, credentials."""

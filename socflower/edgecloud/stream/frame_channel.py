@@ -1,0 +1,415 @@
+"""Messages in order, each exactly once, over a succession of streams that may break at any frame.
+
+Both ends keep what they sent until the other has it whole. A stream is *attached* to the channel: it draws frames with
+`frames`, and hands arriving ones to `take`. When it breaks another one is attached, told by the other end how many
+messages that has, and sending goes on from there; what was half through begins anew. The loops above see none of this.
+
+Memory is bounded on both sides. What has arrived and is not worked off is at most the credit this end gave, or one
+single message however large: a message goes out if nothing of before waits at the other end, or if all of it fits into
+the credit. What this end keeps for the other is bounded by the replay window (F23) in a front half, and in a back half
+by `send(..., wait_for_room=True)`. A front half must not wait for room: two ends that wait for each other to read would
+stand still.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from threading import Condition
+
+from socflower.edgecloud.stream.array_blocks import slices_of
+from socflower.edgecloud.stream.failures import FrameRefused, SplitLost
+from socflower.edgecloud.stream.frames import (
+    LARGEST_PART_BYTES,
+    Limits,
+    Message,
+    Packed,
+    check_head,
+    cost_bytes,
+    pack,
+    unpack,
+)
+from socflower.edgecloud.stream.messages import split_pb2 as wire
+
+_KEPT_TRANSFERS = 1024
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A message that the other end may not have yet."""
+
+    number: int
+    packed: Packed
+    began_s: float = math.nan  # when its first part went out on the present stream
+    sent_bytes: int = 0
+
+    @property
+    def cost_bytes(self) -> int:
+        return cost_bytes(self.packed.head)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """A message that has crossed the link, as its sender saw it."""
+
+    sent: bool  # by this end; otherwise by the other
+    num_bytes: int  # with framing
+    seconds: float  # from its first byte, or from when the link was free of the one before, until all was known there
+    at_s: float  # when this end knew, on the channel's clock
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What has gone through a channel, all streams together."""
+
+    sent_bytes: int = 0  # frames, those sent again too
+    received_bytes: int = 0
+    streams: int = 0
+    peak_inbox_bytes: int = 0
+    peak_kept_bytes: int = 0
+    peak_kept_messages: int = 0
+
+
+class FrameChannel:
+    """One end. Loops call `send`, `receive`, `poll` and `flush`; streams call the methods below them; all may at once.
+
+    `patience_s` is how long `receive`, and `send` where it waits for room, wait without any sign of life that brings
+    them nearer; then they raise `SplitLost`. `peer` names the other end in such texts.
+    """
+
+    def __init__(self, peer: str, *, limits: Limits, patience_s: float = 900.0,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self.peer = peer
+        self.limits = limits
+        self.traffic = Traffic()
+        self._patience_s = patience_s
+        self._clock = clock
+        self._changed = Condition()
+        self._failure: Exception | None = None
+        self._attachment = 0  # number of the present stream; even one that was detached keeps its number
+        self._attached = False
+        self._progress_s = clock()
+        # As sender.
+        self._next_number = 1
+        self._kept: deque[_Kept] = deque()
+        self._kept_bytes = 0
+        self._started = 0  # number of the last message of which anything went out on the present stream
+        self._peer_used = 0
+        self._peer_credit_bytes = 0
+        self._ahead: deque[tuple[int, int]] = deque()  # numbers and costs of what the peer has not worked off
+        self._free_s = -math.inf  # when the link was last seen free of what was sent
+        # As receiver.
+        self._inbox: deque[tuple[int, Message]] = deque()  # costs
+        self._inbox_bytes = 0
+        self._received = 0
+        self._used = 0
+        self._arriving: tuple[wire.Head, bytearray, int] | None = None  # head, body so far, index of the next part
+        self._furthest = 0  # bytes of the message that is arriving, on whichever stream most of it came
+        self._told = (0, 0)
+        self._to_report: deque[Transfer] = deque(maxlen=_KEPT_TRANSFERS)
+        self._transfers: deque[Transfer] = deque(maxlen=_KEPT_TRANSFERS)
+
+    # ------------------------------------------------------------------------------------------------- for the loops
+
+    def send(self, message: Message, *, wait_for_room: bool = False) -> None:
+        """Put a message in line; `wait_for_room` until what the other end does not have yet is within the credit.
+
+        The arrays in the message must not change any more. Raises what `fail` was given, and `SplitLost`.
+        """
+        packed = pack(message)
+        with self._changed:
+            began_s = self._clock()
+            while wait_for_room and self._kept and \
+                    self._kept_bytes + cost_bytes(packed.head) > self.limits.credit_bytes:
+                self._wait(began_s, "takes nothing of what it is sent")
+            self._raise_failure()
+            kept = _Kept(self._next_number, packed)
+            self._next_number += 1
+            self._kept.append(kept)
+            self._kept_bytes += kept.cost_bytes
+            self.traffic.peak_kept_bytes = max(self.traffic.peak_kept_bytes, self._kept_bytes)
+            self.traffic.peak_kept_messages = max(self.traffic.peak_kept_messages, len(self._kept))
+            self._changed.notify_all()
+
+    def poll(self) -> Message | None:
+        """Return the next message if it is there. Raises what `fail` was given."""
+        with self._changed:
+            self._raise_failure()
+            return self._pop() if self._inbox else None
+
+    def receive(self, what: str = "message") -> Message:
+        """Return the next message, waiting for it. Raises what `fail` was given, and `SplitLost`."""
+        message = self._awaited(what, lambda: False)
+        assert message is not None
+        return message
+
+    def receive_or_idle(self, what: str = "message") -> Message | None:
+        """Return the next message, or None as soon as `is_idle`, waiting for either. Raises as `receive` does."""
+        return self._awaited(what, self._nothing_waits)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no message waits for the link: each has at least begun to go out."""
+        with self._changed:
+            return self._nothing_waits()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Return whether the other end got everything, after waiting for that as long as it takes or is allowed."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._kept or self._failure is not None, timeout_s) and \
+                not self._kept
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Return what has crossed the link since this was asked last, the newest at most."""
+        with self._changed:
+            transfers = tuple(self._transfers)
+            self._transfers.clear()
+            return transfers
+
+    def under_way(self) -> tuple[float, int] | None:
+        """Return since when (on the channel's clock) how many bytes have been on their way; None if none are."""
+        with self._changed:
+            going = [kept for kept in self._kept if kept.number <= self._started]
+            if not going:
+                return None
+            return max(going[0].began_s, self._free_s), sum(kept.cost_bytes for kept in going)
+
+    def fail(self, failure: Exception) -> None:
+        """End the channel: from now on loops get `failure`, the first one given, and streams end."""
+        with self._changed:
+            self._failure = self._failure or failure
+            self._attached = False
+            self._attachment += 1
+            self._changed.notify_all()
+
+    @property
+    def failure(self) -> Exception | None:
+        """What ended the channel."""
+        return self._failure
+
+    # ----------------------------------------------------------------------------------------------- for the streams
+
+    def standing(self) -> tuple[int, int]:
+        """Return how many messages this end has whole, and how many of them it has worked off."""
+        with self._changed:
+            return self._received, self._used
+
+    def detach(self, attachment: int | None = None) -> None:
+        """End a stream, the present one if no number is given; what it brings or draws from now on counts nothing."""
+        with self._changed:
+            if attachment is None or attachment == self._attachment:
+                self._attachment += 1
+                self._attached = False
+                self._arriving = None
+                self._changed.notify_all()
+
+    def wait_detached(self, attachment: int) -> None:
+        """Return when a stream is no longer the present one; whoever reads it may then be told."""
+        with self._changed:
+            self._changed.wait_for(lambda: attachment != self._attachment)
+
+    def attach(self, *, received: int, used: int, credit_bytes: int) -> int:
+        """Begin a stream in place of the one before and return its number; arguments are what the other end said.
+
+        Raises `FrameRefused` where its counts cannot be.
+        """
+        with self._changed:
+            oldest = self._kept[0].number if self._kept else self._next_number
+            if not oldest - 1 <= received < self._next_number or not self._peer_used <= used <= received or \
+                    credit_bytes < 1:
+                raise FrameRefused(f"a stream that says it has {received} messages and used {used}, with "
+                                   f"{credit_bytes} bytes of credit, where {oldest - 1} to {self._next_number - 1} can "
+                                   f"be and {self._peer_used} are used")
+            self._attachment += 1
+            self._attached = True
+            self._arriving = None
+            self._peer_credit_bytes = credit_bytes
+            self._free_s = self._clock()
+            self._forget_received(received, measure=False)
+            self._started = received
+            for kept in self._kept:
+                kept.began_s, kept.sent_bytes = math.nan, 0
+            self._ahead = deque((number, cost) for number, cost in self._ahead if number <= received)
+            self._note_used(used)
+            self._told = (self._received, self._used)
+            self.traffic.streams += 1
+            self._changed.notify_all()
+            return self._attachment
+
+    def frames(self, attachment: int) -> Iterator[wire.Frame]:
+        """Yield what is to be sent, as it comes up, until another stream is attached or this one detached."""
+        parts: Iterator[wire.Part] | None = None
+        sending: _Kept | None = None
+        while True:
+            with self._changed:
+                frame: wire.Frame | None = None
+                while frame is None:
+                    if attachment != self._attachment:
+                        return
+                    frame = self._credit_due()
+                    if frame is None and parts is None:
+                        sending = self._start_next()
+                        parts = _parts(sending, self.limits.part_bytes) if sending is not None else None
+                    if frame is None and parts is not None and sending is not None:
+                        part = next(parts, None)
+                        if part is None:
+                            parts = sending = None
+                            continue
+                        frame = wire.Frame(part=part)
+                        sending.sent_bytes += frame.ByteSize()
+                    elif frame is None:
+                        # Woken whenever something is to be said; without a change there is nothing to wait for.
+                        self._changed.wait()
+                self.traffic.sent_bytes += frame.ByteSize()
+            yield frame
+
+    def take(self, attachment: int, frame: wire.Frame) -> None:
+        """Work in a frame that has come. Raises `FrameRefused` for one that no honest peer sends."""
+        with self._changed:
+            if attachment != self._attachment:
+                return
+            self.traffic.received_bytes += frame.ByteSize()
+            kind = frame.WhichOneof("kind")
+            if kind == "credit":
+                self._take_credit(frame.credit)
+            elif kind == "part":
+                self._take_part(frame.part)
+            else:
+                raise FrameRefused(f"a {kind or 'frame of an unknown kind'} in the middle of a stream")
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------------------------------------------- inside
+
+    def _wait(self, began_s: float, complaint: str) -> None:
+        self._raise_failure()
+        left_s = max(began_s, self._progress_s) + self._patience_s - self._clock()
+        if left_s <= 0:
+            state = "" if self._attached else " and has no stream"
+            raise SplitLost(f"{self.peer} {complaint}{state} for {self._patience_s:g} s; see whether it still works, "
+                            "and start the span again")
+        self._changed.wait(left_s)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _awaited(self, what: str, enough: Callable[[], bool]) -> Message | None:
+        with self._changed:
+            began_s = self._clock()
+            while not self._inbox and not enough():
+                self._wait(began_s, f"sends no {what}")
+            self._raise_failure()
+            return self._pop() if self._inbox else None
+
+    def _nothing_waits(self) -> bool:
+        return not self._kept or self._kept[-1].number <= self._started
+
+    def _pop(self) -> Message:
+        cost, message = self._inbox.popleft()
+        self._inbox_bytes -= cost
+        self._used += 1
+        self._changed.notify_all()
+        return message
+
+    def _start_next(self) -> _Kept | None:
+        """Return the next message if the other end's credit lets it go."""
+        for kept in self._kept:
+            if kept.number <= self._started:
+                continue
+            ahead_bytes = sum(cost for _, cost in self._ahead)
+            if ahead_bytes and ahead_bytes + kept.cost_bytes > self._peer_credit_bytes:
+                return None
+            self._started = kept.number
+            self._ahead.append((kept.number, kept.cost_bytes))
+            kept.began_s = self._clock()
+            self._changed.notify_all()
+            return kept
+        return None
+
+    def _credit_due(self) -> wire.Frame | None:
+        standing = (self._received, self._used)
+        if standing == self._told and not self._to_report:
+            return None
+        self._told = standing
+        transfers = [wire.Transfer(num_bytes=transfer.num_bytes, seconds=transfer.seconds)
+                     for transfer in self._to_report]
+        self._to_report.clear()
+        return wire.Frame(credit=wire.Credit(received=standing[0], used=standing[1], transfers=transfers))
+
+    def _take_credit(self, credit: wire.Credit) -> None:
+        oldest = self._kept[0].number if self._kept else self._next_number
+        if not oldest - 1 <= credit.received <= self._started or not self._peer_used <= credit.used <= credit.received:
+            raise FrameRefused(f"a credit for {credit.received} messages received and {credit.used} used, where "
+                               f"{self._started} were sent")
+        now_s = self._clock()
+        if credit.received >= oldest or credit.used > self._peer_used:
+            self._progress_s = now_s
+        self._forget_received(credit.received, measure=True)
+        self._note_used(credit.used)
+        for transfer in credit.transfers:
+            if transfer.seconds > 0 and transfer.num_bytes:
+                self._transfers.append(Transfer(
+                    sent=False, num_bytes=transfer.num_bytes, seconds=transfer.seconds, at_s=now_s))
+
+    def _forget_received(self, received: int, *, measure: bool) -> None:
+        now_s = self._clock()
+        crossed = []
+        while self._kept and self._kept[0].number <= received:
+            kept = self._kept.popleft()
+            self._kept_bytes -= kept.cost_bytes
+            crossed.append(kept)
+        if crossed and measure:
+            # Several that became known together crossed one after the other: no more can be said of each.
+            seconds = now_s - max(crossed[0].began_s, self._free_s)
+            transfer = Transfer(sent=True, num_bytes=sum(kept.sent_bytes for kept in crossed), seconds=seconds,
+                                at_s=now_s)
+            if seconds > 0:
+                self._transfers.append(transfer)
+                self._to_report.append(transfer)
+        if crossed:
+            self._free_s = now_s
+
+    def _note_used(self, used: int) -> None:
+        self._peer_used = used
+        while self._ahead and self._ahead[0][0] <= used:
+            self._ahead.popleft()
+
+    def _take_part(self, part: wire.Part) -> None:
+        if part.number != self._received + 1:
+            raise FrameRefused(f"a part of message {part.number}, where {self._received + 1} is next")
+        if len(part.body) > LARGEST_PART_BYTES:
+            raise FrameRefused(f"a part of {len(part.body)} bytes, where {LARGEST_PART_BYTES} are the limit")
+        if self._arriving is None:
+            if part.index != 0 or not part.HasField("head"):
+                raise FrameRefused(f"part {part.index} of message {part.number} before its beginning")
+            check_head(part.head, self.limits)
+            cost = cost_bytes(part.head)
+            if self._inbox_bytes and self._inbox_bytes + cost > self.limits.credit_bytes:
+                raise FrameRefused(f"a message of {cost} bytes beyond the credit: {self._inbox_bytes} of "
+                                   f"{self.limits.credit_bytes} are waiting")
+            self.traffic.peak_inbox_bytes = max(self.traffic.peak_inbox_bytes, self._inbox_bytes + cost)
+            head, body, index = part.head, bytearray(), 0
+        else:
+            head, body, index = self._arriving
+        if part.index != index or (index and part.HasField("head")):
+            raise FrameRefused(f"part {part.index} of message {part.number}, where part {index} is next")
+        if len(body) + len(part.body) > head.num_bytes or (not part.body and head.num_bytes):
+            raise FrameRefused(f"parts of message {part.number} that do not make up its {head.num_bytes} bytes")
+        body += part.body
+        if len(body) > self._furthest or not head.num_bytes:
+            # A line that breaks at the same place again and again is no progress.
+            self._furthest, self._progress_s = len(body), self._clock()
+        self._arriving = (head, body, index + 1)
+        if len(body) == head.num_bytes:
+            self._arriving, self._furthest = None, 0
+            message = unpack(head, memoryview(body).toreadonly())
+            self._received += 1
+            self._inbox.append((cost_bytes(head), message))
+            self._inbox_bytes += cost_bytes(head)
+
+
+def _parts(kept: _Kept, part_bytes: int) -> Iterator[wire.Part]:
+    """Yield a message's parts."""
+    for index, piece in enumerate(slices_of(kept.packed.body, part_bytes)):
+        yield wire.Part(number=kept.number, index=index, head=None if index else kept.packed.head, body=piece)

@@ -1,0 +1,256 @@
+"""The messages of a stream: what they hold, and how they become a head and a body of bytes and back.
+
+What comes over the wire is not believed: sizes, shapes and numbers are checked before anything is made of them, and
+what does not fit raises `FrameRefused`.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from socflower.edgecloud.codec.delta_coding import DeltaMessage
+from socflower.edgecloud.codec.quantisation import EncodedTensor, Grouping
+from socflower.edgecloud.halves import Weights
+from socflower.edgecloud.plan.cuts import BITS
+from socflower.edgecloud.stream.array_blocks import (
+    array_of,
+    block_of,
+    bytes_of,
+    is_shape,
+    num_bytes_of,
+    pack_weights,
+    size_of,
+    unpack_weights,
+)
+from socflower.edgecloud.stream.failures import FrameRefused
+from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.errors import ConfigError
+
+PROTOCOL_VERSION = 1
+"""Changes whenever an older peer would misunderstand a newer one."""
+
+LARGEST_PART_BYTES = 1 << 20
+"""Of a message's body, in one frame."""
+
+LARGEST_FRAME_BYTES = LARGEST_PART_BYTES + (256 << 10)
+"""A part and its head: least and largest value of each of some thousand samples at most."""
+
+
+_MESSAGE_BYTES = 1024
+"""What a message counts beside its body, so that many small ones are bounded too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaFeatures:
+    """Features coded against what was last sent of each sample, and all that the other end needs to follow."""
+
+    message: DeltaMessage
+    sample_ids: NDArray[np.int64]
+    memory_bytes: int  # of either end
+    grouping: Grouping
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Features:
+    """A batch on its way to the back half."""
+
+    batch: int
+    cut: int
+    encoded: EncodedTensor | DeltaFeatures
+    labels: NDArray[Any]
+    ids_digest: bytes  # of `digest_of_ids`: parties must have the same samples
+    answer_bits: int = 32  # width of the gradient that comes back
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gradient:
+    """What comes back for a batch; without `encoded` only that it is done (a frozen front half)."""
+
+    batch: int
+    encoded: EncodedTensor | None
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recut:
+    """The cut moves to `cut`; with weights: of the layers that change sides."""
+
+    cut: int
+    weights: Weights | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """A barrier before `batch`: nothing is out, and both halves are saved, cut at `cut`."""
+
+    batch: int
+    cut: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goodbye:
+    """The front half is at the end of its span."""
+
+
+Message: TypeAlias = Features | Gradient | Recut | Mark | Goodbye
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a side sends in one part, and takes; in bytes."""
+
+    part_bytes: int = 256 << 10  # of the messages that it sends
+    credit_bytes: int = 64 << 20  # of messages that it has not worked off
+    max_tensor_bytes: int = 256 << 20
+    max_weights_bytes: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.part_bytes <= LARGEST_PART_BYTES:
+            raise ConfigError(f"split stream: part_bytes = {self.part_bytes} must be from 1 to {LARGEST_PART_BYTES}")
+        for key in ("credit_bytes", "max_tensor_bytes", "max_weights_bytes"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"split stream: {key} = {getattr(self, key)} must be 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """A message as it travels: its head, and its body in pieces that are not copied before they are sent."""
+
+    head: wire.Head
+    body: list[bytes | memoryview] = field(default_factory=list)
+
+
+def digest_of_ids(sample_ids: NDArray[np.int64]) -> bytes:
+    """Return 16 bytes that two batches share only if they hold the same samples in the same order."""
+    return hashlib.sha256(bytes_of(np.asarray(sample_ids, np.int64))).digest()[:16]
+
+
+def pack(message: Message) -> Packed:
+    """Return a message's head and body. Raises `TypeError` for arrays of a type that does not travel."""
+    body: list[bytes | memoryview] = []
+    head = wire.Head()
+    match message:
+        case Features():
+            body = _put_features(head.tensor, message.encoded)
+            # Ids come last, so that labels lie between.
+            body.insert(len(body) - isinstance(message.encoded, DeltaFeatures), bytes_of(message.labels))
+            head.tensor.batch, head.tensor.cut = message.batch, message.cut
+            head.tensor.ids_digest, head.tensor.answer_bits = message.ids_digest, message.answer_bits
+            head.tensor.labels.CopyFrom(block_of(message.labels))
+        case Gradient():
+            head.tensor.gradient, head.tensor.batch, head.tensor.loss = True, message.batch, message.loss
+            if message.encoded is not None:
+                body = [_put_encoded(head.tensor.plain, message.encoded)]
+        case Recut():
+            head.recut.cut, head.recut.gives = message.cut, message.weights is not None
+            if message.weights is not None:
+                body = [*pack_weights(message.weights)]
+        case Mark():
+            head.mark.batch, head.mark.cut = message.batch, message.cut
+        case Goodbye():
+            head.goodbye.SetInParent()
+    head.num_bytes = size_of(body)
+    return Packed(head=head, body=body)
+
+
+def cost_bytes(head: wire.Head) -> int:
+    """Return what a message takes of its receiver's credit."""
+    tensor = head.tensor
+    num_ranges = len(tensor.plain.low) + len(tensor.delta.first.low) + len(tensor.delta.change.low)
+    return int(head.num_bytes) + 16 * num_ranges + _MESSAGE_BYTES
+
+
+def check_head(head: wire.Head, limits: Limits) -> None:
+    """Raise `FrameRefused` for what is too large or impossible, before a byte of it is kept."""
+    kind = head.WhichOneof("kind")
+    if kind is None:
+        raise FrameRefused("a message of an unknown kind")
+    largest = {"tensor": limits.max_tensor_bytes, "recut": limits.max_weights_bytes}.get(kind, 0)
+    if head.num_bytes > largest:
+        raise FrameRefused(f"a {kind} of {head.num_bytes} bytes, where {largest} are the limit")
+    if kind == "tensor" and not head.tensor.gradient and head.tensor.answer_bits not in BITS:
+        raise FrameRefused(f"features that want a gradient at {head.tensor.answer_bits} bits")
+    if kind == "tensor" and not head.tensor.gradient and head.tensor.HasField("plain") == head.tensor.HasField("delta"):
+        raise FrameRefused("features that are neither plain nor coded by sample, or both")
+
+
+def unpack(head: wire.Head, body: memoryview) -> Message:
+    """Return the message of a head that `check_head` let pass, and of all its body; `FrameRefused` if they differ."""
+    kind = head.WhichOneof("kind")
+    if kind == "mark":
+        return Mark(batch=head.mark.batch, cut=head.mark.cut)
+    if kind == "goodbye":
+        return Goodbye()
+    if kind == "recut":
+        if not head.recut.gives and body.nbytes:
+            raise FrameRefused("a move of the cut that gives nothing but has weights")
+        return Recut(cut=head.recut.cut, weights=unpack_weights(body) if head.recut.gives else None)
+    tensor, cursor = head.tensor, _Cursor(body)
+    if tensor.gradient:
+        gradient = _encoded(tensor.plain, cursor) if tensor.HasField("plain") else None
+        cursor.require_end()
+        return Gradient(batch=tensor.batch, loss=tensor.loss, encoded=gradient)
+    delta = tensor.delta
+    plain = _encoded(tensor.plain, cursor) if tensor.HasField("plain") else None
+    first = _encoded(delta.first, cursor) if delta.HasField("first") else None
+    change = _encoded(delta.change, cursor) if delta.HasField("change") else None
+    labels = array_of(tensor.labels, cursor.next(num_bytes_of(tensor.labels)))
+    sample_ids = np.frombuffer(cursor.next(8 * delta.num_ids), "<i8").astype(np.int64)
+    cursor.require_end()
+    return Features(
+        batch=tensor.batch, cut=tensor.cut, labels=labels, ids_digest=tensor.ids_digest, answer_bits=tensor.answer_bits,
+        encoded=plain if plain is not None else DeltaFeatures(
+            message=DeltaMessage(count=delta.count, digest=delta.digest, first=first, change=change),
+            sample_ids=sample_ids, memory_bytes=delta.memory_bytes,
+            grouping="sample" if delta.by_sample else "tensor"))
+
+
+class _Cursor:
+    """Where reading a body stands."""
+
+    def __init__(self, body: memoryview) -> None:
+        self._body, self._at = body, 0
+
+    def next(self, num_bytes: int) -> memoryview:
+        piece = self._body[self._at:self._at + num_bytes]
+        if piece.nbytes != num_bytes:
+            raise FrameRefused(f"a tensor whose body of {self._body.nbytes} bytes is too short for what it says")
+        self._at += num_bytes
+        return piece
+
+    def require_end(self) -> None:
+        if self._at != self._body.nbytes:
+            raise FrameRefused(f"a tensor with {self._body.nbytes - self._at} bytes too many")
+
+
+def _put_features(tensor: wire.Tensor, encoded: EncodedTensor | DeltaFeatures) -> list[bytes | memoryview]:
+    """Write features into a head and return the pieces of the body, ids at the end."""
+    if isinstance(encoded, EncodedTensor):
+        return [_put_encoded(tensor.plain, encoded)]
+    message, delta = encoded.message, tensor.delta
+    delta.count, delta.digest, delta.num_ids = message.count, message.digest, len(encoded.sample_ids)
+    delta.memory_bytes, delta.by_sample = encoded.memory_bytes, encoded.grouping == "sample"
+    parts = ((delta.first, message.first), (delta.change, message.change))
+    pieces = [_put_encoded(target, part) for target, part in parts if part is not None]
+    return [*pieces, bytes_of(np.asarray(encoded.sample_ids, np.int64))]
+
+
+def _put_encoded(target: wire.Encoded, encoded: EncodedTensor) -> bytes | memoryview:
+    target.bits, target.num_bytes = encoded.bits, memoryview(encoded.payload).nbytes
+    target.shape.extend(encoded.shape)
+    target.low.extend(encoded.low)
+    target.high.extend(encoded.high)
+    return encoded.payload
+
+
+def _encoded(source: wire.Encoded, cursor: _Cursor) -> EncodedTensor:
+    if not is_shape(source.shape):
+        raise FrameRefused(f"a tensor of shape {list(source.shape[:5])}")
+    try:
+        return EncodedTensor(bits=source.bits, shape=tuple(source.shape), low=tuple(source.low),
+                             high=tuple(source.high), payload=cursor.next(source.num_bytes))
+    except ConfigError as error:
+        raise FrameRefused(str(error)) from None

@@ -1,0 +1,54 @@
+"""The Flower app that carries a run into Flower's processes: the source of its two apps, and files beside them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RUN_FOLDER_KEY = "run-folder"
+NUM_NODES_KEY = "num-nodes"
+CHECKPOINT_FOLDER_KEY = "checkpoint-folder"
+FRESH_KEY = "fresh"
+
+_PROJECT = """[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "socflower-scenario"
+version = "1.0.0"
+description = "A socflower scenario"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.hatch.build.targets.wheel]
+packages = ["."]
+
+[tool.flwr.app]
+publisher = "socflower"
+
+[tool.flwr.app.components]
+serverapp = "server_app:app"
+clientapp = "client_app:app"
+
+[tool.flwr.app.config]
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AppFiles:
+    """A Flower app before it is a folder; its run config is known when it is written."""
+
+    server_app: str  # source of a module with `app`
+    client_app: str
+    beside: Mapping[str, str] = field(default_factory=dict)  # texts of further files, by name
+
+    def write(self, folder: Path, run_config: Mapping[str, Any]) -> None:
+        """Make `folder`, which must not be there, the folder of the app."""
+        folder.mkdir()
+        for name, text in {"server_app.py": self.server_app, "client_app.py": self.client_app, **self.beside}.items():
+            (folder / name).write_text(text, "utf-8")
+        # A JSON string, number or truth value is one of TOML as well.
+        config = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in run_config.items())
+        (folder / "pyproject.toml").write_text(_PROJECT + config, "utf-8")

@@ -1,0 +1,124 @@
+"""Engine `deployment` on a SuperLink of others: submit the app, and read from the run's log what comes of it."""
+
+import json
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from socflower.engines.app_files import CHECKPOINT_FOLDER_KEY, FRESH_KEY, NUM_NODES_KEY
+from socflower.engines.deployment.attempts import RunStory, Say
+from socflower.engines.deployment.flower_processes import (
+    flower_environment,
+    own_processes,
+    require_command,
+    tail,
+    users_environment,
+    write_connection,
+)
+from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
+from socflower.engines.deployment.outcome_lines import LineReader
+from socflower.engines.deployment.process_guard import marked
+from socflower.engines.deployment.submitted_run import FlwrClient
+from socflower.engines.deployment.superlink import CONNECTION, ENGINE
+from socflower.engines.run_folder import write_atomically
+from socflower.errors import ConfigError, TrainingFailed
+
+_POLL_S = 0.2
+_ASK_S = 5.0  # until a SuperLink that did not answer is asked again
+_SILENCE_S = 180.0  # how long it may not answer, as while it restarts
+
+
+def run_far_away(
+    app: DeployedApp, folder: Path, story: RunStory, deployment: DeploymentOptions, say: Say,
+) -> tuple[dict[str, Any], Path | None]:
+    """Return the outcome and the trace, if that came too; after a failure submit again, where checkpoints allow it."""
+    environment, connection = connection_to(deployment, folder)
+    require_command("flwr", environment, ENGINE)
+    fresh = deployment.fresh
+    with own_processes(folder) as mark:
+        flwr = FlwrClient(marked(environment, mark, "command"), connection, folder)
+        while True:
+            bundle = folder / f"app-{len(story.restarts) + 1}"
+            app.elsewhere.write(bundle, {NUM_NODES_KEY: len(app.node_configs), FRESH_KEY: fresh,
+                                         CHECKPOINT_FOLDER_KEY: deployment.checkpoint_folder})
+            documents = _attempt_far_away(bundle, flwr, story, say)
+            if isinstance(documents, str):
+                if not deployment.checkpoint_folder:
+                    raise TrainingFailed(f"engine {ENGINE}: {documents}; with --checkpoint-folder the run would go on")
+                story.restart(None, documents, deployment.restarts, say)
+                fresh = False
+                continue
+            trace = None
+            if "trace" in documents:
+                trace = folder / "far-trace.json"
+                write_atomically(trace, json.dumps(documents["trace"]))
+            return documents["outcome"], trace
+
+
+def _attempt_far_away(app: Path, flwr: FlwrClient, story: RunStory, say: Say) -> dict[str, Any] | str:
+    """Submit and follow; return the documents that came, the outcome among them, or why there will be no outcome."""
+    reader, documents = LineReader(), dict[str, Any]()
+    log, run_id, answered_s, status = flwr.submit(app), None, time.monotonic(), None
+    try:
+        while True:
+            ended = log.ended()
+            for line in log.new_lines():
+                for kind, document in reader.feed(line):
+                    if kind == "progress":
+                        story.tell(document)
+                    elif kind == "resumed":
+                        story.resumed(int(document["after_round"]))
+                    else:
+                        documents[kind] = document
+            run_id = run_id or log.run_id
+            if "outcome" in documents:
+                run_id = None  # nothing is left to stop
+                return documents
+            if not ended:
+                time.sleep(_POLL_S)
+                continue
+            if run_id is None:
+                # Nothing was trained: a wrong address or name, as a rule.
+                raise ConfigError(f"engine {ENGINE}: Flower did not start the run; its last words: {tail(log.path)}")
+            if status is not None and status.startswith("finished"):
+                # All of its log was read after that.
+                run_id = None
+                return f"Flower ended the run ({status})"
+            status = flwr.status(run_id)
+            if status is not None:
+                answered_s = time.monotonic()
+            elif time.monotonic() - answered_s > _SILENCE_S:
+                raise TrainingFailed(f"engine {ENGINE}: the SuperLink has not answered for {_SILENCE_S:g} s; run "
+                                     f"{run_id} may still go on there")
+            else:
+                say("the SuperLink does not answer; trying again")
+                time.sleep(_ASK_S)
+            log.close()
+            log = flwr.log_again(run_id)
+    finally:
+        log.close()
+        if run_id is not None:
+            flwr.stop(run_id)
+
+
+def connection_to(deployment: DeploymentOptions, folder: Path) -> tuple[Mapping[str, str], str]:
+    """Return the environment of `flwr` and the name by which it knows the SuperLink."""
+    if deployment.is_address:
+        environment = flower_environment(folder)
+        write_connection(Path(environment["FLWR_HOME"]), CONNECTION, deployment.superlink,
+                         root_certificates=deployment.superlink_ca)
+        return environment, CONNECTION
+    environment = users_environment()
+    config = Path(environment.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
+    try:
+        table = tomllib.loads(config.read_text("utf-8")).get("superlink", {})
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--superlink {deployment.superlink}: cannot read {config} ({error}); give HOST:PORT, or add "
+                          f"[superlink.{deployment.superlink}] there") from None
+    known = [name for name, value in table.items() if isinstance(value, dict)]
+    if deployment.superlink not in known:
+        raise ConfigError(f"--superlink {deployment.superlink}: {config} has no [superlink.{deployment.superlink}], "
+                          f"only {', '.join(known) or 'none'}; give one of these or HOST:PORT")
+    return environment, deployment.superlink

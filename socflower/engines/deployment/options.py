@@ -1,0 +1,64 @@
+"""What a deployment runs, as plain values, and where: on this machine, or on a SuperLink elsewhere."""
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from socflower.engines.app_files import AppFiles
+from socflower.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeployedApp:
+    """The app, its document, and the nodes that it needs."""
+
+    document: Mapping[str, Any]  # what ServerApp, ClientApps and cloud read; in each attempt's folder
+    here: AppFiles  # reads the document there
+    elsewhere: AppFiles  # has the document with it
+    node_configs: tuple[str, ...]  # `--node-config` of each SuperNode, but for the address of its ring
+    needs_cloud: bool = False  # its clients dial the cloud of a split training
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeploymentOptions:
+    """Where to run, and how often to try again: what may be said of it on the command line."""
+
+    superlink: str = ""  # HOST:PORT, or a name in the user's Flower configuration; "": start one here
+    superlink_ca: Path | None = None  # the certificate authority of a SuperLink given by its address
+    restarts: int = 3
+    checkpoint_folder: str = ""  # on the machine of a SuperLink that is not ours; "": none
+    fresh: bool = False  # forget what is in it
+    warm: bool = False  # fork clients from processes that have torch loaded; see `warm_executor.py`
+
+    def __post_init__(self) -> None:
+        if self.restarts < 0:
+            raise ConfigError(f"--restarts {self.restarts}: must be 0 or more")
+        if self.warm and self.superlink:
+            raise ConfigError("--warm is for SuperNodes that are started here; those of --superlink are warm if "
+                              "they were started so (docs/warm-executor.md)")
+        if self.superlink_ca is not None and not self.is_address:
+            raise ConfigError("--superlink-ca belongs to a --superlink HOST:PORT; a connection of the Flower "
+                              "configuration names its own root-certificates")
+        if self.superlink_ca is not None and not self.superlink_ca.is_file():
+            raise ConfigError(f"--superlink-ca {self.superlink_ca}: no such file")
+        if self.checkpoint_folder and not self.superlink:
+            raise ConfigError("--checkpoint-folder is a folder on the machine of --superlink; without one, checkpoints "
+                              "are in the folder of --out")
+        if self.is_address and self.superlink_ca is None and not _is_loopback(self.superlink):
+            raise ConfigError(f"--superlink {self.superlink}: plain HTTP is for 127.0.0.1 only; name the SuperLink's "
+                              "certificate authority with --superlink-ca FILE")
+
+    @property
+    def is_address(self) -> bool:
+        """Whether `superlink` is an address, and not a name."""
+        return ":" in self.superlink
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,408 @@
+"""Warm executor: a SuperNode whose ClientApps are forked from a process that has torch loaded already.
+
+Flower starts a fresh Python for every message, which imports torch before it trains. This command runs Flower's own
+SuperNode or SuperExec with one thing changed, how a ClientApp's process comes to be:
+
+    python -m socflower.engines.deployment.warm_executor -- flower-supernode --insecure --superlink 10.0.0.1:9092 …
+
+Beside the SuperExec stands a zygote, a process with one thread that has imported what clients need and does nothing but
+fork. A fork of it runs `flwr-clientapp` with the arguments, environment, streams and exit status that the fresh process
+would have. The zygote ends with its SuperExec; a killed one is replaced at the next message.
+
+Of all files this relies most on Flower's internals: that two of its modules start their children by
+`subprocess.Popen` (see `_STARTERS`). Hence the check of its version, and hence the option is off unless asked for.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points, version
+from importlib.util import find_spec
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+from socflower.engines.installed import dependencies
+from socflower.errors import ConfigError
+from socflower.quantities import counted
+
+PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "flwr.supernode.cli", "flwr.clientapp", "socflower.clients")
+
+_SUPERNODE, _SUPEREXEC, _CLIENTAPP = "flower-supernode", "flower-superexec", "flwr-clientapp"
+_STARTERS = {  # Flower's command, and its module that starts a child by `subprocess.Popen`
+    _SUPERNODE: "flwr.supernode.start_client_internal",
+    _SUPEREXEC: "flwr.supercore.superexec.executor.subprocess_executor",
+}
+_READY_TIMEOUT_S = 300.0  # a small board under load imports torch from a slow card
+_FORK_TIMEOUT_S = 60.0
+_CANNOT_BE = 2  # exit status after a ConfigError
+_THREADS_OF_OPENBLAS = "OPENBLAS_NUM_THREADS"
+_HEADER = struct.Struct("!I")
+
+
+def warm_supernode_command(args: Sequence[str], preload: Sequence[str] = ()) -> list[str]:
+    """Return the command that does what `flower-supernode ARGS` does, warm; `preload` names more modules to import."""
+    return [*_own_command(preload), "--", _SUPERNODE, *args]
+
+
+class ForkedProcess:
+    """A process that a zygote forked, as its requester sees it. It may be forgotten: the process goes on."""
+
+    def __init__(self, report: socket.socket) -> None:
+        self._report = report  # on which its number comes now, and its exit code in the end
+        self._exit_code: int | None = None
+        report.settimeout(_FORK_TIMEOUT_S)
+        answer = _read_line(report)
+        if not answer.isdecimal():
+            raise OSError(f"the zygote cannot fork: {answer}")
+        self.pid = int(answer)
+
+    def __del__(self) -> None:
+        self._report.close()
+
+    def poll(self) -> int | None:
+        """Return the exit code, −N for signal N; None while it runs."""
+        return self.wait(0.0)
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Return the exit code, or None after `timeout_s`; raises `ProcessLookupError` if the zygote died before."""
+        if self._exit_code is None:
+            if not select.select([self._report], [], [], timeout_s)[0]:
+                return None
+            self._exit_code = int(_read_line(self._report))
+        return self._exit_code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Zygote:
+    """A process that has imported `preload` and forks on request; it ends when this end of its socket closes.
+
+    Raises `ConfigError` if a module cannot be imported, or one starts a thread: a fork would copy its locks as they
+    happen to be, but not the thread that releases them.
+    """
+
+    def __init__(self, preload: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self._requests, theirs = socket.socketpair()
+        environment = dict(os.environ if environment is None else environment)
+        with theirs:
+            # NumPy's OpenBLAS starts its threads on import unless told to have one.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", __file__, "--zygote", str(theirs.fileno()),
+                 json.dumps({"preload": list(preload), "openblas-threads": environment.get(_THREADS_OF_OPENBLAS)})],
+                pass_fds=[theirs.fileno()], env={**environment, _THREADS_OF_OPENBLAS: "1"})
+        self.pid = self._process.pid
+        try:
+            self._requests.settimeout(_READY_TIMEOUT_S)
+            trouble = _read_line(self._requests)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"warm executor: the zygote did not get ready ({error}); see its words above, or leave "
+                              "the warm executor out") from error
+        if trouble:
+            self.close()
+            raise ConfigError(f"warm executor: {trouble}")
+
+    def fork(
+        self, entry: str, argv: Sequence[str], *, stdout: int | None = None, stderr: int | None = None,
+    ) -> ForkedProcess:
+        """Run `entry` ("module:function", without arguments) in a fork whose `sys.argv` is `argv`.
+
+        `stdout` and `stderr` are file descriptors, or None for this process's own. Raises `OSError` if it cannot.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            text = json.dumps({"entry": entry, "argv": list(argv)}).encode()
+            files = [1 if stdout is None else stdout, 2 if stderr is None else stderr, theirs.fileno()]
+            try:
+                socket.send_fds(self._requests, [_HEADER.pack(len(text)) + text], files)
+            except OSError:
+                ours.close()
+                raise
+        return ForkedProcess(ours)
+
+    def close(self) -> None:
+        """End the zygote; what it forked goes on."""
+        self._requests.close()
+        try:
+            self._process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class _WarmSuperNode:
+    """Stands in for `subprocess` where the SuperNode starts its SuperExec, which becomes a warm one."""
+
+    def __init__(self, options: Sequence[str]) -> None:
+        self._options = options
+
+    def Popen(self, args: Sequence[str], **settings: Any) -> "subprocess.Popen[bytes]":
+        """Start what the SuperNode asks for by this file's command instead."""
+        superexec = subprocess.Popen([*_own_command(), *self._options, "--", *args], **settings)
+
+        def follow() -> None:
+            # A SuperNode whose SuperExec cannot be warm would take messages and never answer.
+            if superexec.wait() == _CANNOT_BE:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=follow, daemon=True).start()
+        return superexec
+
+
+class _WarmSuperExec:
+    """Stands in for `subprocess` where the SuperExec starts tasks: ClientApps are forked, the rest starts as ever."""
+
+    DEVNULL = subprocess.DEVNULL
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        self._preload = preload
+        self._entry = _console_script(_CLIENTAPP)
+        self._zygote = self._new_zygote()
+
+    def Popen(
+        self, args: Sequence[str], stdout: int | None = None, stderr: int | None = None,
+    ) -> "ForkedProcess | subprocess.Popen[bytes]":
+        """Start a task with these streams; Flower does not look at what this returns."""
+        if args[0] != _CLIENTAPP:
+            return subprocess.Popen(args, stdout=stdout, stderr=stderr)
+        with open(os.devnull, "wb") as null:
+            out, err = (null.fileno() if stream == self.DEVNULL else stream for stream in (stdout, stderr))
+            return self._fork([shutil.which(_CLIENTAPP) or _CLIENTAPP, *args[1:]], out, err)
+
+    def _fork(self, argv: Sequence[str], stdout: int | None, stderr: int | None) -> ForkedProcess:
+        from flwr.supercore import log
+        try:
+            return self._zygote.fork(self._entry, argv, stdout=stdout, stderr=stderr)
+        except (BrokenPipeError, ConnectionResetError, ProcessLookupError, TimeoutError) as error:
+            log(WARNING, "warm executor: zygote %d died or hangs (%s); starting another", self._zygote.pid, error)
+            self._zygote.close()
+            self._zygote = self._new_zygote()
+            return self._zygote.fork(self._entry, argv, stdout=stdout, stderr=stderr)
+
+    def _new_zygote(self) -> Zygote:
+        from flwr.supercore import log
+        start_s = time.monotonic()
+        zygote = Zygote(self._preload)
+        log(INFO, "warm executor: zygote %d ready in %.1f s", zygote.pid, time.monotonic() - start_s)
+        return zygote
+
+
+def check_flwr_version(found: str) -> None:
+    """Raise `ConfigError` unless `found` is the version of Flower that this file was tested with."""
+    if found != (tested := _tested_flwr()):
+        raise ConfigError(f"warm executor: tested with flwr {tested}, found {found}; leave it out, or pass "
+                          "--any-flwr-version")
+
+
+def _tested_flwr() -> str:
+    flower = dependencies().get("flwr")
+    if flower is None:
+        raise ConfigError("warm executor: this installation's metadata is older than its code; install socflower again")
+    return flower.tested
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the Flower command after `--`, warm."""
+    parser = argparse.ArgumentParser(
+        prog="python -m socflower.engines.deployment.warm_executor",
+        description="Run a Flower SuperNode (or SuperExec) that forks its ClientApps from a process with torch loaded.")
+    parser.add_argument("--any-flwr-version", action="store_true",
+                        help="try it also where flwr is not the tested version")
+    parser.add_argument("--preload", metavar="MODULE", action="append", default=[],
+                        help="import this module too before forking; may be given several times")
+    parser.add_argument("command", nargs="+", metavar="-- flower-supernode ARGS")
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    options, command = list(arguments[:split]), list(arguments[split + 1:])
+    chosen = parser.parse_args([*options, *command[:1]])
+    if "torch" in sys.modules:
+        # `python -m` has imported the whole package; a SuperNode and a SuperExec have no use for torch's memory.
+        os.execv(sys.executable, [*_own_command(), *arguments])
+    if not chosen.any_flwr_version:
+        check_flwr_version(version("flwr"))
+    _refuse_what_cannot_be(command, chosen.preload)
+    starter = importlib.import_module(_STARTERS[command[0]])
+    if getattr(starter, "subprocess", None) is not subprocess:
+        raise ConfigError(f"warm executor: flwr {version('flwr')} starts its processes in another way than "
+                          f"{_tested_flwr()}; leave it out")
+    sys.argv = [shutil.which(command[0]) or command[0], *command[1:]]
+    vars(starter)["subprocess"] = (_WarmSuperNode(options) if command[0] == _SUPERNODE
+                                   else _WarmSuperExec([*chosen.preload, *PRELOAD]))
+    sys.exit(_function(_console_script(command[0]))())
+
+
+def _refuse_what_cannot_be(command: Sequence[str], preload: Sequence[str]) -> None:
+    if not hasattr(os, "fork"):
+        raise ConfigError("warm executor: this system cannot fork; leave it out")
+    if command[0] not in _STARTERS:
+        raise ConfigError(f"warm executor: -- {command[0]}: runs {' or '.join(_STARTERS)} only")
+    words = " ".join(command[1:]).replace("=", " ")
+    if command[0] == _SUPERNODE and "--isolation process" in words:
+        raise ConfigError("warm executor: with --isolation process the SuperNode starts no ClientApps; run its "
+                          "flower-superexec through this command instead")
+    if command[0] == _SUPEREXEC and "--executor kubernetes" in words:
+        raise ConfigError("warm executor: --executor kubernetes starts pods, not processes; leave this out")
+    for module in preload:
+        if find_spec(module.partition(".")[0]) is None:
+            raise ConfigError(f"warm executor: --preload {module}: no such module; install it, or leave it out")
+
+
+# ------------------------------------------------------------------------------------------ in the zygote
+def _zygote_main(descriptor: str, settings: str) -> None:
+    """Import, say that it is ready, fork; a child comes out of `_serve` and becomes what was asked for."""
+    # Ctrl-C reaches the whole terminal's group: the SuperExec ends on it, and the zygote then by its closed socket.
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    chosen = json.loads(settings)
+    requests = socket.socket(fileno=int(descriptor))
+    with contextlib.suppress(BrokenPipeError):  # its SuperExec has ended meanwhile, as `_serve` finds out
+        requests.sendall((_preload(chosen["preload"]) + "\n").encode())
+    gc.collect()
+    gc.freeze()  # else each child's first collection copies the pages of all objects that it shares
+    entry, sys.argv = _serve(requests)
+    signal.signal(signal.SIGINT, interrupt)
+    if chosen["openblas-threads"] is None:
+        del os.environ[_THREADS_OF_OPENBLAS]
+    else:
+        os.environ[_THREADS_OF_OPENBLAS] = chosen["openblas-threads"]
+    # A fresh process draws its global seeds from the system; forks would have the zygote's, but for Python's own.
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(Path(sys.argv[0]).name)
+    sys.exit(_function(entry)())
+
+
+def _preload(modules: Sequence[str]) -> str:
+    """Import `modules`; return what is wrong, or nothing."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            return f"cannot preload {module} ({type(error).__name__}: {error}); install it, or leave it out"
+        if (num_threads := _num_threads()) > 1:
+            return f"importing {module} started {counted(num_threads - 1, 'thread')}, so it cannot be preloaded"
+    return ""
+
+
+def _serve(requests: socket.socket) -> tuple[str, list[str]]:
+    """Fork once per request and report ended children. Returns in children only, with entry and `sys.argv`."""
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(woken, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    reports: dict[int, socket.socket] = {}
+    while True:
+        readable = select.select([requests.fileno(), woken], [], [])[0]
+        if woken in readable:
+            os.read(woken, 4096)
+            _report_ended(reports)
+        if requests.fileno() not in readable:
+            continue
+        header, files, _, _ = socket.recv_fds(requests, _HEADER.size, 3)
+        if not header:
+            sys.exit(0)
+        request = json.loads(_read_exactly(requests, _HEADER.unpack(header)[0]))
+        out, err, descriptor = files
+        report = socket.socket(fileno=descriptor)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            with report:
+                report.sendall(f"{error}\n".encode())
+        else:
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.dup2(out, 1)
+                os.dup2(err, 2)
+                # The child says its own number, so that an answer means that it lives even if the zygote dies now.
+                report.sendall(f"{os.getpid()}\n".encode())
+                for opened in (requests, report, *reports.values()):
+                    opened.close()
+                for descriptor in (woken, wake, out, err):
+                    os.close(descriptor)
+                return request["entry"], request["argv"]
+            reports[pid] = report
+        os.close(out)
+        os.close(err)
+
+
+def _report_ended(reports: dict[int, socket.socket]) -> None:
+    while reports:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        with reports.pop(pid) as report, contextlib.suppress(BrokenPipeError):
+            report.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+# --------------------------------------------------------------------------------------------- small parts
+def _own_command(preload: Sequence[str] = ()) -> list[str]:
+    # By path and not by -m: the package's __init__ imports torch, which a SuperNode has no use for. -P keeps this
+    # file's folder out of sys.path.
+    return [sys.executable, "-P", __file__, *(word for module in preload for word in ("--preload", module))]
+
+
+def _console_script(command: str) -> str:
+    """Return "module:function" of an installed command."""
+    return next(iter(entry_points(group="console_scripts", name=command))).value
+
+
+def _function(entry: str) -> Any:
+    module, _, name = entry.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _num_threads() -> int:
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
+
+
+def _read_line(stream: socket.socket) -> str:
+    """Return the next line; raises `ProcessLookupError` if the other end closes first."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = stream.recv(1)
+        if not byte:
+            raise ProcessLookupError("the zygote died")
+        line += byte
+    return line[:-1].decode()
+
+
+def _read_exactly(stream: socket.socket, num_bytes: int) -> bytes:
+    parts = b""
+    while len(parts) < num_bytes:
+        part = stream.recv(num_bytes - len(parts))
+        if not part:
+            sys.exit(0)
+        parts += part
+    return parts
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--zygote"]:
+        _zygote_main(*sys.argv[2:])
+    try:
+        main(sys.argv[1:])
+    except ConfigError as problem:
+        print(problem, file=sys.stderr)
+        sys.exit(_CANNOT_BE)

@@ -1,0 +1,1 @@
+"""Engine `local`: a Flower Grid without Ray, in virtual time, with worker processes."""

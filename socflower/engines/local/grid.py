@@ -1,0 +1,145 @@
+"""A Flower Grid without Ray: nodes are contexts, messages run in worker processes of this machine."""
+
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from time import monotonic
+from typing import TypeAlias
+from uuid import uuid4
+
+from flwr.app import Context, Message, RecordDict, UserConfig
+from flwr.serverapp import Grid
+
+from socflower.engines.local.flower_internals import Run, begin_run
+from socflower.engines.local.message_log import MessageLog
+from socflower.engines.local.workers import ClientAppSource, InProcessWorkers, ProcessWorkers, Work
+from socflower.errors import ConfigError
+
+NodeConfigs: TypeAlias = Sequence[Mapping[str, str | int | float | bool]]
+
+_FIRST_NODE_ID = 1000
+
+
+class EngineGrid(Grid):
+    """A Grid that is not connected to any SuperLink, and has a run of its own."""
+
+    def __init__(self, node_configs: NodeConfigs, run_config: UserConfig | None) -> None:
+        """Make the contexts of the nodes; their ids ascend, and each knows its partition if its config names none."""
+        self._run = begin_run(secrets.randbits(62))
+        self._contexts = {
+            _FIRST_NODE_ID + index: Context(
+                run_id=self._run.run_id, node_id=_FIRST_NODE_ID + index, state=RecordDict(),
+                node_config={"partition-id": index, "num-partitions": len(node_configs), **node_config},
+                run_config=dict(run_config or {}))
+            for index, node_config in enumerate(node_configs)
+        }
+
+    def set_run(self, run: Run) -> None:
+        """Set the run this grid works for."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """The run this grid works for."""
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None,
+    ) -> Message:
+        """Return a new message to a node."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+
+class LocalGrid(EngineGrid):
+    """Runs unmodified ClientApps for `num_nodes` nodes; a node's `Context.state` lives as long as the grid.
+
+    Node ids ascend with the SoC index, and `node_config` has `partition-id` and `num-partitions` as in Flower's
+    simulation. `num_workers` is the number of worker processes (default: one for each core); 0 runs all messages
+    in this process. Replies come in the order of their messages, however the workers finish. `messages` is told what
+    became of each.
+    """
+
+    in_one_process = True  # a group's members, for want of machines
+
+    def __init__(
+        self, client_app: ClientAppSource, num_nodes: int, *, run_config: UserConfig | None = None,
+        num_workers: int | None = None, messages: MessageLog | None = None,
+    ) -> None:
+        if num_nodes < 1:
+            raise ConfigError(f"local engine: num_nodes must be 1 or more, got {num_nodes}")
+        super().__init__([{}] * num_nodes, run_config)
+        count = num_cores() if num_workers is None else num_workers
+        self._workers = ProcessWorkers(client_app, count) if count else InProcessWorkers(client_app)
+        self._pushed: dict[str, Message] = {}
+        self._messages = messages
+        self._soc_of_node = {node: soc for soc, node in enumerate(self._contexts)}
+
+    def get_node_ids(self) -> list[int]:
+        """Return the node ids in the order of their SoCs."""
+        return list(self._contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Give each message an id and keep it until it is pulled; `ConfigError` for an unknown node."""
+        message_ids = []
+        for message in messages:
+            node_id = message.metadata.dst_node_id
+            if node_id not in self._contexts:
+                raise ConfigError(f"local engine: message to unknown node {node_id}; ask the grid's get_node_ids()")
+            message_id = str(uuid4())
+            message.metadata.__dict__["_message_id"] = message_id
+            self._pushed[message_id] = message
+            message_ids.append(message_id)
+        return message_ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Run the pushed messages of these ids and return their replies."""
+        return self._answer(message_ids, None, pulled=True)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Run messages and return their replies; after `timeout` seconds, those that are there."""
+        return self._answer(self.push_messages(messages), timeout)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._workers.close()
+
+    def __enter__(self) -> "LocalGrid":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answer(self, message_ids: Iterable[str], timeout_s: float | None, *, pulled: bool = False) -> list[Message]:
+        asked = {message_id: self._pushed.pop(message_id) for message_id in message_ids if message_id in self._pushed}
+        deadline = None if timeout_s is None else monotonic() + timeout_s
+        answered: dict[str, Message] = {}
+        for turn in _one_message_per_node(asked):
+            work: dict[str, Work] = {message_id: (asked[message_id], self._contexts[node]) for message_id, node in turn}
+            for message_id, (reply, context) in self._workers.run(work, deadline).items():
+                # A worker process returns a copy of the context with the state the client left in it.
+                self._contexts[context.node_id] = context
+                reply.metadata.__dict__["_message_id"] = str(uuid4())
+                answered[message_id] = reply
+        if self._messages is not None:
+            self._messages.note([(message, answered.get(message_id)) for message_id, message in asked.items()],
+                                self._soc_of_node, pulled=pulled)
+        return [answered[message_id] for message_id in asked if message_id in answered]
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _one_message_per_node(messages: Mapping[str, Message]) -> list[list[tuple[str, int]]]:
+    """Deal (message id, node id) to turns in which no node has two: the second must see the state the first left."""
+    turns: list[list[tuple[str, int]]] = []
+    num_seen: dict[int, int] = {}
+    for message_id, message in messages.items():
+        node_id = message.metadata.dst_node_id
+        turn = num_seen.get(node_id, 0)
+        num_seen[node_id] = turn + 1
+        if turn == len(turns):
+            turns.append([])
+        turns[turn].append((message_id, node_id))
+    return turns

@@ -1,0 +1,184 @@
+"""What became of a run's messages: whether any client did what it was asked, and the first cause if none did."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from flwr.app import ArrayRecord, Message, MessageType
+
+from socflower.errors import TrainingFailed
+from socflower.wire.message_keys import NUM_EXAMPLES, SERVER_ROUND
+
+Answered: TypeAlias = tuple[Message, Message | None]
+"""A message and its reply, or None if there was none in time."""
+
+_SOME, _ALL, _NOTHING = "client-failed", "no-client", "no-message"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MessageEvent:
+    """Messages of one exchange that came to nothing, as a result tells of them."""
+
+    kind: str  # "client-failed": some of an exchange; "no-client": all of it; "no-message": none was ever sent
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Exchange:
+    """What became of messages of one kind that were sent together."""
+
+    where: str  # "round 3: "
+    pulled: bool
+    num_sent: int = 0
+    failed: list[tuple[int, str]] = field(default_factory=list)  # SoC, and what became of its message
+
+    @property
+    def first_cause(self) -> str:
+        """That of the lowest SoC: strategies ask in any order."""
+        return min(self.failed)[1] if self.failed else ""
+
+
+@dataclass(slots=True)
+class MessageLog:
+    """Counts what was sent and answered, by the kind of message; strategies may drop failures without a word."""
+
+    events: list[MessageEvent] = field(default_factory=list)
+    _exchanges: dict[str, list[_Exchange]] = field(default_factory=dict)
+
+    def note(self, exchanged: Sequence[Answered], soc_of_node: dict[int, int], *, pulled: bool = False) -> None:
+        """Take in messages that were sent together; `soc_of_node` says where they went.
+
+        Those that were `pulled` may be one of many: they are judged with those of their round that were before them.
+        """
+        by_kind: dict[str, list[Answered]] = {}
+        for message, reply in exchanged:
+            by_kind.setdefault(_kind(message), []).append((message, reply))
+        for kind, answered in by_kind.items():
+            where = _round(answered[0][0])
+            failed = [(soc_of_node[node], f"SoC {soc_of_node[node]} (node {node}): {fault}")
+                      for node, fault in _faults(kind, answered)]
+            exchanges = self._exchanges.setdefault(kind, [])
+            if not (pulled and exchanges and exchanges[-1].pulled and exchanges[-1].where == where):
+                exchanges.append(_Exchange(where=where, pulled=pulled))
+            exchanges[-1].num_sent += len(answered)
+            exchanges[-1].failed += failed
+            if failed:
+                self.events.append(MessageEvent(kind=_ALL if len(failed) == len(answered) else _SOME, text=(
+                    f"{where}{len(failed)} of {len(answered)} {kind} messages came to nothing; "
+                    f"first cause: {min(failed)[1]}")))
+
+    @property
+    def failure(self) -> str | None:
+        """Why the run came to nothing, with the first cause; None if some client did what it was asked.
+
+        A run that trains is judged by its TRAIN messages: what the last ones made is what it leaves. Any other run is
+        judged by all that it sent.
+        """
+        kinds = self._judged_kinds
+        exchanges = [exchange for kind in kinds for exchange in self._exchanges[kind]]
+        if exchanges and not any(map(_came_to_something, exchanges)):
+            num_sent = sum(exchange.num_sent for exchange in exchanges)
+            return (f"no client succeeded: none of {num_sent} {' and '.join(kinds)} messages had a usable answer; "
+                    f"first cause: {exchanges[0].first_cause}")
+        if kinds == [MessageType.TRAIN] and not _came_to_something(last := exchanges[-1]):
+            return (f"no client succeeded in the end: none of the last {last.num_sent} {MessageType.TRAIN} messages "
+                    f"had a usable answer; first cause: {last.where}{last.first_cause}")
+        return None
+
+    @property
+    def first_cause(self) -> str:
+        """Who failed first in what `failure` tells of, and how."""
+        exchanges = [exchange for kind in self._judged_kinds for exchange in self._exchanges[kind]]
+        told = exchanges[-1:] if any(map(_came_to_something, exchanges)) else exchanges[:1]
+        return told[0].first_cause if told else ""
+
+    def require_success(self) -> None:
+        """Raise `TrainingFailed` if the run came to nothing; note if it sent nothing at all."""
+        failure = self.failure
+        if failure is not None:
+            raise TrainingFailed(failure)
+        if not self._exchanges:
+            self.events.append(MessageEvent(kind=_NOTHING, text="the ServerApp sent no message to any client"))
+
+    def documents(self) -> list[dict[str, str]]:
+        """Return the events as a result has them."""
+        return [{"kind": event.kind, "text": event.text} for event in self.events]
+
+    @property
+    def _judged_kinds(self) -> list[str]:
+        return [MessageType.TRAIN] if MessageType.TRAIN in self._exchanges else list(self._exchanges)
+
+
+def _came_to_something(exchange: _Exchange) -> bool:
+    return len(exchange.failed) < exchange.num_sent
+
+
+def _faults(kind: str, answered: Sequence[Answered]) -> list[tuple[int, str]]:
+    """Return node and fault of each message that had no answer that can be used."""
+    faults = []
+    for message, reply in answered:
+        fault = _fault(reply)
+        if fault is None and reply is not None and kind == MessageType.TRAIN:
+            fault = _not_finite(reply) or fault_of_num_examples(reply)
+        if fault is not None:
+            faults.append((message.metadata.dst_node_id, fault))
+    return faults
+
+
+def _kind(message: Message) -> str:
+    return message.metadata.message_type.partition(".")[0]
+
+
+def _round(message: Message) -> str:
+    """Return "round 3: " where the message says so, as those of Flower's strategies and of ours do."""
+    for record in message.content.config_records.values():
+        if isinstance(server_round := record.get(SERVER_ROUND), int):
+            return f"round {server_round}: "
+    return ""
+
+
+def _fault(reply: Message | None) -> str | None:
+    if reply is None:
+        return "no reply in time"
+    if not reply.has_error():
+        return None
+    # Exceptions of torch have many lines, results have one.
+    return " ".join((reply.error.reason or f"error {reply.error.code} without a reason").split())
+
+
+def _not_finite(reply: Message) -> str | None:
+    for record in reply.content.array_records.values():
+        name = _first_non_finite(record)
+        if name is not None:
+            return f"its weights are not finite, {name} first; a lower learning rate may help"
+    return None
+
+
+def _first_non_finite(record: ArrayRecord) -> str | None:
+    for name, array in record.items():
+        try:
+            values: Any = array.numpy()
+        except (TypeError, ValueError, EOFError):  # in a serialisation of the app's own
+            continue
+        if np.issubdtype(values.dtype, np.inexact) and not np.isfinite(values).all():
+            return name
+    return None
+
+
+def metric(reply: Message, key: str) -> float | None:
+    """Return a number of the first metric record that has it; None if none has."""
+    for record in reply.content.metric_records.values():
+        value = record.get(key)
+        if isinstance(value, int | float):
+            return value
+    return None
+
+
+def fault_of_num_examples(reply: Message) -> str | None:
+    """Return what is wrong with how many examples the client says it had; to say nothing is no fault."""
+    value = metric(reply, NUM_EXAMPLES)
+    if value is None or (math.isfinite(value) and value >= 0):
+        return None
+    return f"its {NUM_EXAMPLES} is {value:g}, which is no number of examples"

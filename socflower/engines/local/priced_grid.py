@@ -1,0 +1,153 @@
+"""Virtual time for apps that know nothing of it: a Grid around any Grid that prices the messages going through."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from flwr.app import Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from socflower.cluster import (
+    FP32,
+    HUB,
+    Activity,
+    Cluster,
+    GraphBuilder,
+    ModelProfile,
+    Pricing,
+    TaskGraph,
+    Usage,
+    VirtualClock,
+)
+from socflower.engines.local.flower_internals import Run
+from socflower.engines.local.message_log import fault_of_num_examples, metric
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.precision.processor_costs import MixedPricing
+from socflower.wire.message_keys import CPU_SHARE, NUM_EXAMPLES, PRICED
+
+
+class PricedGrid(Grid):
+    """Forwards everything to `grid` and runs on `clock` what each exchange would have taken on the cluster.
+
+    A TRAIN message costs its bytes from the hub to the node's SoC, the reply's `num-examples` by the profile of the
+    SoC's device, and the reply's bytes back; other messages cost their bytes only. Nodes are SoCs in ascending
+    order of their ids. Messages that their strategy prices itself are left alone. Without a `model_profile` training
+    takes no virtual time. `batch_size` tells how many updates the examples stand for, `pricing` in which arithmetic.
+    Raises `TrainingFailed` where a client tells a number of examples that is negative or not finite.
+    """
+
+    def __init__(
+        self, grid: Grid, clock: VirtualClock, cluster: Cluster, *, model_profile: ModelProfile | None = None,
+        batch_size: int = 32, pricing: Pricing = FP32, on_usage: Callable[[Usage], None] = lambda usage: None,
+    ) -> None:
+        self._grid = grid
+        self._clock = clock
+        self._cluster = cluster
+        self._profile = model_profile
+        self._batch_size = batch_size
+        self._pricing = pricing
+        self._on_usage = on_usage
+
+    @property
+    def clock(self) -> VirtualClock:
+        """The clock, for strategies that know more of what their clients do than the messages tell."""
+        return self._clock
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that messages are priced on."""
+        return self._cluster
+
+    @property
+    def in_one_process(self) -> bool:
+        """Whether the inner grid is known to run a group's members in one process."""
+        return bool(getattr(self._grid, "in_one_process", False))
+
+    def set_run(self, run: Run) -> None:
+        """Set the run of the inner grid."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        """The inner grid's run."""
+        return self._grid.run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None,
+    ) -> Message:
+        """Return a new message to a node."""
+        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the inner grid's node ids."""
+        return self._grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Push unpriced: which reply belongs to what is known only in `send_and_receive`."""
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Pull unpriced; see `push_messages`."""
+        return self._grid.pull_messages(message_ids)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Exchange messages through the inner grid and let the virtual time pass that they would take."""
+        sent = list(messages)
+        replies = list(self._grid.send_and_receive(sent, timeout=timeout))
+        to_price = [message for message in sent if not _is_priced(message)]
+        if to_price:
+            self._on_usage(self._clock.run(self._graph(to_price, replies), label=to_price[0].metadata.message_type))
+        return replies
+
+    def _graph(self, sent: Sequence[Message], replies: Sequence[Message]) -> TaskGraph:
+        soc_of_node = {node: soc for soc, node in enumerate(sorted(self._grid.get_node_ids()))}
+        if len(soc_of_node) > self._cluster.num_socs:
+            raise ConfigError(f"{len(soc_of_node)} nodes on a cluster of {self._cluster.num_socs} SoCs; describe a "
+                              "larger cluster or start fewer nodes")
+        answered = {reply.metadata.src_node_id: reply for reply in replies if reply.has_content()}
+        trained = {message.metadata.dst_node_id for message in sent if self._has_training(message)}
+        for node in sorted(trained & set(answered)):
+            if (fault := fault_of_num_examples(answered[node])) is not None:
+                raise TrainingFailed(f"SoC {soc_of_node[node]} (node {node}): {fault}; its training has no price "
+                                     "without one")
+        builder = GraphBuilder()
+        for message in sent:
+            node = message.metadata.dst_node_id
+            soc, reply = soc_of_node[node], answered.get(node)
+            num_bytes, num_tensors = _payload(message)
+            last = builder.transfer(f"to SoC {soc}", HUB, soc, num_bytes, num_messages=num_tensors)
+            if reply is None:
+                continue
+            if self._has_training(message):
+                last = self._training(builder, soc, reply, last)
+            num_bytes, num_tensors = _payload(reply)
+            builder.transfer(f"from SoC {soc}", soc, HUB, num_bytes, num_messages=num_tensors, after=[last])
+        return builder.build(list(soc_of_node.values()))
+
+    def _has_training(self, message: Message) -> bool:
+        return self._profile is not None and message.metadata.message_type.startswith(MessageType.TRAIN)
+
+    def _training(self, builder: GraphBuilder, soc: int, reply: Message, after: int) -> int:
+        assert self._profile is not None
+        num_examples = int(metric(reply, NUM_EXAMPLES) or 0)
+        batch = min(self._batch_size, num_examples)
+        if not batch:
+            return after
+        pricing, on_cpu = self._pricing, metric(reply, CPU_SHARE)
+        if isinstance(pricing, MixedPricing) and on_cpu is not None:
+            pricing = replace(pricing, cpu_share=on_cpu)  # what the client says goes before what its alpha might be
+        cost = pricing.step_cost(self._profile, self._cluster.device_of(soc), batch)
+        num_batches = num_examples / batch
+        trained = [builder.compute(f"train {num_examples}", soc, work.compute_s * num_batches,
+                                   processor=work.processor, after=[after]) for work in cost.processors]
+        return builder.compute("update", soc, (cost.merge_s + cost.update_s) * num_batches, processor=cost.processor,
+                               activity=Activity.UPDATE, after=trained)
+
+
+def _is_priced(message: Message) -> bool:
+    return any(PRICED in record for record in message.content.config_records.values())
+
+
+def _payload(message: Message) -> tuple[float, int]:
+    """Return bytes and number of tensors of a message; one without arrays still is one message."""
+    arrays = [array for record in message.content.array_records.values() for array in record.values()]
+    return float(sum(len(array.data) for array in arrays)), max(1, len(arrays))

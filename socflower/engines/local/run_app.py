@@ -1,0 +1,123 @@
+"""The `local` engine: one call that runs an unmodified ServerApp and ClientApp in virtual time."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, RecordDict, UserConfig
+from flwr.serverapp import ServerApp
+
+from socflower.cluster import Cluster, ModelProfile
+from socflower.cluster.toml_file import read_toml
+from socflower.engines.local.grid import LocalGrid
+from socflower.engines.local.message_log import MessageLog
+from socflower.engines.local.priced_grid import PricedGrid
+from socflower.engines.local.workers import AppReference, ClientAppSource
+from socflower.errors import ConfigError, SocflowerError, TrainingFailed
+from socflower.sim.event_clock import EventClock
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowerApp:
+    """An ordinary Flower app folder: references to its two apps, and its run config."""
+
+    server_app: AppReference
+    client_app: AppReference
+    run_config: UserConfig
+
+
+def load_flower_app(folder: Path) -> FlowerApp:
+    """Return the app of a folder with a Flower `pyproject.toml`; `ConfigError` says what it lacks."""
+    path = folder / "pyproject.toml"
+    document = read_toml(path, "Flower app")
+    try:
+        app = document["tool"]["flwr"]["app"]
+        components = app["components"]
+        server, client = (AppReference(target=components[key], folder=folder.resolve())
+                          for key in ("serverapp", "clientapp"))
+    except KeyError as error:
+        raise ConfigError(f"{path}: lacks {error} of [tool.flwr.app.components]; see `flwr new`") from None
+    except TypeError:
+        raise ConfigError(f"{path}: [tool.flwr.app.components] must be a table with serverapp and clientapp; see "
+                          "`flwr new`") from None
+    return FlowerApp(server_app=server, client_app=client, run_config=_flat(app.get("config", {})))
+
+
+def run_app(
+    server_app: ServerApp | AppReference, client_app: ClientAppSource, *, cluster: Cluster,
+    num_nodes: int | None = None, run_config: UserConfig | None = None, num_workers: int | None = None,
+    model_profile: ModelProfile | None = None, batch_size: int = 32, clock: EventClock | None = None,
+    messages: MessageLog | None = None,
+) -> EventClock:
+    """Run the app on `num_nodes` nodes (default: every SoC) and return the clock, with the virtual time it took.
+
+    What the client raises reaches the strategy as an error reply; what the ServerApp raises is raised here, except that
+    `sys.exit` with 0 is its end, and with any other status `TrainingFailed`. Strategies may drop failed replies and
+    keep their weights: a run in which no client succeeded, or none of those that trained last, raises `TrainingFailed`
+    with the first cause, whatever its ServerApp made of it. `messages` is told what became of each message.
+    """
+    app = server_app.load() if isinstance(server_app, AppReference) else server_app
+    if not isinstance(app, ServerApp):
+        raise ConfigError(f"app {server_app!r} is a {type(app).__name__}, not a flwr.serverapp.ServerApp")
+    num_nodes = cluster.num_socs if num_nodes is None else num_nodes
+    if num_nodes > cluster.num_socs:
+        raise ConfigError(f"local engine: {num_nodes} nodes on a cluster of {cluster.num_socs} SoCs; describe a larger "
+                          "cluster or start fewer nodes")
+    clock = clock or EventClock(cluster)
+    config = dict(run_config or {})
+    messages = messages or MessageLog()
+    with LocalGrid(client_app, num_nodes, run_config=config, num_workers=num_workers, messages=messages) as grid:
+        priced = PricedGrid(grid, clock, cluster, model_profile=model_profile, batch_size=batch_size)
+        context = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=config)
+        try:
+            app(priced, context)
+        except SystemExit as end:
+            # With 0, or nothing, the app has done its work; the command's own status tells what became of the run.
+            if end.code is not None and end.code != 0:
+                _name_first_cause(messages, end)
+                raise TrainingFailed(f"the ServerApp ended with sys.exit({end.code!r})") from end
+        except Exception as error:
+            _name_first_cause(messages, error)
+            raise
+    messages.require_success()
+    return clock
+
+
+def _name_first_cause(messages: MessageLog, error: Exception | SystemExit) -> None:
+    """Raise `TrainingFailed` where a ServerApp stumbled over clients that had all failed, unless it says so itself."""
+    failure = messages.failure
+    mistake = isinstance(error, SocflowerError) and not isinstance(error, TrainingFailed)
+    text = " ".join(str(error).split())
+    if failure is None or mistake or messages.first_cause.partition(": ")[2] in text:
+        return
+    raise TrainingFailed(f"{failure}; then the ServerApp raised {type(error).__name__}: {text}") from error
+
+
+def quiet_flower(level: int = logging.ERROR) -> None:
+    """Keep Flower's own log lines below `level` off the terminal, where a progress bar stands."""
+    logging.getLogger("flwr").setLevel(level)
+
+
+@contextmanager
+def flower_quiet() -> Iterator[None]:
+    """Keep Flower's log lines below errors off the terminal within; afterwards its log is as it was."""
+    before = logging.getLogger("flwr").level
+    quiet_flower()
+    try:
+        yield
+    finally:
+        quiet_flower(before)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> UserConfig:
+    """Return nested tables with dotted keys, as Flower hands a run config to apps."""
+    flat: UserConfig = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,253 @@
+"""Worker processes that run a ClientApp, one message at a time, for any node."""
+
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from time import monotonic
+from typing import TypeAlias
+
+from flwr.app import Context, Error, Message
+from flwr.clientapp import ClientApp
+
+from socflower.engines.local.flower_internals import (
+    CLIENT_APP_CRASHED,
+    CLIENT_APP_RAISED_EXCEPTION,
+    LOAD_CLIENT_APP_EXCEPTION,
+)
+from socflower.errors import ConfigError
+
+_PRELOADED = ("flwr.clientapp", "torch", "torch._dynamo")
+"""Imported once in the fork server, whose children then start in milliseconds and share the pages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AppReference:
+    """A ClientApp or ServerApp by `module:attribute`, as a Flower app's pyproject.toml names it."""
+
+    target: str
+    folder: Path | None = None  # put on the import path first
+
+    def load(self) -> object:
+        """Import and return the app; `ConfigError` if module or attribute is missing."""
+        if self.folder is not None and str(self.folder) not in sys.path:
+            sys.path.insert(0, str(self.folder))
+        module_name, _, attribute = self.target.partition(":")
+        try:
+            return getattr(importlib.import_module(module_name), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"app {self.target!r} cannot be loaded: {error}; check [tool.flwr.app.components]"
+                              ) from None
+        except SystemExit as end:
+            raise ConfigError(f"app {self.target!r} cannot be loaded: its module ends with sys.exit({end.code!r}); "
+                              "leave that to `if __name__ == '__main__'`") from None
+
+
+ClientAppSource: TypeAlias = AppReference | Callable[[], ClientApp] | ClientApp
+"""A reference, a factory that can be pickled, or (without worker processes) the app itself."""
+
+Work: TypeAlias = tuple[Message, Context]
+
+
+def resolve_client_app(source: ClientAppSource) -> ClientApp:
+    """Return the ClientApp that a source stands for."""
+    if isinstance(source, ClientApp):
+        return source
+    made = source.load() if isinstance(source, AppReference) else source()
+    if not isinstance(made, ClientApp):
+        raise ConfigError(f"app {source!r} is a {type(made).__name__}, not a flwr.clientapp.ClientApp")
+    return made
+
+
+def handle(app: ClientApp, message: Message, context: Context) -> Message:
+    """Run one message through the app; an exception becomes an error reply, as in Flower's own runtimes.
+
+    So do `sys.exit`, which would end the whole run with the client's status, and a return value that is no message.
+    """
+    try:
+        reply: object = app(message, context)
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error)}:<'{error}'>"
+        return Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+    if isinstance(reply, Message):
+        return reply
+    reason = f"the ClientApp returned a {type(reply).__name__}, not a flwr.app.Message"
+    return Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+class InProcessWorkers:
+    """No worker processes: messages run here, one after the other. A hung client cannot be given up on."""
+
+    def __init__(self, source: ClientAppSource) -> None:
+        self._app = resolve_client_app(source)
+
+    def run(self, work: Mapping[str, Work], deadline: float | None) -> dict[str, tuple[Message, Context]]:
+        """Return reply and context for each message id; those not begun by the deadline are left out."""
+        done = {}
+        for message_id, (message, context) in work.items():
+            if deadline is not None and monotonic() > deadline:
+                break
+            done[message_id] = (handle(self._app, message, context), context)
+        return done
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class ProcessWorkers:
+    """`num_workers` processes; a free one takes the next message, whichever node it is for.
+
+    One executor per process, so that a hung or killed process costs the message it was handling and no other.
+    """
+
+    def __init__(self, source: ClientAppSource, num_workers: int) -> None:
+        if isinstance(source, ClientApp):
+            raise ConfigError("local engine: worker processes import the ClientApp by reference; give AppReference("
+                              "'module:app') or a module-level factory, or num_workers=0 to run it in this process")
+        self._spawner = _spawner()
+        self._source = source
+        self._workers = [self._start() for _ in range(num_workers)]
+
+    def run(self, work: Mapping[str, Work], deadline: float | None) -> dict[str, tuple[Message, Context]]:
+        """Return reply and context for each message id; those not answered by the deadline are left out.
+
+        A worker that is still busy at the deadline is killed and replaced, so that the next round has all of them.
+        """
+        waiting = deque(work)
+        idle = deque(range(len(self._workers)))
+        running: dict[Future[tuple[Message, Context]], tuple[str, int]] = {}
+        done: dict[str, tuple[Message, Context]] = {}
+        while waiting or running:
+            while waiting and idle:
+                message_id, index = waiting.popleft(), idle.popleft()
+                running[self._submit(index, work[message_id])] = (message_id, index)
+            remaining_s = None if deadline is None else max(0.0, deadline - monotonic())
+            finished, _ = wait(running, timeout=remaining_s, return_when=FIRST_COMPLETED)
+            if not finished:
+                for _, index in running.values():
+                    self._replace(index)
+                break
+            for future in finished:
+                message_id, index = running.pop(future)
+                message, context = work[message_id]
+                try:
+                    done[message_id] = future.result()
+                except BrokenProcessPool:
+                    self._replace(index)
+                    done[message_id] = (Message(Error(CLIENT_APP_CRASHED, "the client's process died"),
+                                                reply_to=message), context)
+                idle.append(index)
+        return done
+
+    def close(self) -> None:
+        """End all worker processes."""
+        for worker in self._workers:
+            worker.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, index: int, work: Work) -> "Future[tuple[Message, Context]]":
+        try:
+            return self._workers[index].submit(_handle_in_worker, *work)
+        except BrokenProcessPool:
+            # It died while it was idle, which is no fault of this message's client.
+            self._replace(index)
+            return self._workers[index].submit(_handle_in_worker, *work)
+
+    def _start(self) -> "_Worker":
+        return _Worker(self._source, self._spawner)
+
+    def _replace(self, index: int) -> None:
+        self._workers[index].kill()
+        self._workers[index] = self._start()
+
+
+class NodeProcess:
+    """The process of one node; another one takes its place when it has died."""
+
+    def __init__(self, source: ClientAppSource) -> None:
+        self._source, self._spawner = source, _spawner()
+        self._worker = _Worker(source, self._spawner)
+
+    @property
+    def pid(self) -> int:
+        """The process id of the process, once it has started."""
+        return self._worker.pid
+
+    def submit(self, work: Message, context: Context) -> "Future[tuple[Message, Context]]":
+        """Begin to run a message; the future raises `BrokenProcessPool` if the process dies."""
+        try:
+            return self._worker.submit(_handle_in_worker, work, context)
+        except BrokenProcessPool:
+            self._worker.kill()
+            self._worker = _Worker(self._source, self._spawner)
+            return self._worker.submit(_handle_in_worker, work, context)
+
+    def kill(self) -> None:
+        """Kill the process, whatever it is doing."""
+        self._worker.kill()
+
+
+def _spawner() -> BaseContext:
+    """Return how processes start: forked from a server that has torch loaded, where the system can."""
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    spawner = multiprocessing.get_context(method)
+    if method == "forkserver":
+        spawner.set_forkserver_preload(list(_PRELOADED))
+    return spawner
+
+
+class _Worker(ProcessPoolExecutor):
+    """One process that can be killed: it tells its process id as its first task."""
+
+    def __init__(self, source: ClientAppSource, spawner: BaseContext) -> None:
+        super().__init__(max_workers=1, mp_context=spawner, initializer=_start_worker, initargs=(source,))
+        self._pid = self.submit(os.getpid)
+
+    @property
+    def pid(self) -> int:
+        return self._pid.result(timeout=60.0)
+
+    def kill(self) -> None:
+        """Kill the process, whatever it is doing."""
+        # Broken before it could tell its id means that it is gone already.
+        with suppress(BrokenProcessPool, ProcessLookupError):
+            os.kill(self._pid.result(timeout=60.0), signal.SIGKILL)
+        self.shutdown(wait=True, cancel_futures=True)
+
+
+_app_of_this_worker: ClientApp | Exception = RuntimeError("the worker has not started")
+
+
+def _start_worker(source: ClientAppSource) -> None:
+    global _app_of_this_worker  # noqa: PLW0603 - one app per worker process, set once at its start
+    # Ctrl-C reaches the whole process group; the parent decides what ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        _app_of_this_worker = resolve_client_app(source)
+    except Exception as error:  # told in the reply to every message: an initializer that raises tells nobody
+        _app_of_this_worker = error
+
+
+def _end_with_parent() -> None:
+    """End this worker when the process that it works for is gone, however that ended: nobody else would."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _handle_in_worker(message: Message, context: Context) -> tuple[Message, Context]:
+    app = _app_of_this_worker
+    if isinstance(app, Exception):
+        return Message(Error(LOAD_CLIENT_APP_EXCEPTION, f"{type(app)}:<'{app}'>"), reply_to=message), context
+    return handle(app, message, context), context

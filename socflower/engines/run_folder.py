@@ -1,0 +1,137 @@
+"""The folder through which a running app and the process that started it speak: scenario in, progress and outcome out.
+
+On the `simulation` and `deployment` engines the ServerApp runs in a process of Flower's; on all engines it uses the
+same files.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
+
+
+@dataclass(frozen=True, slots=True)
+class CloudAddress:
+    """Where the cloud of a split run is, and what a ServerApp shows it."""
+
+    address: str  # host:port
+    token_file: str  # of the operator's token
+    ca: str = ""  # PEM file of the authority that signed its certificate; plain text without
+
+    @classmethod
+    def of_environment(cls) -> "CloudAddress | None":
+        """Return what the environment of a SuperLink says: SOCFLOWER_CLOUD, _CLOUD_TOKEN_FILE and _CLOUD_CA."""
+        address = os.environ.get("SOCFLOWER_CLOUD", "")
+        if not address:
+            return None
+        return cls(address=address, token_file=os.environ.get("SOCFLOWER_CLOUD_TOKEN_FILE", ""),
+                   ca=os.environ.get("SOCFLOWER_CLOUD_CA", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths and formats of one run's folder."""
+
+    path: Path
+
+    @property
+    def trace(self) -> Path:
+        """Where the app writes its Chrome trace."""
+        return self.path / "trace.json"
+
+    def write_scenario(self, document: Mapping[str, Any]) -> None:
+        """Leave the resolved scenario for server and clients."""
+        write_atomically(self.path / "scenario.json", json.dumps(document))
+
+    def read_scenario(self) -> dict[str, Any]:
+        """Return the document of the scenario that was left here."""
+        document: dict[str, Any] = json.loads((self.path / "scenario.json").read_text("utf-8"))
+        return document
+
+    def write_checkpointing(self, checkpointing: Checkpointing) -> None:
+        """Say, for server and clients, that the run keeps checkpoints, and which one it goes on from."""
+        write_atomically(self.path / "checkpointing.json", json.dumps(
+            {**asdict(checkpointing), "folder": str(checkpointing.folder.resolve())}))
+
+    def read_checkpointing(self) -> Checkpointing | None:
+        """Return what was said of checkpoints, or None if the run keeps none."""
+        path = self.path / "checkpointing.json"
+        if not path.exists():
+            return None
+        document = json.loads(path.read_text("utf-8"))
+        return Checkpointing(**{**document, "folder": Path(document["folder"])})
+
+    def clients_folder(self, node_config: Mapping[str, Any]) -> Path | None:
+        """Return where the clients of this run keep their trainers' states; None if nowhere."""
+        return _clients_folder(self)
+
+    def write_server_process(self, pid: int) -> None:
+        """Say which process the ServerApp is, so that its death can be told from its silence."""
+        write_atomically(self.path / "server.json", json.dumps({"pid": pid}))
+
+    def read_server_process(self) -> int | None:
+        """Return the process id of the ServerApp, or None while it has not begun."""
+        path = self.path / "server.json"
+        return int(json.loads(path.read_text("utf-8"))["pid"]) if path.exists() else None
+
+    def write_cloud(self, cloud: CloudAddress) -> None:
+        """Say where the cloud of this run is."""
+        write_atomically(self.path / "cloud.json", json.dumps(asdict(cloud)))
+
+    def read_cloud(self) -> CloudAddress | None:
+        """Return where the cloud is; None where both halves train in the clients' processes."""
+        path = self.path / "cloud.json"
+        return CloudAddress(**json.loads(path.read_text("utf-8"))) if path.exists() else None
+
+    def append_progress(self, entry: dict[str, Any]) -> None:
+        """Add a line about the round that just ended."""
+        with (self.path / "progress.jsonl").open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(entry) + "\n")
+
+    def read_progress(self, first: int) -> Iterator[dict[str, Any]]:
+        """Yield the complete progress lines from the `first` on."""
+        path = self.path / "progress.jsonl"
+        if path.exists():
+            for line in path.read_text("utf-8").splitlines(keepends=True)[first:]:
+                if line.endswith("\n"):
+                    yield json.loads(line)
+
+    @property
+    def model(self) -> Path:
+        """The file of the trained model."""
+        return self.path / "model.npz"
+
+    def write_model(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Leave the trained model: its arrays by the names of the state dict."""
+        np.savez(self.model, **arrays)  # type: ignore[arg-type]
+
+    def write_outcome(self, outcome: dict[str, Any]) -> None:
+        """Leave what the app found, or `{"error": …}`, with the `kind` of a `SocflowerError`."""
+        write_atomically(self.path / "outcome.json", json.dumps(outcome))
+
+    def read_outcome(self) -> dict[str, Any] | None:
+        """Return the outcome, or None while there is none."""
+        path = self.path / "outcome.json"
+        return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+
+@cache
+def _clients_folder(folder: RunFolder) -> Path | None:
+    # Read once: Flower's processes may outlive the run's folder for some rounds, of which the server keeps checkpoints.
+    checkpointing = folder.read_checkpointing()
+    return None if checkpointing is None else CheckpointFolder(checkpointing.folder).clients
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that is either there in full or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, "utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,248 @@
+"""Shares of a group's batch: who computes how many samples (F4), and which rates they follow (F20).
+
+Shares in proportion to measured rates make all members end a step together. Member i takes t_i = a_i + b_i n_i
+seconds for n_i of a batch's N samples: a_i for what each step costs anyway, b_i for each sample. Its measured rate is
+n_i / t_i, and the new shares are n_i' = N (n_i / t_i) / sum_j (n_j / t_j) = n_i T / t_i, where
+T = N / sum_j (n_j / t_j) lies between the shortest and the longest t. So
+
+    t_i' - T = (a_i / t_i) (t_i - T).
+
+The distance from T never changes its sign and shrinks to the part of its time that a member spends on fixed costs:
+times approach each other monotonically, without overshoot, and are equal at once where there are no fixed costs. Whole
+samples end that where each t_i is within the mean time of one sample, t_i / n_i, of T.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from socflower.errors import ConfigError
+
+
+def split_batch(batch_size: int, capacities: Sequence[float]) -> tuple[int, ...]:
+    """Return how many samples each member takes: D * C_i / sum C, rounded by largest remainders (F4).
+
+    The shares sum to `batch_size`, and each is its quota rounded down or up. Ties go to the earlier member, so
+    all members compute the same split. A member without capacity gets no samples. Raises `ConfigError` for a
+    negative batch, and for capacities that are negative, not finite, or all zero.
+    """
+    if batch_size < 0:
+        raise ConfigError(f"shares: batch_size must not be negative, got {batch_size}")
+    if not all(0.0 <= capacity < math.inf for capacity in capacities):
+        raise ConfigError(f"shares: capacities must be finite and not negative, got {list(capacities)}")
+    largest = max(capacities, default=0.0)
+    if not largest > 0.0:
+        raise ConfigError(f"shares: no member has capacity for {batch_size} samples, got {list(capacities)}; "
+                          "give at least one above 0")
+    relative = [capacity / largest for capacity in capacities]  # their sum cannot overflow
+    total = sum(relative)
+    quotas = [batch_size * capacity / total for capacity in relative]
+    shares = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted((index for index, capacity in enumerate(relative) if capacity),
+                          key=lambda index: (shares[index] - quotas[index], index))
+    for index in by_remainder[:batch_size - sum(shares)]:
+        shares[index] += 1
+    return tuple(shares)
+
+
+def member_weights(shares: Sequence[int]) -> tuple[float, ...]:
+    """Return D_i / sum D: the weight of each member's mean gradient in the group's gradient (F4).
+
+    With these weights one step over uneven shares equals one step over the whole batch. Raises `ConfigError` if
+    there are no samples or fewer than none.
+    """
+    total = sum(shares)
+    if total < 1 or min(shares) < 0:
+        raise ConfigError(f"shares: need samples, none negative, to weigh members by, got {list(shares)}")
+    return tuple(share / total for share in shares)
+
+
+_SETTLED = 0.2
+"""After shares have moved, what is still away by more than this part of the threshold is mended at once."""
+
+_MOST_MENDED = 4
+"""Moves in a row without patience; a load that goes on changing is waited out again after that."""
+
+_FIRST_PROBE, _LAST_PROBE = 8, 128
+"""How many observations a member without samples is left alone: at first, and at most, doubled by every vain probe."""
+
+
+@dataclass(slots=True)
+class _Member:
+    rate: float  # that shares go by; relative as given until the first move, samples per second from then on
+    recent: list[float] = field(default_factory=list)  # samples per second, observed under the present shares
+    num_idle: int = 0  # observations in a row without samples
+    probe_after: int = _FIRST_PROBE
+
+    @property
+    def is_due(self) -> bool:
+        return self.rate > 0.0 and self.num_idle >= self.probe_after
+
+    def leave_alone(self, probe_after: int) -> None:
+        self.num_idle, self.probe_after = 0, min(probe_after, _LAST_PROBE)
+        self.recent.clear()
+
+
+class CapacityFilter:
+    """Rates of members, that follow a lasting change and nothing else; the same in all that see the same observations.
+
+    A member's rate is the median of its newest `window` observations. Shares stay until some member's part of all rates
+    has been away from its accepted part by more than `threshold`, relative and either way, for `patience` observations
+    in a row; then all rates are accepted as they are, and once more every few observations until they fit to a fifth of
+    the threshold, since fixed costs weigh more in small shares. So shares cost at most about `threshold` of a step.
+
+    A member that has had no samples for eight observations is due for one: whoever makes shares gives it at least one
+    sample. If it is no faster than was thought, it is left alone for twice as long as before, 128 observations at most;
+    else it stays due until it has been observed often enough. A member with nominal capacity 0 is left out for good.
+
+    Shares stay, too, until all that have samples have been observed `enough` times under them: of three observations
+    the median ignores one that is far off. Where each is the median of many steps, as `RingOutcome.rates` are,
+    `enough` and `patience` may be 1.
+
+    Parameters
+    ----------
+    nominal : mapping of int to float
+        Relative capacities to begin with, by member; finite, not negative, and one at least above 0.
+    """
+
+    def __init__(
+        self, nominal: Mapping[int, float], *, threshold: float = 0.10, patience: int = 2, window: int = 5,
+        enough: int = 3,
+    ) -> None:
+        if not all(0.0 <= capacity < math.inf for capacity in nominal.values()) or not any(nominal.values()):
+            raise ConfigError("capacities: nominal values must be finite and not negative, and one above 0, got "
+                              f"{dict(nominal)}")
+        if not 0.0 < threshold < math.inf:
+            raise ConfigError(f"capacities: threshold = {threshold} must be above 0, such as 0.1")
+        if patience < 1:
+            raise ConfigError(f"capacities: patience = {patience} must be 1 or more")
+        if not 1 <= enough <= window:
+            raise ConfigError(f"capacities: need 1 <= enough <= window, got enough = {enough}, window = {window}")
+        self._threshold, self._patience, self._window, self._enough = threshold, patience, window, enough
+        self._members = {ident: _Member(rate) for ident, rate in nominal.items()}
+        self._num_away = self._num_to_mend = 0
+        self.num_noted = 0
+        """Calls of `note` so far: of two filters of one group, the one with more knows what the other knows."""
+        self.num_moves = 0
+        """How often `capacities` has changed."""
+
+    def capacities(self) -> dict[int, float]:
+        """Return the rates that shares go by, relative to each other, for every member."""
+        return {ident: member.rate for ident, member in self._members.items()}
+
+    @property
+    def due(self) -> frozenset[int]:
+        """Members that are to have at least one sample, so that they are observed again."""
+        return frozenset(ident for ident, member in self._members.items() if member.is_due)
+
+    def note(self, passes: Mapping[int, tuple[float, float]]) -> bool:
+        """Take in one observation of each member that is present: its samples, and the seconds that they took it.
+
+        Returns whether `capacities` have changed. What cannot be, such as samples in no time, tells nothing. Raises
+        `ConfigError` for a member that was not there at the beginning.
+        """
+        unknown = passes.keys() - self._members.keys()
+        if unknown:
+            raise ConfigError(f"capacities: observed {sorted(unknown)}; the members are {sorted(self._members)}")
+        self.num_noted += 1
+        observed: set[int] = set()
+        for ident in sorted(passes):
+            if self._observe(self._members[ident], *passes[ident]):
+                observed.add(ident)
+        self._end_vain_probes(observed)
+        return self._decide({ident for ident in observed if self._members[ident].recent})
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs, as plain JSON."""
+        return {"members": [[ident, asdict(member)] for ident, member in self._members.items()],
+                "away": self._num_away, "to_mend": self._num_to_mend, "noted": self.num_noted, "moves": self.num_moves}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Stand where another filter of the same members stood; raises `ConfigError` if its members are others."""
+        members = {ident: _Member(**values) for ident, values in state["members"]}
+        if members.keys() != self._members.keys():
+            raise ConfigError(f"capacities: a state of members {sorted(members)}; here are {sorted(self._members)}")
+        self._members = members
+        self._num_away, self._num_to_mend = state["away"], state["to_mend"]
+        self.num_noted, self.num_moves = state["noted"], state["moves"]
+
+    def _observe(self, member: _Member, num_samples: float, seconds: float) -> bool:
+        """Keep an observation; return whether there was one."""
+        if num_samples == 0.0:
+            member.num_idle += 1
+            return False
+        rate = num_samples / seconds if num_samples > 0.0 and seconds > 0.0 else 0.0
+        if not 0.0 < rate < math.inf:
+            return False
+        if not member.is_due:
+            member.num_idle, member.probe_after = 0, _FIRST_PROBE
+        member.recent = [*member.recent, rate][-self._window:]
+        return True
+
+    def _end_vain_probes(self, observed: set[int]) -> None:
+        scale = self._scale({ident for ident in observed if not self._members[ident].is_due})
+        for ident in observed:
+            member = self._members[ident]
+            if member.is_due and member.recent[-1] <= (1.0 + self._threshold) * scale * member.rate:
+                member.leave_alone(2 * member.probe_after)
+
+    def _decide(self, ready: set[int]) -> bool:
+        """Move if it is time to, by the members that had samples; none of them may be too little known."""
+        if len(ready) < 2 or any(len(self._members[ident].recent) < self._enough for ident in ready):
+            return False
+        away = self._distance(ready)
+        if self._num_to_mend:
+            self._num_to_mend = self._num_to_mend - 1 if away > _SETTLED * self._threshold else 0
+            moves = self._num_to_mend > 0
+        else:
+            self._num_away = self._num_away + 1 if away > self._threshold else 0
+            moves = self._num_away >= self._patience
+            if moves:
+                self._num_to_mend = 1 + _MOST_MENDED
+        if moves:
+            self._move(ready)
+        return moves
+
+    def _distance(self, ready: set[int]) -> float:
+        """Return by how much the farthest of the members' parts of their rates is away from what was accepted."""
+        order = sorted(ready)
+        accepted = _parts([self._members[ident].rate for ident in order])
+        measured = _parts([_median(self._members[ident].recent) for ident in order])
+        return max((max(old / new, new / old) - 1.0 if old and new else math.inf
+                    for old, new in zip(accepted, measured, strict=True)), default=0.0)
+
+    def _move(self, ready: set[int]) -> None:
+        """Accept the rates of `ready`; of the others nothing is known but what they were beside them."""
+        scale = self._scale(ready)
+        for ident, member in self._members.items():
+            if ident in ready:
+                member.rate = _median(member.recent)
+                member.leave_alone(_FIRST_PROBE)
+            else:
+                member.rate *= scale
+                member.recent.clear()
+        self._num_away = 0
+        self.num_moves += 1
+
+    def _scale(self, ready: set[int]) -> float:
+        """Return samples per second of one unit of accepted capacity, by the members that were observed."""
+        order = [ident for ident in sorted(ready) if self._members[ident].rate]
+        if not order:
+            return 1.0
+        return math.fsum(_median(self._members[ident].recent) for ident in order) \
+            / math.fsum(self._members[ident].rate for ident in order)
+
+
+def _median(rates: list[float]) -> float:
+    return statistics.median_low(rates)
+
+
+def _parts(rates: list[float]) -> list[float]:
+    largest = max(rates, default=0.0)
+    if not largest > 0.0:
+        return rates
+    relative = [rate / largest for rate in rates]  # their sum cannot overflow
+    total = math.fsum(relative)
+    return [rate / total for rate in relative]

@@ -1,0 +1,187 @@
+"""What a plan's training takes: the one place where strategies and predictions lower an interval to task graphs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeAlias
+
+from socflower.cluster import (
+    FP32,
+    Cluster,
+    ModelProfile,
+    Pricing,
+    StepCost,
+    TaskGraph,
+    Usage,
+    VirtualClock,
+    sustained_rates,
+)
+from socflower.cluster.virtual_clock import Pace
+from socflower.hierarchy.batch_shares import split_batch
+from socflower.hierarchy.collectives import Exchange
+from socflower.hierarchy.delayed_sync import SyncInterval
+from socflower.hierarchy.lowering import deal_graph, step_graph, synchronisation_graph
+from socflower.hierarchy.plan import GroupPlan
+from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, without_members
+
+Phase: TypeAlias = tuple[int, Mapping[int, Pricing]]
+"""Steps of an interval, and the pricings of the groups (by id) that have their own during them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntervalCosts:
+    """A plan, and what is trained under it."""
+
+    cluster: Cluster
+    plan: GroupPlan
+    profile: ModelProfile
+    num_samples: int
+    batch_size: int  # of a group
+    steps_per_epoch: int
+    serialize_uplinks: bool  # communication groups take turns; `choose_turns` says whether they should
+    reshuffle: bool = True
+    overlap_buckets: int = 1
+    pricing: Pricing = FP32  # of the arithmetic that members train in
+    rebalancing: Rebalancing | None = None
+
+    @cached_property
+    def _rates(self) -> tuple[float, ...]:
+        return sustained_rates(self.cluster, self.profile.name, self.pricing)
+
+    @cached_property
+    def shares(self) -> Mapping[int, int]:
+        """Samples of a group's batch by member, in proportion to nominal capacity (F4)."""
+        return self.shares_of(self.plan, {})
+
+    def shares_of(self, plan: GroupPlan, parts: Mapping[int, float]) -> Mapping[int, int]:
+        """Return the shares where SoCs have parts of their nominal capacity; those that are not named have all."""
+        return {soc: share for group in plan.groups for soc, share in zip(
+            group.members, split_batch(self.batch_size, [self._rates[soc] * parts.get(soc, 1.0)
+                                                         for soc in group.members]), strict=True)}
+
+    @cached_property
+    def costs(self) -> Mapping[int, StepCost]:
+        """What a step takes each member."""
+        return self._costs(self.plan, self.shares, {})
+
+    def _costs(self, plan: GroupPlan, shares: Mapping[int, int], pricings: Mapping[int, Pricing],
+               ) -> Mapping[int, StepCost]:
+        """Return the members' costs where some groups have a pricing of their own."""
+        return {
+            soc: pricings.get(group.group_id, self.pricing).step_cost(
+                self.profile, self.cluster.device_of(soc), shares[soc])
+            for group in plan.groups for soc in group.members
+        }
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """What is exchanged, be it gradients or weights."""
+        return Exchange(num_bytes=self.profile.weight_bytes, num_tensors=self.profile.num_tensors)
+
+    def step(
+        self, *, serialize_uplinks: bool | None = None, pricings: Mapping[int, Pricing] | None = None,
+    ) -> TaskGraph:
+        """Return one step of all groups.
+
+        `serialize_uplinks` overrides whether communication groups take turns, `pricings` the costs of single groups.
+        """
+        costs = self._costs(self.plan, self.shares, pricings) if pricings else self.costs
+        return step_graph(self.plan, costs, self.exchange, overlap_buckets=self.overlap_buckets,
+                          serialize_uplinks=self.serialize_uplinks if serialize_uplinks is None else serialize_uplinks)
+
+    def synchronisation(self) -> TaskGraph | None:
+        """Return a synchronisation between groups, or None where there is but one."""
+        return synchronisation_graph(self.plan, self.exchange) if len(self.plan.groups) > 1 else None
+
+    def begins_with_deal(self, interval: SyncInterval) -> bool:
+        """Return whether data change groups at this interval's start. The first deal is part of setting up."""
+        is_new = interval.index > 0 and interval.first_step == interval.deal_epoch * self.steps_per_epoch
+        return self.reshuffle and is_new and len(self.plan.groups) > 1
+
+    def run(self, interval: SyncInterval, clock: VirtualClock, phases: Sequence[Phase] = (),
+            capacities: CapacitiesInUse | None = None) -> Usage:
+        """Let an interval and the synchronisation that ends it pass on the clock.
+
+        `phases` say what steps cost where that changed within the interval; together they have all its steps. On a
+        clock on which speeds change, `capacities` are those in use at its beginning, and at its end.
+        """
+        usage = Usage()
+        if self.begins_with_deal(interval):
+            bytes_per_soc = self.num_samples / len(self.plan.participants) * self.profile.input_bytes
+            usage += clock.run(deal_graph(self.plan, bytes_per_soc), label="deal data")
+        label = f"to epoch {interval.epoch_end:g}"
+        for num_steps, pricings in phases or [(interval.num_steps, {})]:
+            if clock.changes:
+                usage += _ChangingSteps(self, clock, capacities or CapacitiesInUse(1.0), pricings).run(num_steps, label)
+            else:
+                usage += clock.run(self.step(pricings=pricings), repeat=num_steps, label=label)
+        synchronisation = self.synchronisation()
+        if synchronisation is not None:
+            usage += clock.run(synchronisation, label="synchronisation")
+        return usage
+
+
+class _ChangingSteps:
+    """Steps of an interval while SoCs get slower and faster, and users come and go.
+
+    A member that a user takes leaves its group, which shares its batch among those that stay; a group that has nobody
+    left waits for one to come back. With re-balancing inside groups, shares follow a new speed after as many steps as
+    lie between two looks of a ring.
+    """
+
+    def __init__(self, work: IntervalCosts, clock: VirtualClock, capacities: CapacitiesInUse,
+                 pricings: Mapping[int, Pricing]) -> None:
+        self._work, self._clock, self._pricings = work, clock, pricings
+        self._capacities = capacities
+        # Where data stay, shares are what each has of them.
+        balancing = work.rebalancing if work.reshuffle else None
+        self._look_steps = balancing.steps if balancing is not None and balancing.within_groups else 0
+        self._graphs: dict[tuple[object, ...], TaskGraph] = {}
+
+    def run(self, num_steps: int, label: str) -> Usage:
+        """Let the steps pass."""
+        work, clock, usage = self._work, self._clock, Usage()
+        pace = Pace({soc: num_steps for soc in work.plan.participants})
+        num_behind = 0  # steps since speeds were off
+        while not pace.done:
+            present = without_members(work.plan, clock.taken_socs())
+            groups = tuple(group for group in present.groups if any(
+                pace.left[soc] or pace.ahead_s.get(soc, 0.0) > 0.0 for soc in group.members))
+            if not groups:
+                usage += clock.rest(work.plan.participants)
+                continue
+            plan = replace(present, groups=groups,
+                           participants=tuple(sorted(soc for group in groups for soc in group.members)))
+            speeds = clock.speed_factors()
+            measured = {soc: speeds[soc] for soc in plan.participants}
+            is_off = self._look_steps > 0 and self._capacities.is_off(measured)
+            if is_off and num_behind >= self._look_steps:
+                self._capacities.take(measured)
+                is_off, num_behind = False, 0
+            before = dict(pace.left)
+            usage += clock.run_while_steady(
+                self._graph(plan, present.participants), pace, label=label,
+                at_most=self._look_steps - num_behind if is_off else None)
+            self._even_out(pace, plan)
+            done = max(before[soc] - left for soc, left in pace.left.items())
+            num_behind = num_behind + done if is_off else 0
+        return usage
+
+    def _even_out(self, pace: Pace, worked: GroupPlan) -> None:
+        """Let members that a user has taken count as having done what their groups have done without them."""
+        members_of = {group.group_id: group.members for group in self._work.plan.groups}
+        for group in worked.groups:
+            there = group.members[0]  # all that are there are equally far
+            for soc in members_of[group.group_id]:
+                pace.left[soc], pace.ahead_s[soc] = pace.left[there], pace.ahead_s.get(there, 0.0)
+
+    def _graph(self, plan: GroupPlan, present: tuple[int, ...]) -> TaskGraph:
+        """Return a step of the plan's groups; SoCs that are present and have nothing left to do idle."""
+        work = self._work
+        shares = work.shares_of(plan, self._capacities.parts if work.reshuffle else {})
+        key = (tuple(shares.items()), present)
+        if key not in self._graphs:
+            graph = step_graph(plan, work._costs(plan, shares, self._pricings), work.exchange,
+                               serialize_uplinks=work.serialize_uplinks, overlap_buckets=work.overlap_buckets)
+            self._graphs[key] = replace(graph, participants=present)
+        return self._graphs[key]

@@ -1,0 +1,1 @@
+"""Mapping groups to boards with the least traffic between boards (F5)."""

@@ -1,0 +1,112 @@
+"""Placements: how many SoCs of each board a group takes, how placements compare (F5), and which SoCs they are (F20)."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from socflower.errors import ConfigError, InfeasiblePlan
+
+Pieces = tuple[tuple[int, int], ...]
+"""(board, number of its SoCs) of one group, boards ascending; more than one piece means the group is split."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlacement:
+    """What every group takes of every board, groups in order of their first board."""
+
+    groups: tuple[Pieces, ...]
+    proven_optimal: bool  # no placement of the same groups has a smaller objective
+
+    @property
+    def contention(self) -> int:
+        """C of F5: the largest number of split groups on one board, which share its uplink."""
+        present = Counter(board for pieces in self.groups if len(pieces) > 1 for board, _ in pieces)
+        return max(present.values(), default=0)
+
+    @property
+    def objective(self) -> tuple[int, int, int]:
+        """What F5 minimises, in this order: contention, split groups, boards spanned by split groups.
+
+        A ring laid contiguously over k boards sends the same bytes over k uplinks, so the last one counts the
+        bytes between boards.
+        """
+        spans = [len(pieces) for pieces in self.groups if len(pieces) > 1]
+        return self.contention, len(spans), sum(spans)
+
+
+def make_placement(groups: Iterable[dict[int, int]], *, proven_optimal: bool = False) -> GroupPlacement:
+    """Return the placement of groups given as {board: SoCs}, in a canonical order."""
+    pieces = sorted(tuple(sorted((board, count) for board, count in group.items() if count)) for group in groups)
+    return GroupPlacement(groups=tuple(pieces), proven_optimal=proven_optimal)
+
+
+def group_sizes(num_groups: int, num_socs: int) -> tuple[int, ...]:
+    """Return sizes that sum to `num_socs` and differ by at most one, larger ones first.
+
+    Raises `InfeasiblePlan` where a group would get no SoC.
+    """
+    if num_groups < 1:
+        raise InfeasiblePlan(f"plan: {num_groups} groups of {num_socs} SoCs cannot be; ask for 1 or more groups")
+    if num_groups > num_socs:
+        raise InfeasiblePlan(f"plan: {num_groups} groups need at least {num_groups} SoCs and {num_socs} take "
+                             f"part; ask for at most {num_socs} groups")
+    small, num_large = divmod(num_socs, num_groups)
+    return (small + 1,) * num_large + (small,) * (num_groups - num_large)
+
+
+def check_slots(slots_per_board: Sequence[int], num_socs: int) -> None:
+    """Raise `ConfigError` for a negative slot count and `InfeasiblePlan` where the SoCs exceed the slots."""
+    if any(slots < 0 for slots in slots_per_board):
+        raise ConfigError(f"plan: slots per board must not be negative, got {list(slots_per_board)}")
+    if num_socs > sum(slots_per_board):
+        raise InfeasiblePlan(f"plan: {num_socs} SoCs are asked for and {sum(slots_per_board)} slots are in use; "
+                             f"ask for at most {sum(slots_per_board)}")
+
+
+def fastest_socs(groups: Sequence[Pieces], available: Mapping[int, Sequence[int]],
+                 capacities: Sequence[float]) -> dict[int, list[int]]:
+    """Return the SoCs of each board that take part, in slot order: the fastest, ties to the lower slot."""
+    wanted = dict.fromkeys(available, 0)
+    for pieces in groups:
+        for board, count in pieces:
+            wanted[board] += count
+    return {board: sorted(sorted(socs, key=lambda soc: -capacities[soc])[:wanted[board]])
+            for board, socs in available.items()}
+
+
+def deal_in_order(groups: Sequence[Pieces], socs: Mapping[int, Sequence[int]]) -> list[list[int]]:
+    """Return each group's SoCs, each board's dealt in the order given."""
+    decks = {board: iter(cards) for board, cards in socs.items()}
+    return [[next(decks[board]) for board, count in pieces for _ in range(count)] for pieces in groups]
+
+
+def even_out(members: Sequence[Sequence[int]], board_of: Mapping[int, int], capacities: Sequence[float],
+             fixed: Collection[int] = ()) -> list[list[int]]:
+    """Return the groups after exchanges of SoCs on the same board that even out the groups' total capacities.
+
+    All groups have the same batch and wait for each other at synchronisations, and a group's step takes as long as
+    the batch over its total capacity (F4). Each exchange lowers the sum of squared totals; ends where none does.
+    With equal capacities nothing moves, and `fixed` SoCs never do.
+    """
+    groups = [list(group) for group in members]
+    totals = [sum(capacities[soc] for soc in group) for group in groups]
+    threshold = 1e-9 * max(totals) ** 2  # what gains less than rounding errors could be undone for ever
+    seats: dict[int, list[tuple[int, int]]] = {}
+    for index, group in enumerate(groups):
+        for position, soc in enumerate(group):
+            if soc in fixed:
+                continue
+            seats.setdefault(board_of[soc], []).append((index, position))
+    pairs = [(one, other) for own in seats.values() for one, other in combinations(own, 2) if one[0] != other[0]]
+    improved = True
+    while improved:
+        improved = False
+        for (left, i), (right, j) in pairs:
+            moved = capacities[groups[right][j]] - capacities[groups[left][i]]
+            if -2.0 * moved * (totals[left] - totals[right] + moved) > threshold:
+                groups[left][i], groups[right][j] = groups[right][j], groups[left][i]
+                totals[left] += moved
+                totals[right] -= moved
+                improved = True
+    return groups

@@ -1,0 +1,126 @@
+"""Where groups that stay on one board can go: step 1 of the mapping (F5), and all its alternatives.
+
+Groups have two sizes, s and s + 1. With one size a board's slots left are fixed, slots mod s; with two, each board
+chooses how many large groups it carries, and every choice leaves the split groups something else.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from socflower.hierarchy.mapping.covering import Budget
+
+
+@dataclass(frozen=True, slots=True)
+class BoardUse:
+    """Whole groups on one board, by size, and the slots they leave."""
+
+    num_small: int
+    num_large: int
+    slots_left: int
+
+
+WholeChoice = dict[int, list[BoardUse]]
+"""For each number of slots, what each of the boards with that many carries."""
+
+
+def most_whole(slots: Sequence[int], small: int, num_small: int, num_large: int) -> tuple[int, int]:
+    """Return how many groups of `small` and of `small + 1` fit without a split, the most in all."""
+    last_row = _most_large(slots, small, num_small)[-1]
+    return max(((a, min(int(large), num_large)) for a, large in enumerate(last_row) if large >= 0),
+               key=lambda numbers: (sum(numbers), numbers))
+
+
+def pack_whole(slots: Sequence[int], small: int, num_small: int, num_large: int) -> list[BoardUse] | None:
+    """Return a placement of all groups without a split, board by board, or None if there is none."""
+    table = _most_large(slots, small, num_small)
+    if table[-1][num_small] < num_large:
+        return None
+    uses: list[BoardUse] = []
+    left_small, left_large = num_small, num_large
+    for index in range(len(slots) - 1, -1, -1):
+        for a in range(min(slots[index] // small, left_small) + 1):
+            large = (slots[index] - a * small) // (small + 1)
+            before = table[index][left_small - a]
+            if before >= 0 and before + large == table[index + 1][left_small]:
+                large = min(large, left_large)
+                uses.append(BoardUse(a, large, slots[index] - a * small - large * (small + 1)))
+                left_small, left_large = left_small - a, left_large - large
+                break
+    return uses[::-1]
+
+
+def _most_large(slots: Sequence[int], small: int, num_small: int) -> list[NDArray[np.int64]]:
+    """Return, after 0, 1, … boards, the most large groups beside exactly a small ones (-1 where a do not fit)."""
+    row = np.full(num_small + 1, -1, dtype=np.int64)
+    row[0] = 0
+    table = [row]
+    for available in slots:
+        row = table[-1] + np.where(table[-1] >= 0, available // (small + 1), 0)
+        for a in range(1, min(available // small, num_small) + 1):
+            before = table[-1][:-a]
+            after = np.where(before >= 0, before + (available - a * small) // (small + 1), -1)
+            row[a:] = np.maximum(row[a:], after)
+        table.append(row)
+    return table
+
+
+def whole_choices(
+    slots: Sequence[int], small: int, num_small: int, num_large: int, most_left: int, budget: Budget,
+) -> Iterator[WholeChoice]:
+    """Yield every way, up to equal boards, to place exactly these groups with at most `most_left` slots left.
+
+    In an optimal placement no board could still take one of the split groups whole, so `most_left` is one less
+    than the smallest split group. Proof: let a board's slots without whole groups suffice for a split group g.
+    Put g there. If another split group h was using the board, its part moves to where g was: those boards, each
+    of which had no other split group (contention 1), offer g's size, and h keeps at least one slot elsewhere, so
+    h fits even if it is one larger than g. One split group fewer, no more contention. With contention 2 the most
+    whole groups are placed anyway.
+    """
+    kinds = sorted(Counter(slots).items(), reverse=True)
+    patterns = [_patterns(available, small, most_left) for available, _ in kinds]
+    by_kind = list(zip(patterns, (count for _, count in kinds), strict=True))
+    reach_small = [max(use.num_small for use in uses) * count for uses, count in by_kind]
+    reach_large = [max(use.num_large for use in uses) * count for uses, count in by_kind]
+
+    def place(kind: int, pattern: int, boards: int, small_left: int, large_left: int,
+              done: list[BoardUse], chosen: WholeChoice) -> Iterator[WholeChoice]:
+        budget.spend(1)
+        if not boards:
+            chosen = {**chosen, kinds[kind][0]: done}
+            if kind + 1 == len(kinds):
+                if not small_left and not large_left:
+                    yield chosen
+            elif small_left <= sum(reach_small[kind + 1:]) and large_left <= sum(reach_large[kind + 1:]):
+                yield from place(kind + 1, 0, kinds[kind + 1][1], small_left, large_left, [], chosen)
+            return
+        if pattern == len(patterns[kind]):
+            return
+        use = patterns[kind][pattern]
+        most = min(boards, small_left // use.num_small if use.num_small else boards,
+                   large_left // use.num_large if use.num_large else boards)
+        least = boards if pattern + 1 == len(patterns[kind]) else 0
+        for count in range(most, least - 1, -1):
+            yield from place(kind, pattern + 1, boards - count, small_left - count * use.num_small,
+                             large_left - count * use.num_large, done + [use] * count, chosen)
+
+    yield from place(0, 0, kinds[0][1], num_small, num_large, [], {})
+
+
+def slots_left(slots: Sequence[int], small: int, most_left: int) -> tuple[int, ...]:
+    """Return what a board of `whole_choices` may have left, above zero, in descending order."""
+    uses = (use for available in set(slots) for use in _patterns(available, small, most_left))
+    return tuple(sorted({use.slots_left for use in uses if use.slots_left}, reverse=True))
+
+
+def _patterns(available: int, small: int, most_left: int) -> list[BoardUse]:
+    """Return what one board may carry such that at most `most_left` slots are left."""
+    uses: list[BoardUse] = []
+    for large in range(available // (small + 1) + 1):
+        rest = available - large * (small + 1)
+        least_small = max(0, -(-(rest - most_left) // small))
+        uses.extend(BoardUse(a, large, rest - a * small) for a in range(least_small, rest // small + 1))
+    return uses

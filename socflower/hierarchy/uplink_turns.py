@@ -1,0 +1,69 @@
+"""Whether communication groups take turns (F6): what the clock says of both decides.
+
+Turns hide computation behind exchanges, and cost where uplinks stand still while messages are handled (F7).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from socflower.cluster import VirtualClock
+from socflower.errors import ConfigError
+from socflower.hierarchy.communication_groups import conflicts
+from socflower.hierarchy.interval_costs import IntervalCosts
+from socflower.hierarchy.plan import GroupPlan
+
+AUTO = "auto"
+"""What leaves the choice to the prediction."""
+
+ASKED, PREDICTED, NO_SHARED_UPLINK, NOT_PREDICTED = "asked", "predicted", "no-shared-uplink", "not-predicted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """Predicted seconds of a step of all groups, the mean over a training, at nominal speeds."""
+
+    in_turn_s: float
+    free_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turns:
+    """Whether groups that share an uplink exchange in turn, and what decided that."""
+
+    taken: bool
+    decided_by: str
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the part of plan and result documents that tells of it."""
+        return {"sequenced": self.taken, "sequenced_by": self.decided_by}
+
+
+def step_times(work: IntervalCosts, lengths: Mapping[int, int], clock: VirtualClock) -> StepTimes:
+    """Return what a step takes in turn and freely, over all intervals; the work's own choice does not matter.
+
+    `lengths`: how many intervals there are of how many steps.
+    """
+    num_steps = sum(length * count for length, count in lengths.items())
+    in_turn_s, free_s = (
+        sum(count * clock.predicted_s(graph, repeat=length) for length, count in lengths.items()) / num_steps
+        for graph in (work.step(serialize_uplinks=True), work.step(serialize_uplinks=False)))
+    return StepTimes(in_turn_s=in_turn_s, free_s=free_s)
+
+
+def choose_turns(plan: GroupPlan, serialize_uplinks: bool | str, predict: Callable[[], StepTimes] | None) -> Turns:
+    """Return what `serialize_uplinks` asks for, or with "auto" what takes less time; on a tie groups run freely.
+
+    Without `predict`, groups that share an uplink take turns: by F7's max(C + S, 2S) against C + 2S turns never lose,
+    but that leaves out what handling messages takes. Raises `ConfigError` if `serialize_uplinks` is anything else.
+    """
+    if not isinstance(serialize_uplinks, bool) and serialize_uplinks != AUTO:
+        raise ConfigError(f"serialize_uplinks = {serialize_uplinks!r} is unknown; use true, false or {AUTO!r}")
+    if not any(conflicts(plan.groups).values()):
+        return Turns(taken=False, decided_by=NO_SHARED_UPLINK)
+    if isinstance(serialize_uplinks, bool):
+        return Turns(taken=serialize_uplinks, decided_by=ASKED)
+    if predict is None:
+        return Turns(taken=True, decided_by=NOT_PREDICTED)
+    times = predict()
+    return Turns(taken=times.in_turn_s < times.free_s, decided_by=PREDICTED)

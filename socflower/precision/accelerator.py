@@ -1,0 +1,203 @@
+"""What mixed-precision training needs of an int8 accelerator, and a CPU core that stands in for the NPU.
+
+A vendor's NPU runtime implements `Int8Backend` and no more; `NativeInt8Backend` runs this package's integer kernels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from socflower.errors import ConfigError
+from socflower.precision.algorithm import HANDED_OUT_GRADIENTS, IntegerUpdate, OutsideUpdate, TrainingAlgorithm
+from socflower.precision.int8.model import EngineSettings, Int8Model, StepResult
+from socflower.precision.int8.network import UnsupportedOperator
+from socflower.precision.int8.outside_weights import start_gradients, take_weights
+
+if TYPE_CHECKING:
+    import torch
+
+FloatArray = npt.NDArray[np.float32]
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Int8Backend(ABC):
+    """An accelerator that trains one network in int8, one batch at a time.
+
+    Life: `build` once; then, for every batch, `load_weights`, `train_step` and `pseudo_gradient`. Arrays go
+    by the names and shapes of the torch module's state_dict; they may lie in memory in any order and must not be
+    kept. Any exception drops the backend until the next round, and so do a loss, gradients and running statistics that
+    are not finite; logits that are not finite count as no confidence at all.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What runs, for results: "CPU int8, avx2", "Hexagon V66"."""
+
+    @abstractmethod
+    def build(self, module: torch.nn.Module, input_shape: tuple[int, int, int]) -> None:
+        """Make the network ready for (n, *input_shape) images. Raises ConfigError on what int8 cannot run."""
+
+    @abstractmethod
+    def load_weights(self, weights: Arrays, *, seed: int) -> None:
+        """Take over weights and, where they are given, running statistics.
+
+        They are rounded up or down at random so that their expectation is exact (F12); equal seeds round equally.
+        """
+
+    @abstractmethod
+    def train_step(self, images: FloatArray, labels: npt.NDArray[np.int32], *, learning_rate: float,
+                   progress: float) -> StepResult:
+        """Train on a batch of any size; `progress` in [0, 1] is the fraction of training done."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the weights as they are now, with running statistics."""
+
+    @abstractmethod
+    def predict(self, images: FloatArray) -> npt.NDArray[np.float64]:
+        """Return (n, classes) logits of the loaded weights, with running statistics."""
+
+    def pseudo_gradient(self, loaded: Arrays, *, learning_rate: float) -> Mapping[str, FloatArray]:
+        """Return (loaded - weights now) / learning_rate of every trained parameter: what plain SGD went along.
+
+        The arrays may be overwritten by the next `train_step`. Backends that hold the gradient override this. What is
+        said of frozen parameters is not looked at.
+        """
+        now = self.weights()
+        scale = np.float32(1.0 / learning_rate)
+        return {
+            name: scale * (np.asarray(loaded[name], dtype=np.float32) - np.asarray(value, dtype=np.float32))
+            for name, value in now.items()
+            if not name.endswith(_STATISTICS)
+        }
+
+    @property
+    def hands_out_gradients(self) -> bool:
+        """Whether momentum may add up what `pseudo_gradient` returns; not where it is mostly rounding noise."""
+        return True
+
+    @property
+    def draws(self) -> bool:
+        """Whether `train_step` draws random numbers of its own; then `draw_from` is called before each."""
+        return False
+
+    def draw_from(self, seed: int) -> None:
+        """Take `seed` (0 to 2^62) as what the random numbers of the next `train_step` follow from."""
+        return
+
+    def samples_per_s(self, batch_size: int) -> float | None:
+        """Return the training throughput where it is known beforehand; None (the default) has it measured."""
+        return None
+
+    def energy_j(self) -> float | None:
+        """Return the joules drawn so far, or None (the default) where the accelerator does not tell.
+
+        What a session drew goes into the reply as `npu-energy-j`.
+        """
+        return None
+
+
+if TYPE_CHECKING:
+    import torch
+
+
+class NativeInt8Backend(Int8Backend):
+    """Int8 training on the CPU.
+
+    By default it hands out the gradient that int8 arithmetic gives. With NITI it makes NITI's integer step on the
+    rounded weights, and what it hands out is the difference, rounding noise included: the merge of SoCFlow+ to the
+    letter. `fp32_operators` and `unsupported` are those of `Int8Model.from_module`.
+    """
+
+    def __init__(
+        self, algorithm: TrainingAlgorithm = HANDED_OUT_GRADIENTS, settings: EngineSettings | None = None, *,
+        fp32_operators: Sequence[str] = (), unsupported: Literal["refuse", "fp32"] = "refuse",
+    ) -> None:
+        if not isinstance(algorithm.update, OutsideUpdate | IntegerUpdate):
+            raise ConfigError(
+                f"mixed precision: the FP32 masters of {algorithm.name} live in the trainer; use niti or the default"
+            )
+        self._algorithm, self._settings = algorithm, settings or EngineSettings()
+        self._fp32_operators: Sequence[str] = fp32_operators
+        self._unsupported: Literal["refuse", "fp32"] = unsupported
+        self._draw = 0
+        self._model: Int8Model | None = None
+        self._gradients: dict[str, FloatArray] = {}
+        self._loaded_seed: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The kernel path that runs."""
+        return f"CPU int8, {self._built.kernel}" if self._model else "CPU int8"
+
+    @property
+    def _built(self) -> Int8Model:
+        if self._model is None:
+            raise ConfigError("int8 backend: call build before anything else")
+        return self._model
+
+    @property
+    def hands_out_gradients(self) -> bool:
+        """Not with NITI: a weight that has moved has been rounded to a whole quantum."""
+        return isinstance(self._algorithm.update, OutsideUpdate)
+
+    @property
+    def draws(self) -> bool:
+        """With dropout."""
+        return self._built.draws
+
+    def draw_from(self, seed: int) -> None:
+        """Decide what dropout keeps in the next step; see `Int8Backend.draw_from`."""
+        self._draw = seed
+
+    def build(self, module: torch.nn.Module, input_shape: tuple[int, int, int]) -> None:
+        """Trace the module; see `Int8Backend.build`."""
+        try:
+            self._model = Int8Model.from_module(
+                module, input_shape=input_shape, algorithm=self._algorithm, settings=self._settings,
+                fp32_operators=self._fp32_operators, unsupported=self._unsupported,
+            )  # fmt: skip
+        except UnsupportedOperator as error:
+            backend = "MixedPrecisionTrainer(backend=partial(NativeInt8Backend, {}))"
+            advice = error.remedy("use", backend.format("fp32_operators={}"), backend.format("unsupported={}"))
+            raise ConfigError(f"{error.what}; {advice}") from None
+        self._loaded_seed = None
+        if isinstance(self._algorithm.update, OutsideUpdate):
+            self._gradients = start_gradients(self._model.graph, self._model.parameters)
+
+    def load_weights(self, weights: Arrays, *, seed: int) -> None:
+        """Round the weights; the pass is left out where they were loaded with this seed and no step moved them."""
+        model = self._built
+        if seed == self._loaded_seed and self._gradients:
+            return
+        self._loaded_seed = None  # where taking them fails, some are of this load and some of the one before
+        take_weights(model.graph, model.parameters, model.engine, weights, seed)
+        self._loaded_seed = seed
+
+    def train_step(
+        self, images: FloatArray, labels: npt.NDArray[np.int32], *, learning_rate: float, progress: float
+    ) -> StepResult:
+        """Do one step; see `Int8Backend.train_step`."""
+        # Handed-out gradients are means over the batch, of weight 1; an integer step has bits, not a rate.
+        rate = 1.0 if self._gradients else learning_rate
+        return self._built.train_step(images, labels, learning_rate=rate, progress=progress, seed=self._draw)
+
+    def weights(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the int8 weights as float32; under handed-out gradients those that were loaded."""
+        return self._built.arrays()
+
+    def predict(self, images: FloatArray) -> npt.NDArray[np.float64]:
+        """Return logits; see `Int8Backend.predict`."""
+        return self._built.predict(images)
+
+    def pseudo_gradient(self, loaded: Arrays, *, learning_rate: float) -> Mapping[str, FloatArray]:
+        """Return the gradient itself where the engine hands it out; see `Int8Backend.pseudo_gradient`."""
+        return self._gradients or super().pseudo_gradient(loaded, learning_rate=learning_rate)

@@ -1,0 +1,124 @@
+"""Operators on the FP32 side: torch between two int8 tensors, with gradients through autograd."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from socflower import _int8
+from socflower.errors import TrainingFailed
+from socflower.precision.algorithm import OutsideUpdate
+from socflower.precision.int8 import network as ir
+from socflower.precision.int8.fixed_point import exponent_for
+from socflower.precision.int8.operators import Operator, Step, Tensor
+from socflower.precision.int8.program import Fp32Factory
+from socflower.precision.int8.requantisation import Int8Array
+
+
+def fp32_factory(modules: Mapping[str, nn.Module]) -> Fp32Factory:
+    """Return how a program makes its FP32 operators; they train copies of `modules`."""
+    copies = {name: copy.deepcopy(module) for name, module in modules.items()}
+
+    def make(node: ir.Fp32, x: Tensor, output: Tensor) -> Operator:
+        return Fp32Operator(node, copies[node.name], x, output)
+
+    return make
+
+
+class Fp32Operator:
+    """A torch module that reads and writes int8 tensors: the switch of sides that placement counts (F17)."""
+
+    workspace_bytes = 0
+
+    def __init__(self, node: ir.Fp32, module: nn.Module, x: Tensor, output: Tensor) -> None:
+        self.node, self.inputs, self.output = node, (x,), output
+        self._module = module
+        self._read: torch.Tensor
+        self._made: torch.Tensor
+
+    def accumulator_size(self) -> int:
+        """Need none."""
+        return 0
+
+    def forward(self, step: Step) -> None:
+        """Run the module on the real values of the input, and round what it makes."""
+        x = self.inputs[0]
+        self._take_parameters(step)
+        self._module.train(step.training)
+        self._read = torch.from_numpy(to_real(x.data, x.exponent, x.shape)).requires_grad_(step.training)
+        with torch.set_grad_enabled(step.training):
+            self._made = self._module(self._read.flatten(1) if self.node.flat else self._read)
+        if step.training:
+            self._keep(step, self._module.named_buffers())
+        self.output.exponent = to_int8(self.node.name, self._made.detach(), self.output.shape, self.output.data)
+
+    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+        """Run autograd from the real gradient, round the input's, and follow plain SGD with the parameters'.
+
+        Under an outside update the parameters' gradients are handed out instead.
+        """
+        dy = self.output.gradient
+        assert dy is not None
+        real = to_real(dy, self.output.gradient_exponent, self.output.shape)
+        x, target = self.inputs[0], into[0]
+        trained = {name: part for name, part in self._module.named_parameters() if part.requires_grad}
+        wanted = [*trained.values(), *([] if target is None else [self._read])]
+        made = torch.autograd.grad(
+            self._made, wanted, torch.from_numpy(real).reshape(self._made.shape), materialize_grads=True
+        )  # fmt: skip
+        exponent = 0
+        if target is not None:
+            exponent = to_int8(self.node.name, made[-1], x.shape, target)
+            if x.mask is not None:
+                np.multiply(target, x.mask > 0, out=target)
+        rate = step.mean_learning_rate
+        if isinstance(step.algorithm.update, OutsideUpdate):
+            for name, gradient in zip(trained, made, strict=False):
+                out = step.parameters.fp32_gradients[f"{self.node.name}.{name}"]
+                np.multiply(gradient.numpy(), np.float32(rate), out=out)
+            return [exponent]
+        with torch.no_grad():
+            for parameter, gradient in zip(trained.values(), made, strict=False):
+                parameter.sub_(gradient, alpha=rate)
+        # By all of its names: a parameter that the module shares within itself has several in a state_dict.
+        every = self._module.named_parameters(remove_duplicate=False)
+        self._keep(step, [(name, part) for name, part in every if part.requires_grad])
+        return [exponent]
+
+    def _take_parameters(self, step: Step) -> None:
+        prefix = f"{self.node.name}."
+        own = {name: array for name, array in step.parameters.fp32.items() if name.startswith(prefix)}
+        state = {name.removeprefix(prefix): torch.from_numpy(np.array(array)) for name, array in own.items()}
+        names = {id(part): name for name, part in self._module.named_parameters()}
+        for name, part in self._module.named_parameters(remove_duplicate=False):
+            state[name] = state[names[id(part)]]  # a shared parameter is kept up to date by its first name
+        self._module.load_state_dict(state)
+
+    def _keep(self, step: Step, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, value in values:
+            if f"{self.node.name}.{name}" in step.parameters.fp32:  # a buffer may belong to no state_dict
+                step.parameters.fp32[f"{self.node.name}.{name}"] = value.detach().numpy().copy()
+
+
+def to_real(data: Int8Array, exponent: int, shape: ir.Shape) -> npt.NDArray[np.float32]:
+    """Return (batch, c, h, w) float32 of an (h, w, batch, channel stride) int8 tensor."""
+    real = np.ldexp(data[..., : shape[0]].astype(np.float32), exponent)
+    return np.ascontiguousarray(real.transpose(2, 3, 0, 1))
+
+
+def to_int8(name: str, real: torch.Tensor, shape: ir.Shape, out: Int8Array) -> int:
+    """Round (batch, c, h, w) values to `out` and return the exponent. Raises TrainingFailed on NaN and infinity."""
+    values = np.ascontiguousarray(real.numpy(), dtype=np.float32).reshape(-1, *shape)
+    largest = _int8.max_magnitude(values)
+    if not np.isfinite(largest):
+        raise TrainingFailed(f"{name}: the FP32 operator made a NaN or an infinity; lower the learning rate")
+    exponent = exponent_for(largest)
+    rounded = np.clip(np.rint(values * np.float32(2.0**-exponent)), -127, 127).astype(np.int8)
+    out[...] = 0
+    out[..., : shape[0]] = rounded.transpose(2, 3, 0, 1)
+    return exponent

@@ -1,0 +1,394 @@
+"""A network that trains in int8: the engine's front door.
+
+    model = Int8Model.from_module(build_model("lenet5", ...), input_shape=(1, 28, 28))
+    result = model.train_step(images, labels, learning_rate=0.01, progress=0.0)
+    accuracy = model.evaluate(test_images, test_labels).accuracy
+    module.load_state_dict(model.state_dict())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from socflower import _int8
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.precision.algorithm import NITI, Fp32Update, IntegerUpdate, TrainingAlgorithm
+from socflower.precision.int8 import saving
+from socflower.precision.int8.fixed_point import exponent_for
+from socflower.precision.int8.loss import mean_cross_entropy, real_logits, write_logits_gradient
+from socflower.precision.int8.network import Convolution, Dropout, Graph, Shape
+from socflower.precision.int8.operators import Step
+from socflower.precision.int8.parameters import Parameters, Vector, Weight, export_parameters, import_parameters
+from socflower.precision.int8.program import Fp32Factory, Program
+from socflower.precision.int8.region_cache import RegionCache
+from socflower.precision.int8.requantisation import MAX_EXPONENT
+from socflower.precision.int8.rescaling import RescalingPolicy, ScaleTracker
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """How the engine uses the machine; none of it changes a result but `rescaling`.
+
+    `cores` (one per thread) pins the threads. `kernel` names a path of `_int8.available_kernels()`; "" is the best
+    one, or what SOCFLOWER_KERNEL says. `batch_blocks` maps convolutions to the images they work on at a time
+    (batch splitting, F15). `memory_budget_bytes` bounds what is kept between and during steps.
+    """
+
+    num_threads: int = 1
+    cores: tuple[int, ...] = ()
+    kernel: str = ""
+    rescaling: RescalingPolicy = field(default_factory=RescalingPolicy)
+    batch_blocks: Mapping[str, int] = field(default_factory=dict)
+    memory_budget_bytes: int | None = None
+    reuse_graph: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """Mean cross-entropy of a batch before its update, and how many samples were classified rightly."""
+
+    loss: float
+    num_correct: int
+    num_samples: int
+
+    @property
+    def accuracy(self) -> float:
+        """Share of samples classified rightly."""
+        return self.num_correct / self.num_samples
+
+
+class Int8Model:
+    """A graph with its parameters and the memory of its steps."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        parameters: Parameters,
+        *,
+        algorithm: TrainingAlgorithm = NITI,
+        settings: EngineSettings | None = None,
+        fp32_factory: Fp32Factory | None = None,
+    ) -> None:
+        settings = settings or EngineSettings()
+        if graph.shape_of(graph.output)[1:] != (1, 1):
+            raise ConfigError(f"{graph.output}: the last operator makes {graph.shape_of(graph.output)}, not logits")
+        self.graph, self.algorithm, self.settings = graph, algorithm, settings
+        self.parameters = parameters
+        try:
+            self._engine = _int8.Engine(settings.num_threads, list(settings.cores), settings.kernel)
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(str(error)) from None
+        _require_known_blocks(graph, settings.batch_blocks)
+        self._fp32_factory = fp32_factory
+        self._trackers: dict[tuple[str, str], ScaleTracker] = {}
+        self.regions = RegionCache(budget_bytes=settings.memory_budget_bytes, reuse=settings.reuse_graph)
+        self._programs: dict[int, Program] = {}
+
+    @classmethod
+    def from_module(
+        cls,
+        module: torch.nn.Module,
+        *,
+        input_shape: Shape,
+        algorithm: TrainingAlgorithm = NITI,
+        settings: EngineSettings | None = None,
+        fp32_operators: Sequence[str] = (),
+        unsupported: Literal["refuse", "fp32"] = "refuse",
+        exponents: Mapping[str, int] | None = None,
+    ) -> Int8Model:
+        """Return the int8 model of a torch module for (n, *input_shape) images; the module is only read.
+
+        The modules that `fp32_operators` names run in torch FP32 between the int8 ones; `profiling.profile_operators`
+        finds which ones should. `exponents` are those that weights keep (`weight_exponents`). A module without an
+        int8 kernel is named in a ConfigError, or joins the former if `unsupported` is "fp32".
+        """
+        from socflower.precision.int8.fp32_operator import fp32_factory
+        from socflower.precision.int8.from_torch import trace
+
+        traced = trace(module, input_shape, fp32_operators=fp32_operators, unsupported=unsupported)
+        return cls(
+            traced.graph,
+            import_parameters(
+                traced.graph,
+                traced.state,
+                keep_master=isinstance(algorithm.update, Fp32Update),
+                exponents=exponents,
+            ),
+            algorithm=algorithm,
+            settings=settings,
+            fp32_factory=fp32_factory(traced.modules) if traced.modules else None,
+        )
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel path that runs."""
+        return str(self._engine.kernel)
+
+    @property
+    def draws(self) -> bool:
+        """Whether a step draws random numbers, so that `train_step` reads its seed."""
+        return any(isinstance(node, Dropout) for node in self.graph.nodes)
+
+    @property
+    def engine(self) -> _int8.Engine:
+        """The native engine, for profiles and benchmarks."""
+        return self._engine
+
+    def train_step(
+        self,
+        images: npt.NDArray[np.float32],
+        labels: npt.NDArray[np.int32],
+        *,
+        learning_rate: float = 0.01,
+        progress: float | None = None,
+        seed: int | None = None,
+        timings: dict[str, float] | None = None,
+    ) -> StepResult:
+        """Train on one batch: (n, *input_shape) float32 images and n integer labels.
+
+        `learning_rate` is that of the FP32 parameters (all weights under an FP32 update, biases and BatchNorm under
+        an integer one); `progress` in [0, 1] is the fraction of training done, from which an integer update takes
+        its gradient bits (F18), so that one whose bits change must be told. `seed` (default: the number of steps this
+        model has made) decides what dropout keeps. `timings`, if given, collects seconds per operator. Frozen
+        parameters stay as they are, and no gradient is computed for them; BatchNorm's running statistics move, as in
+        torch. Raises ConfigError on input of another shape or with NaN, without `progress` where it is read, and where
+        every parameter is frozen; TrainingFailed where training has diverged.
+        """
+        progress = self._progress_where_unread() if progress is None else progress
+        if not 0.0 <= progress <= 1.0:
+            raise ConfigError(f"progress must be in [0, 1], got {progress}")
+        if seed is not None and seed < 0:
+            raise ConfigError(f"seed must be 0 or more, got {seed}")
+        if not (np.isfinite(learning_rate) and learning_rate >= 0.0):
+            raise ConfigError(f"learning_rate must be 0 or more, got {learning_rate}")
+        images, labels = self._checked(images, labels)
+        try:
+            if self.graph.output not in self.graph.differentiated:
+                raise ConfigError("every parameter is frozen (requires_grad is False): there is nothing to train")
+            program, step = self._begin(images, training=True, learning_rate=learning_rate, progress=progress)
+            step.seed = self.parameters.num_steps if seed is None else seed
+            step.timings = timings
+            logits = program.forward(step)
+            result = self._result(logits.data, logits.exponent, labels)
+            gradient = program.logits_gradient()
+            exponent = write_logits_gradient(
+                self.algorithm.backward, logits.data, logits.exponent, labels, self.graph.num_classes, gradient
+            )
+            program.backward(step, gradient, exponent)
+            self.parameters.num_steps += 1
+        except OverflowError as error:
+            raise TrainingFailed(str(error)) from None
+        finally:
+            self.regions.release_all()
+        return result
+
+    def predict(self, images: npt.NDArray[np.float32], *, batch_size: int = 256) -> npt.NDArray[np.float64]:
+        """Return (n, classes) real logits, with BatchNorm's running statistics."""
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be 1 or more, got {batch_size}")
+        images, _ = self._checked(images, np.zeros(len(images), dtype=np.int32))
+        parts = []
+        for start in range(0, len(images), batch_size):
+            batch = images[start : start + batch_size]
+            try:
+                program, step = self._begin(batch, training=False, learning_rate=0.0, progress=0.0)
+                logits = program.forward(step)
+                parts.append(real_logits(logits.data, logits.exponent, self.graph.num_classes))
+            finally:
+                self.regions.release_all()
+        return np.concatenate(parts)
+
+    def evaluate(
+        self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32], *, batch_size: int = 256
+    ) -> StepResult:
+        """Return loss and accuracy on labelled images; nothing changes."""
+        images, labels = self._checked(images, labels)
+        real = self.predict(images, batch_size=batch_size)
+        return StepResult(
+            loss=mean_cross_entropy(real, labels),
+            num_correct=int((real.argmax(axis=1) == labels).sum()),
+            num_samples=len(labels),
+        )
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the parameters as NumPy arrays by their names in the module's state_dict, weights as float32."""
+        return export_parameters(self.graph, self.parameters)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the parameters as tensors that the torch module's `load_state_dict` takes."""
+        import torch
+
+        return {name: torch.from_numpy(np.array(array)) for name, array in self.arrays().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the parameters of a torch state_dict (tensors or arrays), rounding the weights to int8.
+
+        What the steps have learned of exponents is forgotten. Raises ConfigError, changing nothing, on missing,
+        misshapen, unknown or non-finite parameters.
+        """
+        arrays = {name: np.asarray(value, dtype=np.float32) for name, value in state.items()}
+        keep_master = isinstance(self.algorithm.update, Fp32Update)
+        parameters = import_parameters(self.graph, arrays, keep_master=keep_master)
+        for name, array in self.parameters.fp32.items():
+            if name not in parameters.fp32 or parameters.fp32[name].shape != array.shape:
+                raise ConfigError(f"state: {name} of shape {array.shape} is missing or of another shape")
+        parameters.num_steps = self.parameters.num_steps
+        self.parameters = parameters
+        self._trackers.clear()
+
+    def save(self, path: Path) -> None:
+        """Write graph, algorithm and the exact int8 parameters to an .npz file, whole or not at all."""
+        saving.save(path, self.graph, self.algorithm, self.parameters)
+
+    @classmethod
+    def load(cls, path: Path, *, settings: EngineSettings | None = None) -> Int8Model:
+        """Return the model that `save` wrote; torch is not needed. Raises ConfigError on any other file."""
+        graph, algorithm, parameters = saving.load(path)
+        return cls(graph, parameters, algorithm=algorithm, settings=settings)
+
+    def weight_exponents(self) -> dict[str, int]:
+        """Return the exponents of the int8 weights."""
+        return {name: weight.exponent for name, weight in self.parameters.weights.items()}
+
+    def velocities(self) -> dict[str, npt.NDArray[np.float32]]:
+        """Return the momentum of FP32 updates by parameter; empty under integer updates."""
+        holders = self._holders()
+        return {name: holder.velocity.copy() for name, holder in holders.items() if holder.velocity is not None}
+
+    def restore_velocities(self, velocities: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Take over what `velocities` returned."""
+        holders = self._holders()
+        for name, velocity in velocities.items():
+            holder = holders.get(name)
+            if holder is None or holder.data.shape != velocity.shape:
+                raise ConfigError(f"velocities: the network has no {name} of shape {velocity.shape}")
+            holder.velocity = np.array(velocity, dtype=np.float32)
+
+    def trackers_to_json(self) -> list[Any]:
+        """Return what the steps have learned of exponents, as plain values."""
+        return [[name, role, tracker.to_json()] for (name, role), tracker in self._trackers.items()]
+
+    def restore_trackers(self, document: list[Any]) -> None:
+        """Take over what `trackers_to_json` returned."""
+        policy = self.settings.rescaling
+        self._trackers = {(name, role): ScaleTracker.from_json(policy, values) for name, role, values in document}
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of parameters and of all regions held between steps."""
+        held = sum(w.data.nbytes for w in self.parameters.weights.values())
+        for holder in self._holders().values():
+            for array in (getattr(holder, "master", None), holder.velocity):
+                held += 0 if array is None else array.nbytes
+        return held + self.regions.held_bytes
+
+    def _progress_where_unread(self) -> float:
+        update = self.algorithm.update
+        if isinstance(update, IntegerUpdate) and len(update.bits) > 1:
+            raise ConfigError(
+                f"train_step: {self.algorithm.name} takes its gradient bits {', '.join(map(str, update.bits))} from "
+                "the part of the training that is done; pass progress=step / num_steps"
+            )
+        return 0.0
+
+    def _holders(self) -> dict[str, Weight | Vector]:
+        return {**self.parameters.weights, **self.parameters.vectors}
+
+    def _begin(
+        self, images: npt.NDArray[np.float32], *, training: bool, learning_rate: float, progress: float
+    ) -> tuple[Program, Step]:
+        largest = _int8.max_magnitude(images)
+        if not np.isfinite(largest):
+            raise ConfigError("images: there is a NaN or an infinity among the pixels")
+        if largest and not 2.0**-MAX_EXPONENT < largest < 2.0**MAX_EXPONENT:
+            raise ConfigError(f"images: the largest magnitude is {largest:.3g}; normalise them, to about 1")
+        batch = len(images)
+        program = self._programs.get(batch)
+        if program is None:
+            program = Program(
+                self.graph,
+                batch,
+                self._engine,
+                self.regions,
+                batch_blocks=self.settings.batch_blocks,
+                fp32_factory=self._fp32_factory,
+            )
+            self._programs[batch] = program
+        step = Step(
+            engine=self._engine,
+            algorithm=self.algorithm,
+            parameters=self.parameters,
+            trackers=self._trackers,
+            rescaling=self.settings.rescaling,
+            batch=batch,
+            workspace=self._scratch(batch, "workspace", program.workspace_bytes, np.uint8),
+            accumulators=self._scratch(batch, "accumulators", program.accumulator_size, np.int32),
+            scratch=self._scratch(batch, "scratch", self._scratch_size(), np.float32),
+            training=training,
+            learning_rate=learning_rate,
+            progress=progress,
+        )
+        program.take_input(images, exponent_for(largest), step.workspace)
+        return program, step
+
+    def _scratch(self, batch: int, role: str, size: int, dtype: type) -> Any:
+        num_bytes = size * np.dtype(dtype).itemsize
+        return self.regions.acquire((batch, "step", role), num_bytes, lambda: np.empty(size, dtype))
+
+    def _scratch_size(self) -> int:
+        if not isinstance(self.algorithm.update, Fp32Update):
+            return 0
+        return max(weight.data.size for weight in self.parameters.weights.values())
+
+    def _result(self, logits: npt.NDArray[np.int8], exponent: int, labels: npt.NDArray[np.int32]) -> StepResult:
+        real = real_logits(logits, exponent, self.graph.num_classes)
+        return StepResult(
+            loss=mean_cross_entropy(real, labels),
+            num_correct=int((real.argmax(axis=1) == labels).sum()),
+            num_samples=len(labels),
+        )
+
+    def _checked(
+        self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+        images = np.asarray(images.detach() if hasattr(images, "detach") else images)
+        if images.dtype != np.float32:
+            raise ConfigError(f"images: need float32, got {images.dtype}")
+        if images.ndim != 4 or images.shape[1:] != self.graph.input_shape or len(images) == 0:
+            raise ConfigError(f"images: need shape (n, {', '.join(map(str, self.graph.input_shape))}) with n of 1 or "
+                              f"more, got {images.shape}")  # fmt: skip
+        labels = np.asarray(labels)
+        if labels.shape != (len(images),) or labels.dtype.kind not in "iu":
+            raise ConfigError(f"labels: need {len(images)} integers, got {labels.dtype} of shape {labels.shape}")
+        if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < self.graph.num_classes:
+            raise ConfigError(
+                f"labels: need 0 to {self.graph.num_classes - 1}, got {int(labels.min())} to {int(labels.max())}"
+            )
+        return np.ascontiguousarray(images), np.ascontiguousarray(labels, dtype=np.int32)
+
+
+def _require_known_blocks(graph: Graph, blocks: Mapping[str, int]) -> None:
+    known = {node.name for node in graph.nodes if isinstance(node, Convolution)}
+    for name, block in blocks.items():
+        if name not in known:
+            raise ConfigError(f"batch_blocks: the network has no convolution {name!r}")
+        if block < 0:
+            raise ConfigError(f"batch_blocks: {name} must be 0 or more images at a time, got {block}")
+
+
+def num_macs(graph: Graph) -> int:
+    """Return the multiply-accumulates of one forward pass of one image, those with padding included."""
+    total = 0
+    for node in graph.nodes:
+        if isinstance(node, Convolution):
+            in_channels = graph.shape_of(node.inputs[0])[0] // node.groups
+            total += int(np.prod(node.shape)) * in_channels * node.kernel[0] * node.kernel[1]
+    return total

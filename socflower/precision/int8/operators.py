@@ -1,0 +1,534 @@
+"""The operators of a graph, bound to their buffers for one batch size: forward, backward and update.
+
+`backward` reads the gradient of the operator's output and writes those of its inputs. A value that left a ReLU has
+a masked gradient: its reader applies the mask while it rounds, where it costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from socflower import _int8
+from socflower.errors import TrainingFailed
+from socflower.precision.algorithm import Rounding, TrainingAlgorithm
+from socflower.precision.int8 import network as ir
+from socflower.precision.int8.fixed_point import channel_stride, scaled_integers
+from socflower.precision.int8.parameters import Parameters, Weight
+from socflower.precision.int8.requantisation import Int8Array, Int32Array, round_elementwise, round_product
+from socflower.precision.int8.rescaling import RescalingPolicy, ScaleTracker
+from socflower.precision.int8.updates import update_vector, update_weight
+
+MAX_ADD_SHIFT = 20
+AVERAGE_BITS = 14
+"""An average is a sum times round(2^14 / window): exact for windows of a power of two."""
+
+
+@dataclass(slots=True)
+class Tensor:
+    """An int8 tensor in flight, (h, w, batch, channel stride), and its gradient once that is known."""
+
+    shape: ir.Shape
+    batch: int
+    data: Int8Array = field(init=False)
+    exponent: int = 0
+    activations: bool = False  # all values lie in 0..127
+    masked: bool = False  # its one reader masks the gradient: it counts only where `data` is positive
+    gradient: Int8Array | None = None
+    gradient_exponent: int = 0
+
+    @property
+    def array_shape(self) -> tuple[int, int, int, int]:
+        """Shape of `data` and `gradient`."""
+        channels, height, width = self.shape
+        return height, width, self.batch, channel_stride(channels)
+
+    @property
+    def mask(self) -> Int8Array | None:
+        """What a reader masks the gradient with."""
+        return self.data if self.masked else None
+
+
+@dataclass(kw_only=True, slots=True)
+class Step:
+    """What holds for the step that is running."""
+
+    engine: _int8.Engine
+    algorithm: TrainingAlgorithm
+    parameters: Parameters
+    trackers: dict[tuple[str, str], ScaleTracker]
+    rescaling: RescalingPolicy
+    batch: int
+    workspace: npt.NDArray[np.uint8]
+    accumulators: Int32Array  # flat; as large as the largest product, forward or backward, or weight gradient
+    scratch: npt.NDArray[np.float32]  # flat; as large as the largest weight, under FP32 updates
+    training: bool = True
+    learning_rate: float = 0.0
+    progress: float = 0.0
+    seed: int = 0  # of what is random in the step
+    timings: dict[str, float] | None = None  # seconds per operator, forward and backward, where they are asked for
+
+    def tracker(self, name: str, role: str) -> ScaleTracker | None:
+        """Return the tracker of a tensor's exponent; None while evaluating, which always looks."""
+        if not self.training:
+            return None
+        key = (name, role)
+        tracker = self.trackers.get(key)
+        if tracker is None:
+            tracker = self.trackers[key] = ScaleTracker(self.rescaling)
+        return tracker
+
+    def wide(self, shape: Sequence[int]) -> Int32Array:
+        """Return accumulators of that shape."""
+        return self.accumulators[: math.prod(shape)].reshape(shape)
+
+    @property
+    def mean_learning_rate(self) -> float:
+        """Learning rate for gradients that are summed over the batch."""
+        return self.learning_rate / self.batch
+
+
+class Operator(Protocol):
+    """An operator of one batch size."""
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors it reads."""
+        ...
+
+    @property
+    def output(self) -> Tensor:
+        """The tensor it makes."""
+        ...
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of `Step.workspace` that it needs."""
+        ...
+
+    def accumulator_size(self) -> int:
+        """Elements of `Step.accumulators` that it needs."""
+        ...
+
+    def forward(self, step: Step) -> None:
+        """Compute the output's data and exponent."""
+        ...
+
+    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+        """Write the gradient of each input into its array (None: not wanted) and return their exponents."""
+        ...
+
+
+class _Plain:
+    """An operator without products: no workspace, no accumulators."""
+
+    workspace_bytes = 0
+
+    def accumulator_size(self) -> int:
+        """Need none."""
+        return 0
+
+
+class ConvolutionOperator:
+    """Convolution or linear layer, with bias and ReLU fused."""
+
+    def __init__(self, node: ir.Convolution, x: Tensor, output: Tensor, plan: _int8.Convolution, workspace_bytes: int):
+        self.node, self.inputs, self.output = node, (x,), output
+        self.workspace_bytes = workspace_bytes
+        self._plan = plan
+        self._sums = np.zeros((2, output.array_shape[3]), dtype=np.int64)
+        # Over patches (program.py) the same weight memory is that of a pointwise layer.
+        self._weight_shape = plan.weight_shape
+        self._depth = int(np.prod(self._weight_shape[:3]))
+
+    def accumulator_size(self) -> int:
+        """Return the largest of output, input gradient and weight gradient."""
+        shapes = (self.inputs[0].array_shape, self.output.array_shape, self._weight_shape)
+        return max(int(np.prod(shape)) for shape in shapes)
+
+    def forward(self, step: Step) -> None:
+        """Multiply, add the bias at the accumulator's scale, apply the ReLU, round."""
+        x, node = self.inputs[0], self.node
+        weight = step.parameters.weights[f"{node.name}.weight"]
+        weight_data = weight.data.reshape(self._weight_shape)
+        acc_exponent = x.exponent + weight.exponent
+        bias = self._integer_bias(step, acc_exponent) if node.bias else None
+        rounding = step.algorithm.forward.rounding
+
+        def run(destination: Int8Array | Int32Array, shift: int) -> int:
+            return self._plan.forward(
+                step.engine, x.data, weight_data, bias, destination, step.workspace, x.activations, shift, rounding,
+                node.relu,
+            )  # fmt: skip
+
+        self.output.exponent = round_product(
+            node.name, step.engine, step.tracker(node.name, "forward"), acc_exponent, run, self.output.data,
+            step.wide(self.output.array_shape), rounding,
+        )  # fmt: skip
+
+    def _integer_bias(self, step: Step, acc_exponent: int) -> Int32Array:
+        real = step.parameters.vectors[f"{self.node.name}.bias"].data.astype(np.float64)
+        scaled = np.rint(np.ldexp(real, -acc_exponent))
+        room = 2**31 - 1 - self._depth * 127 * 127
+        if not np.abs(scaled).max() <= room:
+            worst = float(np.abs(real).max())
+            raise TrainingFailed(
+                f"{self.node.name}: a bias of {worst:.4g} at the accumulator's scale 2^{acc_exponent} leaves int32; "
+                "its inputs or weights have become too small beside it, lower the learning rate"
+            )
+        return scaled.astype(np.int32)
+
+    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+        """Compute the input gradient with the weights of the forward pass, then the weight gradient, then update."""
+        x, node = self.inputs[0], self.node
+        dy, dy_exponent = self.output.gradient, self.output.gradient_exponent
+        assert dy is not None
+        weight = step.parameters.weights[f"{node.name}.weight"]
+        weight_data = weight.data.reshape(self._weight_shape)
+        exponents = [0]
+        if into[0] is not None:
+            rounding = step.algorithm.backward.rounding
+
+            def run(destination: Int8Array | Int32Array, shift: int) -> int:
+                return self._plan.input_gradient(
+                    step.engine, dy, weight_data, destination, step.workspace, shift, rounding, x.mask
+                )
+
+            exponents[0] = round_product(
+                node.name, step.engine, step.tracker(node.name, "backward"), dy_exponent + weight.exponent, run,
+                into[0], step.wide(x.array_shape), rounding,
+            )  # fmt: skip
+        if "weight" in node.trained:
+            self._update_weight(step, weight)
+        if "bias" in node.trained:
+            _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
+            bias_gradient = np.ldexp(self._sums[0].astype(np.float64), dy_exponent).astype(np.float32)
+            update_vector(
+                step.algorithm, step.parameters.vectors[f"{node.name}.bias"], bias_gradient, step.mean_learning_rate
+            )
+        return exponents
+
+    def _update_weight(self, step: Step, weight: Weight) -> None:
+        x, node, dy = self.inputs[0], self.node, self.output.gradient
+        assert dy is not None
+        gradient = step.wide(self._weight_shape)
+        largest = self._plan.weight_gradient(step.engine, x.data, dy, gradient, step.workspace, x.activations)
+        update_weight(
+            node.name,
+            step.engine,
+            step.algorithm,
+            weight,
+            gradient.reshape(weight.data.shape),
+            largest=largest,
+            gradient_scale=2.0 ** (x.exponent + self.output.gradient_exponent),
+            learning_rate=step.mean_learning_rate,
+            progress=step.progress,
+            scratch=step.scratch,
+        )
+
+
+class BatchNormOperator(_Plain):
+    """BatchNorm in mixed form: exact integer sums, float64 per channel, integer per element.
+
+    Forward and input gradient are, element by element, sums of int8 values times per-channel integers of 21 bits,
+    so they round like any product. The statistics are exact sums; what is computed from them per channel is the
+    same IEEE arithmetic everywhere.
+    """
+
+    def __init__(self, node: ir.BatchNorm, x: Tensor, output: Tensor):
+        self.node, self.inputs, self.output = node, (x,), output
+        self._sums = np.zeros((2, output.array_shape[3]), dtype=np.int64)
+        self._mean: npt.NDArray[np.float64]  # of the batch, in units of 2^exponent
+        self._slope: npt.NDArray[np.float64]  # d(normalised) / d(x.data)
+
+    def forward(self, step: Step) -> None:
+        """Normalise with the statistics of the batch (training) or the running ones (evaluation)."""
+        x, node = self.inputs[0], self.node
+        vectors = step.parameters.vectors
+        if step.training:
+            rows = x.data.size // x.data.shape[3]
+            _int8.channel_sums(step.engine, x.data, x.data, None, self._sums[0], self._sums[1])
+            mean = self._sums[0] / rows
+            variance = np.maximum(self._sums[1] / rows - mean * mean, 0.0)
+            self._track(step, rows, np.ldexp(mean, x.exponent), np.ldexp(variance, 2 * x.exponent))
+        else:
+            mean = np.ldexp(vectors[f"{node.name}.running_mean"].data.astype(np.float64), -x.exponent)
+            real = vectors[f"{node.name}.running_var"].data.astype(np.float64)
+            variance = np.ldexp(real, -2 * x.exponent)
+        slope = np.ldexp(1.0 / np.sqrt(np.ldexp(variance, 2 * x.exponent) + node.eps), x.exponent)
+        self._mean, self._slope = mean, slope
+        scale = vectors[f"{node.name}.weight"].data * slope
+        offset = vectors[f"{node.name}.bias"].data - scale * mean
+        acc_exponent, (int_scale, int_offset) = scaled_integers(21, (scale, 0), (offset, 7))
+        rounding = step.algorithm.forward.rounding
+
+        def run(store: bool, shift: int) -> int:
+            out = self.output.data if store else None
+            return _int8.affine(step.engine, x.data, int_scale, int_offset, out, shift, rounding, node.relu)
+
+        tracker = step.tracker(node.name, "forward")
+        self.output.exponent = round_elementwise(node.name, tracker, acc_exponent, run)
+
+    def _track(self, step: Step, rows: int, mean: npt.NDArray[np.float64], variance: npt.NDArray[np.float64]) -> None:
+        keep = 1.0 - self.node.momentum
+        unbiased = variance * (rows / max(rows - 1, 1))
+        for part, new in (("running_mean", mean), ("running_var", unbiased)):
+            running = step.parameters.vectors[f"{self.node.name}.{part}"]
+            running.data = (keep * running.data + self.node.momentum * new).astype(np.float32)
+            if not np.isfinite(running.data).all():
+                raise TrainingFailed(f"{self.node.name}: {part} has left float32; lower the learning rate")
+        step.parameters.num_batches_tracked[self.node.name] += 1
+
+    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+        """Compute dx = gamma/sigma * (dy - mean(dy) - xhat * mean(dy * xhat)), then update scale and offset."""
+        x, node = self.inputs[0], self.node
+        dy, dy_exponent = self.output.gradient, self.output.gradient_exponent
+        assert dy is not None
+        vectors = step.parameters.vectors
+        gate = self.output.data if node.relu else None
+        _int8.channel_sums(step.engine, dy, x.data, gate, self._sums[0], self._sums[1])
+        rows = dy.size // dy.shape[3]
+        sum_dy = np.ldexp(self._sums[0].astype(np.float64), dy_exponent)
+        sum_dy_x = np.ldexp(self._sums[1].astype(np.float64), dy_exponent)
+        sum_dy_normalised = self._slope * (sum_dy_x - self._mean * sum_dy)
+        gamma, beta = vectors[f"{node.name}.weight"], vectors[f"{node.name}.bias"]
+        exponents = [0]
+        if into[0] is not None:
+            gain = gamma.data * np.ldexp(self._slope, -x.exponent)  # gamma / sigma
+            scale_dy = np.ldexp(gain, dy_exponent)
+            scale_x = -gain * self._slope * sum_dy_normalised / rows
+            offset = -gain * sum_dy / rows - scale_x * self._mean
+            acc_exponent, integers = scaled_integers(21, (scale_dy, 0), (scale_x, 0), (offset, 7))
+            int_dy, int_x, int_offset = integers
+            rounding = step.algorithm.backward.rounding
+
+            def run(store: bool, shift: int) -> int:
+                out = into[0] if store else None
+                return _int8.affine_gradient(
+                    step.engine, dy, x.data, gate, int_dy, int_x, int_offset, out, shift, rounding
+                )
+
+            tracker = step.tracker(node.name, "backward")
+            exponents[0] = round_elementwise(node.name, tracker, acc_exponent, run)
+        if "weight" in node.trained:
+            update_vector(step.algorithm, gamma, sum_dy_normalised.astype(np.float32), step.mean_learning_rate)
+        if "bias" in node.trained:
+            update_vector(step.algorithm, beta, sum_dy.astype(np.float32), step.mean_learning_rate)
+        return exponents
+
+
+class ReluOperator(_Plain):
+    """A ReLU on its own: the exponent stays."""
+
+    def __init__(self, node: ir.Relu, x: Tensor, output: Tensor):
+        self.node, self.inputs, self.output = node, (x,), output
+
+    def forward(self, step: Step) -> None:
+        """Replace negative values by 0."""
+        np.maximum(self.inputs[0].data, 0, out=self.output.data)
+        self.output.exponent = self.inputs[0].exponent
+
+    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+        """Pass on the gradient, which its readers have masked already."""
+        if into[0] is not None:
+            assert self.output.gradient is not None
+            x = self.inputs[0]
+            np.multiply(self.output.gradient, 1 if x.mask is None else x.mask > 0, out=into[0])
+        return [self.output.gradient_exponent]
+
+
+class MaxPoolOperator(_Plain):
+    """Maximum over windows; the first maximum of a window takes its gradient."""
+
+    def __init__(self, node: ir.MaxPool, x: Tensor, output: Tensor, plan: _int8.Pooling, argmax: npt.NDArray[np.uint8]):
+        self.node, self.inputs, self.output = node, (x,), output
+        self._plan, self._argmax = plan, argmax
+
+    def forward(self, step: Step) -> None:
+        """Take the maxima; the exponent stays."""
+        self._plan.max(step.engine, self.inputs[0].data, self.output.data, self._argmax)
+        self.output.exponent = self.inputs[0].exponent
+
+    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+        """Send every gradient to the position of its maximum, adding up where windows overlap."""
+        x, dy, exponent = self.inputs[0], self.output.gradient, self.output.gradient_exponent
+        target = into[0]
+        if target is None:
+            return [0]
+        assert dy is not None
+        rounding = step.algorithm.backward.rounding
+
+        def run(store: bool, shift: int) -> int:
+            out = target if store else None
+            return self._plan.max_gradient(step.engine, dy, self._argmax, out, shift, rounding, x.mask)
+
+        if not self._plan.overlapping:
+            run(True, 0)
+            return [exponent]
+        return [round_elementwise(self.node.name, step.tracker(self.node.name, "backward"), exponent, run)]
+
+
+class AveragePoolOperator(_Plain):
+    """Mean over windows."""
+
+    def __init__(self, node: ir.AveragePool, x: Tensor, output: Tensor, plan: _int8.Pooling):
+        self.node, self.inputs, self.output = node, (x,), output
+        self._plan = plan
+        window = node.kernel[0] * node.kernel[1]
+        self._multiplier = (2**AVERAGE_BITS + window // 2) // window
+
+    def forward(self, step: Step) -> None:
+        """Sum, multiply by 2^14 / window, round."""
+        x, rounding = self.inputs[0], step.algorithm.forward.rounding
+
+        def run(store: bool, shift: int) -> int:
+            out = self.output.data if store else None
+            return self._plan.average(step.engine, x.data, self._multiplier, out, shift, rounding)
+
+        tracker = step.tracker(self.node.name, "forward")
+        self.output.exponent = round_elementwise(self.node.name, tracker, x.exponent - AVERAGE_BITS, run)
+
+    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+        """Share every gradient among its window."""
+        x, dy, target, rounding = self.inputs[0], self.output.gradient, into[0], step.algorithm.backward.rounding
+        if target is None:
+            return [0]
+        assert dy is not None
+
+        def run(store: bool, shift: int) -> int:
+            out = target if store else None
+            return self._plan.average_gradient(
+                step.engine, dy, self._multiplier, out, shift, rounding, x.mask
+            )
+
+        tracker = step.tracker(self.node.name, "backward")
+        exponent = self.output.gradient_exponent - AVERAGE_BITS
+        return [round_elementwise(self.node.name, tracker, exponent, run)]
+
+
+class DropoutOperator(_Plain):
+    """Zeros in random places; what is kept is multiplied by 1 / (1 - p) and rounded like any product.
+
+    The factor is an integer of 21 bits times a power of two, so where 1 - p is a power of two it only changes the
+    exponent. p counts in units of 2^-32. Element i, in the order of (height, width, batch, channels) or of (batch,
+    channels), is kept where the i-th of the 32-bit numbers of Philox, seeded with the step's seed and the operator's
+    place in the graph, is 2^32 p or more.
+    """
+
+    def __init__(self, node: ir.Dropout, x: Tensor, output: Tensor, gate: Int8Array, place: int):
+        self.node, self.inputs, self.output = node, (x,), output
+        self._gate, self._place = gate, place  # the gate is positive where a value is kept; zeros in the padding
+        self._least = round(node.p * 2**32)
+        factor = 2.0**32 / (2**32 - self._least) if self._least < 2**32 else 0.0
+        channels = gate.shape[3]
+        self._exponent, (self._factor,) = scaled_integers(21, (np.full(channels, factor), 0))
+        self._nothing = np.zeros(channels, dtype=np.int32)
+
+    def forward(self, step: Step) -> None:
+        """Draw what is kept, multiply, round; copy in evaluation."""
+        x = self.inputs[0]
+        if not step.training:
+            np.copyto(self.output.data, x.data)
+            self.output.exponent = x.exponent
+            return
+        self._draw(step.seed)
+        if x.masked:  # what the ReLU before cut off is zero here, and passes no gradient
+            np.multiply(self._gate, x.data > 0, out=self._gate)
+        tracker, rounding = step.tracker(self.node.name, "forward"), step.algorithm.forward.rounding
+        self.output.exponent = self._scale(step, x.data, x.exponent, self.output.data, tracker, rounding)
+
+    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+        """Send the gradient where the value was kept, times the same factor."""
+        dy = self.output.gradient
+        if into[0] is None:
+            return [0]
+        assert dy is not None
+        tracker, rounding = step.tracker(self.node.name, "backward"), step.algorithm.backward.rounding
+        return [self._scale(step, dy, self.output.gradient_exponent, into[0], tracker, rounding)]
+
+    def _scale(
+        self, step: Step, values: Int8Array, exponent: int, into: Int8Array, tracker: ScaleTracker | None,
+        rounding: Rounding,
+    ) -> int:  # fmt: skip
+        def run(store: bool, shift: int) -> int:
+            return _int8.affine_gradient(
+                step.engine, values, values, self._gate, self._factor, self._nothing, self._nothing,
+                into if store else None, shift, rounding,
+            )  # fmt: skip
+
+        return round_elementwise(self.node.name, tracker, exponent + self._exponent, run)
+
+    def _draw(self, seed: int) -> None:
+        channels = self.node.shape[0]
+        shape = self._gate.shape[2:3] if self.node.channelwise else self._gate.shape[:3]
+        count = math.prod(shape) * channels
+        bits = np.random.Philox(np.random.SeedSequence([seed, self._place]))
+        # Of each 64 bits the lower half comes first, on any machine.
+        numbers = bits.random_raw(-(-count // 2)).astype("<u8", copy=False).view("<u4")[:count]
+        self._gate[..., :channels] = numbers.reshape(*shape, channels) >= self._least
+
+
+def add_tensors(
+    name: str,
+    step: Step,
+    tracker: ScaleTracker | None,
+    a: tuple[Int8Array, int],
+    b: tuple[Int8Array, int],
+    out: Int8Array,
+    *,
+    rounding: int,
+    relu: bool = False,
+    mask: Int8Array | None = None,
+) -> int:
+    """Write a + b, two (int8, exponent) tensors, and return the exponent of the sum.
+
+    Exponents more than 20 apart leave nothing of the smaller operand in 8 bits; it is shifted by 20 at most.
+    """
+    if abs(a[1] - b[1]) > MAX_ADD_SHIFT:  # rare; zeros have no scale that could matter
+        if not a[0].any():
+            a = (a[0], b[1])
+        elif not b[0].any():
+            b = (b[0], a[1])
+    low = max(min(a[1], b[1]), max(a[1], b[1]) - MAX_ADD_SHIFT)
+    shift_a, shift_b = max(a[1] - low, 0), max(b[1] - low, 0)
+
+    def run(store: bool, shift: int) -> int:
+        return _int8.add(
+            step.engine, a[0], shift_a, b[0], shift_b, out if store else None, shift, rounding, relu, mask
+        )  # fmt: skip
+
+    return round_elementwise(name, tracker, low, run)
+
+
+class AddOperator(_Plain):
+    """Residual addition of tensors of different exponents."""
+
+    def __init__(self, node: ir.Add, a: Tensor, b: Tensor, output: Tensor):
+        self.node, self.inputs, self.output = node, (a, b), output
+
+    def forward(self, step: Step) -> None:
+        """Align the exponents, add, apply the ReLU, round."""
+        a, b = self.inputs
+        self.output.exponent = add_tensors(
+            self.node.name,
+            step,
+            step.tracker(self.node.name, "forward"),
+            (a.data, a.exponent),
+            (b.data, b.exponent),
+            self.output.data,
+            rounding=step.algorithm.forward.rounding,
+            relu=self.node.relu,
+        )
+
+    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+        """Copy the gradient to both inputs."""
+        assert self.output.gradient is not None
+        for x, target in zip(self.inputs, into, strict=True):
+            if target is not None:
+                np.multiply(self.output.gradient, 1 if x.mask is None else x.mask > 0, out=target)
+        return [self.output.gradient_exponent] * 2

@@ -1,0 +1,125 @@
+"""Int8 models as .npz files: the graph as JSON, the algorithm by name, the parameters bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from socflower.errors import ConfigError
+from socflower.precision.algorithm import (
+    BackwardRule,
+    Fp32Update,
+    IntegerUpdate,
+    OperatorTranslation,
+    OutsideUpdate,
+    Rounding,
+    TrainingAlgorithm,
+)
+from socflower.precision.int8.network import Graph
+from socflower.precision.int8.parameters import Parameters, Vector, Weight, require_match
+
+SCHEMA = 1
+
+
+def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Parameters) -> None:
+    """Write the file under a temporary name and rename it, so that a cut leaves the old file."""
+    if any(node.kind == "fp32" for node in graph.nodes):
+        raise ConfigError("save: operators on the FP32 side belong to their torch module; save its state_dict instead")
+    if isinstance(algorithm.update, OutsideUpdate):
+        raise ConfigError("save: these weights belong to the trainer that hands them in; save its model instead")
+    header = {
+        "schema": SCHEMA,
+        "graph": graph.to_json(),
+        "algorithm": {**asdict(algorithm), "update": {"kind": algorithm.weight, **asdict(algorithm.update)}},
+        "exponents": {name: weight.exponent for name, weight in parameters.weights.items()},
+        "num_batches_tracked": parameters.num_batches_tracked,
+        "num_steps": parameters.num_steps,
+    }
+    arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
+    for name, weight in parameters.weights.items():
+        arrays[f"weight/{name}"] = weight.data
+        if weight.master is not None:
+            arrays[f"master/{name}"] = weight.master
+        if weight.velocity is not None:
+            arrays[f"velocity/{name}"] = weight.velocity
+    for name, vector in parameters.vectors.items():
+        arrays[f"vector/{name}"] = vector.data
+        if vector.velocity is not None:
+            arrays[f"velocity/{name}"] = vector.velocity
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with partial.open("wb") as file:
+            np.savez(file, **arrays)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
+    """Return what `save` wrote. Raises ConfigError on a missing, foreign or damaged file."""
+    try:
+        with Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        header = json.loads(str(arrays.pop("header")))
+        if header["schema"] != SCHEMA:
+            raise ConfigError(f"schema {header['schema']}, this version reads {SCHEMA}")
+        graph = Graph.from_json(header["graph"])
+        parameters = _parameters(header, arrays)
+        algorithm = _algorithm(header["algorithm"])
+        require_match(graph, parameters, keep_master=isinstance(algorithm.update, Fp32Update))
+        return graph, algorithm, parameters
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except Exception as error:  # a damaged archive raises what its parsers happen to raise
+        raise ConfigError(f"{path}: not an int8 model that this version can read ({type(error).__name__})") from None
+
+
+def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
+    update = dict(document["update"])
+    rule: IntegerUpdate | Fp32Update
+    if update.pop("kind") == "int8":
+        rule = IntegerUpdate(
+            bits=tuple(update["bits"]), starts=tuple(update["starts"]), rounding=Rounding(update["rounding"])
+        )
+    else:
+        rule = Fp32Update(**update)
+    backward = document["backward"]
+    return TrainingAlgorithm(
+        name=document["name"],
+        forward=OperatorTranslation(rounding=Rounding(document["forward"]["rounding"])),
+        backward=BackwardRule(rounding=Rounding(backward["rounding"]), loss=backward["loss"]),
+        weight=document["weight"],
+        update=rule,
+    )
+
+
+def _parameters(header: dict[str, Any], arrays: dict[str, Any]) -> Parameters:
+    num_steps = int(header.get("num_steps", 0))  # files of earlier versions have none
+    parameters = Parameters(num_batches_tracked=dict(header["num_batches_tracked"]), num_steps=num_steps)
+    for name, exponent in header["exponents"].items():
+        data = arrays[f"weight/{name}"]
+        if data.dtype != np.int8 or data.ndim != 4 or (data == -128).any():
+            raise ValueError(f"weight {name} is not int8 in -127..127 of four dimensions")
+        parameters.weights[name] = Weight(
+            data=np.ascontiguousarray(data),
+            exponent=int(exponent),
+            master=arrays.get(f"master/{name}"),
+            velocity=arrays.get(f"velocity/{name}"),
+        )
+    for key, array in arrays.items():
+        if key.startswith("vector/"):
+            name = key.removeprefix("vector/")
+            parameters.vectors[name] = Vector(data=array, velocity=arrays.get(f"velocity/{name}"))
+    return parameters

@@ -1,0 +1,84 @@
+"""Update rules: how a gradient changes a parameter (the fourth element of a training algorithm)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from socflower import _int8
+from socflower.errors import TrainingFailed
+from socflower.precision.algorithm import Fp32Update, IntegerUpdate, OutsideUpdate, TrainingAlgorithm
+from socflower.precision.int8.fixed_point import exponent_for, shift_for
+from socflower.precision.int8.parameters import Vector, Weight
+from socflower.precision.int8.requantisation import MAX_EXPONENT, MAX_SHIFT
+
+
+def update_weight(
+    name: str,
+    engine: _int8.Engine,
+    algorithm: TrainingAlgorithm,
+    weight: Weight,
+    gradient: npt.NDArray[np.int32],
+    *,
+    largest: int,
+    gradient_scale: float,
+    learning_rate: float,
+    progress: float,
+    scratch: npt.NDArray[np.float32],
+) -> None:
+    """Change `weight` by an int32 gradient whose real value is gradient * gradient_scale.
+
+    Under an outside update only `weight.gradient` changes: it becomes `learning_rate` times the gradient.
+
+    `largest` is the gradient's largest magnitude; `scratch` holds as many float32 as the weight. Raises
+    TrainingFailed, with `name`, when FP32 weights have diverged.
+    """
+    rule = algorithm.update
+    if isinstance(rule, IntegerUpdate):
+        shift = min(MAX_SHIFT, shift_for(largest, rule.bits_at(progress)))
+        _int8.update_weight(engine, weight.data, gradient, shift, rule.rounding)
+        return
+    if isinstance(rule, OutsideUpdate):
+        assert weight.gradient is not None
+        _int8.export_gradient(engine, gradient, weight.gradient, gradient_scale * learning_rate)
+        return
+    assert weight.master is not None
+    step = scratch[: gradient.size].reshape(gradient.shape)
+    np.multiply(gradient, np.float32(gradient_scale), out=step, casting="unsafe")
+    _descend(weight.master, weight, step, learning_rate, rule.momentum)
+    largest_weight = _int8.max_magnitude(weight.master)
+    if not largest_weight <= 2.0**MAX_EXPONENT:
+        raise TrainingFailed(f"{name}: a weight has reached {largest_weight:.3g}; lower the learning rate")
+    weight.exponent = max(exponent_for(largest_weight), -MAX_EXPONENT)
+    _int8.quantise(engine, weight.master, weight.data, weight.exponent)
+
+
+def update_vector(
+    algorithm: TrainingAlgorithm, vector: Vector, gradient: npt.NDArray[np.float32], learning_rate: float
+) -> None:
+    """Change a vector by plain SGD, with the momentum of an FP32 update; or hand out the gradient, as for weights."""
+    rule = algorithm.update
+    if isinstance(rule, OutsideUpdate):
+        assert vector.gradient is not None
+        np.multiply(gradient, np.float32(learning_rate), out=vector.gradient)
+        return
+    _descend(vector.data, vector, gradient, learning_rate, rule.momentum if isinstance(rule, Fp32Update) else 0.0)
+
+
+def _descend(
+    values: npt.NDArray[np.float32],
+    holder: Weight | Vector,
+    gradient: npt.NDArray[np.float32],
+    learning_rate: float,
+    momentum: float,
+) -> None:
+    """values -= learning_rate * velocity, velocity = momentum * velocity + gradient; `gradient` is overwritten."""
+    if momentum > 0.0:
+        if holder.velocity is None:
+            holder.velocity = np.zeros_like(values)
+        holder.velocity *= np.float32(momentum)
+        holder.velocity += gradient
+        np.multiply(holder.velocity, np.float32(learning_rate), out=gradient)
+    else:
+        gradient *= np.float32(learning_rate)
+    values -= gradient

@@ -1,0 +1,136 @@
+"""How a batch is shared between CPU and NPU: confidence, compute power and the CPU's share (SoCFlow+ section 3.2).
+
+    alpha = cos(logits FP32, logits INT8)                    F9
+    beta  = NPU throughput / (NPU + CPU throughput)          F10
+    gamma = max(floor(alpha), 1 - beta)                      F11, the share of the CPU
+
+The floor is e^-alpha under `paper`, and (e^-alpha - e^-1) / (1 - e^-1), which falls to 0, under `normalised`.
+
+The throughputs of beta are measured from the steps themselves and renewed when they change.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from socflower.errors import ConfigError
+
+MIXING_RULES = ("paper", "normalised", "fp32", "int8", "half")
+"""`paper` and `normalised` follow alpha and beta; the others are the fixed shares of the ablation (Fig. 15)."""
+
+RULES_BY_THROUGHPUT = ("paper", "normalised")
+
+_FIXED = {"fp32": 1.0, "int8": 0.0, "half": 0.5}
+
+
+def confidence(fp32_logits: npt.ArrayLike, int8_logits: npt.ArrayLike) -> float:
+    """Return alpha in [0, 1]: the mean over samples of the cosine between two (samples, classes) logits (F9).
+
+    A sample without length in one of them, or with a value that is not finite, has no direction in common: 0. So
+    has a negative mean, for which the rules are not made.
+    """
+    fp32, int8 = np.asarray(fp32_logits, dtype=np.float64), np.asarray(int8_logits, dtype=np.float64)
+    if fp32.shape != int8.shape or fp32.ndim != 2 or not len(fp32):
+        raise ConfigError(f"confidence: need two (samples, classes) logits, got {fp32.shape} and {int8.shape}")
+    with np.errstate(all="ignore"):
+        lengths = np.linalg.norm(fp32, axis=1) * np.linalg.norm(int8, axis=1)
+        cosines = (fp32 * int8).sum(axis=1) / lengths
+    return float(np.clip(np.where(np.isfinite(cosines), cosines, 0.0).mean(), 0.0, 1.0))
+
+
+def compute_power_ratio(npu_samples_per_s: float, cpu_samples_per_s: float) -> float:
+    """Return beta in [0, 1): the NPU's part of both throughputs together (F10); 0 without an NPU."""
+    if not (0.0 <= npu_samples_per_s < math.inf and 0.0 < cpu_samples_per_s < math.inf):
+        raise ConfigError(f"compute power: throughputs must be finite, the NPU's 0 or more and the CPU's above 0, got "
+                          f"{npu_samples_per_s} and {cpu_samples_per_s} samples a second")
+    return npu_samples_per_s / (npu_samples_per_s + cpu_samples_per_s)
+
+
+def cpu_share(rule: str, alpha: float, beta: float) -> float:
+    """Return gamma, the CPU's share of the samples and of the merge (F11); alpha is clamped to [0, 1].
+
+    Under the rules that follow them it lies in [1 - beta, 1].
+    """
+    if rule in _FIXED:
+        return _FIXED[rule]
+    if rule not in MIXING_RULES:
+        raise ConfigError(f"mixing rule {rule!r} is unknown; use one of {', '.join(MIXING_RULES)}")
+    if math.isnan(alpha) or not 0.0 <= beta <= 1.0:
+        raise ConfigError(f"mixing: alpha = {alpha} must be a number and beta = {beta} lie in [0, 1]")
+    return min(1.0, max(accuracy_floor(rule, alpha), 1.0 - beta))
+
+
+def accuracy_floor(rule: str, alpha: float) -> float:
+    """Return the least share that the CPU must have for the accuracy's sake, whatever the throughputs (F11)."""
+    if rule not in RULES_BY_THROUGHPUT:
+        return 0.0
+    floor = math.exp(-min(1.0, max(0.0, alpha)))
+    return floor if rule == "paper" else max(0.0, (floor - math.exp(-1.0)) / (1.0 - math.exp(-1.0)))
+
+
+def most_speedup(rule: str) -> float:
+    """Return how many times faster than the CPU alone a rule can be, however fast the NPU: 1 / smallest gamma.
+
+    e = 2.72 for `paper` (F11); infinity where the floor reaches 0.
+    """
+    floor = cpu_share(rule, alpha=1.0, beta=1.0)
+    return 1.0 / floor if floor else math.inf
+
+
+def cpu_samples(num_samples: int, gamma: float, floor: float = 0.0) -> int:
+    """Return how many of a member's samples the CPU takes: gamma of them to the nearest, but no less than the floor.
+
+    Throughput may be rounded either way; what accuracy asks for may not ("no less than e^-alpha", SoCFlow+ 3.2).
+    """
+    least = math.ceil(floor * num_samples - 1e-9)
+    return min(num_samples, max(least, math.floor(gamma * num_samples + 0.5)))
+
+
+_SMOOTHING = 0.2
+"""Weight of the newest step in the running mean of a processor's seconds per sample."""
+
+
+@dataclass(slots=True)
+class ThroughputRatio:
+    """beta (F10), profiled once and renewed when the clocks change.
+
+    A step's seconds are noisy, so a ratio that moved with every step would move the split for nothing: beta stays
+    until the smoothed seconds per sample of a processor have been `tolerance` away from their reference for
+    `patience` steps in a row.
+    """
+
+    cpu_s: float  # per sample, at the reference
+    npu_s: float
+    tolerance: float = 0.15
+    patience: int = 10
+    num_renewals: int = 0
+    _recent_cpu_s: float = 0.0
+    _recent_npu_s: float = 0.0
+    _num_away: int = 0
+
+    def __post_init__(self) -> None:
+        self._recent_cpu_s, self._recent_npu_s = self.cpu_s, self.npu_s
+
+    @property
+    def beta(self) -> float:
+        """The NPU's part of both throughputs."""
+        return compute_power_ratio(1.0 / self.npu_s, 1.0 / self.cpu_s)
+
+    def note(self, *, cpu: tuple[int, float], npu: tuple[int, float]) -> None:
+        """Take in a step: samples and seconds of either processor; one without samples tells nothing."""
+        self._recent_cpu_s = _smoothed(self._recent_cpu_s, *cpu)
+        self._recent_npu_s = _smoothed(self._recent_npu_s, *npu)
+        away = max(abs(self._recent_cpu_s / self.cpu_s - 1.0), abs(self._recent_npu_s / self.npu_s - 1.0))
+        self._num_away = self._num_away + 1 if away > self.tolerance else 0
+        if self._num_away >= self.patience:
+            self.cpu_s, self.npu_s = self._recent_cpu_s, self._recent_npu_s
+            self._num_away = 0
+            self.num_renewals += 1
+
+
+def _smoothed(mean_s: float, num_samples: int, seconds: float) -> float:
+    if not num_samples:
+        return mean_s
+    return (1.0 - _SMOOTHING) * mean_s + _SMOOTHING * seconds / num_samples

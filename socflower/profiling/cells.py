@@ -1,0 +1,279 @@
+"""What one cell of a device profile costs, one model at one batch size, and the file that keeps finished cells."""
+
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from socflower import __version__, _int8
+from socflower.capture.layer_profile import profile_module
+from socflower.cluster.cost_model import UPDATE_PASSES
+from socflower.engines.run_folder import write_atomically
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.precision import EngineSettings, Int8Model
+from socflower.precision.int8.batch_splitting import best_blocks, median_seconds, profile_batch_blocks
+from socflower.precision.int8.rescaling import RescalingPolicy
+from socflower.precision.operator_costs import profile_operators
+from socflower.profiling.power_meter import PowerMeter, mean_watts
+from socflower.workloads import build_model, data_shape
+
+_WATTS_S = 1.0
+"""How long a side works under the power meter; counters and sensors are updated a few times a second at worst."""
+
+_CELL_KEYS = frozenset((
+    "model", "data", "batch_size", "num_threads", "kernel", "measured_on", "training_flops", "fp32_step_s",
+    "int8_step_s", "fp32_samples_per_s", "int8_samples_per_s", "fp32_w", "int8_w", "operators", "switches_s",
+    "placement", "step_s", "fp32_operators_s",
+))  # fmt: skip
+
+_STREAM_ELEMENTS = 1 << 24
+"""Weights of the update that is timed: 64 MiB, three times that with gradient and momentum, more than most caches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """What must be equal for two measurements to stand in one profile."""
+
+    kernel: str
+    num_threads: int
+    torch: str
+    socflower: str
+    repeats: int
+    processor: str
+
+
+def conditions(*, kernel: str, num_threads: int, repeats: int) -> Conditions:
+    """Return what holds here; `kernel` is a wish ("" is the best path). ConfigError if there is no such kernel."""
+    try:
+        engine = _int8.Engine(num_threads, [], kernel)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(str(error)) from None
+    return Conditions(kernel=str(engine.kernel), num_threads=num_threads, torch=torch.__version__,
+                      socflower=__version__, repeats=repeats, processor=processor_name())
+
+
+def processor_name() -> str:
+    """Return what the system calls its processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        lines = []
+    for key in ("model name", "Hardware", "Model"):
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() == key and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def module_of(model: str, data: str) -> tuple[nn.Module, tuple[int, int, int]]:
+    """Return a model for a data set, which need not be there, and the shape of its images."""
+    shape = data_shape(data)
+    module = build_model(model, in_channels=shape.channels, image_size=shape.size, num_classes=shape.num_classes,
+                         seed=1)
+    return module, (shape.channels, shape.size, shape.size)
+
+
+def measure_cell(model: str, data: str, batch_size: int, at: Conditions, meter: PowerMeter | None) -> dict[str, Any]:
+    """Return what `profile --json` says of one cell: whole steps, operators and placement, micro-batches, watts.
+
+    Raises ConfigError where torch cannot train the model on so small a batch.
+    """
+    try:
+        return _measure(model, data, batch_size, at, meter)
+    except ValueError as error:  # BatchNorm over a single value
+        raise ConfigError(f"profile: {model} on {data} cannot train on a batch of {batch_size} "
+                          f"({error}); choose others with --batch-size") from None
+
+
+def _measure(model: str, data: str, batch_size: int, at: Conditions, meter: PowerMeter | None) -> dict[str, Any]:
+    module, image = module_of(model, data)
+    settings = EngineSettings(num_threads=at.num_threads, kernel=at.kernel)
+    operators = profile_operators(module, image, batch_size, settings=settings, repeats=at.repeats)
+    # Settled rescaling from the second batch on, as in most of a training.
+    settings = replace(settings, rescaling=RescalingPolicy(warm_up_batches=1))
+    int8 = Int8Model.from_module(module, input_shape=image, settings=settings, unsupported="fp32")
+    blocks = best_blocks(profile_batch_blocks(int8.graph, batch_size, int8.engine, repeats=at.repeats))
+    sides = dict(zip(operators.placement.operators, operators.placement.sides, strict=True))
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(at.num_threads)
+    try:
+        int8_s, int8_w = _timed(_int8_step(int8, module, image, batch_size), at.repeats, meter)
+        fp32_s, fp32_w = _timed(_fp32_step(module, data, batch_size), at.repeats, meter)
+    finally:
+        torch.set_num_threads(threads_before)
+    return {
+        "model": model, "data": data, "batch_size": batch_size, "num_threads": at.num_threads,
+        "kernel": operators.kernel, "measured_on": date.today().isoformat(),
+        "training_flops": profile_module(module, image, model).training_flops,
+        "fp32_step_s": fp32_s, "int8_step_s": int8_s,
+        "fp32_samples_per_s": batch_size / fp32_s, "int8_samples_per_s": batch_size / int8_s,
+        "fp32_w": fp32_w, "int8_w": int8_w,
+        "operators": [
+            {
+                "name": latency.name,
+                "kind": int8.graph.node(latency.name).kind,
+                "int8_s": None if math.isinf(latency.npu_s) else latency.npu_s,
+                "fp32_s": latency.cpu_s,
+                "side": "int8" if sides[latency.name] == "npu" else "fp32",
+                "batch_block": blocks.get(latency.name, 0),
+            }
+            for latency in operators.latencies
+        ],
+        "switches_s": list(operators.switches_s),
+        "placement": operators.placement.path().replace("npu[", "int8[").replace("cpu[", "fp32["),
+        "step_s": operators.placement.latency_s,
+        "fp32_operators_s": sum(latency.cpu_s for latency in operators.latencies),
+    }
+
+
+def update_bytes_per_s(num_threads: int) -> float:
+    """Return bytes of weights per second of torch's SGD with momentum, times the passes that the cost model counts."""
+    weight = torch.zeros(_STREAM_ELEMENTS, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=0.01, momentum=0.9)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        seconds = median_seconds(lambda: optimizer.step() and None, 5)
+    finally:
+        torch.set_num_threads(threads_before)
+    return UPDATE_PASSES * weight.numel() * weight.element_size() / seconds
+
+
+class CellStore:
+    """Finished cells beside a profile, written whole after each of them; without a path, in memory only.
+
+    Only cells under the same conditions are used. Those under others leave the file with the first one that is added.
+    """
+
+    def __init__(self, path: Path | None, at: Conditions) -> None:
+        self.path = path
+        self._at = asdict(at)
+        self._cells: list[dict[str, Any]] = []
+        self._host: dict[str, Any] = {}
+        self.dropped: list[str] = []
+        """What differed: "threads 1, not 2"; empty if nothing was left out."""
+        document = self._read()
+        if document is None:
+            return
+        if document["conditions"] == self._at:
+            self._cells, self._host = document["cells"], document["host"]
+        elif document["cells"]:
+            self.dropped = [f"{key} {value}, now {self._at[key]}" for key, value in document["conditions"].items()
+                            if value != self._at.get(key)]
+
+    def find(self, model: str, data: str, batch_size: int) -> dict[str, Any] | None:
+        """Return a finished cell, or None."""
+        key = (model, data, batch_size)
+        return next((cell for cell in self._cells if _key(cell) == key), None)
+
+    def add(self, cell: dict[str, Any]) -> None:
+        """Keep a cell from now on, in the file too."""
+        self._cells = [other for other in self._cells if _key(other) != _key(cell)] + [cell]
+        self._write()
+
+    def host_figure(self, key: str, measure: Callable[[], float | None]) -> float | None:
+        """Return a figure of the whole machine, measured if it is not there yet."""
+        if key not in self._host:
+            self._host[key] = measure()
+            if self._cells:  # else the file would hold no cell
+                self._write()
+        value: float | None = self._host[key]
+        return value
+
+    def of_model(self) -> Mapping[str, list[dict[str, Any]]]:
+        """Return all cells by model, by rising batch, with the data set that was measured last."""
+        models: dict[str, list[dict[str, Any]]] = {}
+        for cell in self._cells:
+            models.setdefault(cell["model"], []).append(cell)
+        return {name: sorted((cell for cell in cells if cell["data"] == cells[-1]["data"]),
+                             key=lambda cell: int(cell["batch_size"]))
+                for name, cells in models.items()}
+
+    def _read(self) -> dict[str, Any] | None:
+        if self.path is None or not self.path.exists():
+            return None
+        try:
+            document: dict[str, Any] = json.loads(self.path.read_text("utf-8"))
+            if document["schema"] != 1 or not isinstance(document["conditions"], dict):
+                raise ValueError
+            if not isinstance(document["host"], dict):
+                raise ValueError
+            for cell in document["cells"]:
+                if not (set(cell) >= _CELL_KEYS and cell["fp32_step_s"] > 0 and cell["int8_step_s"] > 0):
+                    raise ValueError
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ConfigError(f"{self.path}: does not hold the finished cells of a profile; delete or move it, and "
+                              "they are measured anew") from None
+        return document
+
+    def _write(self) -> None:
+        if self.path is None:
+            return
+        document = {"schema": 1, "conditions": self._at, "host": self._host, "cells": self._cells}
+        write_or_refuse(self.path, json.dumps(document, indent=1) + "\n")
+
+
+def write_or_refuse(path: Path, text: str) -> None:
+    """Write a file in full or not at all. Raises ConfigError where that cannot be done."""
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise ConfigError(f"profile: cannot write {path}: {error.strerror}") from None
+
+
+def _key(cell: Mapping[str, Any]) -> tuple[str, str, int]:
+    return cell["model"], cell["data"], cell["batch_size"]
+
+
+def _timed(step: Callable[[], None], repeats: int, meter: PowerMeter | None) -> tuple[float, float | None]:
+    """Return the median seconds of a step after three that are not counted, and its watts if there is a meter."""
+    step()
+    step()
+    seconds = median_seconds(step, repeats)
+    return seconds, None if meter is None else mean_watts(meter, lambda: _repeat(step, _WATTS_S))
+
+
+def _repeat(step: Callable[[], None], seconds: float) -> None:
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        step()
+
+
+def _int8_step(model: Int8Model, module: nn.Module, image: tuple[int, int, int], batch: int) -> Callable[[], None]:
+    random = np.random.default_rng(0)
+    images = random.standard_normal((batch, *image), dtype=np.float32)
+    labels = random.integers(0, model.graph.num_classes, batch, dtype=np.int32)
+
+    def step() -> None:
+        try:
+            model.train_step(images, labels, learning_rate=0.0, progress=0.0)
+        except TrainingFailed:  # noise as labels, thousands of steps under a meter: begin anew
+            model.load_state_dict(module.state_dict())
+
+    return step
+
+
+def _fp32_step(module: nn.Module, data: str, batch: int) -> Callable[[], None]:
+    """Return forward and backward pass in the layout in which FP32 clients train."""
+    shape, random = data_shape(data), torch.Generator().manual_seed(0)
+    images = torch.randn(batch, shape.channels, shape.size, shape.size, generator=random)
+    images = images.to(memory_format=torch.channels_last)
+    labels = torch.randint(0, shape.num_classes, (batch,), generator=random)
+    trained = module.to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+
+    def step() -> None:
+        trained.zero_grad(set_to_none=True)
+        torch.autograd.backward(nn.functional.cross_entropy(trained(images), labels))
+
+    return step

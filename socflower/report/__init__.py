@@ -1,0 +1,1 @@
+"""`report.html`: pages, tables and plots of results."""

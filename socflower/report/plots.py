@@ -1,0 +1,268 @@
+"""The report's plots, by matplotlib without pyplot, as SVG text that equal inputs repeat byte by byte.
+
+Letters stay text (small, selectable, in the page's font), so a plot leaves room by DejaVu Sans, a wide font.
+"""
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+from socflower.quantities import human_joules, human_seconds, percent, significant
+from socflower.report.page import text
+
+PARTS = ("compute", "synchronisation", "update", "idle", "cooling")
+"""Of time and energy; cooling is that of the fans, where there are any."""
+
+# Okabe and Ito's colours without their yellow, which is too faint for a line on white.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# The same shapes for the legend, around (15, 7).
+_SWATCHES = ("M11 7a4 4 0 1 0 8 0a4 4 0 1 0-8 0Z", "M11.4 3.4h7.2v7.2h-7.2Z", "M15 2.5L19.5 11H10.5Z",
+             "M15 1.8L20.2 7L15 12.2L9.8 7Z", "M15 11.5L19.5 3H10.5Z",
+             "M13.3 2.5h3.4v2.8h2.8v3.4h-2.8v2.8h-3.4v-2.8h-2.8v-3.4h2.8Z",
+             "M11 4L13 2L15 4.6L17 2L19 4L17 7L19 10L17 12L15 9.4L13 12L11 10L13 7Z")
+_DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5))
+# Fill, hatch and ink of each part: hatches tell the bars apart on a grey print.
+_PART_LOOK = {"compute": ("#0072B2", "", "#fff"), "synchronisation": ("#E69F00", "", "#000"),
+              "update": ("#009E73", "\\\\\\\\", "#000"), "idle": ("#DDE0E3", "////", "#000"),
+              "cooling": ("#56B4E9", "----", "#000")}
+_LOG_SPAN = 20.0
+_NICE_S = (1e-3, 1e-2, .1, 1, 3, 10, 30, 60, 180, 600, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400, 2 * 86400,
+           7 * 86400, 30 * 86400, 90 * 86400, 365 * 86400)
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none", "svg.hashsalt": "socflower", "text.parse_math": False, "font.family": "DejaVu Sans",
+    "font.size": 10.5, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#59636e",
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e3e6ea", "xtick.color": "#3b4249",
+    "ytick.color": "#3b4249", "hatch.linewidth": 0.6, "path.simplify": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """One strategy's points in drawing order; `look` selects colour, marker and dash and stays with a strategy."""
+
+    look: int
+    xs: tuple[float, ...]
+    ys: tuple[float, ...]
+
+
+@contextmanager
+def own_style() -> Iterator[None]:
+    """Draw by our settings whatever the user's matplotlibrc says, and leave them as they were."""
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        # The browser's fonts draw the letters; what DejaVu lacks only makes its width a guess.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        yield
+
+
+def line_look(look: int) -> dict[str, Any]:
+    """Return how matplotlib draws the line of a strategy."""
+    return {"color": _colour(look), "linewidth": 2, "marker": _MARKERS[look % len(_MARKERS)], "markersize": 7,
+            "markeredgecolor": "#fff", "markeredgewidth": .7, "dashes": _dash(look) or (None, None)}
+
+
+def needs_log(curves: Sequence[Curve]) -> bool:
+    """Return whether spans differ too much (20-fold) for the short curves to be seen on a linear axis."""
+    ends = [max(curve.xs) for curve in curves if curve.xs]
+    return len(ends) > 1 and min(ends) > 0 and max(ends) / min(ends) > _LOG_SPAN
+
+
+def accuracy_plot(
+    curves: Sequence[Curve], *, quantity: str, targets: Sequence[float], alt: str, prefix: str,
+    label: str = "accuracy on the test data", noun: str | None = None,
+) -> str:
+    """Return accuracy, or another share, over virtual time, energy or epochs as SVG.
+
+    `quantity` is "s", "J" or "epoch"; `label` says what the share is, `noun` what the quantity is if not the usual.
+    """
+    with own_style():
+        drawing = Figure(figsize=(10.6, 4.4), layout="constrained")
+        axes = drawing.add_subplot()
+        log = needs_log(curves)
+        for curve in curves:
+            points = [(x, y) for x, y in zip(curve.xs, curve.ys, strict=True) if x > 0 or not log]
+            # A marker on each of 500 rounds is a smear; the last point always has one.
+            every = math.ceil(len(points) / 12)
+            marked = sorted({*range(0, len(points), max(1, every)), len(points) - 1})
+            axes.plot([x for x, _ in points], [y for _, y in points], markevery=marked, **line_look(curve.look))
+        if not log:
+            axes.set_xlim(left=0)
+        for target in targets:
+            axes.axhline(target, color="#59636e", linewidth=1.2, dashes=(4, 3), zorder=1)
+        axes.set_ylabel(label)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value, 0)))
+        axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=False))
+        lowest, highest = axes.get_ylim()
+        if highest - lowest < 0.1:
+            # Otherwise the ticks would need decimals, and noise would look like progress.
+            middle = (lowest + highest) / 2
+            axes.set_ylim(middle - 0.05, middle + 0.05)
+        scale_x(axes, quantity, log, noun=noun)
+        return as_svg(drawing, alt, prefix)
+
+
+def breakdown_plot(
+    rows: Sequence[tuple[str, Mapping[str, float]]], *, quantity: str, alt: str, prefix: str
+) -> str:
+    """Return stacked bars, one row per strategy: absolute at the left, as shares at the right, as SVG.
+
+    Rows may lack parts.
+    """
+    with own_style():
+        drawing = Figure(figsize=(10.6, 1.15 + 0.46 * len(rows)), layout="constrained")
+        total, share = drawing.subplots(1, 2, sharey=True, width_ratios=(1, 1.25))
+        sums = [math.fsum(parts.get(part, 0.0) for part in PARTS) for _, parts in rows]
+        for axes, relative in ((total, False), (share, True)):
+            axes.grid(visible=False, axis="y")
+            for row, (_, parts) in enumerate(rows):
+                left = 0.0
+                for part in (part for part in PARTS if part in parts):
+                    fill, hatch, ink = _PART_LOOK[part]
+                    size = parts[part] / ((sums[row] or 1.0) if relative else 1.0)
+                    axes.barh(row, size, left=left, height=.62, color=fill, hatch=hatch, edgecolor="#fff",
+                              linewidth=.8)
+                    if relative and size >= .07:
+                        axes.text(left + size / 2, row, percent(size, 0), ha="center", va="center", color=ink,
+                                  fontsize=9.5, bbox=None if not hatch else {
+                                      "facecolor": fill, "edgecolor": "none", "pad": 1.2})
+                    left += size
+        total.set_yticks(range(len(rows)), [_short(label) for label, _ in rows])
+        total.set_ylim(len(rows) - .5, -.5)
+        share.tick_params(labelleft=False, left=False)
+        total.tick_params(left=False)
+        total.set_xlim(0, 1.04 * max(sums, default=0.0) or 1.0)
+        scale_x(total, quantity, False, noun="SoC time" if quantity == "s" else "energy", most_ticks=5)
+        share.set_xlim(0, 1)
+        share.xaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value, 0)))
+        share.set_xlabel("share of each strategy's own total")
+        return as_svg(drawing, alt, prefix)
+
+
+def curve_legend(names: Sequence[tuple[int, str]], targets: Sequence[str] = (), *, noun: str = "target ") -> str:
+    """Return the legend of a plot of curves as HTML, which wraps where names are long; `noun` is what targets are."""
+    items = [(_line_swatch(look), text(name)) for look, name in names]
+    dash = ('<svg width="30" height="14" aria-hidden="true"><path d="M1 7H29" stroke="#59636e" stroke-width="1.5" '
+            'stroke-dasharray="5 3.5"/></svg>')
+    items += [(dash, text(f"{noun}{target}")) for target in targets]
+    return _legend(items)
+
+
+def part_legend(parts: Sequence[str] = PARTS) -> str:
+    """Return the legend of a breakdown plot as HTML."""
+    lines = {"": "", "\\\\\\\\": "M-2 -2L16 16M4 -4L22 14M-8 2L10 20",
+             "////": "M-2 16L16 -2M4 18L22 0M-8 12L10 -6", "----": "M0 3.5H18M0 7H18M0 10.5H18"}
+    return _legend([(
+        f'<svg width="18" height="14" aria-hidden="true"><rect width="18" height="14" rx="2" fill="{fill}"/>'
+        f'<path d="{lines[hatch]}" stroke="#fff" stroke-width="1"/></svg>', part,
+    ) for part, (fill, hatch, _) in _PART_LOOK.items() if part in parts])
+
+
+def _legend(items: Sequence[tuple[str, str]]) -> str:
+    shown = (f"<li>{mark}<span>{name}</span></li>" for mark, name in items)
+    return f'<ul class="legend">{"".join(shown)}</ul>\n'
+
+
+def _colour(look: int) -> str:
+    return _COLOURS[look % len(_COLOURS)]
+
+
+def _dash(look: int) -> tuple[float, ...]:
+    return _DASHES[look // len(_COLOURS) % len(_DASHES)]
+
+
+def _line_swatch(look: int) -> str:
+    dash = _dash(look)
+    dashes = f' stroke-dasharray="{" ".join(f"{2 * step:g}" for step in dash)}"' if dash else ""
+    colour = _colour(look)
+    return (f'<svg width="30" height="14" aria-hidden="true"><path d="M0 7H30" stroke="{colour}" stroke-width="2"'
+            f'{dashes}/><g fill="{colour}"><path d="{_SWATCHES[look % len(_SWATCHES)]}"/></g></svg>')
+
+
+def scale_x(axes: Axes, quantity: str, log: bool, *, noun: str | None = None, most_ticks: int = 8) -> None:
+    """Label the x-axis in the unit that suits its largest value, or in human units where it is logarithmic."""
+    name = noun or {"s": "virtual time", "J": "energy", "epoch": "epoch"}[quantity]
+    if log:
+        axes.set_xscale("log")
+        readable: Any = {"s": human_seconds, "J": human_joules}.get(quantity, significant)
+        low, high = axes.get_xlim()
+        nice = [tick for tick in _NICE_S if low <= tick <= high]
+        while len(nice) > 10:
+            nice = nice[::2]
+        if quantity == "s" and len(nice) >= 2:
+            axes.xaxis.set_major_locator(FixedLocator(nice))
+        else:
+            axes.xaxis.set_major_locator(LogLocator(numticks=9))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(readable(value))))
+        axes.set_xlabel(f"{name}, logarithmic")
+        return
+    low, high = axes.get_xlim()
+    divisor, unit = _unit(max(abs(low), abs(high)), quantity)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / divisor:g}"))
+    # Ticks are chosen in the unit that is printed: 30 min, not 1,666.7 s.
+    axes.xaxis.set_major_locator(_UnitLocator(divisor, most_ticks))
+    axes.set_xlabel(f"{name} ({unit})" if unit else name)
+
+
+class _UnitLocator(MaxNLocator):
+    """Ticks at round numbers of a unit other than the axis's own."""
+
+    def __init__(self, divisor: float, most_ticks: int) -> None:
+        super().__init__(most_ticks, steps=[1, 2, 2.5, 5, 10])
+        self._divisor = divisor
+
+    def tick_values(self, vmin: float, vmax: float) -> list[float]:
+        """Return the ticks in the axis's own unit."""
+        return [tick * self._divisor for tick in super().tick_values(vmin / self._divisor, vmax / self._divisor)]
+
+
+def _unit(largest: float, quantity: str) -> tuple[float, str]:
+    if quantity == "epoch":
+        return 1.0, ""
+    if quantity == "s":
+        steps = ((1.0, "s", 180.0), (60.0, "min", 3 * 3600.0), (3600.0, "h", 4 * 86400.0),
+                 (86400.0, "d", math.inf))
+    else:
+        steps = ((1.0, "J", 2e3), (1e3, "kJ", 2e6), (1e6, "MJ", 2e9), (1e9, "GJ", math.inf))
+    return next((divisor, unit) for divisor, unit, limit in steps if largest < limit or math.isinf(limit))
+
+
+def _tick(label: str) -> str:
+    """Return a tick without what only a table needs: watt-hours, decimals that are zero."""
+    label = label.split(" (", maxsplit=1)[0]
+    return re.sub(r" 00 (min|s|h)$", "", re.sub(r"(\d)\.0+ ", r"\1 ", label))
+
+
+def _short(label: str, limit: int = 30) -> str:
+    return label if len(label) <= limit else label[:limit - 1] + "…"
+
+
+def as_svg(drawing: Figure, alt: str, prefix: str) -> str:
+    """Return the figure as an `<svg>` element for a page: ids that cannot clash, no date, no foreign addresses."""
+    buffer = io.StringIO()
+    drawing.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg"):].strip()
+    svg = re.sub(r"<!--.*?-->\s*|<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
+    svg = re.sub(r' id="([^"]+)"', lambda match: f' id="{prefix}-{match[1]}"' if match[1] in used else "", svg)
+    svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{prefix}-", svg)
+    # Its sheet `* {stroke-linejoin: ...}` would style the whole page.
+    svg = re.sub(r'<style type="text/css">.*?</style>', "", svg, flags=re.DOTALL)
+    svg = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", svg)
+    svg = re.sub(r"'?DejaVu Sans'?(, [^;\"]*)?", "system-ui, 'DejaVu Sans', sans-serif", svg)
+    opening = f'<svg role="img" aria-label="{text(alt)}" stroke-linejoin="round" stroke-linecap="butt"'
+    return opening + svg[len("<svg"):]

@@ -1,0 +1,1 @@
+"""Gradient exchange among machines, without Flower: members, transports, compression, balance, preemption."""

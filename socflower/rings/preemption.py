@@ -1,0 +1,296 @@
+"""A user's workload wants the device back: a file, a signal or an HTTP request asks the training to leave.
+
+Flower starts a process for every message, so what asks must outlive a process: the file. Where `preempt-file` is set,
+it *is* the state, and a signal or a request writes or removes it; all clients of the device that name the same file
+leave, those of later messages too, until it is gone. Without it a request or a signal holds as long as the process
+that got it. A file below /run is gone after a reboot.
+
+    preempt-file="/run/socflower/preempt"   leave while it exists: `touch` it, `rm` it
+    preempt-port=28300                      POST /preempt, DELETE /preempt, GET /preempt
+    preempt-bind="127.0.0.1"                where that port listens
+    preempt-signal=true                     SIGUSR1 to the client's process: leave; SIGUSR2: stay
+"""
+
+import errno
+import ipaddress
+import json
+import math
+import os
+import signal
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from logging import WARNING
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from socflower.errors import ConfigError
+from socflower.wire.logs import log
+
+LOOK_INTERVAL_S = 0.05
+"""How often, at most, the file is looked for: all later than that a look is free."""
+
+_KEYS = ("preempt-file", "preempt-port", "preempt-bind", "preempt-signal")
+_LOOPBACK = "127.0.0.1"
+_REQUEST_TIMEOUT_S = 5.0
+_LARGEST_BODY_BYTES = 65536
+
+
+class Preempted(Exception):
+    """The device is wanted back; the text says since when."""
+
+
+class PreemptionSwitch:
+    """Says whether this device is to be left; a context manager, whose sources live as long as it is entered.
+
+    Parameters
+    ----------
+    file : Path, optional
+        The device is to be left while it exists, whatever made it.
+    port, host : int and str, optional
+        Where to take HTTP requests. If the port is in use, by another client of the device as a rule, a warning says
+        so and the other sources go on; its requests arrive here through the file.
+    signals : bool
+        Whether to take SIGUSR1 and SIGUSR2. Only a process's main thread may: elsewhere a warning says that they are
+        left alone.
+    """
+
+    def __init__(
+        self, *, file: Path | None = None, port: int | None = None, host: str = _LOOPBACK, signals: bool = False,
+    ) -> None:
+        self.notes: list[str] = []
+        """What was warned of, a line each."""
+        self._file, self._port, self._host, self._signals = file, port, host, signals
+        # Plain assignments only, no lock: a signal's handler may interrupt the very method it calls.
+        self._asked_at_s: float | None = None  # by signal or request, without a file that could hold it; Unix time
+        self._seen = False
+        self._next_look_s = -math.inf
+        self._unsaid: list[str] = []
+        self._server: ThreadingHTTPServer | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "PreemptionSwitch":
+        """Begin to listen; `ConfigError` where the address cannot be had at all."""
+        try:
+            if self._port is not None:
+                self._listen(self._port)
+            if self._signals:
+                self._catch_signals()
+        except BaseException:
+            self.__exit__()
+            raise
+        self._say_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give back port and signals."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+        self._say_all()
+
+    @property
+    def active(self) -> bool:
+        """Whether the device is to be left; cheap enough for every layer of a backward pass.
+
+        Signals and requests of this process count at once, a file after `LOOK_INTERVAL_S` at the latest.
+        """
+        if self._unsaid:
+            self._say_all()
+        if self._asked_at_s is not None:
+            return True
+        if self._file is None:
+            return False
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_INTERVAL_S
+            self._seen = self._file_time_s() is not None
+        return self._seen
+
+    def raise_if_active(self) -> None:
+        """Raise `Preempted` if the device is to be left."""
+        if self.active:
+            raise Preempted(f"the device is wanted by its user, since {self.since_s() or 0.0:.1f} s")
+
+    def since_s(self) -> float | None:
+        """Return for how long the device has been wanted back, or None if it is not."""
+        began_s = self._asked_at_s if self._asked_at_s is not None else self._file_time_s()
+        return None if began_s is None else max(0.0, time.time() - began_s)
+
+    def leave(self) -> None:
+        """Ask for the device, as a signal and a request do."""
+        if self._file is not None:
+            try:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                # What is there already keeps its time.
+                os.close(os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o644))
+                self._asked_at_s, self._next_look_s = None, -math.inf
+                return
+            except OSError as error:
+                self._note(f"preempt-file {self._file}: cannot be written ({error.strerror}); this process leaves, "
+                           "those of later messages will not know")
+        if self._asked_at_s is None:
+            self._asked_at_s = time.time()
+
+    def stay(self) -> None:
+        """Give the device back to the training."""
+        self._asked_at_s = None
+        if self._file is not None:
+            try:
+                self._file.unlink(missing_ok=True)
+            except OSError as error:
+                self._note(f"preempt-file {self._file}: cannot be removed ({error.strerror}), so the training stays "
+                           "away; remove it")
+            self._next_look_s = -math.inf
+
+    def _file_time_s(self) -> float | None:
+        """Return since when the file has been there; if it cannot be looked for, what was seen last stands."""
+        if self._file is None:
+            return None
+        try:
+            return self._file.stat().st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            self._note(f"preempt-file {self._file}: cannot be looked for ({error.strerror}); let the client's user "
+                       "read its folder")
+            return time.time() if self._seen else None
+
+    # ------------------------------------------------------------------------------------------------ sources
+
+    def _listen(self, port: int) -> None:
+        try:
+            self._server = _Server(self._host, port, self)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigError(f"preempt-port {port}: cannot listen on {self._host} ({error.strerror}); choose a "
+                                  "port above 1023 and an address of this device in preempt-bind") from None
+            heard = "requests to it arrive through preempt-file" if self._file is not None else \
+                "set preempt-file too, so that requests to it arrive here"
+            self._note(f"preempt-port {port}: in use on {self._host}; {heard}")
+            return
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="preempt-port",
+                         daemon=True).start()
+
+    def _catch_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            self._note("preempt-signal: the client does not run in its process's main thread, so signals are left "
+                       "alone; use preempt-file")
+            return
+        for number, answer in ((signal.SIGUSR1, self.leave), (signal.SIGUSR2, self.stay)):
+            def handler(_number: int, _frame: FrameType | None, answer: Any = answer) -> None:
+                answer()
+
+            self._previous[number] = signal.signal(number, handler)
+
+    def _note(self, text: str) -> None:
+        """Keep a warning, once. It is said later: a handler may have interrupted the logging itself."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self._unsaid.append(text)
+
+    def _say_all(self) -> None:
+        while self._unsaid:
+            log(WARNING, "%s", self._unsaid.pop(0))
+
+
+def preempt_switch(node_config: Mapping[str, Any]) -> PreemptionSwitch:
+    """Return the switch that a SuperNode's `--node-config` describes; without any key of it, one that is never active.
+
+    Raises `ConfigError` for a value that cannot be, and for a key that begins with "preempt" and means nothing.
+    """
+    unknown = [key for key in node_config if key.startswith("preempt") and key not in _KEYS]
+    if unknown:
+        raise ConfigError(f"node-config {unknown[0]}: there is no such key; use {', '.join(_KEYS)}")
+    file, port = node_config.get("preempt-file"), node_config.get("preempt-port")
+    host, signals = node_config.get("preempt-bind", _LOOPBACK), node_config.get("preempt-signal", False)
+    # Relative to what? Each message has a process of its own, in a folder of Flower's.
+    if file is not None and not (isinstance(file, str) and Path(file).is_absolute() and "\0" not in file):
+        raise ConfigError(f"node-config preempt-file = {file!r}: give an absolute path, such as "
+                          '"/run/socflower/preempt"')
+    if port is not None and not (type(port) is int and 0 < port < 65536):
+        raise ConfigError(f"node-config preempt-port = {port!r}: give a number from 1 to 65535")
+    if not (isinstance(host, str) and _is_address(host)):
+        raise ConfigError(f"node-config preempt-bind = {host!r}: give an IP address of this device")
+    if not isinstance(signals, bool):
+        raise ConfigError(f"node-config preempt-signal = {signals!r}: give true or false")
+    return PreemptionSwitch(file=Path(file) if file is not None else None, port=port, host=host, signals=signals)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False  # a request that hangs must not hold up the end of a message
+
+    def __init__(self, host: str, port: int, switch: PreemptionSwitch) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.switch = switch
+        super().__init__((host, port), _RequestHandler)
+
+    def server_bind(self) -> None:
+        """Bind without looking up the host's name, which takes seconds where no name server answers."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a connection that broke: whoever asked knows."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class _RequestHandler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _REQUEST_TIMEOUT_S
+
+    def do_GET(self) -> None:
+        self._answer(None)
+
+    def do_POST(self) -> None:
+        self._answer(self.server.switch.leave)
+
+    def do_DELETE(self) -> None:
+        self._answer(self.server.switch.stay)
+
+    def _answer(self, change: Any) -> None:
+        length = self.headers.get("Content-Length", "0")
+        if self.path.split("?")[0].rstrip("/") != "/preempt":
+            self._reply(404, {"error": "there is only /preempt"})
+        elif not length.isdigit() or int(length) > _LARGEST_BODY_BYTES:
+            self._reply(413, {"error": "send no body"})
+        elif change is not None and "Origin" in self.headers:
+            # A browser adds it to what a page sends: no web page shall stop a training.
+            self._reply(403, {"error": "not from a web page"})
+        else:
+            self.rfile.read(int(length))
+            if change is not None:
+                change()
+            since_s = self.server.switch.since_s()
+            self._reply(200, {"preempted": since_s is not None,
+                              "since_s": None if since_s is None else round(since_s, 3)})
+
+    def _reply(self, status: int, document: dict[str, Any]) -> None:
+        body = json.dumps(document).encode() + b"\n"
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: what came of a request is in the round's events."""

@@ -1,0 +1,344 @@
+"""A ring over torch.distributed's gloo, the fastest, for networks whose every machine is trusted: gloo has no TLS.
+
+Gloo needs a store through which members tell each other their addresses. It is kept by the generation's first member
+and reached through the authenticated ring ports, so that no other port stands open for strangers' keys.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from socflower.rings.collective import POLL_INTERVAL_S, Collective, PeerLost, Poll, never
+from socflower.rings.transports.port import Caller, PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable, RingPort
+from socflower.rings.transports.security import require_private, split_address
+
+_GROUP_TIMEOUT = timedelta(minutes=10)  # no member is given up before; that is the callers' polls' business
+_METHOD = "rendezvous"
+_HOLD_S = 0.2
+_RETRY_S = 0.02
+_DEVICE_KEY = "device-port-{}"
+
+_Result = TypeVar("_Result")
+
+
+class GlooRing(Collective):
+    """One generation of a ring among the members `ranks` of a port's addresses, in ring order.
+
+    Returns at once; the group is built in the background, and operations begin when it is. `heartbeat_s` is how long
+    the first member may take for an answer meanwhile. A member that dies breaks the ring, one that hangs or is slow
+    does not. Raises `ConfigError` if an address is not private and the port not trusted. A process is one member: its
+    connections are told from those of another member in the same process by nothing.
+    """
+
+    def __init__(self, port: RingPort, ranks: Sequence[int], generation: int, heartbeat_s: float) -> None:
+        if not port.trusted:
+            for member in ranks:
+                require_private(port.addresses[member], "gloo encrypts nothing; take transport grpc, or give "
+                                                        "ring-trusted=true")
+        self.rank = list(ranks).index(port.rank)
+        self.size = len(ranks)
+        self.transport = "gloo"
+        self._lock = threading.Lock()
+        self._store = _PortStore(port, ranks[0], generation, heartbeat_s)
+        self._group: Any = None
+        self._waiting: list[_Operation[Any]] = []
+        self._ports: frozenset[int] = frozenset()
+        self._failure: str | None = None
+        self._host = split_address(port.addresses[port.rank])[0]
+        threading.Thread(target=self._build, name="ring-gloo", daemon=True).start()
+
+    def all_reduce(self, buffer: Tensor) -> "_Operation[None]":
+        """Begin to sum a buffer over all members, in place."""
+        return self._begin(lambda group: (group.allreduce([buffer]), lambda: None))
+
+    def all_gather(self, payload: bytes, poll: Poll = never) -> list[bytes]:
+        """Return every member's payload, by rank."""
+        lengths = [int(length) for length in self._gather(torch.tensor([len(payload)]), poll)]
+        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        padded[:len(payload)] = _tensor(payload)
+        gathered = self._gather(padded, poll)
+        return [part[:length].numpy().tobytes() for part, length in zip(gathered, lengths, strict=True)]
+
+    def broadcast(self, payload: bytes | None, source: int, poll: Poll = never) -> bytes:
+        """Return the payload of rank `source`."""
+        length = torch.tensor([0 if payload is None else len(payload)])
+        self._spread(length, source, poll)
+        content = torch.zeros(int(length), dtype=torch.uint8) if payload is None else _tensor(payload)
+        if len(content):
+            self._spread(content, source, poll)
+        return content.numpy().tobytes()
+
+    def close(self) -> None:
+        """Leave at once; what is under way ends with `PeerLost`."""
+        self._fail("the ring has been left")
+
+    def _gather(self, own: Tensor, poll: Poll) -> list[Tensor]:
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        return self._begin(lambda group: (group.allgather([parts], [own]), lambda: parts)).result(poll)
+
+    def _spread(self, content: Tensor, source: int, poll: Poll) -> None:
+        self._begin(lambda group: (group.broadcast(content, source), lambda: None)).result(poll)
+
+    def _begin(self, operation: Callable[[Any], tuple[Any, Callable[[], _Result]]]) -> "_Operation[_Result]":
+        work = _Operation(operation)
+        with self._lock:
+            if self._failure is not None:
+                raise PeerLost(self._failure)
+            if self._group is None:
+                self._waiting.append(work)
+            else:
+                work.begin(self._group)
+        return work
+
+    def _build(self) -> None:
+        try:
+            before = set(_sockets())
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+            options._timeout = _GROUP_TIMEOUT
+            listening = [port for fd in set(_sockets()) - before if (port := _listening_port(fd))]
+            self._store.set(_DEVICE_KEY.format(self.rank), json.dumps(listening))
+            group = dist.ProcessGroupGloo(self._store, self.rank, self.size, options)
+            ports = frozenset(
+                port for rank in range(self.size) for port in json.loads(self._store.get(_DEVICE_KEY.format(rank))))
+        except Exception as failure:  # gloo has but RuntimeError, with what the store raised inside
+            self._fail(self._store.failure or f"the ring could not be built: {str(failure).splitlines()[0]}")
+            return self._store.give_up()
+        with self._lock:
+            self._group, self._ports = group, ports
+            # The loser of the race against `close` ends here what it has built.
+            closed = self._failure is not None
+            for work in self._waiting:
+                work.begin(group)
+            self._waiting.clear()
+        if closed:
+            self._hang_up()
+
+    def _fail(self, why: str) -> None:
+        with self._lock:
+            self._failure = self._failure or why
+            for work in self._waiting:
+                work.fail(self._failure)
+            self._waiting.clear()
+        self._store.close()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Shut the group's connections and drop it; with connections to a hung member it would wait for minutes."""
+        with self._lock:
+            group, self._group = self._group, None
+        if group is None:
+            return
+        if not self._ports:  # without /proc the connections cannot be found, and waiting is worse than a leak
+            _LEAKED.append(group)
+            return
+        for fd in _sockets():
+            _shut_if_among(fd, self._ports)
+
+
+class _Operation(Generic[_Result]):
+    """An operation that begins when there is a group; the owner of the ring waits for it."""
+
+    def __init__(self, operation: Callable[[Any], tuple[Any, Callable[[], _Result]]]) -> None:
+        self._operation = operation
+        self._begun = threading.Event()
+        self._work: Any = None
+        self._finish: Callable[[], _Result]
+        self._failure: str | None = None
+
+    def begin(self, group: Any) -> None:
+        try:
+            self._work, self._finish = self._operation(group)
+        except RuntimeError as failure:
+            self._failure = f"a member is gone ({str(failure).splitlines()[0]})"
+        self._begun.set()
+
+    def fail(self, why: str) -> None:
+        self._failure = why
+        self._begun.set()
+
+    def wait(self, poll: Poll = never) -> None:
+        """Return when it is done; raise `PeerLost`, or what `poll` raises."""
+        while not self._begun.wait(POLL_INTERVAL_S):
+            poll()
+        while self._failure is None:
+            try:
+                self._work.wait(timedelta(seconds=POLL_INTERVAL_S))
+                return
+            except RuntimeError as failure:
+                # Only the slice may be over. Whether the operation has ended is no sign: it may have done so since.
+                if "timed out" in str(failure).lower() and not self._has_failed():
+                    poll()
+                else:
+                    self._failure = f"a member is gone ({str(failure).splitlines()[0]})"
+        raise PeerLost(self._failure)
+
+    def _has_failed(self) -> bool:
+        return bool(self._work.is_completed()) and not self._work.is_success()
+
+    def result(self, poll: Poll) -> _Result:
+        """Wait for it and return what it came to."""
+        self.wait(poll)
+        return self._finish()
+
+
+class _PortStore(dist.Store):
+    """Keys of one generation, kept by its first member."""
+
+    def __init__(self, port: RingPort, keeper: int, generation: int, heartbeat_s: float) -> None:
+        super().__init__()
+        self.failure: str | None = None
+        self._port = port
+        self._keeper = keeper
+        self._generation = generation
+        self._heartbeat_s = heartbeat_s
+        self._changed = threading.Condition()
+        self._values: dict[str, bytes] = {}
+        self._closed = False
+        self._missing = ""
+        port.handle(_METHOD, self._answer)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._ask("set", key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        while True:
+            answer = self._ask("get", key)
+            if answer[:1] == b"1":
+                return answer[1:]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._ask("check", key)[:1] == b"1" for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", key, str(amount).encode()))
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Tell the others that this member will not come; else they would wait for its keys."""
+        if self._port.rank != self._keeper:
+            with suppress(PeerUnreachable, PeerSilent, PeerRefused):
+                self._port.call(self._keeper, _METHOD, self._request("give-up", ""), timeout_s=self._heartbeat_s)
+
+    def _request(self, what: str, key: str) -> bytes:
+        return json.dumps([self._generation, what, key]).encode() + b"\n"
+
+    def _ask(self, what: str, key: str, value: bytes = b"") -> bytes:
+        request = self._request(what, key) + value
+        deadline_s: float | None = None
+        while not self._closed:
+            if self._port.rank == self._keeper:
+                try:
+                    return self._keep(what, key, value, lambda: True)
+                except PeerRefused as failure:
+                    self.failure = str(failure)
+                    raise
+            try:
+                return self._port.call(self._keeper, _METHOD, request, timeout_s=self._heartbeat_s + _HOLD_S)
+            except PeerNotReady:
+                deadline_s = None
+            except PeerUnreachable as failure:
+                # Its port was there when the ring's members were agreed on; a connection may need a second attempt.
+                deadline_s = deadline_s or time.monotonic() + self._heartbeat_s
+                if time.monotonic() > deadline_s:
+                    self.failure = str(failure)
+                    raise
+            except (PeerSilent, PeerRefused) as failure:
+                self.failure = str(failure)
+                raise
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, _RETRY_S)
+        raise PeerLost("the ring has been left")
+
+    def _answer(self, caller: Caller, request: bytes) -> bytes:
+        head, _, value = request.partition(b"\n")
+        generation, what, key = json.loads(head)
+        if generation > self._generation:
+            raise PeerNotReady(f"generation {generation} has not begun here")
+        if generation < self._generation or self._closed:
+            raise PeerRefused(f"generation {generation} is over")
+        if what == "give-up":
+            with self._changed:
+                self._missing = f"rank {caller.rank} left while the ring opened"
+                self._changed.notify_all()
+            return b""
+        return self._keep(what, key, value, caller.is_active)
+
+    def _keep(self, what: str, key: str, value: bytes, is_wanted: Callable[[], bool]) -> bytes:
+        with self._changed:
+            if what == "set":
+                self._values[key] = value
+            elif what == "add":
+                self._values[key] = str(int(self._values.get(key, b"0")) + int(value)).encode()
+            elif what == "get":
+                self._changed.wait_for(
+                    lambda: self._closed or self._missing or key in self._values or not is_wanted(), _HOLD_S)
+            self._changed.notify_all()
+            found = self._values.get(key)
+            if found is None and self._missing:
+                raise PeerRefused(self._missing)
+            if what == "add":
+                return found or b""
+            return b"0" if found is None else b"1" + found
+
+
+_LEAKED: list[Any] = []
+
+
+def _tensor(payload: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+
+
+def _sockets() -> Iterator[int]:
+    """Yield the numbers of this process's sockets; none on platforms without /proc."""
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    yield int(name)
+
+
+def _listening_port(fd: int) -> int | None:
+    with suppress(OSError):
+        view = socket.socket(fileno=fd)
+        try:
+            if view.family in (socket.AF_INET, socket.AF_INET6) and view.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return int(view.getsockname()[1])
+        finally:
+            view.detach()
+    return None
+
+
+def _shut_if_among(fd: int, ports: frozenset[int]) -> None:
+    """Shut a connection to or from one of these listening ports; never the listening socket, or gloo ends the process.
+
+    The socket stays gloo's to close.
+    """
+    with suppress(OSError):
+        view = socket.socket(fileno=fd)
+        try:
+            if view.family in (socket.AF_INET, socket.AF_INET6):
+                here, there = view.getsockname()[1], view.getpeername()[1]
+                if here in ports or there in ports:
+                    view.shutdown(socket.SHUT_RDWR)
+        finally:
+            view.detach()

@@ -1,0 +1,164 @@
+"""The scenario's app where it runs far from whoever submitted it: scenario beside it, outcome by its log.
+
+On the SuperLink's machine a temporary folder takes the place of the run's folder. Checkpoints stay there too, in the
+folder that the run config names, and are removed when the run has ended well.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from socflower.engines.app_files import CHECKPOINT_FOLDER_KEY, FRESH_KEY
+from socflower.engines.checkpoint import CheckpointFolder, Checkpointing, require_same_run, training_of
+from socflower.engines.deployment.outcome_lines import to_lines
+from socflower.engines.run_folder import CloudAddress, RunFolder
+from socflower.errors import ConfigError
+from socflower.scenario.app.deployed import needs_cloud
+from socflower.scenario.app.files import SCENARIO_FILE
+from socflower.scenario.app.main import scenario_client_app, scenario_server_app
+from socflower.scenario.app.round_record import versions
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import from_document, to_document
+from socflower.wire.folders import LOCK_FILE, FolderLock, temporary_folder
+
+ENGINE = "deployment"
+STATE_FOLDER_KEY = "state-folder"
+"""In a SuperNode's config: where its machine keeps the states of trainers between runs."""
+
+_ENDING_S = 60.0  # how long the ServerApp of an attempt before may take to find that its SuperLink has given it up
+_MOST_TRACE_BYTES = 64 * 2**20  # a longer one stays where it is: it would fill the SuperLink's database
+
+
+def bundled_server_app(bundle: Path) -> ServerApp:
+    """Return the ServerApp of the scenario that lies in `bundle`."""
+
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        kept = str(context.run_config.get(CHECKPOINT_FOLDER_KEY, ""))
+        with temporary_folder() as path:
+            folder = BundledRunFolder(path=path, bundle=bundle, kept=Path(kept) if kept else None,
+                                      fresh=bool(context.run_config.get(FRESH_KEY, False)), say=_say)
+            scenario_server_app(lambda _: folder)(grid, context)
+
+    return app
+
+
+def bundled_client_app(bundle: Path) -> ClientApp:
+    """Return the ClientApp of the scenario that lies in `bundle`."""
+    folder = BundledRunFolder(path=bundle, bundle=bundle, kept=None, fresh=False, say=_say)
+    return scenario_client_app(lambda context: folder)
+
+
+@dataclass(frozen=True, slots=True)
+class BundledRunFolder(RunFolder):
+    """A run's folder on the SuperLink's machine, of which whoever submitted the run sees the log."""
+
+    bundle: Path
+    kept: Path | None  # checkpoints
+    fresh: bool
+    say: Callable[[str], None]
+
+    def read_scenario(self) -> dict[str, Any]:
+        """Return the document of the bundle's scenario."""
+        document: dict[str, Any] = json.loads((self.bundle / SCENARIO_FILE).read_text("utf-8"))
+        return document
+
+    def read_checkpointing(self) -> Checkpointing | None:
+        """Return where checkpoints are kept, and the one to go on from; `ConfigError` if they are of another run."""
+        if self.kept is None:
+            return None
+        kept, scenario = CheckpointFolder(self.kept), to_document(_scenario(self.bundle))
+        _hold(self.kept, self.say)
+        if self.fresh:
+            kept.remove()
+        kept.create()
+        checkpoint = kept.newest(self.say)
+        if checkpoint is None:
+            self._log("resumed", {"after_round": 0})
+            return Checkpointing(folder=self.kept, engine=ENGINE)
+        require_same_run(checkpoint, scenario, ENGINE, versions(), self.kept)
+        self._log("resumed", {"after_round": checkpoint.server_round})
+        kept.forget_after(checkpoint.server_round)
+        return Checkpointing(folder=self.kept, engine=ENGINE, resume_after=checkpoint.server_round)
+
+    def clients_folder(self, node_config: Mapping[str, Any]) -> Path | None:
+        """Return where this node keeps trainers' states, a folder for each training; None if it has no such place."""
+        named = str(node_config.get(STATE_FOLDER_KEY, ""))
+        if not named:
+            return None
+        training = json.dumps(training_of(to_document(_scenario(self.bundle))), sort_keys=True)
+        folder = Path(named) / hashlib.sha256(training.encode()).hexdigest()[:16]
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def read_cloud(self) -> CloudAddress | None:
+        """Return where the environment of this SuperLink says that the cloud is; a split scenario needs one."""
+        cloud, scenario = CloudAddress.of_environment(), _scenario(self.bundle)
+        if cloud is None and needs_cloud(scenario):
+            raise ConfigError(f"[strategy] name = {scenario.strategy.name!r} needs a cloud, and this SuperLink's "
+                              "environment names none; set SOCFLOWER_CLOUD and SOCFLOWER_CLOUD_TOKEN_FILE where it is "
+                              "started")
+        return cloud
+
+    def append_progress(self, entry: dict[str, Any]) -> None:
+        """Log a line about the round that just ended."""
+        self._log("progress", entry)
+
+    def write_outcome(self, outcome: dict[str, Any]) -> None:
+        """Log what the app found, the trace before it; after success there is no need for checkpoints."""
+        if self.trace.exists():
+            if self.trace.stat().st_size <= _MOST_TRACE_BYTES:
+                self._log("trace", json.loads(self.trace.read_text("utf-8")))
+            else:
+                descriptor, kept = tempfile.mkstemp(prefix="socflower-trace-", suffix=".json")
+                os.close(descriptor)
+                shutil.copyfile(self.trace, kept)
+                self.say(f"the trace is long and stays on the SuperLink's machine, until you remove it: {kept}")
+        self._log("outcome", outcome)
+        if self.kept is not None and "error" not in outcome:
+            if lock := _held.pop(self.kept, None):
+                lock.release()
+            CheckpointFolder(self.kept).remove()
+
+    def _log(self, kind: str, document: Any) -> None:
+        for line in to_lines(kind, document):
+            self.say(line)
+
+
+_held: dict[Path, FolderLock] = {}
+"""Locks of checkpoint folders; this process holds them until its run has ended well, or it ends itself."""
+
+
+def _hold(folder: Path, say: Callable[[str], None]) -> None:
+    if folder not in _held:
+        what = f"{CHECKPOINT_FOLDER_KEY} {folder}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{what}: cannot be made ({error.strerror}); name another folder") from None
+        _held[folder] = FolderLock(folder / LOCK_FILE, what, wait_s=_ENDING_S, on_wait=say)
+
+
+@cache
+def _scenario(bundle: Path) -> Scenario:
+    return from_document(json.loads((bundle / SCENARIO_FILE).read_text("utf-8")))
+
+
+def _say(line: str) -> None:
+    # In one call, so that no other thread's words come between a line and its end.
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

@@ -1,0 +1,196 @@
+"""What a scenario's ServerApp does: model, data, strategy and clock put together, and what came of it."""
+
+from collections.abc import Collection
+from dataclasses import asdict
+from time import perf_counter
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp import Grid
+
+from socflower import _int8
+from socflower.engines.checkpoint import Checkpoint
+from socflower.engines.local.priced_grid import PricedGrid
+from socflower.engines.run_folder import RunFolder
+from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
+from socflower.hierarchy import default_candidates
+from socflower.scenario.app.round_record import RoundRecord, event_documents
+from socflower.scenario.arithmetic import model_profile, num_training_samples, pricing, uses_int8
+from socflower.scenario.heat import cold_training_s, heat_document, rack_dynamics
+from socflower.scenario.planning import rebalancing
+from socflower.scenario.prepared_run import PreparedRun
+from socflower.sim import EventClock, Trace
+from socflower.strategies.comparators import OrderedFedAvg, RingAllReduce, SingleDevice
+from socflower.strategies.group_count import profile_group_count
+from socflower.strategies.replies import DROPPING
+from socflower.strategies.rings import RingSettings
+from socflower.strategies.socflow import SoCFlow
+from socflower.workloads import DataSet, Evaluation, evaluate, load_data
+
+
+def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
+    """Train and return the outcome: the part of the result document that does not depend on who asked."""
+    return _Training(run, grid, folder).run()
+
+
+class _Training:
+    """One run: collects a round's record at its evaluation, after training and clock have moved."""
+
+    def __init__(self, run: PreparedRun, grid: Grid, folder: RunFolder) -> None:
+        self._scenario = scenario = run.scenario
+        self._grid = grid
+        self._folder = folder
+        self._cluster = run.cluster
+        self._data: DataSet = load_data(scenario.data.name)
+        self._num_samples = num_training_samples(scenario, len(self._data.train))
+        self._model = run.take_model()
+        self._profile = model_profile(scenario, self._model)
+        self._trace = Trace()
+        self._rack = rack_dynamics(scenario, self._cluster)
+        self._clock = EventClock(self._cluster, dynamics=self._rack, trace=self._trace)
+        self._record = RoundRecord(scenario, folder, self._clock, self._trace, self._evaluate)
+        self._plan: dict[str, Any] | None = None
+        self._resumed: Checkpoint | None = None
+        self._transport = "in process"
+
+    def _kernels(self) -> dict[str, str]:
+        kernels = {"fp32": f"torch {torch.__version__}", "aggregation": "native weighted sum, float32"}
+        if uses_int8(self._scenario):
+            kernels["int8"] = f"CPU int8, {_int8.Engine().kernel}"
+        return kernels
+
+    def run(self) -> dict[str, Any]:
+        """Train with the scenario's strategy."""
+        started_s = perf_counter()
+        arrays = ArrayRecord(self._model.state_dict())
+        resumed = self._record.resume()
+        if resumed is not None:
+            self._resumed, arrays = resumed
+        final = self._fedavg(arrays) if self._scenario.strategy.name == "fedavg" else self._grouped(arrays)
+        if not final:
+            raise TrainingFailed("Flower returned no model: every client failed; see the log for the first cause")
+        return {
+            "strategy": self._scenario.strategy.name,
+            "kernels": self._kernels(),
+            "transports": {"inside groups": self._transport, "hub": "Flower messages"},
+            "data_source": self._data.source,
+            **self._record.totals(final),
+            "wall_s": perf_counter() - started_s,
+            "heat": heat_document(self._scenario, self._rack, self._clock.now_s,
+                                  cold_training_s(self._scenario, self._cluster)) if self._rack else None,
+            "plan": self._plan,
+        }
+
+    def _grouped(self, arrays: ArrayRecord) -> ArrayRecord:
+        strategy = self._strategy(self._num_groups(arrays), self._scenario.train.epochs)
+        self._plan = {**strategy.plan.to_document(), **strategy.turns.to_document()}
+        self._require_events_to_strike(strategy.num_rounds, strategy.plan.participants)
+
+        def round_end(server_round: int) -> dict[str, Any]:
+            report = strategy.reports[-1]
+            return {"epoch": report.epoch, "events": event_documents(report.events), "sequenced": report.in_turn,
+                    **_mixed(report.alpha, report.cpu_share)}
+
+        def dropped() -> list[int]:
+            events = strategy.reports[-1].events if strategy.reports else ()
+            return sorted({event.group_id for event in events if event.kind in DROPPING} | strategy.led_by_others)
+
+        def own_state() -> dict[str, Any]:
+            return {"without_state": dropped(), "away": list(strategy.away),
+                    "planned_without": list(strategy.planned_without), "balance": strategy.balance_state}
+
+        if self._resumed is not None:
+            strategy.resume_from(self._resumed.server_round, without_state=self._resumed.without_state,
+                                 away=self._resumed.away, planned_without=self._resumed.planned_without,
+                                 balance=self._resumed.balance)
+        arrays = strategy.start(
+            self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
+            evaluate_fn=self._record.evaluation(round_end, strategy.num_rounds, own_state, self._heat)).arrays
+        self._transport = strategy.transport
+        return arrays
+
+    def _num_groups(self, arrays: ArrayRecord) -> int:
+        settings = self._scenario.strategy
+        if settings.name != "socflow":
+            return 1
+        if isinstance(settings.groups, int):
+            return settings.groups
+        if self._record.warm_up is not None:  # of the run that this one goes on from
+            return int(self._record.warm_up["num_groups"])
+        num_socs = settings.socs or self._cluster.num_socs
+        choice = profile_group_count(
+            self._grid, arrays, lambda trained: self._evaluate(trained).accuracy,
+            lambda num_groups: self._strategy(num_groups, num_epochs=1), default_candidates(num_socs),
+            timeout_s=self._scenario.train.reply_timeout_s)
+        self._record.warm_up = {"num_groups": choice.num_groups, "stopped_at": choice.stopped_at,
+                         "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
+                         "first_epoch_accuracy": {str(key): value for key, value in choice.accuracies.items()}}
+        return int(choice.num_groups)
+
+    def _strategy(self, num_groups: int, num_epochs: int) -> SoCFlow:
+        settings = self._scenario.strategy
+        shared: dict[str, Any] = {
+            "cluster": self._cluster, "num_samples": self._num_samples, "clock": self._clock,
+            "batch_size": self._scenario.train.batch_size, "num_epochs": num_epochs, "seed": self._scenario.seed,
+            "reshuffle": settings.reshuffle, "model_profile": self._profile,
+            "pricing": pricing(self._scenario), "overlap_buckets": settings.overlap_buckets,
+            "tolerate_client_errors": settings.tolerate_client_errors,
+            "rings": RingSettings(**asdict(self._scenario.ring)), "rebalancing": rebalancing(self._scenario),
+        }
+        if settings.name == "sgd":
+            return SingleDevice(**shared)
+        if settings.name == "ring":
+            return RingAllReduce(num_socs=settings.socs, **shared)
+        return SoCFlow(num_groups=num_groups, num_socs=settings.socs, serialize_uplinks=settings.serialize_uplinks,
+                       interval_epochs=settings.sync_interval_epochs, **shared)
+
+    def _fedavg(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Flower's own FedAvg over all nodes, summed in their order; the grid prices its messages."""
+        settings = self._scenario.train
+        num_rounds = settings.epochs // settings.local_epochs
+        num_socs, wanted = len(list(self._grid.get_node_ids())), self._scenario.strategy.socs or self._cluster.num_socs
+        if num_socs != wanted:
+            raise InfeasiblePlan(f"[strategy] fedavg trains on {wanted} SoCs and Flower has {num_socs} nodes; start as "
+                                 f"many SuperNodes, or set socs = {num_socs}")
+        self._require_events_to_strike(num_rounds, range(num_socs))
+        grid = PricedGrid(self._grid, self._clock, self._cluster, model_profile=self._profile,
+                          batch_size=settings.batch_size, pricing=pricing(self._scenario))
+        strategy = OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=num_socs, min_available_nodes=num_socs)
+        config = ConfigRecord({"batch-size": settings.batch_size, "local-epochs": settings.local_epochs,
+                               "num-rounds": num_rounds, "seed": self._scenario.seed + 1})
+
+        def round_end(server_round: int) -> dict[str, Any]:
+            return {"epoch": float(server_round * settings.local_epochs), "events": event_documents(strategy.events),
+                    **_mixed(strategy.alpha, strategy.cpu_share)}
+
+        if self._resumed is not None:
+            strategy.resume_from(self._resumed.server_round)
+        return strategy.start(
+            grid, arrays, num_rounds=num_rounds, timeout=settings.reply_timeout_s, train_config=config,
+            evaluate_fn=self._record.evaluation(round_end, num_rounds, beside=self._heat)).arrays
+
+    def _require_events_to_strike(self, num_rounds: int, socs: Collection[int]) -> None:
+        """Raise `ConfigError` for an event that could never happen: the scenario would claim what it does not test."""
+        for event in self._scenario.events:
+            if event.round > num_rounds:
+                raise ConfigError(f"[[event]] round = {event.round}, but the run has {num_rounds} rounds")
+            if event.soc not in socs:
+                raise ConfigError(f"[[event]] soc = {event.soc} takes no part in the run; those that do: "
+                                  f"{', '.join(map(str, socs))}")
+
+    def _heat(self) -> dict[str, float]:
+        """Return how hot the rack is at a round's end, where that is known."""
+        if self._rack is None or self._scenario.thermal is None:
+            return {}
+        now = self._rack.present
+        return {"hottest_c": now.hottest_c, "mean_clock": now.mean_clock, "fan_rpm": now.rpm}
+
+    def _evaluate(self, arrays: ArrayRecord) -> Evaluation:
+        self._model.load_state_dict(arrays.to_torch_state_dict())
+        return evaluate(self._model, self._data.test)
+
+
+def _mixed(alpha: float | None, cpu_share: float | None) -> dict[str, float]:
+    """Return what a round of mixed precision has beside the others."""
+    return {key: value for key, value in (("alpha", alpha), ("cpu_share", cpu_share)) if value is not None}

@@ -1,0 +1,138 @@
+"""The Flower app of every scenario. All engines run these two objects; the run config names the run's folder."""
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from functools import cache
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import TypeAlias
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
+from flwr.serverapp import Grid, ServerApp
+from flwr.supercore import log
+from torch import nn
+
+from socflower.clients.app import make_client_app
+from socflower.clients.fault_injection import Fault, suffer
+from socflower.clients.heat_mod import node_heat_mod
+from socflower.engines.app_files import NUM_NODES_KEY, RUN_FOLDER_KEY
+from socflower.engines.run_folder import RunFolder
+from socflower.errors import SocflowerError
+from socflower.scenario.app.group_training import train
+from socflower.scenario.app.split_edges import split_client_app
+from socflower.scenario.app.split_training import train_split
+from socflower.scenario.arithmetic import initial_model, trainer, training_data
+from socflower.scenario.prepared_run import PreparedRun
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import from_document
+from socflower.training.trainer import Trainer
+from socflower.wire.message_keys import PARTITION_ID
+from socflower.workloads import LabelledData, partition
+
+FolderOf: TypeAlias = Callable[[Context], RunFolder]
+
+_NODES_TIMEOUT_S = 120.0
+
+
+def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None) -> ServerApp:
+    """Return the ServerApp that trains as the scenario in a run's folder says, and leaves the outcome there.
+
+    In the process that prepared the run it takes what was built there.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        folder = folder_of(context)
+        folder.write_server_process(os.getpid())
+        try:
+            await_nodes(grid, int(context.run_config.get(NUM_NODES_KEY, 0)))
+            run = prepared or PreparedRun(from_document(folder.read_scenario()))
+            folder.write_outcome((train_split if run.scenario.is_split else train)(run, grid, folder))
+        except SocflowerError as error:
+            folder.write_outcome({"error": str(error), "kind": type(error).__name__})
+        except Exception as error:
+            # A bug of ours; where Flower runs the app nobody else would see where it happened.
+            folder.write_outcome({"error": f"{type(error).__name__}: {error}", "bug": traceback.format_exc()})
+            raise
+
+    return app
+
+
+def scenario_client_app(folder_of: FolderOf) -> ClientApp:
+    """Return the ClientApp that trains as the scenario in a run's folder says."""
+
+    def scenario_of(context: Context) -> Scenario:
+        return _read(folder_of(context))
+
+    def model(context: Context) -> nn.Module:
+        return initial_model(scenario_of(context))
+
+    def data(context: Context, partition_id: int, num_partitions: int) -> LabelledData:
+        if num_partitions == 1:
+            return training_data(scenario_of(context))
+        return _part(folder_of(context), partition_id, num_partitions)
+
+    def trainer_of(context: Context) -> Trainer:
+        return trainer(scenario_of(context), soc=int(context.node_config[PARTITION_ID]))
+
+    def faults(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        return suffer([Fault(kind=event.kind, soc=event.soc, server_round=event.round, num_rounds=event.rounds,
+                             at=event.at) for event in scenario_of(context).events], message, context, call_next)
+
+    def state_folder(context: Context) -> Path | None:
+        return folder_of(context).clients_folder(context.node_config)
+
+    grouped = make_client_app(model, data, trainer_of, mods=[faults, node_heat_mod], state_folder=state_folder)
+    return _EitherApp(scenario_of, grouped, split_client_app(folder_of))
+
+
+class _EitherApp(ClientApp):
+    """The client of whichever kind of strategy a scenario has."""
+
+    def __init__(self, scenario_of: Callable[[Context], Scenario], grouped: ClientApp, split: ClientApp) -> None:
+        super().__init__()
+        self._scenario_of, self._grouped, self._split = scenario_of, grouped, split
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        app = self._split if self._scenario_of(context).is_split else self._grouped
+        return app(message, context)
+
+
+def await_nodes(grid: Grid, num_nodes: int, timeout_s: float = _NODES_TIMEOUT_S) -> None:
+    """Wait until so many SuperNodes are connected; after `timeout_s` go on with those there are, and say so."""
+    deadline = time.monotonic() + timeout_s
+    said = False
+    while (connected := len(list(grid.get_node_ids()))) < num_nodes:
+        if time.monotonic() >= deadline:
+            log(WARNING, "Only %d of %d SuperNodes are connected after %g s; going on", connected, num_nodes, timeout_s)
+            return
+        if not said:
+            log(INFO, "Waiting for %d SuperNodes, %d connected", num_nodes, connected)
+            said = True
+        time.sleep(0.5)
+
+
+@cache
+def _part(folder: RunFolder, partition_id: int, num_partitions: int) -> LabelledData:
+    scenario = _read(folder)
+    data, settings = training_data(scenario), scenario.data
+    parts = partition(data.labels.numpy(), num_partitions, settings.partition, settings.alpha, scenario.seed)
+    return data.select(parts[partition_id])
+
+
+@cache
+def _read(folder: RunFolder) -> Scenario:
+    return from_document(folder.read_scenario())
+
+
+def _named_by_run_config(context: Context) -> RunFolder:
+    return RunFolder(Path(str(context.run_config[RUN_FOLDER_KEY])))
+
+
+server_app: ServerApp = scenario_server_app(_named_by_run_config)
+client_app: ClientApp = scenario_client_app(_named_by_run_config)

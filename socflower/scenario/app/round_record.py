@@ -1,0 +1,156 @@
+"""What a run writes down after each round, whatever its strategy: evaluation, progress, checkpoint, and going on."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from importlib import metadata
+from typing import Any, Protocol, TypeAlias
+
+from flwr.app import ArrayRecord, MetricRecord
+
+from socflower import __version__
+from socflower.cluster import Usage
+from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
+from socflower.engines.run_folder import RunFolder
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import to_document
+from socflower.sim import EventClock, Trace
+from socflower.strategies.records import array_views, to_array_record
+from socflower.strategies.replies import ReplyEvent
+
+RoundEnd: TypeAlias = Callable[[int], dict[str, Any]]
+EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class Scores(Protocol):
+    """What a model is judged by; `socflower.workloads.Evaluation` is one."""
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of correct answers, 0..1; None where there is no right answer, as of a generator."""
+        ...
+
+    @property
+    def loss(self) -> float:
+        """Mean loss."""
+        ...
+
+
+class RoundRecord:
+    """The rounds of one run so far, with clock and trace; what a checkpoint has beside a strategy's own state."""
+
+    def __init__(
+        self, scenario: Scenario, folder: RunFolder, clock: EventClock, trace: Trace,
+        evaluate: Callable[[ArrayRecord], Scores],
+    ) -> None:
+        self.rounds: list[dict[str, Any]] = []
+        self.warm_up: dict[str, Any] | None = None
+        self.resumed_from: list[int] = []
+        self._scenario, self._folder, self._clock, self._trace = scenario, folder, clock, trace
+        self._evaluate = evaluate
+        self._checkpointing = folder.read_checkpointing()
+        self._trace_parts: list[int] = []
+        self._num_spans_kept = 0
+
+    def resume(self) -> tuple[Checkpoint, ArrayRecord] | None:
+        """Take up everything where the checkpoint that the run goes on from left it; None if it begins."""
+        if self._checkpointing is None or self._checkpointing.resume_after is None:
+            return None
+        folder = CheckpointFolder(self._checkpointing.folder)
+        checkpoint = folder.read(self._checkpointing.resume_after)
+        self.rounds = list(checkpoint.rounds)
+        self.warm_up = None if checkpoint.warm_up is None else dict(checkpoint.warm_up)
+        self._clock.restore(checkpoint.clock)
+        for part in folder.trace_parts(checkpoint):
+            self._trace.restore(part)
+        self._num_spans_kept = self._trace.num_spans
+        self._trace_parts = list(checkpoint.trace_parts)
+        self.resumed_from = [*checkpoint.resumed_from, checkpoint.server_round]
+        for entry in self.rounds:
+            self._folder.append_progress({**entry, "num_rounds": checkpoint.num_rounds})
+        return checkpoint, to_array_record(checkpoint.arrays)
+
+    def evaluation(
+        self, round_end: RoundEnd, num_rounds: int, own_state: Callable[[], Mapping[str, Any]] = dict,
+        beside: Callable[[], Mapping[str, float]] = dict,
+    ) -> EvaluateFn:
+        """Return the evaluate function of `Strategy.start`; it also records the round and keeps a checkpoint of it.
+
+        `round_end` returns a round's `epoch`, `events` and whatever else it has; `own_state` the fields of `Checkpoint`
+        that the strategy goes on from; `beside` figures that are known in round 0 as well.
+        """
+
+        def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            if server_round < len(self.rounds):  # round 0 of a run that was resumed after it
+                return None
+            outcome = self._evaluate(arrays)
+            training = round_end(server_round) if server_round else {"epoch": 0.0, "events": []}
+            self.rounds.append({
+                "round": server_round, "epoch": training.pop("epoch"), "accuracy": outcome.accuracy,
+                "loss": outcome.loss if math.isfinite(outcome.loss) else None,  # JSON has no NaN
+                "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
+                "bytes": bytes_by_tier(self._clock.usage), **training, **beside(),
+            })
+            # Before any training there is nothing to lose, unless the number of groups was tried out.
+            if server_round or self.warm_up is not None:
+                self._keep(server_round, num_rounds, arrays, own_state())
+            self._folder.append_progress({**self.rounds[-1], "num_rounds": num_rounds})
+            scores: dict[str, int | float | list[int] | list[float]] = {"loss": outcome.loss}
+            if outcome.accuracy is not None:
+                scores["accuracy"] = outcome.accuracy
+            return MetricRecord(scores)
+
+        return evaluate_round
+
+    def totals(self, final: ArrayRecord) -> dict[str, Any]:
+        """Write trace and model; return the part of the outcome that clock and weights give."""
+        self._trace.write(self._folder.trace)
+        self._folder.write_model(array_views(final))
+        usage = self._clock.usage
+        return {
+            "seed": self._scenario.seed, "rounds": self.rounds, "warm_up": self.warm_up,
+            "final_accuracy": self.rounds[-1]["accuracy"], "virtual_s": self._clock.now_s,
+            "energy_j": usage.total_energy_j, "bytes": bytes_by_tier(usage),
+            "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
+                          "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
+            "weights_sha256": weights_sha256(final), "resumed_from": self.resumed_from, "versions": versions(),
+        }
+
+    def _keep(self, server_round: int, num_rounds: int, arrays: ArrayRecord, own_state: Mapping[str, Any]) -> None:
+        """Write a checkpoint of the round that just ended, if the run keeps any."""
+        if self._checkpointing is None:
+            return
+        self._trace_parts.append(server_round)
+        CheckpointFolder(self._checkpointing.folder).write(Checkpoint(
+            server_round=server_round, num_rounds=num_rounds, scenario=to_document(self._scenario),
+            engine=self._checkpointing.engine, versions=versions(), rounds=self.rounds, clock=self._clock.state(),
+            arrays=array_views(arrays), warm_up=self.warm_up, resumed_from=self.resumed_from,
+            trace_parts=self._trace_parts, **own_state), self._trace.state(self._num_spans_kept))
+        self._num_spans_kept = self._trace.num_spans
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of what computes weights: a checkpoint of others is not gone on from."""
+    return {"socflower": __version__, **{name: metadata.version(name) for name in ("flwr", "torch", "numpy")}}
+
+
+def weights_sha256(arrays: ArrayRecord) -> str:
+    """Return the digest of all tensors: names, shapes, types and values, in order."""
+    digest = hashlib.sha256()
+    for name, array in array_views(arrays).items():
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def event_documents(events: Iterable[ReplyEvent]) -> list[dict[str, str]]:
+    """Return events as a result has them."""
+    return [{"kind": event.kind, "text": event.text} for event in events]
+
+
+def bytes_by_tier(usage: Usage) -> dict[str, float]:
+    """Return the bytes of every tier, 0 where none travelled."""
+    tiers = {"intra_board": 0.0, "inter_board": 0.0, "hub": 0.0, "wan": 0.0}
+    return tiers | {tier.value: value for tier, value in usage.num_bytes.items()}

@@ -1,0 +1,140 @@
+"""A cloud as a process: its program, its token, and serving until somebody ends it."""
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from socflower.clients.split.cloud_sessions import session_factory
+from socflower.edgecloud.cloud.cloud_service import CloudService
+from socflower.edgecloud.cloud.operator_calls import Operator, session_status
+from socflower.edgecloud.cloud.session import SessionFactory
+from socflower.edgecloud.program import SplitProgram
+from socflower.edgecloud.stream.credentials import SplitTls, new_token, read_token
+from socflower.engines.names import MOST_WORKERS, require_count
+from socflower.errors import ConfigError
+from socflower.quantities import human_bytes
+from socflower.scenario.app.split_edges import split_settings
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import apply_override, from_document, load_scenario
+from socflower.scenario.split_setting import SplitSetting
+
+
+def serve_until_signal(
+    program: str, overrides: Sequence[str], *, listen: str, token: str, tls: SplitTls | None, insecure: bool,
+    folder: Path | None, num_threads: int, ready: Callable[[str], None], say: Callable[[str], None],
+) -> None:
+    """Serve a program's runs until SIGINT or SIGTERM; `ready` gets the address, `say` a line about what goes wrong."""
+    factory = _factory(program, overrides)
+    require_count("--threads", num_threads, 0, MOST_WORKERS)
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    ended = threading.Event()
+    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        service = CloudService(listen, factory, operator_token=token, tls=tls, insecure=insecure, folder=folder,
+                               log=say)
+        try:
+            ready(service.address)
+            ended.wait()
+        finally:
+            service.close()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def read_or_make_token(path: Path) -> tuple[str, bool]:
+    """Return the token of a file, and whether it was made just now; only its owner may read a new one."""
+    if path.exists():
+        return read_token(path), False
+    token = new_token()
+    try:
+        path.touch(mode=0o600, exist_ok=False)
+        path.write_text(f"{token}\n", "utf-8")
+    except OSError as error:
+        raise ConfigError(f"--token-file {path}: cannot be made ({error.strerror}); name another place") from None
+    return token, True
+
+
+def cloud_status(address: str, token_file: Path, tls: SplitTls | None, *, insecure: bool) -> list[dict[str, Any]]:
+    """Return what a cloud says of its sessions."""
+    return session_status(Operator(address=address, token=read_token(token_file), tls=tls, insecure=insecure))
+
+
+def status_table(sessions: Sequence[Mapping[str, Any]]) -> Table | str:
+    """Return sessions as people read them, in few columns; `cloud_status` has all there is to know."""
+    if not sessions:
+        return "no sessions are open"
+    table = Table("run", "edges", "state", "received", "sent", "last error", header_style="bold")
+    for session in sessions:
+        table.add_row(session["run_id"], str(session["num_parties"]), _state(session),
+                      human_bytes(session["received_bytes"]), human_bytes(session["sent_bytes"]), session["error"])
+    return table
+
+
+def _state(session: Mapping[str, Any]) -> str:
+    if session["waiting"]:
+        return f"{len(session['waiting'])} of {session['num_parties']} edges are here"
+    if session["stands_at"] is not None:
+        return f"before batch {session['stands_at']}"
+    last = session["last_batch"]
+    return "training" if last is None else f"training, batch {last} done"
+
+
+def _factory(program: str, overrides: Sequence[str]) -> SessionFactory:
+    if ":" in program and not Path(program).exists():
+        if overrides:
+            raise ConfigError(f"--set is for scenarios, and {program} is a program")
+        return session_factory(_named(program))
+    setting = SplitSetting(_scenario(Path(program), overrides))
+
+    def samples(party: int, num_parties: int) -> Any:
+        known = setting.workload.cloud_samples(party)
+        if known is None:
+            raise ConfigError(f"{program}: this workload has nothing in the cloud but features")
+        return known
+
+    return session_factory(setting.workload.program, settings=split_settings(setting), samples_fn=samples)
+
+
+def _scenario(path: Path, overrides: Sequence[str]) -> Scenario:
+    if path.suffix != ".json":
+        scenario = load_scenario(path, overrides)
+    else:
+        try:
+            document = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"scenario {path}: cannot be read ({error})") from None
+        for override in overrides:
+            apply_override(document, override)
+        scenario = from_document(document)
+    if not scenario.is_split:
+        raise ConfigError(f"{path}: [strategy] name = {scenario.strategy.name!r} has no cloud; use one of the split "
+                          "strategies")
+    return scenario
+
+
+def _named(program: str) -> SplitProgram:
+    module, _, name = program.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)  # a command's path has its own folder instead
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"program {program}: cannot be imported ({error}); write module:name, importable from here"
+                          ) from None
+    found = found() if callable(found) and not isinstance(found, SplitProgram) else found
+    if not isinstance(found, SplitProgram):
+        raise ConfigError(f"program {program}: is a {type(found).__name__}, not a SplitProgram; make one with "
+                          "socflower.clients.LayeredProgram")
+    return found
+

@@ -1,0 +1,74 @@
+"""The client side of every split scenario: edges that train in one process, or dial a cloud of this machine."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import TypeAlias, cast
+
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+
+from socflower.clients.split.app import make_split_client_app
+from socflower.clients.split.in_process import SplitSettings
+from socflower.clients.split.remote_cloud import CloudLink, cloud_link
+from socflower.edgecloud.codec.error_feedback import Form
+from socflower.edgecloud.program import SplitProgram
+from socflower.edgecloud.samples import Samples
+from socflower.engines.run_folder import RunFolder
+from socflower.errors import ConfigError
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import from_document
+from socflower.scenario.split_setting import SplitSetting
+from socflower.wire.message_keys import PARTITION_ID
+
+FolderOf: TypeAlias = Callable[[Context], RunFolder]
+
+DELTA_BYTES = 512 << 20
+"""What delta coding may remember of samples at either end."""
+
+
+def split_client_app(folder_of: FolderOf) -> ClientApp:
+    """Return the ClientApp of the edges of the scenario in a run's folder."""
+
+    def program(context: Context) -> SplitProgram:
+        return _setting(folder_of(context)).workload.program
+
+    def samples(context: Context, party: int, num_parties: int) -> Samples:
+        return _setting(folder_of(context)).workload.samples(party)
+
+    def cloud_samples(context: Context, party: int, num_parties: int) -> Samples:
+        known = _setting(folder_of(context)).workload.cloud_samples(party)
+        if known is None:
+            raise ConfigError("split scenario: this workload has nothing in the cloud but features")
+        return known
+
+    def settings(context: Context) -> SplitSettings:
+        return split_settings(_setting(folder_of(context)))
+
+    def link(context: Context) -> CloudLink:
+        folder = folder_of(context)
+        setting, edge = _setting(folder), int(context.node_config[PARTITION_ID])
+        own = cloud_link(context)
+        # On one machine the line is as slow as the scenario has it; elsewhere it is what it is.
+        return replace(own, decider=setting.live_engine(edge),
+                       shaped_as=setting.links[edge] if folder.read_cloud() is not None else None)
+
+    return make_split_client_app(
+        program, samples, cloud_samples_fn=cloud_samples, settings_fn=settings, link_fn=link,
+        state_folder=lambda context: folder_of(context).clients_folder(context.node_config))
+
+
+def split_settings(setting: SplitSetting) -> SplitSettings:
+    """Return what a scenario makes of features and gradients on their way."""
+    scenario: Scenario = setting.scenario
+    table, ours = scenario.split, scenario.strategy.name == "split-replay"
+    feedback = cast(Form, table.error_feedback) if ours and not table.delta else "none"
+    return SplitSettings(
+        feedback=feedback, delta_bytes=DELTA_BYTES if ours and table.delta else 0,
+        window=setting.schedule)
+
+
+@cache
+def _setting(folder: RunFolder) -> SplitSetting:
+    return SplitSetting(from_document(folder.read_scenario()))
+

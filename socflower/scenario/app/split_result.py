@@ -1,0 +1,105 @@
+"""What a result tells of a split training: where the model was cut when, how stale gradients were, who was busy."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from socflower.edgecloud.links.bandwidth_profile import LinkTrace
+from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
+from socflower.edgecloud.plan.timeline import Party
+from socflower.strategies.split_replay import SplitRoundReport
+
+_MOST_MOMENTS = 2000  # of a link's history
+
+
+class SplitStory:
+    """Collects rounds; times are virtual seconds from the start of the run."""
+
+    def __init__(self, links: Sequence[LinkTrace], parties: Sequence[Party], state: Mapping[str, Any] | None = None,
+                 ) -> None:
+        self._links = links
+        self._names = [cut.name for cut in parties[0].costs.cuts]
+        kept = state or {}
+        self._start: str = kept.get("start") or place(parties[0].split_plan, parties[0].costs)
+        self._moves: list[dict[str, Any]] = list(kept.get("moves", ()))
+        self._cuts: list[list[float]] = list(kept.get("cuts") or [[0.0, self._index(parties[0].split_plan)]])
+        before: Sequence[Mapping[str, int]] = kept.get("staleness") or ({},) * len(parties)  # by edge
+        self._staleness = [Counter({int(key): count for key, count in one.items()}) for one in before]
+        self._busy = Counter(kept.get("busy", {}))
+        self._num_parties = len(parties)
+        self._costs = [party.costs for party in parties]
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run goes on from, as JSON keeps it."""
+        return {"start": self._start, "moves": self._moves, "cuts": self._cuts,
+                "staleness": [{str(key): value for key, value in one.items()} for one in self._staleness],
+                "busy": dict(self._busy)}
+
+    def add(self, report: SplitRoundReport, began_s: float) -> None:
+        """Take in a round that began at `began_s`."""
+        timeline = report.timeline
+        for known, fresh in zip(self._staleness, staleness_by_edge(report), strict=False):
+            known.update(fresh)
+        for edge, (party, costs) in enumerate(zip(timeline.parties, self._costs, strict=True)):
+            for move in party.moves:
+                at_s = began_s + move.decided_s + move.drain_s + move.migration_s
+                self._moves.append({
+                    "at_s": at_s, "edge": edge, "batch": move.batch, "from": place(move.old, costs),
+                    "to": place(move.new, costs), "drain_s": move.drain_s, "migration_s": move.migration_s})
+                if edge == 0:
+                    self._cuts.append([at_s, self._index(move.new)])
+            self._busy.update({"edge": party.compute_s, "up": party.sending_s, "down": party.receiving_s})
+        self._busy.update({"cloud": timeline.cloud_busy_s})
+
+    def document(self, parties: Sequence[Party], mode: str, now_s: float) -> dict[str, Any]:
+        """Return the result's `split`."""
+        staleness = sum(self._staleness, Counter[int]())
+        by_edge = [_mean(one) for one in self._staleness]
+        whole_s = now_s * self._num_parties
+        return {
+            "mode": mode, "num_edges": self._num_parties, "cut_names": self._names, "start": self._start,
+            "end": place(parties[0].split_plan, parties[0].costs), "num_moves": len(self._moves),
+            "moves": self._moves, "cuts_over_time": [*self._cuts, [now_s, self._cuts[-1][1]]],
+            "link_over_time": _rates(self._links[0], now_s),
+            "staleness": {str(key): staleness[key] for key in sorted(staleness)},
+            "mean_staleness": _mean(staleness), "max_staleness": max(staleness, default=0),
+            "mean_staleness_by_edge": by_edge, "staleness_spread": max(by_edge) - min(by_edge),
+            # Of the cloud: of one processor for each half.
+            "busy": {key: value / whole_s if whole_s else 0.0 for key, value in self._busy.items()},
+        }
+
+    def _index(self, split_plan: SplitPlan) -> float:
+        return float(len(self._names) if split_plan.cut is None else split_plan.cut)
+
+
+def staleness_by_edge(report: SplitRoundReport) -> list[Counter[int]]:
+    """Return for every edge how many gradients came back how stale: as measured on real links, else in virtual time."""
+    if report.measured:
+        return [Counter({stale: count for stale, count in enumerate(each.staleness) if count})
+                for each in report.measured]
+    return [Counter(party.staleness) for party in report.timeline.parties]
+
+
+def staleness_of(report: SplitRoundReport) -> Counter[int]:
+    """Return the same of all edges together."""
+    return sum(staleness_by_edge(report), Counter[int]())
+
+
+def place(split_plan: SplitPlan, costs: SplitCosts) -> str:
+    """Return a deployment in words."""
+    if split_plan.cut is None:
+        return "edge alone"
+    return f"after {costs.cuts[split_plan.cut].name}, {split_plan.bits} bits"
+
+
+def _mean(staleness: Counter[int]) -> float:
+    total = staleness.total()
+    return sum(key * value for key, value in staleness.items()) / total if total else 0.0
+
+
+def _rates(link: LinkTrace, until_s: float) -> list[list[float]]:
+    """Return seconds, and bytes per second up and down, evenly over a run."""
+    num_moments = min(_MOST_MOMENTS, max(2, int(until_s) + 1))
+    moments = [until_s * index / (num_moments - 1) for index in range(num_moments)]
+    rates = [link.rates(at_s) for at_s in moments]
+    return [[at_s, each.up_bytes_per_s, each.down_bytes_per_s] for at_s, each in zip(moments, rates, strict=True)]

@@ -1,0 +1,97 @@
+"""A scenario with what is built of it: checked before anything starts, and run with the very same objects."""
+
+from functools import cached_property
+
+from torch import nn
+
+from socflower.cluster import Cluster
+from socflower.engines.names import require_engine
+from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.precision import Int8Model
+from socflower.precision.int8.network import UnsupportedOperator
+from socflower.scenario.arithmetic import initial_model, unsupported
+from socflower.scenario.heat import check_boards
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.split_setting import SplitSetting
+from socflower.workloads import data_shape, load_data, model_names
+
+
+class PreparedRun:
+    """One run of a scenario. What it is made of is built when it is first asked for, and only once."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self._model: nn.Module | None = None
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The cluster of the scenario."""
+        return scenario_cluster(self.scenario)
+
+    @cached_property
+    def split_setting(self) -> SplitSetting:
+        """Edges and cloud of a split scenario."""
+        return SplitSetting(self.scenario)
+
+    def take_model(self) -> nn.Module:
+        """Return the model with its first weights, to whoever trains it: a second call builds another one."""
+        model, self._model = self._model, None
+        return initial_model(self.scenario) if model is None else model
+
+    def check(self, engine: str, *, trains_here: bool = True) -> None:
+        """Raise a one-line error if the scenario cannot run: engine, data, model, SoCs, groups, events.
+
+        With `trains_here` false another machine trains: whether it has data and kernels shows only when it begins.
+        """
+        scenario = self.scenario
+        require_engine(engine)
+        num_socs = scenario.strategy.socs or self.cluster.num_socs
+        if num_socs > self.cluster.num_socs:
+            raise InfeasiblePlan(f"{scenario.name} [strategy] socs = {num_socs}, but the cluster has "
+                                 f"{self.cluster.num_socs} SoCs; lower socs or add boards")
+        if scenario.is_split:
+            if trains_here:
+                self.split_setting.parties()  # model, data, cuts and links have to fit together
+            return
+        self._check_groups(engine, num_socs)
+        check_boards(scenario, self.cluster)
+        if trains_here:
+            load_data(scenario.data.name)
+            if scenario.precision.arithmetic != "fp32":
+                self._check_int8()
+
+    def _check_groups(self, engine: str, num_socs: int) -> None:
+        scenario = self.scenario
+        groups = scenario.strategy.groups
+        if isinstance(groups, int) and groups > num_socs:
+            raise InfeasiblePlan(f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; "
+                                 f"use groups = {num_socs} or fewer")
+        if engine == "deployment" and scenario.precision.arithmetic == "int8" and scenario.strategy.name != "fedavg":
+            raise ConfigError(f"{scenario.name} [precision] arithmetic = 'int8' hands out no gradients that machines "
+                              "could exchange; use arithmetic = 'mixed' with rule = 'int8', or another engine")
+        if scenario.model.name not in model_names():
+            raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r} is unknown; use one of "
+                              + ", ".join(model_names()))
+        for event in scenario.events:
+            if event.soc >= self.cluster.num_socs:
+                raise ConfigError(f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to "
+                                  f"{self.cluster.num_socs - 1}")
+
+    def _check_int8(self) -> None:
+        """Raise if int8 cannot train the model as the scenario says, or this machine lacks the kernel path."""
+        scenario, shape = self.scenario, data_shape(self.scenario.data.name)
+        self._model = initial_model(scenario)
+        try:
+            Int8Model.from_module(self._model, input_shape=(shape.channels, shape.size, shape.size),
+                                  unsupported=unsupported(scenario))
+        except UnsupportedOperator as error:
+            raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r}: {error.what}; set [precision] "
+                              "unsupported = 'fp32' to run such operators in FP32, or arithmetic = 'fp32'") from None
+
+
+def prepare(scenario: Scenario, engine: str = "local", *, trains_here: bool = True) -> PreparedRun:
+    """Return the run of a scenario that has been checked; see `PreparedRun.check`."""
+    run = PreparedRun(scenario)
+    run.check(engine, trains_here=trains_here)
+    return run

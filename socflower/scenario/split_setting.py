@@ -1,0 +1,129 @@
+"""Edges and cloud of a split scenario, put together once: what checks, plans, training and predictions are made of."""
+
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from socflower.cluster.device_catalog import device
+from socflower.edgecloud.links.bandwidth_profile import LinkTrace
+from socflower.edgecloud.plan import baselines
+from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
+from socflower.edgecloud.plan.decision import DecisionEngine, WindowSchedule, rates_at_the_start
+from socflower.edgecloud.plan.timeline import Party
+from socflower.edgecloud.plan.timeline_servers import CloudMode
+from socflower.errors import ConfigError
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.links import edge_links
+from socflower.scenario.split_measuring import measured_costs
+from socflower.scenario.split_models import SplitWorkload, split_workload
+
+
+class SplitSetting:
+    """Edges and cloud of a scenario: what training, planning and predictions are made of."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.cluster = scenario_cluster(scenario)
+        self.num_edges = scenario.strategy.socs or self.cluster.num_socs
+        self.workload: SplitWorkload = split_workload(scenario, self.num_edges)
+        self.links = edge_links(scenario, self.num_edges)
+        cloud = device(scenario.split.cloud_device)
+        by_catalogue = [self.workload.costs(edge, self.cluster.device_of(edge), cloud)
+                        for edge in range(self.num_edges)]
+        self.costs = tuple(measured_costs(Path(scenario.split.costs), costs) if scenario.split.costs else costs
+                           for costs in by_catalogue)
+        self.total_batches = self.workload.batches_per_epoch * scenario.train.epochs
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether edge and cloud wait for each other: the baselines that do."""
+        peer = baselines.PEERS.get(self.scenario.strategy.name)
+        return peer is not None and peer.waits
+
+    @property
+    def mode(self) -> CloudMode:
+        """How cloud halves serve the edges."""
+        if self.workload.is_joined:
+            return "joined"
+        # Edges that train alone have no cloud half to share; their models are averaged.
+        shared = self.scenario.split.cloud_model == "shared" and self.num_edges > 1 and self._firsts[0].cut is not None
+        return "turns" if shared else "own"
+
+    @property
+    def schedule(self) -> WindowSchedule:
+        """K by part of training; 0 for those who wait for each other."""
+        steps = ((0.0, 0),) if self.is_sequential else tuple(
+            (part, int(limit)) for part, limit in self.scenario.split.window)
+        return WindowSchedule(steps=steps)
+
+    def window(self, batch: int) -> int:
+        """Return K for a batch."""
+        return self.schedule.window(batch, self.total_batches)
+
+    @property
+    def moves(self) -> bool:
+        """Whether engines may move the edges' cuts."""
+        return self.scenario.strategy.name == "split-replay" and self.scenario.split.adapt and (
+            self.num_edges == 1 or self.mode == "own") and not self.workload.is_joined
+
+    def live_engine(self, edge: int) -> DecisionEngine | None:
+        """Return what may move an edge's cut on a real link; while a round runs, it cannot leave the cloud."""
+        settings = self.scenario.split
+        return DecisionEngine(
+            self.costs[edge], settings.bits, num_batches=self.total_batches,
+            reverse=self.workload.program.is_reverse) if self.moves else None
+
+    def parties(self) -> list[Party]:
+        """Return the edges as they begin."""
+        engines = [self._engine(costs) for costs in self.costs]
+        firsts = list(self._firsts)
+        if self.mode == "turns":  # they share the cloud half, so they are cut at one place: the first edge's
+            firsts = [replace(first, cut=firsts[0].cut) for first in firsts]
+        return [Party(costs=costs, trace=link, split_plan=first, window=self.window,
+                      decider=engine if self.moves and first.cut is not None else None)
+                for costs, engine, link, first in zip(self.costs, engines, self.links, firsts, strict=True)]
+
+    @cached_property
+    def _firsts(self) -> tuple[SplitPlan, ...]:
+        """What suits each edge by itself."""
+        return tuple(self._first(costs, self._engine(costs), link)
+                     for costs, link in zip(self.costs, self.links, strict=True))
+
+    def _engine(self, costs: SplitCosts) -> DecisionEngine:
+        settings = self.scenario.split
+        return DecisionEngine(costs, settings.bits, allow_edge_only=settings.allow_edge_only,
+                              num_batches=self.total_batches, reverse=self.workload.program.is_reverse)
+
+    def _first(self, costs: SplitCosts, engine: DecisionEngine, link: LinkTrace) -> SplitPlan:
+        name, window = self.scenario.strategy.name, self.window(0)
+        if name == "edge-only" and self.workload.is_joined:
+            raise ConfigError(f"{self.scenario.name}: parties that hold different features cannot train alone; "
+                              "leave edge-only out")
+        best = engine.best(rates_at_the_start(link), window)
+        if self.workload.is_joined:  # there is one cut, and nobody can train alone
+            bits = baselines.PEERS[name].bits if name in baselines.PEERS else best.bits
+            return SplitPlan(cut=0, bits=bits, window=window)
+        cut = self._given_cut(costs)
+        if name in baselines.PEERS:
+            return baselines.planned(
+                name, costs, link.mean_rates(), num_batches=self.total_batches, window=window, cut=cut,
+                allow_edge_only=self.scenario.split.allow_edge_only, reverse=self.workload.program.is_reverse)
+        if cut is None:
+            return best
+        given = DecisionEngine(replace(costs, cuts=costs.cuts[cut:cut + 1]), self.scenario.split.bits,
+                               reverse=self.workload.program.is_reverse).best(rates_at_the_start(link), window)
+        return SplitPlan(cut=cut, bits=given.bits, window=window)
+
+    def _given_cut(self, costs: SplitCosts) -> int | None:
+        cut, names = self.scenario.split.cut, [each.name for each in costs.cuts]
+        if cut == "auto":
+            return None
+        if isinstance(cut, str):
+            if cut not in names:
+                raise ConfigError(f"{self.scenario.name} [edgecloud] cut = {cut!r}: the model can be cut after "
+                                  f"{', '.join(names)}")
+            return names.index(cut)
+        if not 0 <= cut < len(names):
+            raise ConfigError(f"{self.scenario.name} [edgecloud] cut = {cut}: cuts are 0 to {len(names) - 1}")
+        return cut

@@ -1,0 +1,118 @@
+"""What SoCFlow is compared with: one ring of everything and one machine alone, its special cases, and FedAvg."""
+
+from collections.abc import Iterable
+from logging import WARNING
+from typing import Any, cast
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+from flwr.supercore import log
+
+from socflower.cluster import Cluster
+from socflower.errors import TrainingFailed
+from socflower.strategies.mixed_replies import client_events, mean_metric
+from socflower.strategies.replies import ReplyEvent, failure_event, fault_of, heat_events, no_reply
+from socflower.strategies.resuming import Resumable
+from socflower.strategies.round_grid import OpenRound
+from socflower.strategies.socflow import SoCFlow
+from socflower.wire.message_keys import ALPHA, CPU_SHARE, EVENTS, METRICS
+
+
+class RingAllReduce(SoCFlow):
+    """Synchronous SGD with a ring all-reduce over all SoCs after every batch: one group of everything.
+
+    A round is an epoch, after which the model is evaluated. `batch_size` is the global batch.
+    """
+
+    def __init__(self, *, cluster: Cluster, **settings: Any) -> None:
+        super().__init__(cluster=cluster, num_groups=1, interval_epochs=1.0, **settings)
+
+
+class SingleDevice(SoCFlow):
+    """SGD on one SoC alone, the fastest where devices differ. `batch_size` is its batch."""
+
+    def __init__(self, *, cluster: Cluster, **settings: Any) -> None:
+        super().__init__(cluster=cluster, num_groups=1, num_socs=1, interval_epochs=1.0, **settings)
+
+
+class OrderedFedAvg(Resumable, FedAvg):
+    """Flower's FedAvg with the sum in the order of the nodes, so that equal seeds give equal weights.
+
+    Flower draws the nodes of a round at random, and with them the order of its sum. It also averages NaN in, and
+    leaves out clients that failed without a word to its caller; here neither happens: `events` tells what was left
+    out of the newest round, and of evaluation at clients that failed.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.events: tuple[ReplyEvent, ...] = ()
+        self.alpha: float | None = None  # of mixed precision, as in `RoundReport`
+        self.cpu_share: float | None = None
+        self._nodes: list[int] = []
+        self._round = OpenRound("OrderedFedAvg")
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+    ) -> list[Message]:
+        """Address the nodes that Flower drew, in ascending order."""
+        messages = sorted(super().configure_train(server_round, arrays, config, grid),
+                          key=lambda message: message.metadata.dst_node_id)
+        self._nodes = [message.metadata.dst_node_id for message in messages]
+        self._round.begin(server_round)
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message],
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Average as Flower does, in ascending order of the nodes; `TrainingFailed` if no reply is usable."""
+        self._round.end()
+        if not self._nodes:
+            raise TrainingFailed(f"round {server_round}: no client was asked; no node is connected, or fraction_train "
+                                 "is 0")
+        answers = {reply.metadata.src_node_id: reply for reply in replies}
+        faults = {node_id: _fault(answers.get(node_id), soc, node_id) for soc, node_id in enumerate(self._nodes)}
+        self.events = tuple(event for event in faults.values() if event is not None)
+        usable = [answers[node_id] for node_id in self._nodes if faults[node_id] is None]
+        if not usable:
+            raise TrainingFailed(f"no client sent a usable model; first cause: {self.events[0].text}")
+        for soc, node_id in enumerate(self._nodes):
+            if faults[node_id] is None:
+                where = f"SoC {soc} (node {node_id})"
+                self.events = (*self.events, *client_events(answers[node_id], soc, where),
+                               *heat_events(answers[node_id], soc, where))
+        self.alpha, self.cpu_share = mean_metric(usable, ALPHA), mean_metric(usable, CPU_SHARE)
+        return super().aggregate_train(server_round, [_without_lists(reply) for reply in usable])
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+    ) -> Iterable[Message]:
+        """Address the nodes that Flower draws, after a round of training that came to an end."""
+        self._round.require_ended(server_round)
+        return super().configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Average what clients say of their own data, as Flower does; `events` tells of those that failed."""
+        replies = list(replies)
+        for reply in replies:
+            if reply.has_error():
+                node_id = reply.metadata.src_node_id
+                soc = self._nodes.index(node_id) if node_id in self._nodes else 0
+                event = failure_event(reply, soc, f"evaluation, node {node_id}")
+                log(WARNING, "aggregate_evaluate: %s", event.text)
+                self.events = (*self.events, event)
+        return super().aggregate_evaluate(server_round, replies)
+
+
+def _without_lists(reply: Message) -> Message:
+    """Return a reply whose metrics Flower can average: numbers only."""
+    metrics = cast(MetricRecord, reply.content[METRICS])
+    for key in [key for key, value in metrics.items() if isinstance(value, list)]:
+        del metrics[key]
+    reply.content.config_records.pop(EVENTS, None)
+    return reply
+
+
+def _fault(reply: Message | None, soc: int, node_id: int) -> ReplyEvent | None:
+    where = f"SoC {soc} (node {node_id})"
+    return no_reply(soc, where) if reply is None else fault_of(reply, soc, where)

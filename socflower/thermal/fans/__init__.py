@@ -1,0 +1,1 @@
+"""Fans: curve, policies, control loop, outputs, and the daemon's configuration."""

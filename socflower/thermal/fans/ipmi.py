@@ -1,0 +1,136 @@
+"""Fans behind a command: a baseboard controller by ipmitool, or whatever program sets them."""
+
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+
+from socflower.errors import ConfigError
+from socflower.thermal.fans.outputs import MIN_DUTY, DutyCurve, FanFailure, checked_min_duty, checked_speed, reason
+
+_PLACEHOLDER = re.compile(r"\{(\w*)\}")
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+
+
+class IpmiCommand:
+    """A fan behind a command, such as `ipmitool raw 0x30 0x70 0x66 0x01 0x00 {percent}`; no shell is involved.
+
+    Parameters
+    ----------
+    template : str
+        The command; `{percent}` stands for the duty, `{rpm}` for the speed, both as whole numbers.
+    begin, restore : str
+        Commands that take the fan from the firmware, before the first speed, and give it back.
+    measure : str
+        A command; the last number that it prints is the speed.
+    timeout_s : float
+        How long a command may take; then it is killed with all that it started, and that is a failure.
+    """
+
+    def __init__(
+        self, template: str, *, min_rpm: float, max_rpm: float, begin: str = "", restore: str = "", measure: str = "",
+        curve: DutyCurve | None = None, min_duty: float = MIN_DUTY, timeout_s: float = 10.0,
+    ) -> None:
+        self.curve = curve or DutyCurve.linear(min_rpm, max_rpm, min_duty)
+        if not 0.0 < timeout_s < math.inf:
+            raise ConfigError(f"fan timeout_s = {timeout_s:g} must be above 0 and finite")
+        self._min_duty, self._timeout_s = checked_min_duty(min_duty), timeout_s
+        self._set = _words(template, "set", ("percent", "rpm"))
+        if not any(_PLACEHOLDER.search(word) for word in self._set):
+            raise ConfigError(f"fan command set = {template!r}: has neither {{percent}} nor {{rpm}}, so it cannot "
+                              "set a speed")
+        self._begin, self._restore, self._measure = (
+            _words(text, key, ()) if text.strip() else [] for text, key in
+            ((begin, "begin"), (restore, "restore"), (measure, "measure")))
+        self._begun = False
+
+    def set_rpm(self, rpm: float) -> None:
+        """Run the command for this speed. Raises `FanFailure` with what it said."""
+        rpm = checked_speed(rpm)
+        self._run_for(self.curve.duty(rpm), rpm)
+
+    def set_duty(self, duty: float) -> None:
+        """Run the command for a part of full power. Raises `FanFailure`."""
+        self._run_for(duty, self.curve.points[-1][1] * duty)
+
+    def measured_rpm(self) -> float | None:
+        """Return the last number that the command prints; None without one, and where it fails."""
+        if not self._measure:
+            return None
+        try:
+            numbers = _NUMBER.findall(self._run(self._measure))
+        except FanFailure:
+            return None
+        rpm = float(numbers[-1]) if numbers else -1.0
+        return rpm if rpm >= 0 else None
+
+    def restore(self) -> None:
+        """Run the command that gives the fan back. Raises `FanFailure` if it fails or there is none."""
+        self._begun = False
+        if not self._restore:
+            raise FanFailure(f"{self.describe()}: no command was given that gives it back")
+        self._run(self._restore)
+
+    def describe(self) -> str:
+        """Return the command."""
+        return " ".join(self._set)
+
+    def _run_for(self, duty: float, rpm: float) -> None:
+        percent = min(max(math.ceil(100.0 * max(duty, self._min_duty) - 1e-9), 1), 100)
+        values = {"percent": str(percent), "rpm": str(math.ceil(rpm))}
+        if self._begin and not self._begun:
+            self._run(self._begin)
+        # A controller that failed may have started anew, and forgotten that the fan is ours.
+        self._begun = False
+        self._run([_PLACEHOLDER.sub(lambda found: values[found[1]], word) for word in self._set])
+        self._begun = True
+
+    def _run(self, words: Sequence[str]) -> str:
+        """Return what the command printed."""
+        name = " ".join(words)
+        try:
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                       text=True, errors="replace", start_new_session=True)
+        except OSError as error:
+            raise FanFailure(f"{name}: cannot be run ({reason(error)})") from None
+        try:
+            printed, complained = process.communicate(timeout=self._timeout_s)
+        except subprocess.TimeoutExpired:
+            raise FanFailure(f"{name}: did not end within {self._timeout_s:g} s") from None
+        finally:
+            if process.returncode is None:
+                # Its children too: one that kept the pipe open would keep us waiting.
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+        if process.returncode != 0:
+            said = " ".join((complained or printed).split())[:200]
+            raise FanFailure(f"{name}: ended with status {process.returncode}{f' ({said})' if said else ''}")
+        return printed
+
+
+def _words(template: str, key: str, allowed: Sequence[str]) -> list[str]:
+    """Return the words of a command; `ConfigError` if it cannot be one."""
+    try:
+        words = shlex.split(template)
+    except ValueError as error:
+        raise ConfigError(f"fan command {key} = {template!r}: cannot be split into words ({error})") from None
+    if not words:
+        raise ConfigError(f"fan command {key}: is empty; give a program and its arguments")
+    for word in words:
+        for name in _PLACEHOLDER.findall(word):
+            if name not in allowed:
+                known = " or ".join(f"{{{one}}}" for one in allowed) or "none"
+                raise ConfigError(f"fan command {key} = {template!r}: {{{name}}} is unknown; use {known}")
+    if shutil.which(words[0]) is None:
+        raise ConfigError(f"fan command {key} = {template!r}: there is no program {words[0]!r}; install it or give its "
+                          "path")
+    return words

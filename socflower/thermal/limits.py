@@ -1,0 +1,286 @@
+"""What a device may give to training now: limits of heat, of its battery and of its user's own work.
+
+A device that is warm does less (`HeatLimits.share`), one that is hot, short of charge or in use rests (`next_pause`,
+`HeatLimits.refusal`). While a message is answered a `HeatGuard` looks at the device; training code finds it with
+`current_guard`. What a source does not say is unknown, and unknown never stops training;
+it only ends no rest before `stuck_s`.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from socflower.errors import ConfigError
+from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C, HeatSource, Reading
+from socflower.thermal.sensors.step_times import StepTiming, TimedSource
+from socflower.wire.message_keys import HeatReport
+
+_Batch = TypeVar("_Batch")
+
+_SLOW_CLOCK = 0.95
+"""A mean clock below this part of the highest is a slow device, whether or not it says why."""
+
+_LOOKS_OF_STUCK = 3
+"""So many equal temperatures, at least, make a sensor that is stuck."""
+
+_MOST_NOTES = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeatLimits:
+    """When a device does less, when it rests, and for how long a message may wait for it.
+
+    The temperatures suit boards that throttle at 80 to 85 °C, as a Raspberry Pi does; set them for your device.
+    """
+
+    resume_c: float = 65.0  # a device that rests because of heat trains again from here down
+    shrink_c: float = 70.0  # from here up it does less
+    pause_c: float = 85.0  # from here up it rests
+    min_battery_fraction: float = 0.3  # on battery with less charge it is not trained on
+    max_user_load: float = 0.5  # where others use more of its processors it is not trained on
+    max_pause_s: float = 120.0  # for how long a message is held until its work may begin
+    min_share: float = 0.1  # of its power, which even a hot device gives once it trains
+    stuck_s: float = 60.0  # a temperature that has not changed at all after so much rest is a stuck sensor's
+
+    def __post_init__(self) -> None:
+        if not COLDEST_C <= self.resume_c < self.shrink_c <= self.pause_c <= HOTTEST_C:
+            raise ConfigError(f"heat limits: need resume_c < shrink_c <= pause_c between {COLDEST_C:g} and "
+                              f"{HOTTEST_C:g} °C, got {self.resume_c} < {self.shrink_c} <= {self.pause_c}")
+        for key in ("min_battery_fraction", "max_user_load"):
+            if not 0.0 <= getattr(self, key) <= 1.0:
+                raise ConfigError(f"heat limits: {key} = {getattr(self, key)} must lie between 0 and 1")
+        if not 0.0 < self.min_share <= 1.0:
+            raise ConfigError(f"heat limits: min_share = {self.min_share} must lie above 0 and not above 1")
+        if not 0.0 <= self.max_pause_s < float("inf"):
+            raise ConfigError(f"heat limits: max_pause_s = {self.max_pause_s} must be a number of seconds, 0 or more")
+        if not 0.0 < self.stuck_s < float("inf"):
+            raise ConfigError(f"heat limits: stuck_s = {self.stuck_s} must be a number of seconds above 0")
+
+    def share(self, reading: Reading) -> float:
+        """Return what part of its power the device may give, `min_share` to 1.
+
+        1 below `shrink_c`, then linearly down to `min_share` at `pause_c`, times what others leave of the processors.
+        """
+        share, now_c = 1.0, reading.temperature_c
+        if now_c is not None and now_c >= self.pause_c:
+            share = self.min_share
+        elif now_c is not None and now_c > self.shrink_c:
+            cool = (self.pause_c - now_c) / (self.pause_c - self.shrink_c)
+            share = self.min_share + (1.0 - self.min_share) * cool
+        if reading.user_load is not None:
+            share *= 1.0 - reading.user_load
+        return min(1.0, max(self.min_share, share))
+
+    def refusal(self, reading: Reading, *, rests: bool) -> str | None:
+        """Return why the device must not be trained on now, None if it may be; `rests` is whether heat keeps it."""
+        charge, load = reading.battery_fraction, reading.user_load
+        if rests:
+            now_c = reading.temperature_c
+            seen = "unknown temperature" if now_c is None else f"{now_c:.1f} °C"
+            return f"at {seen}, rests from {self.pause_c:g} °C down to {self.resume_c:g} °C"
+        if reading.on_battery and charge is not None and charge < self.min_battery_fraction:
+            return f"on battery at {100 * charge:.0f} %, limit {100 * self.min_battery_fraction:g} %"
+        if load is not None and load > self.max_user_load:
+            return f"others use {100 * load:.0f} % of its processors, limit {100 * self.max_user_load:g} %"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pause:
+    """A device rests because of heat. It outlives the process of a message, so it is plain enough for a record."""
+
+    since_s: float  # on the machine's monotonic clock
+    temperature_c: float  # at its first look
+    num_looks: int = 1
+    moved: bool = False  # whether any look since saw another temperature
+    unknown_since_s: tuple[float, ...] = ()  # the first look of those now that see none
+
+    def stuck(self, limits: HeatLimits, now_s: float) -> bool:
+        """Whether the sensor must be stuck: nothing that cools keeps its temperature to the last digit."""
+        return not self.moved and self.num_looks >= _LOOKS_OF_STUCK and now_s - self.since_s >= limits.stuck_s
+
+
+def next_pause(limits: HeatLimits, pause: Pause | None, reading: Reading, now_s: float) -> Pause | None:
+    """Return the pause after a look: begun at `pause_c`, gone at `resume_c`.
+
+    It is gone as well where the temperature has been unknown for `stuck_s`: a sensor that fails while a device is hot
+    does not make it cool, but must not keep it from training for ever.
+    """
+    now_c = reading.temperature_c
+    if now_c is None and pause is not None and pause.since_s <= now_s:
+        since_s = pause.unknown_since_s or (now_s,)
+        return None if now_s - since_s[0] >= limits.stuck_s else replace(pause, unknown_since_s=since_s)
+    if now_c is None or (now_c < limits.pause_c if pause is None else now_c <= limits.resume_c):
+        return None
+    if pause is None or pause.since_s > now_s:  # the clock began anew: so did the machine
+        return Pause(since_s=now_s, temperature_c=now_c)
+    return replace(pause, num_looks=pause.num_looks + 1, moved=pause.moved or now_c != pause.temperature_c,
+                   unknown_since_s=())
+
+
+class HeatGuard:
+    """Looks at a device while it answers one message, and says how much it may do.
+
+    Several threads may look: one that samples, and the one that trains. `first` is a look that was had already.
+    `timing` judges the clock by the steps of the training where the source cannot tell it.
+    """
+
+    def __init__(
+        self, source: HeatSource, limits: HeatLimits, first: Reading, *, timing: StepTiming, thread_share: float = 1.0,
+        look_interval_s: float = 2.0, sleep: Callable[[float], object] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source, self._limits = source, limits
+        self._thread_share, self._look_interval_s = thread_share, look_interval_s
+        self._sleep, self._clock = sleep, clock
+        self._timing = timing
+        self._steps: deque[tuple[float, int]] = deque()  # seconds and samples of those that `timing` does not know yet
+        self._lock = threading.Lock()
+        self._taken_over = False
+        self._idle = True  # an idle device's clock is low to save power, which says nothing of heat
+        self._worked_since_s: float | None = None
+        self._looked_s, self._last = clock(), first
+        self._peak_c: float | None = None
+        self._throttled_s: float | None = None
+        self._clocks: list[float] = []
+        self._shares: list[float] = []
+        self._notes: dict[str, None] = {}
+        self._tally(first, 0.0)
+        self._idle = False
+
+    def look(self) -> Reading:
+        """Read the source now, while the message is answered."""
+        reading = self._source.read()
+        with self._lock:
+            while self._steps:
+                self._timing.note(*self._steps.popleft())
+            reading = TimedSource(_Said(reading), self._timing).read()
+            now_s = self._clock()
+            self._tally(reading, max(0.0, now_s - self._looked_s))
+            self._looked_s, self._last = now_s, reading
+        return reading
+
+    def last_look(self) -> Reading:
+        """Read the source after the work; its clock counts only if there was no look meanwhile."""
+        self._idle = bool(self._clocks)
+        return self.look()
+
+    def share(self) -> float:
+        """Return what part of its power the device may give now; reads the source if the last look is old."""
+        with self._lock:
+            old, share = self._clock() - self._looked_s >= self._look_interval_s, self._shares[-1]
+        return self._limits.share(self.look()) if old else share
+
+    def take_over(self) -> None:
+        """Say that the caller rests between its batches by itself, and chooses its own threads."""
+        self._taken_over = True
+
+    def rest_after(self, step_s: float) -> float:
+        """Rest after `step_s` seconds of work so long that the working part of the time is `share()`; return seconds.
+
+        It looks while it rests: a device that has cooled goes on earlier, one that got hotter later.
+        """
+        return self._rest(step_s, 1.0)
+
+    def step_done(self) -> None:
+        """Rest after a training step of code that knows nothing of guards; the time since its last one was work.
+
+        The threads that it has to do without are part of the share already: only the rest of it is rested for.
+        """
+        if self._taken_over:
+            return
+        if self._worked_since_s is not None:  # what came before the first step was loading
+            step_s = self._clock() - self._worked_since_s
+            if self._thread_share == 1.0:  # fewer threads are slow without any heat
+                self._steps.append((step_s, 1))
+            self._rest(step_s, self._thread_share)
+        self._worked_since_s = self._clock()
+
+    def paced(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Yield `batches`, and rest after the work on each."""
+        self.take_over()
+        for batch in batches:
+            began_s = self._clock()
+            yield batch
+            step_s = self._clock() - began_s
+            self._steps.append((step_s, len(batch) if isinstance(batch, Sized) else 1))
+            self.rest_after(step_s)
+
+    def report(self, *, paused_s: float = 0.0, notes: Iterable[str] = ()) -> HeatReport:
+        """Return what all looks so far have seen."""
+        with self._lock:
+            last = self._last
+            factor = min(1.0, sum(self._clocks) / len(self._clocks)) if self._clocks else None
+            share = min(1.0, sum(self._shares) / len(self._shares))
+            slow = factor is not None and factor < _SLOW_CLOCK
+            return HeatReport(
+                temperature_c=last.temperature_c, peak_c=self._peak_c, clock_factor=factor,
+                throttled_s=self._throttled_s, share=share, battery_fraction=last.battery_fraction,
+                user_load=last.user_load, paused_s=paused_s,
+                triggered=bool(self._throttled_s) or share < 1.0 or slow or last.throttled is True,
+                notes=tuple(dict.fromkeys([*notes, *self._notes]))[:_MOST_NOTES])
+
+    def _rest(self, step_s: float, at_full: float) -> float:
+        rested_s = 0.0
+        while True:
+            duty = min(1.0, self.share() / at_full)
+            left_s = step_s * (1.0 / duty - 1.0) - rested_s
+            if left_s <= 0.0:
+                self._idle = False
+                return rested_s
+            nap_s = min(left_s, self._look_interval_s)
+            self._idle = True
+            self._sleep(nap_s)
+            rested_s += nap_s
+
+    def _tally(self, reading: Reading, since_s: float) -> None:
+        """Note a look, `since_s` seconds after the one before it; half of that time was as either."""
+        if reading.temperature_c is not None:
+            self._peak_c = max(reading.temperature_c, self._peak_c if self._peak_c is not None else COLDEST_C)
+        if reading.throttled is not None:
+            throttled = (reading.throttled, self._last.throttled is True)
+            self._throttled_s = (self._throttled_s or 0.0) + since_s * sum(throttled) / 2
+        if reading.clock_factor is not None and not self._idle:
+            self._clocks.append(reading.clock_factor)
+        self._shares.append(self._limits.share(reading))
+        if len(self._notes) < _MOST_NOTES:
+            self._notes.update(dict.fromkeys(reading.notes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A source whose one answer is there already."""
+
+    reading: Reading
+
+    def read(self) -> Reading:
+        return self.reading
+
+
+_GUARD: ContextVar[HeatGuard | None] = ContextVar("socflower_heat_guard", default=None)
+
+
+def current_guard() -> HeatGuard | None:
+    """Return the guard of the message that this thread answers; None without a heat mod, and in other threads."""
+    return _GUARD.get()
+
+
+@contextmanager
+def guarding(guard: HeatGuard) -> Iterator[None]:
+    """Make `guard` the current one."""
+    token = _GUARD.set(guard)
+    try:
+        yield
+    finally:
+        _GUARD.reset(token)
+
+
+def paced(batches: Iterable[_Batch]) -> Iterator[_Batch]:
+    """Yield `batches`, with the rests between them that the current guard, if there is one, asks for."""
+    guard = current_guard()
+    return iter(batches) if guard is None else guard.paced(batches)

@@ -1,0 +1,39 @@
+"""The constants of heat: `constants.toml`, read once."""
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FanTableRow:
+    """A row of SoCFlow+ Table 2: what a fan speed led to."""
+
+    rpm: float
+    fan_w: float
+    soc_c: float
+    decline: float  # of performance, 0 to 1
+
+
+@cache
+def document() -> dict[str, Any]:
+    """Return the file as it stands, sources included."""
+    return tomllib.loads(resources.files("socflower.thermal.model").joinpath("constants.toml").read_text("utf-8"))
+
+
+def constant(table: str, key: str) -> float:
+    """Return one figure."""
+    return float(document()[table][key]["value"])
+
+
+def constants(table: str, key: str) -> tuple[float, ...]:
+    """Return a list of figures."""
+    return tuple(float(value) for value in document()[table][key]["value"])
+
+
+@cache
+def fan_table() -> tuple[FanTableRow, ...]:
+    """Return SoCFlow+ Table 2, slow fans first."""
+    return tuple(FanTableRow(**{key: float(value) for key, value in row.items()}) for row in document()["fan_table"])

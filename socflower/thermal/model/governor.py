@@ -1,0 +1,73 @@
+"""The clock governor of a SoC: trip points with hysteresis, and what a lower clock costs and saves."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from socflower.errors import ConfigError
+from socflower.thermal.model.constants import constant, constants
+
+Levels = NDArray[np.int64]
+"""Each SoC's place in the governor's clocks: 0 is the highest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClockGovernor:
+    """Steps a SoC's clock down when it passes a trip point, and up again when it has cooled to the resume point.
+
+    `trip_c[i]` leads from clock i to i + 1, `resume_c[i]` back. One step at a look, as step-wise governors do. Work
+    goes with the clock; watts above idle with `clock ** power_exponent`.
+    """
+
+    clock_hz: tuple[float, ...]
+    trip_c: tuple[float, ...]
+    resume_c: tuple[float, ...]
+    power_exponent: float
+
+    def __post_init__(self) -> None:
+        if not self.clock_hz or len(self.trip_c) != len(self.clock_hz) - 1 or len(self.resume_c) != len(self.trip_c):
+            raise ConfigError(f"governor: {len(self.clock_hz)} clocks need one trip and one resume point fewer, got "
+                              f"{len(self.trip_c)} and {len(self.resume_c)}")
+        if any(low >= high for high, low in pairwise(self.clock_hz)) or not 0.0 < self.clock_hz[-1] < math.inf:
+            raise ConfigError(f"governor: clocks must fall and be above 0, got {list(self.clock_hz)}")
+        for trip_c, resume_c in zip(self.trip_c, self.resume_c, strict=True):
+            if not resume_c < trip_c:
+                raise ConfigError(f"governor: resume_c = {resume_c} must be below trip_c = {trip_c}, or the clock "
+                                  "would swing at every look")
+        if any(after <= before for before, after in (*pairwise(self.trip_c), *pairwise(self.resume_c))):
+            raise ConfigError(f"governor: trip and resume points must rise, got {list(self.trip_c)} and "
+                              f"{list(self.resume_c)}")
+        if not self.power_exponent >= 0.0:
+            raise ConfigError(f"governor: power_exponent = {self.power_exponent} must not be negative")
+
+    @property
+    def clock_factors(self) -> tuple[float, ...]:
+        """Each clock over the highest."""
+        return tuple(clock / self.clock_hz[0] for clock in self.clock_hz)
+
+    @property
+    def power_factors(self) -> tuple[float, ...]:
+        """Watts above idle at each clock, over those at the highest."""
+        return tuple(factor ** self.power_exponent for factor in self.clock_factors)
+
+    def next_levels(self, levels: Levels, temperature_c: Sequence[float] | NDArray[np.float64]) -> Levels:
+        """Return the levels after a look at the SoCs' temperatures; NaN changes nothing."""
+        temperatures = np.asarray(temperature_c, float)
+        # Nothing, not even infinity, leads off either end.
+        trips = np.array([*self.trip_c, math.nan])
+        resumes = np.array([math.nan, *self.resume_c])
+        down = temperatures >= trips[levels]
+        up = temperatures <= resumes[levels]
+        changed: Levels = levels + down.astype(np.int64) - up.astype(np.int64)
+        return changed
+
+
+def snapdragon_governor() -> ClockGovernor:
+    """Return the governor of the SoC-Cluster's Snapdragon 865, by `constants.toml`."""
+    return ClockGovernor(
+        clock_hz=constants("governor", "clock_hz"), trip_c=constants("governor", "trip_c"),
+        resume_c=constants("governor", "resume_c"), power_exponent=constant("governor", "power_exponent"))

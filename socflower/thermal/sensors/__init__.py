@@ -1,0 +1,1 @@
+"""Temperatures, clocks and load of machines: Linux sensors, recordings, simulated and remote ones."""

@@ -1,0 +1,95 @@
+"""Sources of readings that cannot be trusted: whatever they do, a reading comes, and soon.
+
+A vendor's library may raise, hang or return nonsense. That makes a device unknown; it must never stop its training.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from logging import WARNING
+
+from socflower.thermal.sensors.reading import HeatSource, Reading
+from socflower.wire.logs import log
+
+_LONGEST_NOTE, _MOST_NOTES = 200, 16
+_QUIET_S = 60.0  # between two warnings of one kind about a source that comes and goes
+
+
+class CarefulSource:
+    """A source whose `read` always returns, and soon; what goes wrong is a note, and a warning when it begins.
+
+    Parameters
+    ----------
+    make : () -> HeatSource
+        Makes the source at the first look; if that raises, nothing is known and the next look tries again.
+    timeout_s : float
+        How long an answer may take. While a source hangs, looks return at once; its thread is left to it.
+    """
+
+    def __init__(
+        self, make: Callable[[], HeatSource], *, timeout_s: float = 2.0, clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._make, self._timeout_s, self._clock = make, timeout_s, clock
+        self._source: HeatSource | None = None
+        self._asking: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._warned_at_s: dict[str, float] = {}
+        self._is_well = True
+
+    def read(self) -> Reading:
+        """Return the source's reading, or one that knows nothing."""
+        with self._lock:
+            if self._asking is not None and self._asking.is_alive():
+                return self._unknown("hangs", "still hangs")
+            answers: list[Reading | str] = []
+            self._asking = threading.Thread(target=self._ask, args=(answers,), name="heat-source", daemon=True)
+            try:
+                self._asking.start()
+            except RuntimeError as error:  # no more threads, or the interpreter ends
+                self._asking = None
+                return self._unknown("thread", f"cannot be asked ({error})")
+            self._asking.join(self._timeout_s)
+            if not answers:
+                return self._unknown("hangs", f"did not answer within {self._timeout_s:g} s")
+        if isinstance(answers[0], Reading):
+            self._is_well = True
+            return answers[0]
+        return self._unknown("fails", answers[0])
+
+    def _ask(self, answers: list[Reading | str]) -> None:
+        try:
+            if self._source is None:
+                self._source = self._make()
+            answers.append(_plain(self._source.read()))
+        except BaseException as error:  # whatever a vendor's library does, training goes on
+            answers.append(f"{type(error).__name__}: {error}")
+
+    def _unknown(self, kind: str, what: str) -> Reading:
+        name = "heat source" if self._source is None else f"heat source {type(self._source).__name__}"
+        text = _one_line(f"{name}: {what}; what it does not say is unknown")
+        now_s = self._clock()
+        if self._is_well:  # what it failed with before it recovered may be said again, but not at every look
+            self._warned_at_s = {one: at_s for one, at_s in self._warned_at_s.items() if now_s < at_s + _QUIET_S}
+            self._is_well = False
+        if kind not in self._warned_at_s:
+            self._warned_at_s[kind] = now_s
+            log(WARNING, "%s", text)
+        return Reading(at_s=now_s, notes=(text,))
+
+
+def _plain(reading: Reading) -> Reading:
+    """Return a reading, checked again, in types that fit into a message; a source may have made it of anything."""
+    if not isinstance(reading, Reading):
+        raise TypeError(f"read() returned {type(reading).__name__}, not a Reading")
+    temperature_c, factor, charge, load = (None if value is None else float(value) for value in (
+        reading.temperature_c, reading.clock_factor, reading.battery_fraction, reading.user_load))
+    throttled, on_battery = (None if value is None else bool(value)
+                             for value in (reading.throttled, reading.on_battery))
+    return Reading(at_s=float(reading.at_s), temperature_c=temperature_c, clock_factor=factor, throttled=throttled,
+                   battery_fraction=charge, on_battery=on_battery, user_load=load,
+                   notes=tuple(_one_line(str(note)) for note in reading.notes[:_MOST_NOTES]))
+
+
+def _one_line(text: str) -> str:
+    # Names of files under /sys may have bytes that are no text, and no message carries those.
+    return " ".join(text.encode("utf-8", "replace").decode("utf-8").split())[:_LONGEST_NOTE]

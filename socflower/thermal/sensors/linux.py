@@ -1,0 +1,245 @@
+"""What a Linux machine says of its heat: thermal zones, hwmon, cpufreq, throttle states, battery, load of others.
+
+Every look searches anew, for sensors come and go with drivers. Nothing below /sys or /proc can make `read` raise.
+
+Which temperature is the SoC's is told from the names that kernels and vendors give their sensors.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+import psutil
+
+from socflower.thermal.sensors.clocks import Clocks, ClockState
+from socflower.thermal.sensors.other_load import OtherLoad
+from socflower.thermal.sensors.plausibility import STUCK_AFTER_S, SensorTrust, TemperatureUnit
+from socflower.thermal.sensors.reading import Reading
+from socflower.thermal.sensors.sysfs import Complaints, matches, text_of, whole_number, why
+
+
+class SensorKind(IntEnum):
+    """How much a sensor says of the processor that trains; lower is better."""
+
+    SOC = 0  # on the die: CPU, GPU, NPU, junction
+    UNNAMED = 1  # a name that says nothing, such as acpitz
+    BESIDE = 2  # battery, skin, board, power chip, radio, disk: warm late, or for reasons of their own
+
+
+# Qualcomm lists charge, voltage and current of the battery among its thermal zones; "soc" is the state of charge.
+_NO_TEMPERATURE = re.compile(r"^soc$|[iv]bat|bcl|[-_]lvl\d|current|volt|power$")
+_BESIDE = re.compile(
+    r"batt|^bat\d*\b|bms|skin|shell|case|quiet|xo[-_]?therm|pa[-_]?therm|mmw|pmic|^pm[a-z]?\d|mtktspmic|chg|charg|usb|conn"
+    r"|wifi|wlan|iwl|wmt|wcn|modem|mdm|sdr|nvme|drivetemp|^sd[a-z]\b|disk|board|ambient|flash|cam|lcd|display|panel"
+    r"|fan[-_]?est|tdiode|mtktsap|mtktspa|btsmdpa|^rf|emmc|ufs|amdgpu|radeon|nouveau|nvidia|^i915|^xe\b|pch|jc42|spd5118"
+    r"|nct\d|it87|^w83|^lm\d|^tmp\d|mlx|i350|bnxt|ixgbe|^eth|sfp|dimm|vrm|systin|auxtin")
+_SOC = re.compile(
+    r"cpu|gpu|npu|tpu|dsp|soc|tsens|^tj|junction|cluster|core|pkg|k10temp|zenpower|apss|aoss|kryo|cvp?\d|pll|aux|^ao[-_]|"
+    r"^big$|^mid$|^little$|^g3d$|^isp$|^ddr|exynos|bcm2\d{3}|tsadc|package|tctl|tdie|tccd|thermal_sys|imx|sunxi|a5\d|a7\d")
+
+
+def kind_of(name: str) -> SensorKind | None:
+    """Return what a sensor of this name measures the heat of; None where it is no temperature at all."""
+    plain = name.strip().lower()
+    if _NO_TEMPERATURE.search(plain):
+        return None
+    if _BESIDE.search(plain):
+        return SensorKind.BESIDE
+    return SensorKind.SOC if _SOC.search(plain) else SensorKind.UNNAMED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatteryState:
+    """All batteries of a device as one; None for what they do not say."""
+
+    fraction: float | None = None  # charge, 0 to 1
+    on_battery: bool | None = None
+    names: tuple[str, ...] = ()
+    temperature_files: tuple[Path, ...] = ()  # in tenths of a degree by the kernel's rule
+
+
+def read_battery(root: Path, complaints: Complaints, at_s: float) -> BatteryState:
+    """Return the state of the batteries below `root`; never raises.
+
+    Several batteries count by the mean of their charges; one that discharges means that the device runs on it.
+    Batteries of a mouse or a pen (`scope` says Device) are none of the machine's. Where the running system has no
+    /sys, psutil is asked.
+    """
+    fractions: list[float] = []
+    discharging: list[bool] = []
+    names: list[str] = []
+    warmth: list[Path] = []
+    for folder in matches(root / "sys/class/power_supply", "*"):
+        if _word(folder / "type") != "battery" or _word(folder / "scope") == "device":
+            continue
+        names.append(folder.name)
+        warmth.extend(matches(folder, "temp"))
+        try:
+            percent = whole_number(folder / "capacity")
+            if not 0 <= percent <= 100:
+                raise ValueError(percent)
+            fractions.append(percent / 100)
+        except (OSError, ValueError) as error:
+            complaints.say(f"battery {folder.name}, charge: {why(error)}; left out", at_s)
+        status = _word(folder / "status")
+        if status in ("charging", "discharging", "not charging", "full"):
+            discharging.append(status == "discharging")
+    if not names and root == Path("/"):
+        return _by_psutil()
+    return BatteryState(fraction=sum(fractions) / len(fractions) if fractions else None,
+                        on_battery=any(discharging) if discharging else None,
+                        names=tuple(names), temperature_files=tuple(warmth))
+
+
+def _word(path: Path) -> str:
+    try:
+        return text_of(path).lower()
+    except (OSError, ValueError):
+        return ""
+
+
+def _by_psutil() -> BatteryState:
+    try:
+        battery = psutil.sensors_battery()
+    # It fails in ways of its own on odd systems, and nothing depends on it.
+    except (AttributeError, NotImplementedError, OSError, RuntimeError, ValueError):
+        battery = None
+    if battery is None:
+        return BatteryState()
+    fraction = battery.percent / 100 if battery.percent is not None and 0 <= battery.percent <= 100 else None
+    plugged = battery.power_plugged
+    return BatteryState(fraction=fraction, on_battery=None if plugged is None else not plugged, names=("psutil",))
+
+
+NO_TEMPERATURE = "no temperature sensor here: only slow steps can show heat"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemperatureSensor:
+    """One temperature sensor as it was at the last look."""
+
+    name: str
+    kind: SensorKind
+    temperature_c: float | None  # None where it is not believed
+    trouble: str  # why it is not believed; "" where it is
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SensorsFound:
+    """What the last look found."""
+
+    temperatures: tuple[TemperatureSensor, ...]
+    num_clock_policies: int
+    throttle_sources: tuple[str, ...]
+    batteries: tuple[str, ...]
+    load_known: bool  # whether the system says what its processors do
+
+
+class LinuxSensors:
+    """Implements `HeatSource` for the files below `root`.
+
+    Parameters
+    ----------
+    root : Path
+        Where `sys` and `proc` are.
+    clock : callable
+        Seconds, monotonic; stamps the readings.
+    stuck_after_s : float
+        For how long a temperature may stand still under load while others move, see `SensorTrust`.
+    pid, also_ours : int, iterable of str
+        Whose processor time is no user's, see `OtherLoad`.
+    """
+
+    def __init__(
+        self, root: Path = Path("/"), *, clock: Callable[[], float] = time.monotonic,
+        stuck_after_s: float = STUCK_AFTER_S, pid: int | None = None, also_ours: Iterable[str] = (),
+    ) -> None:
+        self._root, self._clock = root, clock
+        self._complaints = Complaints()
+        self._trust = SensorTrust(self._complaints, stuck_after_s=stuck_after_s)
+        self._units: dict[str, TemperatureUnit] = {}
+        self._clocks = Clocks(root, self._complaints)
+        self._load = OtherLoad(root, self._complaints, clock=clock, pid=pid, also_ours=also_ours)
+        self._found: SensorsFound | None = None
+
+    @property
+    def found(self) -> SensorsFound:
+        """What there is, as of the last look; looks if nobody has yet."""
+        if self._found is None:
+            self._look()
+        assert self._found is not None
+        return self._found
+
+    def read(self) -> Reading:
+        """Return how the machine is now. The temperature is that of the hottest believed sensor of the best kind."""
+        at_s, temperature_c, clocks, battery, user_load = self._look()
+        return Reading(at_s=at_s, temperature_c=temperature_c, clock_factor=clocks.factor, throttled=clocks.throttled,
+                       battery_fraction=battery.fraction, on_battery=battery.on_battery, user_load=user_load,
+                       notes=self._complaints.take())
+
+    def _look(self) -> tuple[float, float | None, ClockState, BatteryState, float | None]:
+        at_s = self._clock()
+        load = self._load.read()
+        clocks = self._clocks.read(at_s)
+        battery = read_battery(self._root, self._complaints, at_s)
+        kinds: dict[str, SensorKind] = {}
+        said: dict[str, float | str] = {}
+        for name, kind, path in self._temperature_files(battery):
+            kinds[name] = kind
+            said[name] = self._temperature(name, path)
+        believed = self._trust.believed(at_s, said, busy=load.busy)
+        if not said:
+            self._complaints.once(NO_TEMPERATURE)
+        self._found = SensorsFound(
+            temperatures=tuple(TemperatureSensor(name=name, kind=kinds[name], temperature_c=believed.get(name),
+                                                 trouble=self._trust.troubles.get(name, ""))
+                               for name in sorted(said, key=lambda name: kinds[name])),
+            num_clock_policies=clocks.num_policies, throttle_sources=clocks.throttle_sources,
+            batteries=battery.names, load_known=load.total is not None)
+        best = min((kinds[name] for name in believed), default=None)
+        hottest_c = max((value for name, value in believed.items() if kinds[name] == best), default=None)
+        return at_s, hottest_c, clocks, battery, load.user
+
+    def _temperature(self, name: str, path: Path) -> float | str:
+        """Return °C, or in words why there is none."""
+        try:
+            raw = float(text_of(path))
+            if not math.isfinite(raw):
+                return "shows no number"
+            return self._units.setdefault(name, TemperatureUnit()).degrees(raw)
+        except OSError as error:
+            return why(error)
+        except ValueError as error:
+            text = str(error)
+            return text if text.startswith("shows ") else "shows no number"
+
+    def _temperature_files(self, battery: BatteryState) -> list[tuple[str, SensorKind, Path]]:
+        """Return name, kind and file of every temperature sensor; a name is unique, and the same at every look."""
+        found: list[tuple[str, SensorKind, Path]] = []
+        for folder in matches(self._root / "sys/class/thermal", "thermal_zone*"):
+            label = _label(folder / "type")
+            kind = kind_of(label)
+            if kind is not None:
+                found.append((f"{label or 'unnamed'} ({folder.name})", kind, folder / "temp"))
+        for pattern in ("hwmon*/temp*_input", "hwmon*/device/temp*_input"):
+            for path in matches(self._root / "sys/class/hwmon", pattern):
+                chip = _label(path.parent / "name")
+                label = _label(path.with_name(path.name.replace("_input", "_label")))
+                kind = kind_of(f"{chip} {label}".strip())
+                if kind is not None:
+                    place = path.relative_to(self._root / "sys/class/hwmon").as_posix().removesuffix("_input")
+                    found.append((f"{chip or 'unnamed'}{' ' if label else ''}{label} ({place})", kind, path))
+        found.extend((f"battery ({path.parent.name})", SensorKind.BESIDE, path) for path in battery.temperature_files)
+        return found
+
+
+def _label(path: Path) -> str:
+    """Return a name as the device gives it, fit for one line; "" where it gives none."""
+    try:
+        return "".join(letter for letter in text_of(path) if letter.isprintable())[:60]
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,120 @@
+"""Clocks told from step times: where a device has no sensors, a slow step at a known load is a slow clock.
+
+A step takes a fixed time and one per sample, so seconds per sample of different loads must not be compared. Each load
+(number of samples) has a reference of its own, and a step counts by its ratio to it.
+"""
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from socflower.errors import ConfigError
+from socflower.thermal.sensors.reading import HeatSource, Reading
+
+_MOST_LOADS = 64
+"""Loads that are remembered; the one that was not used for longest is forgotten."""
+
+TIMED = "no clock is readable here: clocks are judged by step times"
+
+
+@dataclass(slots=True)
+class _Load:
+    recent_s: deque[float]  # steps as they were
+    at_full_clock_s: deque[float]  # the same, had the clock been full
+    reference_s: float | None
+
+
+@dataclass(slots=True)
+class StepTiming:
+    """How fast the clock is, as far as steps show.
+
+    The reference of a load is the smallest median of `window` successive steps of it: the best rate that held. The
+    present clock is the median over the last `window` steps, of whatever load, of reference over seconds. So one slow
+    step changes nothing, nor does one that a timer made too short.
+
+    The first steps of a *new* load are taken to have run at the clock known so far. A device that was slow from its
+    very first step seems full until it gets faster: give `references_s` of an earlier run or a profile, seconds by
+    number of samples, to know better.
+    """
+
+    window: int = 7
+    references_s: Mapping[int, float] = field(default_factory=dict)
+    _loads: "OrderedDict[int, _Load]" = field(init=False, default_factory=OrderedDict)
+    _ratios: deque[float] = field(init=False, default_factory=deque)  # seconds over reference
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ConfigError(f"step timing: window = {self.window} must be 1 or above")
+        for num_samples, seconds in self.references_s.items():
+            if not (num_samples > 0 and math.isfinite(seconds) and seconds > 0.0):
+                raise ConfigError(f"step timing: a reference of {seconds} s for {num_samples} samples cannot be; give "
+                                  "numbers above 0")
+            self._loads[num_samples] = self._new_load(seconds)
+        self._ratios = deque(maxlen=self.window)
+
+    def note(self, seconds: float, num_samples: int) -> None:
+        """Take in a step; one without samples, or of a time that cannot be, tells nothing."""
+        if num_samples < 1 or not (math.isfinite(seconds) and seconds > 0.0):
+            return
+        load = self._loads.setdefault(num_samples, self._new_load(None))
+        self._loads.move_to_end(num_samples)
+        if len(self._loads) > _MOST_LOADS:
+            self._loads.popitem(last=False)
+        factor = self.clock_factor
+        load.recent_s.append(seconds)
+        load.at_full_clock_s.append(seconds * (1.0 if factor is None else factor))
+        if len(load.recent_s) == self.window:
+            best_s = median(load.recent_s)
+            load.reference_s = min(best_s, median(load.at_full_clock_s)) if load.reference_s is None \
+                else min(best_s, load.reference_s)
+        if load.reference_s is not None:
+            self._ratios.append(seconds / load.reference_s)
+            if not self._complete and len(load.recent_s) == self.window:
+                # The very first load: the steps that made the reference count too.
+                self._ratios.extend(step_s / load.reference_s for step_s in list(load.recent_s)[:-1])
+
+    @property
+    def clock_factor(self) -> float | None:
+        """Present rate over the reference, above 0 and at most 1; None until `window` steps tell."""
+        if not self._complete:
+            return None
+        return max(min(1.0, 1.0 / median(self._ratios)), math.ulp(0.0))
+
+    def references(self) -> dict[int, float]:
+        """Return the seconds of a step at full clock by number of samples: `references_s` of a later run."""
+        return {num_samples: load.reference_s for num_samples, load in self._loads.items()
+                if load.reference_s is not None}
+
+    @property
+    def _complete(self) -> bool:
+        return len(self._ratios) == self.window
+
+    def _new_load(self, reference_s: float | None) -> _Load:
+        return _Load(deque(maxlen=self.window), deque(maxlen=self.window), reference_s)
+
+
+class TimedSource:
+    """A source whose clock is told by step times where its sensors do not tell it; implements `HeatSource`.
+
+    `throttled_below` is the clock factor under which the device counts as throttled, where it does not say itself:
+    step times scatter by some per cent on a machine that is well.
+    """
+
+    def __init__(self, source: HeatSource, timing: StepTiming, *, throttled_below: float = 0.85) -> None:
+        if not 0.0 < throttled_below <= 1.0:
+            raise ConfigError(f"timed source: throttled_below = {throttled_below} must lie above 0 and up to 1")
+        self._source, self._timing, self._throttled_below = source, timing, throttled_below
+        self._said = False
+
+    def read(self) -> Reading:
+        """Return the source's reading, with what step times tell in the place of what is missing."""
+        reading = self._source.read()
+        factor = self._timing.clock_factor
+        if reading.clock_factor is not None or factor is None:
+            return reading
+        notes = reading.notes if self._said else (*reading.notes, TIMED)
+        self._said = True
+        throttled = factor < self._throttled_below if reading.throttled is None else reading.throttled
+        return replace(reading, clock_factor=factor, throttled=throttled, notes=notes)

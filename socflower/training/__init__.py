@@ -1,0 +1,1 @@
+"""A training step on this machine, without Flower: trainers (FP32, int8, mixed precision) and batches."""

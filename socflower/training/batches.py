@@ -1,0 +1,92 @@
+"""Which samples a group trains on in which step: a pure function of the seed, the same on every engine."""
+
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from socflower.hierarchy import split_batch
+from socflower.wire.message_keys import GroupTask
+
+Indices = NDArray[np.int64]
+
+
+class BatchSchedule:
+    """Which samples each member of a group trains on in each step; every member can compute it alone.
+
+    Where data are dealt (`task.reshuffle`), `num_samples` is that of the whole data set alone: `deal_epoch` permutes it
+    and deals it to the groups in nearly equal runs, later epochs permute what the group has, and a step's batch is
+    shared among the members that are present, by capacity (F4). Where data stay, `num_samples` are those of each
+    member's own data, and a step takes its part of each present member's permutation. Either way an epoch uses each
+    sample once, in `steps_per_epoch` batches whose sizes differ by at most one a member.
+    """
+
+    def __init__(self, task: GroupTask, num_samples: Sequence[int]) -> None:
+        self._task = task
+        self._num_samples = tuple(num_samples)
+        self._epoch = -1
+        self._batches: list[list[Indices]] = []  # of the epoch: the group's, or each member's, by step
+
+    def batch(self, step: int) -> list[Indices]:
+        """Return what there is to train on in a step: the group's indices, or each member's of its own data."""
+        epoch, within = divmod(step, self._task.steps_per_epoch)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._batches = [np.array_split(order, self._task.steps_per_epoch) for order in self._orders(epoch)]
+        return [batches[within] for batches in self._batches]
+
+    def shares(
+        self, step: int, present: Sequence[int], capacities: Sequence[float] | None = None, due: Collection[int] = (),
+    ) -> list[Indices]:
+        """Return a step's indices for each of the present members, which are positions in `task.members`.
+
+        Where data are dealt, `capacities` of the present members take the place of the task's, and those `due`, by
+        their index in `present`, get one sample at least. Where data stay, shares cannot move, and neither counts.
+        """
+        batch = self.batch(step)
+        if not self._task.reshuffle:
+            return [batch[member] for member in present]
+        if capacities is None:
+            capacities = [self._task.capacities[member] for member in present]
+        sizes = one_at_least(split_batch(len(batch[0]), capacities), due)
+        return np.split(batch[0], np.cumsum(sizes)[:-1])
+
+    def _orders(self, epoch: int) -> list[Indices]:
+        task = self._task
+        if not task.reshuffle:
+            return [np.random.default_rng([task.seed, epoch, partition]).permutation(size)
+                    for partition, size in zip(task.partitions, self._num_samples, strict=True)]
+        order = np.random.default_rng([task.seed, task.deal_epoch]).permutation(self._num_samples[0])
+        dealt = np.array_split(order, task.num_groups)[task.group_id]
+        return [dealt if epoch == task.deal_epoch
+                else np.random.default_rng([task.seed, epoch, task.group_id]).permutation(dealt)]
+
+
+def one_at_least(sizes: Sequence[int], due: Collection[int]) -> tuple[int, ...]:
+    """Return shares in which those `due` that have no sample get one of the largest share, the first among equals.
+
+    Nobody's last sample is taken: in a batch too small for all, some stay without.
+    """
+    changed = list(sizes)
+    for member in sorted(due):
+        largest = changed.index(max(changed))
+        if not changed[member] and changed[largest] > 1:
+            changed[member] += 1
+            changed[largest] -= 1
+    return tuple(changed)
+
+
+def group_batches(task: GroupTask, num_samples: int) -> Iterator[Indices]:
+    """Yield the indices of each of the task's steps, one array per step, of data that are dealt."""
+    schedule = BatchSchedule(task, [num_samples])
+    for step in range(task.first_step, task.first_step + task.num_steps):
+        yield schedule.batch(step)[0]
+
+
+def local_batches(
+    num_samples: int, batch_size: int, num_epochs: int, seed: Sequence[int], first_epoch: int,
+) -> Iterator[Indices]:
+    """Yield the batches of a client that trains alone: `num_epochs` permutations of its own samples."""
+    for epoch in range(first_epoch, first_epoch + num_epochs):
+        order = np.random.default_rng([*seed, epoch]).permutation(num_samples)
+        yield from np.array_split(order, -(-num_samples // batch_size))

@@ -1,0 +1,74 @@
+"""A whole group in one process: every member's share of every step, and the weights a real ring would have."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from socflower.capture.random_state import own_random_state
+from socflower.training.batches import BatchSchedule
+from socflower.training.trainer import Part, SessionEnd, Trainer, TrainingSpan
+from socflower.wire.message_keys import GroupTask
+from socflower.workloads import LabelledData
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupOutcome:
+    """What a group's training came to."""
+
+    mean_loss: float
+    num_samples: int
+    end: SessionEnd
+
+
+def train_group(
+    model: nn.Module, data: LabelledData | Sequence[LabelledData], task: GroupTask, trainer: Trainer,
+    state: bytes | None = None, *, departures: Mapping[int, int] | None = None,
+) -> GroupOutcome:
+    """Train `model` in place through all steps of the task, synchronously over the group's members (F4).
+
+    `data` is the whole data set if the task reshuffles, else each member's own. `state` is that of the end of the
+    interval before (momentum stays local, F3). Random layers draw from the task's seed, group and first step, so that
+    an interval repeats. `departures` says before which of the interval's steps (from 0) a member, by its position,
+    leaves; when all have left, the interval ends there.
+    """
+    span = TrainingSpan(num_members=len(task.members), first_step=task.first_step, total_steps=task.total_steps,
+                        steps_per_epoch=task.steps_per_epoch, npu_ratios=task.npu_ratios)
+    with own_random_state(task.seed, task.group_id, task.first_step):
+        session = trainer.start(model, span, state)
+        losses, num_samples = [], 0
+        for parts in _shares(data, task, departures or {}):
+            losses.append(session.step(parts))
+            num_samples += sum(len(labels) for _, labels in parts)
+        # One look at the end instead of one a step: reading a tensor's value waits for it.
+        mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
+        return GroupOutcome(mean_loss=mean_loss, num_samples=num_samples, end=session.finish())
+
+
+def _shares(
+    data: LabelledData | Sequence[LabelledData], task: GroupTask, departures: Mapping[int, int],
+) -> Iterator[list[Part]]:
+    """Yield each step's parts, one for every member; those of members that have left are empty."""
+    own = [data] if isinstance(data, LabelledData) else list(data)
+    schedule = BatchSchedule(task, [len(each) for each in own])
+    for step in range(task.num_steps):
+        present = [member for member in range(len(task.members)) if departures.get(member, step + 1) > step]
+        if not present:
+            return
+        indices = schedule.shares(task.first_step + step, present)
+        if not any(map(len, indices)):
+            continue
+        if task.reshuffle:
+            inputs, labels = own[0].batch(torch.from_numpy(np.concatenate(indices)))
+            sizes = [len(each) for each in indices]
+            parts = list(zip(inputs.split(sizes), labels.split(sizes), strict=True))
+        else:
+            parts = [own[member].batch(torch.from_numpy(each)) for member, each in zip(present, indices, strict=True)]
+        if len(present) == len(task.members):
+            yield parts
+        else:
+            nothing = (parts[0][0][:0], parts[0][1][:0])
+            of_present = dict(zip(present, parts, strict=True))
+            yield [of_present.get(member, nothing) for member in range(len(task.members))]

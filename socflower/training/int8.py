@@ -1,0 +1,127 @@
+"""Training in int8 on the CPU's integer kernels, for one device or a whole group."""
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from socflower.errors import ConfigError
+from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
+from socflower.precision.int8.network import UnsupportedOperator
+from socflower.training.batch_statistics import require_batch_statistics
+from socflower.training.trainer import Part, SessionEnd, TrainingSpan, require_trained_parameters
+
+SCHEDULES = ("cosine", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Trainer:
+    """Trains in int8 (Mandheling); the model it hands back is FP32 with the int8 values in it.
+
+    `learning_rate` is that of the FP32 parameters: biases and BatchNorm under an integer update, everything under an
+    FP32 one. The members of a group share one exponent per tensor and one set of BatchNorm statistics, as they
+    would by all-reducing the maxima and sums: an integer sum over members is exact, so a group's step equals that
+    of one device with the whole batch, bit for bit. Parameters that are frozen (`requires_grad` False) keep their
+    FP32 values to the bit. Dropout draws a number a step from torch's generator, as torch's own does.
+    """
+
+    algorithm: TrainingAlgorithm = NITI
+    learning_rate: float = 0.01
+    schedule: str = "cosine"
+    settings: EngineSettings = field(default_factory=EngineSettings)
+    fp32_operators: Sequence[str] = ()  # modules, by their paths in the model, that run in torch FP32
+    unsupported: Literal["refuse", "fp32"] = "refuse"  # what becomes of modules without int8 kernels
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"Int8Trainer: schedule = {self.schedule!r}; use one of {', '.join(SCHEDULES)}")
+        if not 0.0 < self.learning_rate < math.inf:
+            raise ConfigError(f"Int8Trainer: learning_rate = {self.learning_rate} must be above 0 and finite")
+
+    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "Int8Session":
+        """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
+        require_trained_parameters(model)
+        session = Int8Session(self, model, span.first_step, span.total_steps)
+        if state is not None:
+            session.restore(state)
+        return session
+
+
+class Int8Session:
+    """One model under int8 training; see `TrainingSession`."""
+
+    def __init__(self, trainer: Int8Trainer, model: nn.Module, first_step: int, total_steps: int) -> None:
+        self._trainer, self._module = trainer, model
+        self._step, self._total_steps = first_step, max(1, total_steps)
+        self._int8: Int8Model | None = None  # made by the first batch, which knows the shape of an image
+        self._state: bytes | None = None
+
+    def step(self, parts: Sequence[Part]) -> Tensor:
+        """Do one step on the members' shares together; see `TrainingSession.step`."""
+        images = torch.cat([inputs for inputs, _ in parts]).numpy()
+        labels = torch.cat([labels for _, labels in parts]).numpy().astype(np.int32)
+        if self._int8 is None:
+            self._int8 = self._start(images.shape[1:])
+        progress = min(1.0, self._step / self._total_steps)
+        annealed = 0.5 * (1.0 + math.cos(math.pi * progress)) if self._trainer.schedule == "cosine" else 1.0
+        self._step += 1
+        seed = int(torch.randint(2**62, ())) if self._int8.draws else None
+        result = self._int8.train_step(
+            np.ascontiguousarray(images, dtype=np.float32),
+            labels,
+            learning_rate=self._trainer.learning_rate * annealed,
+            progress=progress,
+            seed=seed,
+        )
+        return torch.tensor(result.loss)
+
+    def finish(self) -> SessionEnd:
+        """Write the trained values into the module and return what else a next session needs."""
+        if self._int8 is None:
+            return SessionEnd(state=self._state or b"")
+        self._module.load_state_dict(self._int8.state_dict())
+        stream = io.BytesIO()
+        header = {"trackers": self._int8.trackers_to_json(), "exponents": self._int8.weight_exponents()}
+        arrays: dict[str, Any] = {"header": np.array(json.dumps(header)), **self._int8.velocities()}
+        np.savez(stream, **arrays)
+        return SessionEnd(state=stream.getvalue())
+
+    def restore(self, state: bytes) -> None:
+        """Take up exponents and momentum where `finish` left them."""
+        self._state = state
+
+    def _start(self, image_shape: Sequence[int]) -> Int8Model:
+        require_batch_statistics(self._module, "Int8Trainer")
+        if len(image_shape) != 3:
+            raise ConfigError(f"Int8Trainer: int8 training takes images (n, channels, height, width), got inputs of "
+                              f"shape {('n', *image_shape)}; use FP32Trainer")
+        channels, height, width = image_shape
+        arrays: dict[str, Any] = {}
+        header: dict[str, Any] = {}
+        if self._state:
+            with np.load(io.BytesIO(self._state), allow_pickle=False) as saved:
+                arrays = {name: saved[name] for name in saved.files}
+            header = json.loads(str(arrays.pop("header")))
+        try:
+            model = Int8Model.from_module(
+                self._module,
+                input_shape=(channels, height, width),
+                algorithm=self._trainer.algorithm,
+                settings=self._trainer.settings,
+                fp32_operators=self._trainer.fp32_operators,
+                unsupported=self._trainer.unsupported,
+                exponents=header.get("exponents"),
+            )
+        except UnsupportedOperator as error:
+            advice = error.remedy("use", "Int8Trainer(fp32_operators={})", "Int8Trainer(unsupported={})")
+            raise ConfigError(f"{error.what}; {advice}") from None
+        if header:
+            model.restore_trackers(header["trackers"])
+            model.restore_velocities(arrays)
+        return model

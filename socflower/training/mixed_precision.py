@@ -1,0 +1,430 @@
+"""Training on CPU and NPU at once: a batch is split, FP32 and INT8 train in parallel, gradients merge (SoCFlow+ 3.2).
+
+Every processor is a member of its own (F4): a step's gradient is the mean over all samples, whoever computed them.
+FP32 master weights, momentum and weight decay stay with the CPU (F12). For plain SGD this equals merging the two
+processors' weights by gamma, w = gamma * w_FP32 + (1 - gamma) * w_INT8.
+"""
+
+import copy
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from socflower.capture.random_state import forked_generator
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.precision import Int8Backend, NativeInt8Backend
+from socflower.precision.mixed_precision import (
+    MIXING_RULES,
+    RULES_BY_THROUGHPUT,
+    ThroughputRatio,
+    accuracy_floor,
+    confidence,
+    cpu_samples,
+    cpu_share,
+)
+from socflower.training.batch_statistics import require_batch_statistics
+from socflower.training.fp32 import FP32Session, FP32Trainer
+from socflower.training.trainer import Metric, Part, SessionEnd, TrainingSpan
+from socflower.wire.message_keys import ALPHA, ALPHA_STEPS, CPU_SHARE
+
+_PROFILED_SAMPLES = 32
+"""Of the first batch, on which beta is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecisionTrainer:
+    """Trains each batch on an FP32 worker (torch) and an INT8 worker (`backend`) in parallel.
+
+    `rule` says how the CPU's share gamma follows from alpha and beta (`precision.mixing`). alpha is measured before
+    each epoch on `held_out` inputs; without any, on the inputs of the epoch's first batch before it is trained on.
+    beta comes from the strategy where it plans with device profiles, else from `npu_ratio`, and is measured here
+    where neither says. `parallel` False runs the two workers one after the other, for machines of one core; it
+    changes no result.
+
+    `backend` makes the accelerator, anew in every session.
+    """
+
+    fp32: FP32Trainer = field(default_factory=FP32Trainer)
+    rule: str = "paper"
+    backend: Callable[[], Int8Backend] = NativeInt8Backend
+    held_out: Tensor | None = None
+    npu_ratio: float | None = None
+    parallel: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rule not in MIXING_RULES:
+            raise ConfigError(f"MixedPrecisionTrainer: rule = {self.rule!r}; use one of {', '.join(MIXING_RULES)}")
+        if self.fp32.loss is not functional.cross_entropy:
+            raise ConfigError("MixedPrecisionTrainer: int8 training has the cross-entropy of logits only; leave the "
+                              "loss of its FP32Trainer at its default")
+        if self.held_out is not None and not len(self.held_out):
+            raise ConfigError("MixedPrecisionTrainer: held_out has no inputs; give at least one, or None")
+
+    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "MixedPrecisionSession":
+        """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
+        header, fp32_state = _parse(state)
+        if self.npu_ratio is not None and not span.npu_ratios:
+            span = replace(span, npu_ratios=(self.npu_ratio,) * span.num_members)
+        return MixedPrecisionSession(self, model, span, self.fp32.start(model, span, fp32_state), header)
+
+
+@dataclass(slots=True)
+class _Int8Pass:
+    """What the INT8 worker made of a step; `weight` is what its gradients have yet to be multiplied by."""
+
+    gradients: dict[str, Tensor]
+    weight: float
+    loss: float  # its part of the batch's mean
+    num_samples: int
+    seconds: float
+
+
+class MixedPrecisionSession:
+    """One model under mixed-precision training; see `TrainingSession`."""
+
+    def __init__(self, trainer: MixedPrecisionTrainer, model: nn.Module, span: TrainingSpan, fp32: FP32Session,
+                 header: dict[str, Any]) -> None:
+        self._trainer, self._model, self._span, self._fp32 = trainer, model, span, fp32
+        self._parameters = dict(model.named_parameters())
+        every = dict(model.named_parameters(remove_duplicate=False))
+        self._aliases = {name: part for name, part in every.items() if name not in self._parameters}
+        self._step = span.first_step
+        self._backend: Int8Backend | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="int8") if trainer.parallel else None
+        self._dropped = False
+        self._events: list[str] = []
+        self._alpha: float | None = header.get("alpha")
+        self._alpha_epoch: int | None = header.get("alpha_epoch")
+        self._alphas: list[tuple[float, int]] = []  # and for how many steps each held
+        self._ratio = ThroughputRatio(*header["seconds"]) if "seconds" in header else None
+        self._shares: list[float] = [1.0] * span.num_members
+        self._floor = 0.0
+        self._num_samples = self._num_cpu_samples = 0
+        self._made = (0, 0)  # samples of the gradient that is not applied yet, and how many of them the CPU had
+        self._int8_samples_unsettled = self._samples_unsettled = 0
+        self._joules_at_start: float | None = None
+
+    final_in_backward = False  # the INT8 worker's part of it comes after the FP32 pass
+
+    def step(self, parts: Sequence[Part]) -> Tensor:
+        """Do one synchronous step on both processors of every member; see `TrainingSession.step`."""
+        loss = self.gradients(parts, sum(len(labels) for _, labels in parts))
+        self.apply()
+        return loss
+
+    def gradients(self, parts: Sequence[Part], num_samples: int) -> Tensor:
+        """Make the gradient of `parts` of a batch of `num_samples`; see `ExchangingSession.gradients`."""
+        num_own = sum(len(labels) for _, labels in parts)
+        if num_own and self._trainer.rule != "fp32":
+            self._prepare(parts)
+        sizes = [cpu_samples(len(labels), share, self._floor)
+                 for (_, labels), share in zip(parts, self._shares, strict=True)]
+        cpu_parts = [(inputs[:size], labels[:size]) for (inputs, labels), size in zip(parts, sizes, strict=True)]
+        npu_parts = [(inputs[size:], labels[size:]) for (inputs, labels), size in zip(parts, sizes, strict=True)]
+        self._fp32.begin()
+        int8 = self._start_int8(npu_parts, num_samples)
+        started_s = time.perf_counter()
+        loss = self._fp32.accumulate(cpu_parts, num_samples)
+        cpu_s = time.perf_counter() - started_s
+        if int8 is not None:
+            loss = loss + self._take_in(int8, npu_parts, num_samples, (sum(sizes), cpu_s))
+        self._made = (num_own, num_own if self._dropped else sum(sizes))
+        return loss
+
+    def apply(self) -> None:
+        """Let the FP32 optimiser do a step, and count it."""
+        self._fp32.apply()
+        num_samples, num_cpu_samples = self._made
+        self._step += 1
+        self._num_samples += num_samples
+        self._samples_unsettled += num_samples
+        self._num_cpu_samples += num_cpu_samples
+        if self._alpha is not None and self._trainer.rule != "fp32":
+            self._note_alpha(self._alpha)
+
+    def hand_over_momentum(self) -> float:
+        """Return the FP32 optimiser's momentum and set it to 0."""
+        return self._fp32.hand_over_momentum()
+
+    def finish(self) -> SessionEnd:
+        """Average running statistics over members and processors and return optimiser, alpha and timings."""
+        self._settle()
+        if self._worker is not None:
+            self._worker.shutdown()
+        metrics: dict[str, Metric] = self._npu_energy()
+        if self._num_samples:
+            metrics[CPU_SHARE] = self._num_cpu_samples / self._num_samples
+        if self._alphas:
+            metrics[ALPHA] = [alpha for alpha, _ in self._alphas]
+            metrics[ALPHA_STEPS] = [float(steps) for _, steps in self._alphas]
+        return SessionEnd(state=self.state(), metrics=metrics, events=tuple(self._events))
+
+    def state(self) -> bytes:
+        """Return optimiser, alpha and timings; see `ExchangingSession.state`."""
+        header: dict[str, Any] = {"alpha": self._alpha, "alpha_epoch": self._alpha_epoch}
+        if self._ratio is not None:
+            header["seconds"] = [self._ratio.cpu_s, self._ratio.npu_s]
+        return json.dumps(header).encode() + b"\n" + self._fp32.state()
+
+    # ------------------------------------------------------------------------------------------ alpha, beta, gamma
+
+    def _prepare(self, parts: Sequence[Part]) -> None:
+        """Before a step: make the backend, measure what is not known yet, set the members' shares."""
+        try:
+            if self._backend is None and not self._dropped:
+                self._build(next(inputs for inputs, labels in parts if len(labels)))
+        except ConfigError:
+            raise  # a model or inputs that int8 cannot run: the caller's mistake
+        except Exception as error:  # a vendor's runtime may raise anything
+            self._drop(error)
+        try:
+            if not self._dropped:
+                self._measure(parts)
+        except Exception as error:
+            self._drop(error)
+        if self._dropped:
+            return
+        assert self._alpha is not None
+        ratios = self._span.npu_ratios or [self._ratio.beta if self._ratio else 0.0] * self._span.num_members
+        self._shares = [cpu_share(self._trainer.rule, self._alpha, ratio) for ratio in ratios]
+        self._floor = accuracy_floor(self._trainer.rule, self._alpha)
+
+    def _build(self, inputs: Tensor) -> None:
+        if inputs.dim() != 4:
+            raise ConfigError(f"mixed precision: int8 training takes images (n, channels, height, width), got inputs "
+                              f"of shape {tuple(inputs.shape)}; use FP32Trainer")
+        held_out = self._trainer.held_out
+        if held_out is not None and held_out.shape[1:] != inputs.shape[1:]:
+            raise ConfigError(f"mixed precision: held_out has inputs of shape {tuple(held_out.shape[1:])}, but "
+                              f"training has {tuple(inputs.shape[1:])}; hold out samples of the same data")
+        require_batch_statistics(self._model, "MixedPrecisionTrainer")
+        channels, height, width = inputs.shape[1:]
+        self._backend = self._trainer.backend()
+        self._backend.build(self._model, (channels, height, width))
+        if self._fp32.adds_up_gradients and not self._backend.hands_out_gradients:
+            raise ConfigError(f"mixed precision: {self._backend.name} hands out differences of rounded weights, whose "
+                              "noise momentum adds up: such a training stays at chance; give the FP32Trainer "
+                              "optimizer=sgd(learning_rate, momentum=0.0), or leave the backend at its default, which "
+                              "hands out gradients")
+        # In the middle of an epoch alpha is known, so that nothing else would hand over the running statistics.
+        self._backend.load_weights(self._weights(with_statistics=True), seed=self._seed)
+        self._joules_at_start = self._backend.energy_j()
+
+    def _measure(self, parts: Sequence[Part]) -> None:
+        """Measure alpha where an epoch begins, and beta where it is needed and nobody knows it."""
+        epoch = self._step // self._span.steps_per_epoch
+        if self._alpha_epoch != epoch:
+            self._settle()
+            if self._dropped:
+                return
+            self._alpha, self._alpha_epoch = self._measure_alpha(parts), epoch
+        if self._ratio is None and not self._span.npu_ratios and self._trainer.rule in RULES_BY_THROUGHPUT:
+            # The model's random layers must not go on from where a measurement has left them.
+            with forked_generator():
+                self._ratio = self._measure_ratio(parts)
+
+    def _measure_alpha(self, parts: Sequence[Part]) -> float:
+        """Compare the logits of both sides (F9), on the same weights and running statistics."""
+        assert self._backend is not None
+        held_out = self._trainer.held_out
+        inputs = torch.cat([inputs for inputs, _ in parts]) if held_out is None else held_out
+        self._backend.load_weights(self._weights(with_statistics=True), seed=self._seed)
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        with torch.no_grad():
+            fp32 = self._model(inputs).numpy()
+        for module, training in modes:
+            module.training = training
+        return confidence(fp32, self._backend.predict(_images(inputs)))
+
+    def _measure_ratio(self, parts: Sequence[Part]) -> ThroughputRatio:
+        """Time both workers at the same time, as they will run, on copies that are thrown away (F10)."""
+        assert self._backend is not None
+        inputs = torch.cat([inputs for inputs, _ in parts])[:_PROFILED_SAMPLES]
+        labels = torch.cat([labels for _, labels in parts])[:_PROFILED_SAMPLES]
+        double = copy.deepcopy(self._model)
+        fp32 = self._trainer.fp32.start(double, TrainingSpan())
+        weights = self._weights(with_statistics=True)
+        known = self._backend.samples_per_s(len(labels))
+        fastest: list[float] = []
+        for attempt in range(3):
+            self._backend.load_weights(weights, seed=-1 - attempt)
+            int8 = self._submit(lambda: self._int8_seconds(inputs, labels)) if known is None else None
+            started_s = time.perf_counter()
+            fp32.begin()
+            fp32.accumulate([(inputs, labels)], len(labels))
+            cpu_s = time.perf_counter() - started_s
+            npu_s = int8.result() if int8 is not None else len(labels) / (known or 1.0)
+            # The first run builds graphs and fills caches.
+            if attempt:
+                fastest = [min(pair) for pair in zip(fastest or [cpu_s, npu_s], [cpu_s, npu_s], strict=True)]
+        self._backend.load_weights(weights, seed=self._seed)
+        return ThroughputRatio(fastest[0] / len(labels), fastest[1] / len(labels))
+
+    def _int8_seconds(self, inputs: Tensor, labels: Tensor) -> float:
+        assert self._backend is not None
+        started_s = time.perf_counter()
+        self._backend.train_step(_images(inputs), _labels(labels), learning_rate=self._fp32.learning_rate, progress=0.0)
+        return time.perf_counter() - started_s
+
+    def _npu_energy(self) -> dict[str, Metric]:
+        """Return the joules that the accelerator drew in this session, where it tells."""
+        if self._backend is None or self._dropped or self._joules_at_start is None:
+            return {}
+        try:
+            joules = self._backend.energy_j()
+        except Exception as error:  # a vendor's runtime may raise anything
+            self._drop(error)
+            return {}
+        return {} if joules is None else {"npu-energy-j": joules - self._joules_at_start}
+
+    def _note_alpha(self, alpha: float) -> None:
+        if self._alphas and self._alphas[-1][0] == alpha:
+            self._alphas[-1] = (alpha, self._alphas[-1][1] + 1)
+        else:
+            self._alphas.append((alpha, 1))
+
+    # ------------------------------------------------------------------------------------------ the INT8 worker
+
+    @property
+    def _seed(self) -> int:
+        """Of the rounding: another one each step, the same in all members, so that they round alike."""
+        return self._step
+
+    def _start_int8(self, parts: Sequence[Part], num_samples: int) -> "Future[_Int8Pass] | None":
+        present = [(inputs, labels) for inputs, labels in parts if len(labels)]
+        if self._dropped or not present:
+            return None
+        assert self._backend is not None
+        # Here and not in the worker, beside which the CPU's own random layers draw.
+        draws = [int(torch.randint(2**62, ())) if self._backend.draws else None for _ in present]
+        return self._submit(lambda: self._int8_work(present, draws, num_samples))
+
+    def _submit(self, work: Callable[[], Any]) -> "Future[Any]":
+        if self._worker is not None:
+            return self._worker.submit(work)
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def _int8_work(self, present: Sequence[Part], draws: Sequence[int | None], num_samples: int) -> _Int8Pass:
+        """Do each member's INT8 step from the same weights; every member has an accelerator of its own."""
+        backend = self._backend
+        assert backend is not None
+        started_s = time.perf_counter()
+        weights = self._weights()
+        others = {*self._aliases, *(name for name, _ in self._model.named_buffers())}
+        rate = self._fp32.learning_rate or 1.0  # at rate 0 no gradient moves anything
+        progress = min(1.0, self._step / max(1, self._span.total_steps))
+        total: dict[str, Tensor] = {}
+        loss, num_done = 0.0, 0
+        for (inputs, labels), draw in zip(present, draws, strict=True):
+            backend.load_weights(weights, seed=self._seed)
+            if draw is not None:
+                backend.draw_from(draw)
+            result = backend.train_step(_images(inputs), _labels(labels), learning_rate=rate, progress=progress)
+            share = len(labels) / num_samples
+            for name, array in backend.pseudo_gradient(weights, learning_rate=rate).items():
+                if name in others or not (parameter := self._parameters[name]).requires_grad:
+                    continue  # a frozen one may have moved in the accelerator; it is loaded anew for the next step
+                gradient = torch.from_numpy(array).to(parameter.dtype).reshape(parameter.shape)
+                if len(present) == 1:
+                    total[name] = gradient  # no copy: it stays as it is until the backend's next step
+                elif name in total:
+                    total[name].add_(gradient, alpha=share)
+                else:
+                    total[name] = gradient * share
+            loss += result.loss * share
+            num_done += len(labels)
+        for name, gradient in total.items():
+            # A sum is finite where all its terms are, and quicker to look at.
+            if not math.isfinite(float(gradient.sum())):
+                raise TrainingFailed(f"its gradient of {name} is not finite")
+        weight = num_done / num_samples if len(present) == 1 else 1.0
+        seconds = time.perf_counter() - started_s
+        # A throughput that is told is not that of the machine which plays the accelerator here.
+        known = backend.samples_per_s(num_done) if self._ratio is not None else None
+        return _Int8Pass(total, weight, loss, num_done, num_done / known if known else seconds)
+
+    def _take_in(self, future: "Future[_Int8Pass]", parts: Sequence[Part], num_samples: int,
+                 cpu: tuple[int, float]) -> Tensor:
+        """Add the INT8 gradients to the FP32 ones; if there are none, let the CPU do that share as well."""
+        try:
+            work = future.result()
+            if not math.isfinite(work.loss):
+                raise TrainingFailed(f"its loss is {work.loss}")
+        except Exception as error:  # a vendor's runtime may raise anything
+            self._drop(error)
+            return self._fp32.accumulate(parts, num_samples)
+        for name, gradient in work.gradients.items():
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                parameter.grad = gradient * work.weight
+            else:
+                parameter.grad.add_(gradient, alpha=work.weight)
+        self._int8_samples_unsettled += work.num_samples
+        if self._ratio is not None:
+            self._ratio.note(cpu=cpu, npu=(work.num_samples, work.seconds))
+        return torch.tensor(work.loss)
+
+    def _drop(self, error: Exception) -> None:
+        name = self._backend.name if self._backend is not None else "int8 backend"
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        self._dropped = True
+        self._shares = [1.0] * self._span.num_members
+        self._events.append(f"{name} failed at step {self._step} and is left out until the next round; its samples "
+                            f"went to the CPU ({reason})")
+
+    # ------------------------------------------------------------------------------------------ weights
+
+    def _weights(self, *, with_statistics: bool = False) -> dict[str, Any]:
+        every = {**self._parameters, **self._aliases}
+        weights: dict[str, Any] = {name: parameter.detach().numpy() for name, parameter in every.items()}
+        if with_statistics:
+            weights |= {name: buffer.numpy() for name, buffer in self._model.named_buffers()}
+        return weights
+
+    def _settle(self) -> None:
+        """Average running statistics over members and then processors, by the samples that each has seen (F3)."""
+        self._fp32.settle()
+        buffers = {name: buffer for name, buffer in self._model.named_buffers() if buffer.is_floating_point()}
+        if buffers and self._int8_samples_unsettled and self._backend is not None and not self._dropped:
+            share = self._int8_samples_unsettled / self._samples_unsettled
+            try:
+                seen = {name: torch.from_numpy(np.array(array)) for name, array in self._backend.weights().items()
+                        if name in buffers}
+                if not all(bool(torch.isfinite(statistic).all()) for statistic in seen.values()):
+                    raise TrainingFailed("its running statistics are not finite")
+            except Exception as error:  # a vendor's runtime may raise anything; the CPU's statistics do as well
+                self._drop(error)
+                seen = {}
+            for name, statistic in seen.items():
+                buffers[name].lerp_(statistic.to(buffers[name].dtype), share)
+        self._int8_samples_unsettled = self._samples_unsettled = 0
+
+
+def _images(inputs: Tensor) -> Any:
+    return np.ascontiguousarray(inputs.numpy(), dtype=np.float32)
+
+
+def _labels(labels: Tensor) -> Any:
+    return labels.numpy().astype(np.int32)
+
+
+def _parse(state: bytes | None) -> tuple[dict[str, Any], bytes | None]:
+    if state is None:
+        return {}, None
+    header, _, fp32_state = state.partition(b"\n")
+    return json.loads(header), fp32_state

@@ -1,0 +1,135 @@
+"""The order in which members' gradients are summed: in parts (buckets), each from another member on.
+
+A ring all-reduce sums part p of a buffer in the order of the ranks p, p + 1, ..., p - 1. One process that does the same
+has the weights of a ring of machines, bit for bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Parameters whose gradients travel together, and the buffer in which they do."""
+
+    parameters: list[nn.Parameter]
+    buffer: Tensor  # flat; reduced into, so that a reduction that fails spoils no gradient
+    views: list[Tensor]  # of the buffer, one like each parameter
+    strides: list[tuple[int, ...]]  # of the parameters when the views were made
+    taken: list[bool] = field(default_factory=list)  # by parameter, whether its gradient is in the buffer
+    num_missing: int = 0
+
+    def fits(self) -> bool:
+        """Whether the parameters still have the layout that the views have."""
+        return [parameter.stride() for parameter in self.parameters] == self.strides
+
+    def start(self) -> None:
+        """Forget what is in the buffer."""
+        self.taken = [False] * len(self.parameters)
+        self.num_missing = len(self.parameters)
+
+    def take(self, position: int) -> None:
+        """Move a gradient into the buffer; a member without samples has none, which is zero."""
+        parameter, view = self.parameters[position], self.views[position]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is not view:
+            view.copy_(parameter.grad)
+        # What the backward pass has made is freed at once, and its memory good for the next layer's.
+        parameter.grad = view
+        self.taken[position] = True
+        self.num_missing -= 1
+
+
+class RingOrder:
+    """Keeps each member's gradient of a step until all are there.
+
+    `num_buckets` has to be the ring's: parts of each bucket are summed from another member on.
+    """
+
+    def __init__(self, model: nn.Module, num_members: int, num_buckets: int) -> None:
+        self._members = [make_buckets(model, num_buckets) for _ in range(num_members)]
+
+    def begin(self) -> None:
+        """Forget the step before; a member that gives nothing has a gradient of zero."""
+        for buckets in self._members:
+            for bucket in buckets:
+                bucket.buffer.zero_()
+
+    def take(self, member: int) -> None:
+        """Take the gradients in the parameters as those of a member, and clear them."""
+        for bucket in self._members[member]:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if parameter.grad is not None:
+                    view.copy_(parameter.grad)
+                    parameter.grad = None
+
+    def finish(self) -> None:
+        """Put the sums into the parameters."""
+        for alike in zip(*self._members, strict=True):
+            total = sum_in_ring_order([bucket.buffer.numpy() for bucket in alike])
+            first = alike[0]
+            first.buffer.copy_(torch.from_numpy(total))
+            for parameter, view in zip(first.parameters, first.views, strict=True):
+                parameter.grad = view
+
+
+def sum_in_ring_order(buffers: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return what `all_reduce` leaves in every member's buffer, bit for bit, from the buffers of all members."""
+    total, size = np.empty_like(buffers[0]), len(buffers)
+    bounds = [len(total) * part // size for part in range(size + 1)]
+    for part in range(size):
+        within = slice(bounds[part], bounds[part + 1])
+        total[within] = buffers[part][within]
+        for step in range(1, size):
+            total[within] += buffers[(part + step) % size][within]
+    return total
+
+
+def make_buckets(model: nn.Module, num_buckets: int) -> list[Bucket]:
+    """Return a model's parameters in the parts in which their gradients travel, those of the last layers first."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
+    return [make_bucket(part) for part in _parts(parameters, num_buckets)]
+
+
+def make_bucket(parameters: Sequence[nn.Parameter]) -> Bucket:
+    """Return a bucket of parameters of one type, with an empty buffer."""
+    buffer = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=parameters[0].dtype)
+    views = []
+    start = 0
+    for parameter in parameters:
+        # In the parameter's own layout the gradient is copied, and read by the optimiser, in one sweep.
+        views.append(torch.as_strided(buffer, parameter.size(), _strides(parameter), start))
+        start += parameter.numel()
+    return Bucket(list(parameters), buffer, views, [parameter.stride() for parameter in parameters])
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """Return the strides of a parameter, or contiguous ones if it has gaps or meets itself."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.size(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return torch.empty(parameter.size(), device="meta").stride()
+            expected *= size
+    return parameter.stride()
+
+
+def _parts(parameters: Sequence[nn.Parameter], num_parts: int) -> list[list[nn.Parameter]]:
+    """Cut a sequence of parameters into runs of about equal bytes and one type, none empty."""
+    share = sum(parameter.nbytes for parameter in parameters) / max(1, min(num_parts, len(parameters)))
+    parts: list[list[nn.Parameter]] = []
+    num_bytes = 0.0
+    for parameter in parameters:
+        full = parts and num_bytes + parameter.nbytes / 2 >= share * len(parts)
+        if not parts or full or parts[-1][0].dtype != parameter.dtype:
+            parts.append([])
+        parts[-1].append(parameter)
+        num_bytes += parameter.nbytes
+    return parts

@@ -1,0 +1,111 @@
+"""What a client needs of a trainer; FP32, INT8 and mixed-precision trainers all look like this."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from socflower.errors import ConfigError
+
+Part: TypeAlias = tuple[Tensor, Tensor]
+"""One member's share of a batch: inputs (samples, ...) and labels (samples,)."""
+
+Metric: TypeAlias = float | list[float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSpan:
+    """Which steps of a training a session does, and for how many members of a group."""
+
+    num_members: int = 1
+    first_step: int = 0  # counted from the start of training
+    total_steps: int = 1  # of the whole training
+    steps_per_epoch: int = 1
+    npu_ratios: tuple[float, ...] = ()  # each member's NPU part of its throughput (F10); none: the client measures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionEnd:
+    """What a session leaves behind."""
+
+    state: bytes  # to resume from
+    metrics: Mapping[str, Metric] = field(default_factory=dict)  # for the reply, beside loss and samples
+    events: tuple[str, ...] = ()  # what went wrong and was made good, a line each
+
+
+class TrainingSession(Protocol):
+    """A model under training: optimiser, schedule position, and one set of BatchNorm statistics per member."""
+
+    def step(self, parts: Sequence[Part]) -> Tensor:
+        """Do one synchronous step of a group and return its loss (0-d, mean over all samples).
+
+        Each part is one member's share; the members' mean gradients are weighted by samples (F4). An empty
+        part contributes nothing.
+        """
+        ...
+
+    def finish(self) -> SessionEnd:
+        """Settle the model (members' BatchNorm statistics averaged) and return what is left to tell."""
+        ...
+
+
+@runtime_checkable
+class ExchangingSession(TrainingSession, Protocol):
+    """A session that can train in a ring: between making a gradient and applying it, machines exchange theirs."""
+
+    @property
+    def final_in_backward(self) -> bool:
+        """Whether a parameter's gradient is final as soon as the backward pass has made it (F7)."""
+        ...
+
+    def gradients(self, parts: Sequence[Part], num_samples: int) -> Tensor:
+        """Leave in the parameters the gradient of `parts` of a batch of `num_samples`; return their part of its loss.
+
+        The gradients of all machines that have a part of the batch sum to that of its mean loss (F4).
+        """
+        ...
+
+    def apply(self) -> None:
+        """Do a step with the gradients that are in the parameters."""
+        ...
+
+    def state(self) -> bytes:
+        """Return what `Trainer.start` needs to go on from here."""
+        ...
+
+    def hand_over_momentum(self) -> float:
+        """Return the optimiser's momentum and set it to 0, since a gradient compression applies it."""
+        ...
+
+
+class Trainer(Protocol):
+    """Makes sessions."""
+
+    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> TrainingSession:
+        """Continue at the span's first step from the `state` an earlier session's end had.
+
+        Without a state the optimiser is new, but the learning-rate schedule still stands at the first step.
+        """
+        ...
+
+
+def require_trained_parameters(model: nn.Module) -> None:
+    """Raise `ConfigError` for a model of which nothing is to be trained."""
+    parameters = list(model.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        what = "has no parameters" if not parameters else "has all of its parameters frozen (requires_grad is False)"
+        raise ConfigError(f"{type(model).__name__} {what}: there is nothing to train; leave at least one trainable")
+
+
+@contextmanager
+def torch_threads(num_threads: int) -> Iterator[None]:
+    """Use so many threads; one makes results independent of the machine's number of cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

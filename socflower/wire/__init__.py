@@ -1,0 +1,1 @@
+"""What crosses processes: message keys, files of saved state, locked and temporary folders, and logging."""

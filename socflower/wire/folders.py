@@ -1,0 +1,184 @@
+"""Folders that one process uses at a time, and temporary folders that do not stay.
+
+A process holds a lock on its folder, which the kernel releases whatever ends the process. Whoever makes a temporary
+folder in the same place removes those that nobody holds any more.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+from socflower.errors import ConfigError
+
+LOCK_FILE = ".socflower.lock"
+_POLL_S = 0.5
+
+
+class FolderLock:
+    """Holds the file `path` until `release` or the end of this process; the file has the process id of its holder.
+
+    Parameters
+    ----------
+    path : Path
+        The lock's file, in or beside what it keeps others from. It is made, and removed by `release`; what a killed
+        process leaves of it keeps nobody out.
+    what : str
+        How an error begins: the option and the folder that are locked.
+    wait_s : float
+        For how long a holder is waited for, as one that is about to end.
+    on_wait : Callable
+        Gets a line before a wait.
+
+    Raises `ConfigError`, which names the holder, if another process or another lock of this one holds the file; and if
+    the file cannot be made or its file system has no locks.
+    """
+
+    def __init__(self, path: Path, what: str, *, wait_s: float = 0.0,
+                 on_wait: Callable[[str], None] = lambda line: None) -> None:
+        self.path = path
+        deadline_s, told = time.monotonic() + wait_s, False
+        while (descriptor := self._try(what)) is None:
+            busy = f"{what}: {self._holder()} is at work there"
+            if time.monotonic() >= deadline_s:
+                raise ConfigError(f"{busy}; wait until it ends, or name another one")
+            if not told:
+                on_wait(f"{busy}; waiting for its end")
+                told = True
+            time.sleep(_POLL_S)
+        self._descriptor: int | None = descriptor
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+
+    def _try(self, what: str) -> int | None:
+        """Return the descriptor of the file, locked; None if somebody else holds it."""
+        while True:
+            try:
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)  # never inherited by new programs
+            except OSError as error:
+                raise ConfigError(f"{what}: cannot write in {self.path.parent} ({error.strerror}); name another one"
+                                  ) from None
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Its holder may have removed the file after it was opened here: then others lock a new one.
+                if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
+                    return descriptor
+            except BlockingIOError:
+                os.close(descriptor)
+                return None
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                os.close(descriptor)
+                raise ConfigError(f"{what}: its file system has no locks ({error.strerror}), so two processes could "
+                                  "spoil each other's files; name one on another file system") from None
+            os.close(descriptor)
+
+    def _holder(self) -> str:
+        try:
+            pid = self.path.read_text("utf-8").strip()
+        except (OSError, ValueError):
+            pid = ""
+        return f"process {pid}" if pid else "another process"  # which has not written its id yet
+
+    def release(self) -> None:
+        """Remove the file and let others in; again does nothing."""
+        if self._descriptor is not None:
+            self.path.unlink(missing_ok=True)  # while it is held: after that it may be another's
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> "FolderLock":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
+                 ) -> None:
+        self.release()
+
+
+@contextmanager
+def sole_use(folder: Path, what: str) -> Iterator[None]:
+    """Keep other processes out of a folder, which is made if it is missing; after an error it is not left behind empty.
+
+    Raises `ConfigError`, which begins with `what`, as `FolderLock` does, and for a file of that name.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{what}: is a file; name a folder")
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{what}: cannot write in {folder} ({error.strerror}); name another folder") from None
+    try:
+        with FolderLock(folder / LOCK_FILE, what):
+            yield
+    except BaseException:
+        with suppress(OSError):
+            for each in missing:
+                each.rmdir()
+        raise
+
+
+_SUFFIX = ".locked"  # only folders of this kind are ever removed for another process
+_TRIES = 100
+
+
+@contextmanager
+def temporary_folder(prefix: str = "socflower-", *, within: Path | None = None) -> Iterator[Path]:
+    """Yield an empty folder in `within`, or where the system keeps temporary files; remove it at the end.
+
+    Raises `OSError` where it cannot be made.
+    """
+    parent = Path(tempfile.gettempdir()) if within is None else within
+    remove_abandoned(parent, prefix)
+    folder, descriptor = _make(parent, prefix)
+    try:
+        yield folder
+    finally:
+        # Processes that are about to end may still write there; what they leave, the next run removes.
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def remove_abandoned(parent: Path, prefix: str = "socflower-") -> None:
+    """Remove this user's folders of the kind in `parent` whose processes are gone."""
+    for folder in parent.glob(f"{prefix}*{_SUFFIX}"):
+        try:
+            # No link is followed: in a folder that all may write to, anybody may have put it there.
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # gone, or somebody else's
+            continue
+        try:
+            if os.fstat(descriptor).st_uid == os.getuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # in use, or on a file system without locks
+            pass
+        finally:
+            os.close(descriptor)
+
+
+def _make(parent: Path, prefix: str) -> tuple[Path, int]:
+    """Return a new folder and the descriptor that holds its lock."""
+    for _ in range(_TRIES):
+        folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=_SUFFIX, dir=parent))
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # another process took it for abandoned before the lock was ours
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            continue
+        except OSError:  # no locks on this file system; then nobody else can lock it either, so it is left alone
+            return folder, descriptor
+        if folder.is_dir():
+            return folder, descriptor
+        os.close(descriptor)
+    raise FileExistsError(f"{parent}: no folder could be made and locked in {_TRIES} tries")

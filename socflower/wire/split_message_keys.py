@@ -1,0 +1,91 @@
+"""What strategy and edges of a split training say to each other inside Flower messages, without Flower."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from socflower.errors import ConfigError
+from socflower.wire.message_keys import decode, encode
+
+SPLIT = "split"
+"""The record that makes a TRAIN message the edge's part of a split training."""
+
+SPLIT_REPORT = "socflower-split"
+"""The record of a reply that says how it went on a real link; see `SplitReport`."""
+
+OWN: Final = "own"
+TURNS: Final = "turns"
+JOINED: Final = "joined"
+CLOUD_MODES = (OWN, TURNS, JOINED)
+"""Each edge has a cloud half of its own; one cloud half takes their batches in turn; or it joins their features."""
+
+EDGE_ALONE = -1
+"""In a record, the cut of an edge that has the whole model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitTask:
+    """What one message asks of its client: a span of batches, for one party or, in one process, for all of them."""
+
+    parties: tuple[int, ...]  # whose work this is
+    num_parties: int  # of the whole training
+    mode: str  # one of CLOUD_MODES
+    reverse: bool  # the front half is in the cloud
+    first_batch: int  # counted from the start of training
+    num_batches: int  # of each party, in this message
+    total_batches: int
+    batches_per_epoch: int
+    seed: int
+    cuts: tuple[int, ...]  # of each party at the beginning, EDGE_ALONE for none
+    bits: tuple[int, ...]
+    windows: tuple[int, ...]  # K at the beginning
+    gradient_bits: int
+    actions: tuple[int, ...] = ()  # who does what in which order (edgecloud.timeline); none on a real link
+    address: str = ""  # host:port of the cloud; empty where both halves train in the client's process
+    run: str = ""  # the cloud's session
+    session_first: int = 0  # the batch that the session counts as its first
+    token: str = ""  # hexadecimal, of that session
+    fingerprint: str = ""  # of the model as the server cut it
+
+    def __post_init__(self) -> None:
+        if self.mode not in CLOUD_MODES:
+            raise ConfigError(f"split task: mode = {self.mode!r} is unknown; use one of {', '.join(CLOUD_MODES)}")
+        if not len(self.parties) == len(self.cuts) == len(self.bits) == len(self.windows) > 0:
+            raise ConfigError(f"split task: {len(self.parties)} parties, {len(self.cuts)} cuts, {len(self.bits)} bits "
+                              f"and {len(self.windows)} windows; need one of each for every party")
+        if not (self.first_batch >= 0 and 1 <= self.num_batches <= self.total_batches - self.first_batch):
+            raise ConfigError(f"split task: batches {self.first_batch} to {self.first_batch + self.num_batches} of "
+                              f"{self.total_batches} do not exist")
+
+    def encode(self) -> dict[str, Any]:
+        """Return the task as a Flower record's scalars and lists."""
+        return encode(self)
+
+    @classmethod
+    def decode(cls, record: Mapping[str, Any]) -> "SplitTask":
+        """Return the task of a record; `ConfigError` names what is missing or too much."""
+        return decode(cls, record, SPLIT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitReport:
+    """How a span went on a real link, as the edge saw it."""
+
+    cut: int  # at the end
+    bits: int
+    duration_s: float
+    compute_s: float  # of it, the edge's processor
+    up_bytes: int
+    down_bytes: int
+    staleness: tuple[int, ...]  # how many gradients came back how stale: index is t - t'
+    reconnects: int = 0
+    events: tuple[str, ...] = ()  # re-cuts, lost links, a line each
+
+    def encode(self) -> dict[str, Any]:
+        """Return the report as a Flower record's scalars and lists."""
+        return encode(self)
+
+    @classmethod
+    def decode(cls, record: Mapping[str, Any]) -> "SplitReport":
+        """Return the report of a record."""
+        return decode(cls, record, SPLIT_REPORT)

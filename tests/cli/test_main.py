@@ -1,0 +1,378 @@
+"""The command line: exit statuses, one line for a mistake, one document for programs."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import Ran, Socflower
+
+ROOT = Path(__file__).parents[2]
+
+SCENARIO = """\
+# What does it print?
+[cluster]
+boards = [2, 2]
+[train]
+epochs = 1
+batch_size = 128
+learning_rate = 0.05
+[strategy]
+groups = 2
+sync_interval_epochs = 1
+[expect]
+min_accuracy = 0.5
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    path = tmp_path / "case.toml"
+    path.write_text(SCENARIO)
+    return path
+
+
+def is_mistake(ran: Ran, *says: str, status: int = 2) -> None:
+    assert ran.status == status
+    assert ran.out == ""
+    assert ran.err.startswith("error: ") and ran.err.count("\n") == 1 and ran.err.endswith("\n")
+    assert all(part in ran.err for part in says), ran.err
+
+
+def has_failed(ran: Ran, *says: str) -> None:
+    """Training that failed has one line too, and a status that tells it from a mistake."""
+    is_mistake(ran, *says, status=1)
+
+
+def test_a_run_whose_claims_hold_ends_with_0(socflower: Socflower, scenario: Path, tmp_path: Path) -> None:
+    ran = socflower("run", scenario, "--workers", 0)
+    assert ran.status == 0
+    assert "What does it print?" in ran.out
+    assert "holds" in ran.out and "FAILS" not in ran.out
+    assert {path.name for path in (tmp_path / "out" / "case").iterdir()} == {
+        "result.json", "trace.json", "report.html"}
+
+
+def test_a_claim_that_fails_ends_with_1_and_still_writes_the_result(
+    socflower: Socflower, scenario: Path, tmp_path: Path,
+) -> None:
+    ran = socflower("run", scenario, "--workers", 0, "--out", "here", "--set", "expect.min_accuracy=0.9999", "--json")
+    assert ran.status == 1
+    document = json.loads(ran.out)
+    assert document == json.loads((tmp_path / "here" / "result.json").read_text())
+    assert [claim["holds"] for claim in document["expectations"]] == [False]
+    assert ran.err == ""
+
+
+def test_compare_prints_a_table_and_resumes(socflower: Socflower, scenario: Path, tmp_path: Path) -> None:
+    arguments = ("compare", scenario, "--strategies", "socflow, sgd", "--workers", 0, "--out", "both")
+    ran = socflower(*arguments)
+    assert ran.status == 0
+    lines = ran.out.splitlines()
+    for name in ("socflow", "sgd"):
+        assert any(name in line and "%" in line for line in lines)
+    written = (tmp_path / "both" / "sgd" / "result.json").stat().st_mtime_ns
+    again = socflower(*arguments, "--json")
+    assert again.status == 0
+    assert [row["strategy"] for row in json.loads(again.out)["rows"]] == ["socflow", "sgd"]
+    assert (tmp_path / "both" / "sgd" / "result.json").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("--set", "strategy.groups=9"), ("groups = 9", "4 SoCs")),
+    (("--set", "strategy.socs=9"), ("socs = 9", "4 SoCs")),
+    (("--set", "train.epoch=3"), ("unknown key 'epoch' (value 3)", "did you mean 'epochs'?")),
+    (("--set", "cluster.bords=3"), ("unknown key 'bords'", "'boards'")),
+    (("--set", "data.name=minst"), ("'minst'", "did you mean 'mnist'?")),
+    (("--set", "model.name=lenet"), ("'lenet'", "lenet5")),
+    (("--set", "train.epochs"), ("--set train.epochs: write table.key=value",)),
+    (("--set", "event=[{kind='nan', soc=4, round=1}]"), ("soc = 4", "0 to 3")),
+    (("--engine", "warp"), ("--engine warp", "local, simulation")),
+    (("--out", "case.toml"), ("--out case.toml", "name a folder")),
+    (("--out", "case.toml/below"), ("--out case.toml/below",)),
+])
+def test_a_mistake_is_one_line_and_ends_with_2(
+    arguments: tuple[str, ...], says: tuple[str, ...], socflower: Socflower, scenario: Path, tmp_path: Path,
+) -> None:
+    is_mistake(socflower("run", scenario, "--workers", 0, "--json", *arguments), *says)
+    assert list(tmp_path.iterdir()) == [scenario]
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "plan"])
+def test_a_file_that_is_not_there_is_one_line(command: str, socflower: Socflower) -> None:
+    is_mistake(socflower(command, "no.toml"), "no.toml", "No such file")
+
+
+def test_data_that_are_nowhere_are_one_line_with_where_they_were_sought(
+    socflower: Socflower, scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SOCFLOWER_DATA", str(tmp_path / "nowhere"))
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if the hub reader were not installed
+    is_mistake(socflower("run", scenario, "--set", "data.name=mnist"), "nowhere/mnist/train.parquet", "SOCFLOWER_DATA")
+
+
+def test_an_unknown_strategy_to_compare_is_one_line(socflower: Socflower, scenario: Path) -> None:
+    is_mistake(socflower("compare", scenario, "--strategies", "socflow,star", "--json"), "star", "socflow, ring")
+
+
+def test_markup_in_a_mistake_is_printed_as_it_stands(socflower: Socflower, tmp_path: Path) -> None:
+    path = tmp_path / "[bold]x[red].toml"
+    path.write_text("[train]\nepochs = '[blue]'")
+    is_mistake(socflower("run", path), "[bold]x[red].toml", "[train] epochs = '[blue]'")
+
+
+def test_a_client_that_raises_is_one_line(socflower: Socflower, scenario: Path, tmp_path: Path) -> None:
+    ran = socflower("run", scenario, "--workers", 0, "--json", "--set", "event=[{kind='raise', soc=1, round=1}]")
+    is_mistake(ran, "group 0, SoC 0", "fault on purpose", status=1)
+    assert not (tmp_path / "out").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- plan
+def test_a_plan_is_one_document(socflower: Socflower, scenario: Path) -> None:
+    ran = socflower("plan", scenario, "--json")
+    assert (ran.status, ran.err) == (0, "")
+    document = json.loads(ran.out)
+    assert document["schema"] == 1
+    for group in document["groups"]:
+        assert set(group) >= {"id", "members", "leader", "boards", "split"}
+    assert [group["members"] for group in document["groups"]] == [[0, 1], [2, 3]]
+    assert document["contention"] == 0
+    assert sorted(ids for group in document["communication_groups"] for ids in group) == [0, 1]
+    for key in ("epoch_s", "epoch_energy_j", "step_s", "step_in_turn_s", "step_free_running_s", "sync_s"):
+        assert document["predicted"][key] > 0.0
+
+
+@pytest.mark.parametrize(("groups", "serialize_uplinks", "faster"), [(8, False, "free_running"), (20, True, "in_turn")])
+def test_a_plan_takes_turns_only_where_that_is_predicted_to_be_faster(
+    socflower: Socflower, tmp_path: Path, groups: int, serialize_uplinks: bool, faster: str,
+) -> None:
+    """The two cases of F7."""
+    path = tmp_path / "rack.toml"
+    path.write_text("[cluster]\nboards = 12\nsocs_per_board = 5\n[data]\nname = 'cifar10'\n[train]\nepochs = 2\n"
+                    f"batch_size = 64\n[model]\nname = 'vgg11'\n[strategy]\ngroups = {groups}\n")
+    ways = {asked: json.loads(socflower("plan", path, "--json", "--set", f"strategy.serialize_uplinks={asked}").out)
+            for asked in ("auto", "true", "false")}
+    steps = [document["predicted"] for document in ways.values()]
+    assert steps[0]["step_s"] == min(steps[0]["step_in_turn_s"], steps[0]["step_free_running_s"])
+    assert steps[0]["step_s"] == steps[0][f"step_{faster}_s"]
+    assert [one["step_s"] for one in steps[1:]] == [steps[0]["step_in_turn_s"], steps[0]["step_free_running_s"]]
+    assert steps[0]["epoch_s"] == min(one["epoch_s"] for one in steps)
+    assert [(document["sequenced"], document["sequenced_by"]) for document in ways.values()] == [
+        (serialize_uplinks, "predicted"), (True, "asked"), (False, "asked")]
+    said = socflower("plan", path).out
+    taking_turns, running_freely = "groups taking turns; running freely", "groups running freely; taking turns"
+    assert (taking_turns if serialize_uplinks else running_freely) in said
+
+
+def test_a_plan_is_drawn_for_people(socflower: Socflower, scenario: Path) -> None:
+    ran = socflower("plan", scenario, "--groups", 1)
+    assert ran.status == 0
+    assert "board" in ran.out and "1 group, split over boards: [0]" in ran.out
+
+
+def test_a_cluster_file_can_be_planned(socflower: Socflower, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("[cluster]\nboards = 3\nsocs_per_board = 2\n")
+    document = json.loads(socflower("plan", path, "--json").out)
+    assert len(document["groups"]) == 3
+    assert "groups = 'auto'" in document["notes"][0]
+
+
+def test_plans_that_cannot_be_are_one_line(socflower: Socflower, scenario: Path) -> None:
+    is_mistake(socflower("plan", scenario, "--groups", 9, "--json"), "9", "4")
+    is_mistake(socflower("plan", scenario, "--groups", 0, "--json"), "groups = 0")
+    is_mistake(socflower("plan", scenario, "--set", "strategy.name=fedavg"), "fedavg has no groups to plan")
+
+
+def test_the_plan_of_a_run_is_the_plan(socflower: Socflower, scenario: Path) -> None:
+    planned = json.loads(socflower("plan", scenario, "--json").out)
+    ran = json.loads(socflower("run", scenario, "--workers", 0, "--json").out)
+    assert ran["plan"]["groups"] == planned["groups"]
+    assert ran["virtual_s"] == pytest.approx(planned["predicted"]["epoch_s"])
+    assert ran["energy_j"] == pytest.approx(planned["predicted"]["epoch_energy_j"])
+
+
+# ---------------------------------------------------------------------------------------------------- others
+def test_doctor_finds_what_there_is_and_gives_a_remedy_for_what_is_missing(socflower: Socflower) -> None:
+    ran = socflower("doctor", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(ran.out)["findings"]}
+    assert findings["native kernels"]["status"] == findings["data digits"]["status"] == "ok"
+    assert all(finding["status"] in ("ok", "missing", "broken") for finding in findings.values())
+    broken = any(finding["status"] == "broken" for finding in findings.values())
+    assert ran.status == int(broken)
+    for_people = socflower("doctor")
+    assert all(name in for_people.out for name in findings)
+
+
+def test_bench_lists_its_names_and_refuses_others(socflower: Socflower) -> None:
+    ran = socflower("bench")
+    assert ran.status == 0
+    assert {"aggregate", "clock"} <= set(ran.out.split())
+    is_mistake(socflower("bench", "nonsense"), "'nonsense' is unknown", "aggregate")
+
+
+def test_the_version_is_printed(socflower: Socflower) -> None:
+    from socflower import __version__
+
+    assert socflower("--version").out == f"socflower {__version__}\n"
+
+
+def test_an_unknown_option_ends_with_2(socflower: Socflower, scenario: Path) -> None:
+    ran = socflower("run", scenario, "--nonsense")
+    assert ran.status == 2
+    assert "--nonsense" in ran.err
+
+
+def test_the_installed_command_is_this_one(scenario: Path, tmp_path: Path) -> None:
+    """In a narrow, dumb terminal, which must not break the line."""
+    command = Path(sysconfig.get_path("scripts")) / "socflower"
+    ran = subprocess.run([command, "run", scenario, "--set", "strategy.groups=9"], capture_output=True, text=True,
+                         check=False, cwd=tmp_path, timeout=100,
+                         env={**os.environ, "COLUMNS": "20", "TERM": "dumb", "FORCE_COLOR": ""})
+    is_mistake(Ran(ran.returncode, ran.stdout, ran.stderr), "groups = 9", "4 SoCs")
+
+
+# --------------------------------------------------------------------------------------------- interrupted runs
+FAULT = ("--set", "event=[{kind='raise', soc=0, round=2}]", "--set", "strategy.sync_interval_epochs=0.5")
+
+
+def test_a_run_that_failed_goes_on_after_its_last_good_round_or_starts_fresh(
+    socflower: Socflower, scenario: Path, tmp_path: Path,
+) -> None:
+    failed = socflower("run", scenario, "--workers", 0, "--json", *FAULT)
+    has_failed(failed, "fault on purpose", "round 1 is kept in out/case/checkpoint: the same command goes on after it")
+    again = socflower("run", scenario, "--workers", 0, "--json", *FAULT)
+    resuming, error = again.err.splitlines()
+    assert resuming == "resuming out/case after round 1 of 2; --fresh starts anew"
+    assert "fault on purpose" in error
+    fresh = socflower("run", scenario, "--workers", 0, "--fresh", "--json", *FAULT)
+    has_failed(fresh, "fault on purpose")
+    other = socflower("run", scenario, "--workers", 0, "--json")
+    is_mistake(other, "strategy.sync_interval_epochs was 0.5 there and is 1", "--fresh")
+    assert socflower("run", scenario, "--workers", 0, "--fresh", "--json").status == 0
+    assert {path.name for path in (tmp_path / "out" / "case").iterdir()} == {
+        "result.json", "trace.json", "report.html"}
+
+
+def test_an_app_folder_has_nothing_to_start_fresh_from(socflower: Socflower, tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    is_mistake(socflower("run", "app", "--fresh"), "--fresh is for scenarios")
+
+
+APP = {
+    "pyproject.toml": """[tool.flwr.app.components]
+serverapp = "{name}_server:app"
+clientapp = "{name}_client:app"
+[tool.flwr.app.config]
+num-rounds = 2
+fails = "all"
+""",
+    "{name}_server.py": """import numpy as np
+from flwr.app import Array, ArrayRecord
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    arrays = ArrayRecord({{"w": Array(np.zeros(3, np.float32))}})
+    FedAvg(fraction_evaluate=0.0).start(grid, arrays, num_rounds=int(context.run_config["num-rounds"]))
+""",
+    "{name}_client.py": """from flwr.app import Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+
+@app.train()
+def train(message, context):
+    if context.run_config["fails"] in ("all", message.content["config"]["server-round"]):
+        raise ValueError("not on this device")
+    content = RecordDict({{"arrays": message.content["arrays"], "metrics": MetricRecord({{"num-examples": 1}})}})
+    return Message(content, reply_to=message)
+""",
+}
+
+
+def flower_app(folder: Path, name: str) -> Path:
+    """Write an app of Flower's own; its modules need names that no other test has imported."""
+    folder.mkdir()
+    for path, text in APP.items():
+        (folder / path.format(name=name)).write_text(text.format(name=name))
+    (folder / "cluster.toml").write_text("[cluster]\nboards = 1\nsocs_per_board = 2\n")
+    return folder
+
+
+def test_an_app_in_which_no_client_succeeds_ends_with_1_and_its_first_cause(
+    socflower: Socflower, tmp_path: Path,
+) -> None:
+    """Flower's FedAvg logs what failed, keeps its weights and returns."""
+    app = flower_app(tmp_path / "app", "all_fail")
+    ran = socflower("run", app, "--cluster", app / "cluster.toml", "--out", "here", "--workers", 0)
+    assert ran.status == 1 and ran.out == ""
+    assert ran.err.splitlines()[-1].startswith(
+        "error: no client succeeded: none of 4 train messages had a usable answer; first cause: SoC ")
+    assert "(node 100" in ran.err and "<class 'ValueError'>:<'not on this device'>" in ran.err.splitlines()[-1]
+    assert not (tmp_path / "here").exists()
+
+
+def test_a_round_in_which_no_client_succeeds_is_in_the_result_and_said(socflower: Socflower, tmp_path: Path) -> None:
+    app = flower_app(tmp_path / "app", "one_fails")
+    ran = socflower("run", app, "--cluster", app / "cluster.toml", "--out", "here", "--workers", 0, "--set", "fails=2",
+                    "--set", "num-rounds=3")
+    assert ran.status == 0
+    (event,) = json.loads((tmp_path / "here" / "result.json").read_text())["events"]
+    assert event["kind"] == "no-client" and "round 2: 2 of 2 train messages came to nothing" in event["text"]
+    assert event["text"] in ran.out
+    ran = socflower("run", app, "--cluster", app / "cluster.toml", "--out", "last", "--workers", 0, "--set", "fails=2")
+    assert ran.status == 1 and ran.out == ""
+    assert ran.err.splitlines()[-1] == (
+        "error: no client succeeded in the end: none of the last 2 train messages had a usable answer; first cause: "
+        "round 2: SoC 0 (node 1000): <class 'ValueError'>:<'not on this device'>")
+    assert not (tmp_path / "last").exists()
+
+
+def test_a_file_for_the_model_is_refused_before_anything_is_trained(
+    socflower: Socflower, scenario: Path, tmp_path: Path,
+) -> None:
+    is_mistake(socflower("run", scenario, "--save-model", "model.pt"), "--save-model model.pt", "FILE.npz")
+    is_mistake(socflower("run", scenario, "--save-model", "nowhere/model.npz"), "in a folder that exists")
+    assert not (tmp_path / "out").exists()
+    assert socflower("run", scenario, "--workers", 0, "--save-model", "model.npz").status == 0
+    assert (tmp_path / "model.npz").is_file()
+
+
+@pytest.mark.parametrize("option", [("--warm",), ("--superlink", "127.0.0.1:1")])
+def test_options_of_a_deployment_are_for_that_engine(
+    socflower: Socflower, scenario: Path, option: tuple[str, ...],
+) -> None:
+    is_mistake(socflower("run", scenario, *option), option[0], "for --engine deployment only")
+
+
+def test_a_warm_deployment_elsewhere_is_refused(socflower: Socflower, scenario: Path) -> None:
+    is_mistake(socflower("run", scenario, "--engine", "deployment", "--superlink", "127.0.0.1:1", "--warm"),
+               "--warm is for SuperNodes that are started here")
+
+
+@pytest.mark.parametrize(("override", "says"), [
+    ("num-epochs", "--set num-epochs: write key=value"),
+    ("num-epochs=", "--set num-epochs=: write key=value"),
+    ("num-epoch=2", "has no 'num-epoch'; it has num-groups, num-epochs"),
+    ("num-epochs=abc", "must be a number, as num-epochs = 3 of the app is"),
+    ("num-epochs=true", "must be a number, as num-epochs = 3 of the app is"),
+    ("num-epochs=[1]", "a run config holds numbers, texts, true and false only"),
+])
+def test_a_key_of_an_apps_run_config_keeps_its_kind(
+    socflower: Socflower, tmp_path: Path, override: str, says: str,
+) -> None:
+    ran = socflower("run", ROOT / "scenarios" / "quickstart_app", "--set", override, "--out", tmp_path / "out",
+                    "--cluster", ROOT / "scenarios" / "clusters" / "shelf_of_eight.toml")
+    assert (ran.status, ran.out) == (2, "")
+    assert says in ran.err and ran.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,175 @@
+"""Each option of a command is either read or refused, whatever the command is given to work on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import typer
+
+from socflower.cli import main as cli
+from socflower.errors import ConfigError
+from socflower.scenario import app_folder, comparison, prepared_run, runner
+from tests.command_line import Ran, Socflower
+
+SCENARIO = "[cluster]\nboards = [2, 2]\n[strategy]\ngroups = 2\n"
+SPLIT = "[cluster]\nboards = [1]\n[strategy]\nname = 'split-replay'\n[edgecloud]\nlink = 'wifi'\n"
+
+DEPLOYED = ("--engine", "deployment")
+ELSEWHERE = (*DEPLOYED, "--superlink", "127.0.0.1:9")
+TARGETS = {
+    "scenario": ("case.toml",),
+    "scenario, simulation": ("case.toml", "--engine", "simulation"),
+    "scenario, deployment": ("case.toml", *DEPLOYED),
+    "scenario, elsewhere": ("case.toml", *ELSEWHERE),
+    "scenario, elsewhere with checkpoints": ("case.toml", *ELSEWHERE, "--checkpoint-folder", "/kept"),
+    "split scenario": ("split.toml",),
+    "split scenario, deployment": ("split.toml", *DEPLOYED),
+    "app folder": ("app", "--cluster", "cluster.toml"),
+}
+HERE = {"scenario", "split scenario"}
+DEPLOYED_HERE = {"scenario, deployment", "split scenario, deployment"}
+FAR = {"scenario, elsewhere", "scenario, elsewhere with checkpoints"}
+SCENARIOS = TARGETS.keys() - {"app folder"}
+READ_BY_RUN = {
+    "engine": SCENARIOS, "out": TARGETS.keys(), "set_": TARGETS.keys(), "workers": HERE | {"app folder"},
+    "cluster": {"app folder"}, "nodes": {"app folder"}, "training_flops": {"app folder"},
+    "fresh": SCENARIOS - {"scenario, elsewhere"}, "superlink": DEPLOYED_HERE | FAR, "superlink_ca": FAR,
+    "restarts": DEPLOYED_HERE | {"scenario, elsewhere with checkpoints"}, "checkpoint_folder": FAR,
+    "warm": DEPLOYED_HERE, "save_model": SCENARIOS - FAR,
+}
+"""By parameter: what reads it. That --json is read everywhere shows in the tests of what commands print."""
+
+VALUES = {
+    "engine": ("--engine", "simulation"), "out": ("--out", "elsewhere"), "set_": ("--set", "train.epochs=2"),
+    "workers": ("--workers", 3), "cluster": ("--cluster", "other.toml"), "nodes": ("--nodes", 1),
+    "training_flops": ("--training-flops", 1e9), "fresh": ("--fresh",), "superlink": ("--superlink", "127.0.0.1:8"),
+    "superlink_ca": ("--superlink-ca", "ca.pem"), "restarts": ("--restarts", 1),
+    "checkpoint_folder": ("--checkpoint-folder", "/other"), "warm": ("--warm",),
+    "save_model": ("--save-model", "model.npz"), "strategies": ("--strategies", "ring"),
+}
+
+
+class Begun(ConfigError):
+    """Says with what work would have begun: the text of an error is what a command prints of it."""
+
+
+@pytest.fixture
+def begins(socflower: Socflower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Socflower:
+    """The command up to where work begins, which it prints instead."""
+
+    def begin(*arguments: object, **named: object) -> NoReturn:
+        plain = {key: value for key, value in named.items() if not callable(value)}
+        raise Begun(f"begun with {arguments} {plain}")
+
+    for module, name in ((runner, "run_to_folder"), (app_folder, "run_app_folder"), (comparison, "compare")):
+        monkeypatch.setattr(module, name, begin)
+    monkeypatch.setattr(prepared_run, "prepare", lambda scenario, *_, **named: scenario)
+    for name, text in (("case.toml", SCENARIO), ("split.toml", SPLIT), ("ca.pem", "")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "app").mkdir()
+    return lambda *arguments: socflower(*arguments, *(("--json",) if arguments[0] in ("run", "compare") else ()))
+
+
+def parameters(command: str) -> Iterator[Any]:
+    """Yield a command's options."""
+    group: Any = typer.main.get_command(cli.app)
+    for parameter in group.commands[command].params:
+        if parameter.param_type_name == "option" and parameter.name not in ("as_json", "help"):
+            yield parameter
+
+
+def is_begun(ran: Ran) -> bool:
+    return ran.err.startswith("error: begun with")
+
+
+def is_refused(ran: Ran, option: str) -> bool:
+    one_line = ran.err.startswith("error: ") and ran.err.count("\n") == 1 and ran.err.endswith("\n")
+    return ran.status == 2 and ran.out == "" and one_line and option in ran.err and not is_begun(ran)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_each_option_of_run_is_read_or_refused(begins: Socflower, target: str, tmp_path: Path) -> None:
+    without = begins("run", *TARGETS[target])
+    assert is_begun(without)
+    for parameter in parameters("run"):
+        if parameter.name == "engine" and "--engine" in TARGETS[target]:
+            continue
+        ran = begins("run", *TARGETS[target], *VALUES[parameter.name])
+        if target in READ_BY_RUN[parameter.name]:
+            assert is_begun(ran) and ran.err != without.err, (parameter.name, ran.err)
+        else:
+            assert is_refused(ran, VALUES[parameter.name][0]), (parameter.name, ran.err)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("engine", ["local", "simulation", "deployment"])
+@pytest.mark.parametrize("scenario", ["case.toml", "split.toml"])
+def test_each_option_of_compare_is_read_or_refused(begins: Socflower, scenario: str, engine: str) -> None:
+    base = ("compare", scenario, "--engine", engine)
+    without = begins(*base)
+    for parameter in parameters("compare"):
+        if parameter.name == "engine":
+            continue
+        ran = begins(*base, *VALUES[parameter.name])
+        if parameter.name == "workers" and engine != "local":
+            assert is_refused(ran, "--workers"), ran.err
+        else:
+            assert is_begun(ran) and ran.err != without.err, (parameter.name, ran.err)
+
+
+@pytest.mark.parametrize("given", [("--workers", 0), ("--restarts", 3), ("--superlink", "")])
+def test_an_option_that_is_given_with_its_default_is_given(begins: Socflower, given: tuple[object, ...]) -> None:
+    ran = begins("run", "case.toml", "--engine", "simulation", *given)
+    assert is_refused(ran, str(given[0])), ran.err
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+@pytest.mark.parametrize("target", ["case.toml", "split.toml", "app"])
+def test_an_engine_that_nobody_knows_is_refused_with_the_list(begins: Socflower, command: str, target: str) -> None:
+    ran = begins(command, target, "--engine", "bogus")
+    assert is_refused(ran, "--engine bogus: unknown; use one of local, simulation, deployment"), ran.err
+
+
+@pytest.mark.parametrize("engine", ["simulation", "deployment"])
+def test_an_app_folder_on_an_engine_for_scenarios_is_told_what_runs_it(begins: Socflower, engine: str) -> None:
+    ran = begins("run", "app", "--cluster", "cluster.toml", "--engine", engine)
+    assert is_refused(ran, f"--engine {engine}: is for scenarios") and "flwr run app " in ran.err
+
+
+@pytest.mark.parametrize(("arguments", "option"), [
+    (("plan", "split.toml", "--groups", 2), "--groups"),
+    (("plan", "case.toml", "--set", "strategy.name=ring", "--groups", 2), "--groups"),
+    (("bench", "--quick"), "--quick"),
+    (("compare", "case.toml", "--strategies", ""), "--strategies"),
+    (("profile", "--serve", 0, "--threads", 1), "--threads"),
+    (("profile", "--serve", 0, "--repeats", 5), "--repeats"),
+    (("profile", "--serve", 0, "--data", "cifar10"), "--data"),
+    (("profile", "--device", "x86-core", "--threads", 2), "--threads"),
+    (("profile", "--device", "x86-core", "--repeats", 5, "--data", "mnist"), "--data, --repeats"),
+    (("profile", "--peer", ""), "--peer"),
+    (("fan", "fans.toml", "--restore", "--json"), "--json"),
+    (("fan", "fans.toml", "--restore", "--dry-run"), "--dry-run"),
+    (("fan", "fans.toml", "--calibrate", "--json"), "--json"),
+    (("cloud", "serve", "split.toml", "--certificate", "ca.pem", "--key", "ca.pem", "--insecure"), "--insecure"),
+    (("cloud", "status", "127.0.0.1:9", "--ca", "ca.pem", "--insecure"), "--insecure"),
+    (("cloud", "measure", "split.toml", "--side", "cloud", "--cloud", "ca.pem"), "--cloud"),
+])
+def test_an_option_that_this_use_of_a_command_does_not_read_is_refused(
+    begins: Socflower, arguments: tuple[object, ...], option: str, tmp_path: Path,
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    ran = begins(*arguments)
+    assert is_refused(ran, option), ran.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_one_of_the_strategies_cannot_do_is_found_before_the_first_trains(
+    socflower: Socflower, tmp_path: Path,
+) -> None:
+    (tmp_path / "case.toml").write_text(SCENARIO)
+    for strategies, says in (("socflow,split", "split: cannot do the work of 'socflow'"),
+                             ("socflow,socflow", "is named twice"), (",", "unknown")):
+        ran = socflower("compare", "case.toml", "--strategies", strategies, "--workers", 0, "--json")
+        assert is_refused(ran, says), ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["case.toml"]

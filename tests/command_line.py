@@ -1,0 +1,38 @@
+"""The command line as a fixture."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+
+class Ran(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Socflower = Callable[..., Ran]
+
+
+@pytest.fixture
+def socflower(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Socflower:
+    """The command, without a new interpreter, in a folder of its own."""
+    from socflower.cli import main as cli  # here: most tests start no command
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["socflower", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as end:
+            status = int(end.code or 0)
+        captured = capsys.readouterr()
+        return Ran(status, captured.out, captured.err)
+
+    return run

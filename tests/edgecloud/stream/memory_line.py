@@ -1,0 +1,64 @@
+"""Two channels joined in memory by a line that may lag, and that breaks after so many frames."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from socflower.edgecloud.stream.frame_channel import FrameChannel
+from socflower.edgecloud.stream.messages import split_pb2 as wire
+
+
+class MemoryLine:
+    """Joins `near` and `far` until `close`; the i-th stream breaks after `breaks[i]` frames, the last one never."""
+
+    def __init__(self, near: FrameChannel, far: FrameChannel, *, breaks: Sequence[int] = (),
+                 lag_s: Callable[[], float] = lambda: 0.0) -> None:
+        self._near, self._far, self._breaks, self._lag_s = near, far, list(breaks), lag_s
+        self.num_streams = 0
+        self.failures: list[Exception] = []
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._join, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._near.detach()
+        self._far.detach()
+        self._thread.join(10)
+        assert not self._thread.is_alive() and not self.failures
+
+    def _join(self) -> None:
+        while not self._closed.is_set():
+            budget = [self._breaks.pop(0) if self._breaks else 1 << 60]
+            near_has, far_has = self._near.standing(), self._far.standing()
+            ends = []
+            for channel, (received, used), other in (
+                    (self._near, far_has, self._far), (self._far, near_has, self._near)):
+                ends.append(channel.attach(received=received, used=used, credit_bytes=other.limits.credit_bytes))
+            self.num_streams += 1
+            pumps = [threading.Thread(target=self._pump, args=(*way, budget)) for way in (
+                (self._near, ends[0], self._far, ends[1]), (self._far, ends[1], self._near, ends[0]))]
+            for pump in pumps:
+                pump.start()
+            for pump in pumps:
+                pump.join()
+
+    def _pump(self, source: FrameChannel, out: int, sink: FrameChannel, into: int, budget: list[int]) -> None:
+        try:
+            for frame in source.frames(out):
+                budget[0] -= 1
+                if budget[0] < 0:
+                    break
+                time.sleep(self._lag_s())
+                sink.take(into, wire.Frame.FromString(frame.SerializeToString()))
+        except Exception as error:
+            self.failures.append(error)
+        source.detach(out)
+        sink.detach(into)
+
+
+def lags(seed: int, longest_s: float) -> Callable[[], float]:
+    """Lags that are mostly none, and now and then long."""
+    chance = random.Random(seed)
+    return lambda: chance.random() ** 6 * longest_s

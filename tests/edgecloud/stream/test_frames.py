@@ -1,0 +1,119 @@
+"""Messages as bytes and back, and weights as bytes and back."""
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from socflower.edgecloud.codec.delta_coding import DeltaReceiver, DeltaSender
+from socflower.edgecloud.codec.quantisation import decode, encode
+from socflower.edgecloud.stream.array_blocks import pack_weights, size_of, slices_of, unpack_weights
+from socflower.edgecloud.stream.failures import FrameRefused
+from socflower.edgecloud.stream.frames import (
+    DeltaFeatures,
+    Features,
+    Goodbye,
+    Gradient,
+    Limits,
+    Mark,
+    Message,
+    Recut,
+    check_head,
+    digest_of_ids,
+    pack,
+    unpack,
+)
+from socflower.edgecloud.stream.messages import split_pb2 as wire
+
+DTYPES = st.sampled_from(["float16", "float32", "float64", "int8", "int64", "uint8", "uint16", "bool"])
+ARRAYS = DTYPES.flatmap(lambda name: arrays.arrays(name, arrays.array_shapes(min_dims=0, min_side=0, max_side=4)))
+FLOATS = arrays.arrays(np.float32, arrays.array_shapes(max_dims=3, max_side=5),
+                       elements=st.floats(-9, 9, width=32))
+
+
+def across(message: Message) -> Any:
+    packed = pack(message)
+    head = wire.Head.FromString(packed.head.SerializeToString())
+    check_head(head, Limits())
+    return unpack(head, memoryview(b"".join(packed.body)))
+
+
+@given(weights=st.dictionaries(st.text(max_size=5), ARRAYS, max_size=4))
+def test_weights_come_out_as_they_went_in(weights: dict[str, Any]) -> None:
+    found = unpack_weights(memoryview(b"".join(pack_weights(weights))))
+    assert found.keys() == weights.keys()
+    for name, array in weights.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape) and found[name].flags.writeable
+        assert found[name].tobytes() == array.tobytes()
+
+
+@given(pieces=st.lists(st.binary(max_size=20)), slice_bytes=st.integers(1, 15))
+def test_slices_are_the_whole_in_order(pieces: list[bytes], slice_bytes: int) -> None:
+    slices = list(slices_of(pieces, slice_bytes))
+    assert b"".join(slices) == b"".join(pieces) and size_of(slices) == size_of(pieces)
+    assert all(len(piece) == slice_bytes for piece in slices[:-1]) and len(slices) >= 1
+    assert len(slices[-1]) <= slice_bytes and (slices[-1] or len(slices) == 1)
+
+
+@given(features=FLOATS, labels=ARRAYS, bits=st.sampled_from([2, 4, 8, 16, 32]),
+       grouping=st.sampled_from(["tensor", "sample"]))
+def test_features_and_gradients_cross_bit_for_bit(features: Any, labels: Any, bits: int, grouping: Any) -> None:
+    ids = np.arange(len(features))
+    encoded = encode(features, bits, grouping=grouping)
+    found = across(Features(
+        batch=7, cut=2, encoded=encoded, labels=labels, ids_digest=digest_of_ids(ids), answer_bits=8))
+    assert (found.batch, found.cut, found.answer_bits, found.ids_digest) == (7, 2, 8, digest_of_ids(ids))
+    assert decode(found.encoded).tobytes() == decode(encoded).tobytes()
+    assert found.labels.dtype == labels.dtype and found.labels.tobytes() == labels.tobytes()
+    back = across(Gradient(batch=7, encoded=encoded, loss=0.1))
+    assert back.loss == 0.1 and decode(back.encoded).tobytes() == decode(encoded).tobytes()
+
+
+def test_features_by_sample_cross_with_their_ids() -> None:
+    sender, receiver = DeltaSender(max_bytes=10_000), DeltaReceiver(max_bytes=10_000)
+    ids = np.array([3, 5, 9])
+    for scale in (1, 2, 3):
+        message, decoded = sender.encode(ids, np.full((3, 4), scale, np.float32), 4)
+        sent = DeltaFeatures(message=message, sample_ids=ids, memory_bytes=10_000, grouping="tensor")
+        found = across(Features(
+            batch=0, cut=0, labels=np.arange(3), ids_digest=digest_of_ids(ids), encoded=sent)).encoded
+        assert (found.memory_bytes, found.grouping, found.sample_ids.tolist()) == (10_000, "tensor", [3, 5, 9])
+        assert receiver.decode(found.sample_ids, found.message).tobytes() == decoded.tobytes()
+
+
+@pytest.mark.parametrize("message", [
+    Goodbye(), Mark(batch=3, cut=1), Recut(cut=4), Gradient(batch=2, encoded=None, loss=1.5)])
+def test_small_messages_cross(message: Message) -> None:
+    assert across(message) == message
+
+
+def test_orders_of_samples_have_digests_of_their_own() -> None:
+    assert digest_of_ids(np.array([1, 2])) != digest_of_ids(np.array([2, 1]))
+
+
+def test_arrays_of_objects_do_not_travel() -> None:
+    with pytest.raises(TypeError, match="elements of type object do not travel"):
+        pack_weights({"w": np.array([None])})
+
+
+@given(garbage=st.binary(max_size=60))
+def test_garbage_is_no_weights(garbage: bytes) -> None:
+    with suppress(FrameRefused):
+        assert unpack_weights(memoryview(garbage)) is not None
+
+
+@given(head=st.binary(max_size=60), body=st.binary(max_size=40))
+def test_garbage_is_a_message_or_refused_and_nothing_else(head: bytes, body: bytes) -> None:
+    try:
+        parsed = wire.Head.FromString(head)
+    except Exception:
+        return
+    try:
+        check_head(parsed, Limits())
+        unpack(parsed, memoryview(body))
+    except FrameRefused as refused:
+        assert "\n" not in str(refused)

@@ -1,0 +1,342 @@
+"""ClientApps forked from a process with torch loaded are what fresh processes are, only sooner."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.hub_traffic import deployed
+from socflower.engines.deployment import warm_executor
+from socflower.engines.deployment.flower_processes import free_ports
+from socflower.engines.deployment.warm_executor import ForkedProcess, Zygote, check_flwr_version, warm_supernode_command
+from socflower.engines.installed import dependencies
+from socflower.errors import ConfigError
+
+DEADLINE_S = 100.0
+PROBE = '''\
+"""What forks run in these tests."""
+
+import json
+import os
+import random
+import sys
+import threading
+import time
+
+LOADED = sorted(sys.modules)
+
+
+def describe():
+    import numpy
+    import torch
+    comm = open("/proc/self/comm").read().strip() if os.path.exists("/proc/self/comm") else ""
+    print(json.dumps({
+        "torch_was_loaded": "torch" in LOADED, "argv": sys.argv[1:], "openblas": os.environ.get("OPENBLAS_NUM_THREADS"),
+        "num_threads": torch.get_num_threads(), "torch_draw": torch.rand(1).item(), "numpy_draw": numpy.random.rand(),
+        "random_draw": random.random(), "comm": comm, "threads": threading.active_count()}))
+
+
+def complain():
+    print("to stdout")
+    print("to stderr", file=sys.stderr)
+    sys.exit(3)
+
+
+def fail():
+    raise ValueError("as asked")
+
+
+def sleep():
+    time.sleep(600)
+
+
+def train_and_talk():
+    """Use every kind of thread that a client may: torch's, gloo's and gRPC's."""
+    import grpc
+    import torch
+    import torch.distributed as dist
+    from concurrent.futures import ThreadPoolExecutor
+    torch.set_num_threads(2)
+    square = torch.ones(600, 600)
+    assert float((square @ square)[0, 0]) == 600.0
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    ring = dist.ProcessGroupGloo(dist.PrefixStore("ring", store), 0, 1)
+    tensor = torch.ones(4)
+    ring.allreduce([tensor]).wait()
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", {
+        "Echo": grpc.unary_unary_rpc_method_handler(lambda request, _: request)}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        assert channel.unary_unary("/echo/Echo")(b"hello", timeout=30) == b"hello"
+    server.stop(None)
+'''
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("probes")
+    (folder / "probe.py").write_text(PROBE)
+    (folder / "threaded.py").write_text("import threading\n"
+                                        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n")
+    return {**{key: value for key, value in os.environ.items() if key != "OPENBLAS_NUM_THREADS"},
+            "PYTHONPATH": str(folder), "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0"}
+
+
+@pytest.fixture(scope="module")
+def zygote(environment: dict[str, str]) -> Iterator[Zygote]:
+    zygote = Zygote(["torch", "torch.distributed", "grpc", "flwr.clientapp", "socflower.clients"], environment)
+    yield zygote
+    zygote.close()
+
+
+def described(zygote: Zygote, folder: Path, name: str) -> dict[str, Any]:
+    with (folder / name).open("wb") as out:
+        process = zygote.fork("probe:describe", ["/bin/flwr-clientapp", "--token", name], stdout=out.fileno())
+    assert process.wait(DEADLINE_S) == 0
+    answer: dict[str, Any] = json.loads((folder / name).read_text())
+    return answer
+
+
+def eventually(happened: Callable[[], bool]) -> bool:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not happened() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return happened()
+
+
+def ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def command_line(*words: str, environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-P", warm_executor.__file__, *words], env=environment, check=False,
+                          capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+# ----------------------------------------------------------------------------------------------- forks
+def test_a_fork_has_torch_loaded_and_is_else_like_a_fresh_process(
+    zygote: Zygote, environment: dict[str, str], tmp_path: Path,
+) -> None:
+    fresh = json.loads(subprocess.run(
+        [sys.executable, "-c", "import probe; probe.describe()", "--token", "first"], env=environment, check=True,
+        capture_output=True, text=True, timeout=DEADLINE_S).stdout)
+    first, second = (described(zygote, tmp_path, name) for name in ("first", "second"))
+    assert (first["torch_was_loaded"], fresh["torch_was_loaded"]) == (True, False)
+    assert second["argv"] == ["--token", "second"]
+    for same in ("argv", "openblas", "num_threads", "threads"):
+        assert first[same] == fresh[same], same
+    for drawn in ("torch_draw", "numpy_draw", "random_draw"):
+        assert len({first[drawn], second[drawn], fresh[drawn]}) == 3, f"{drawn}: forks share a random state"
+    if sys.platform == "linux":
+        assert first["comm"] == "flwr-clientapp"
+
+
+def test_exit_status_and_output_of_a_fork_are_its_own(zygote: Zygote, tmp_path: Path) -> None:
+    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
+        process = zygote.fork("probe:complain", ["complain"], stdout=out.fileno(), stderr=err.fileno())
+        failed = zygote.fork("probe:fail", ["fail"], stdout=out.fileno(), stderr=err.fileno())
+    assert (process.wait(DEADLINE_S), failed.wait(DEADLINE_S)) == (3, 1)
+    assert (process.poll(), process.pid == failed.pid) == (3, False)
+    assert (tmp_path / "out").read_text() == "to stdout\n"
+    assert "to stderr\n" in (tmp_path / "err").read_text()
+    assert "ValueError: as asked" in (tmp_path / "err").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_fork_can_be_killed_and_leaves_no_zombie(zygote: Zygote, number: int) -> None:
+    process, bystander = (zygote.fork("probe:sleep", ["sleep"]) for _ in range(2))
+    try:
+        assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) == -number
+        assert [child.pid for child in psutil.Process(zygote.pid).children()] == [bystander.pid]
+        assert bystander.poll() is None
+    finally:
+        bystander.send_signal(signal.SIGKILL)
+    assert bystander.wait(DEADLINE_S) == -signal.SIGKILL
+    assert psutil.Process(zygote.pid).children() == []
+
+
+def test_a_requester_that_forgets_its_forks_harms_nothing(zygote: Zygote, tmp_path: Path) -> None:
+    for _ in range(3):
+        zygote.fork("probe:complain", ["complain"])
+    assert eventually(lambda: psutil.Process(zygote.pid).children() == [])
+    assert described(zygote, tmp_path, "later")["argv"] == ["--token", "later"]
+
+
+def test_threads_of_torch_gloo_and_grpc_work_in_a_fork(zygote: Zygote) -> None:
+    assert zygote.fork("probe:train_and_talk", ["train"]).wait(DEADLINE_S) == 0
+
+
+# ---------------------------------------------------------------------------------------------- zygotes
+def test_a_zygote_ends_with_its_requester_and_its_forks_go_on(environment: dict[str, str]) -> None:
+    requester = subprocess.Popen(
+        [sys.executable, "-c", "from socflower.engines.deployment.warm_executor import Zygote; import time\n"
+         "zygote = Zygote(['json']); fork = zygote.fork('probe:sleep', ['sleep'])\n"
+         "print(zygote.pid, fork.pid, flush=True); time.sleep(600)"],
+        env=environment, stdout=subprocess.PIPE, text=True)
+    assert requester.stdout is not None
+    zygote_pid, fork_pid = map(int, requester.stdout.readline().split())
+    try:
+        requester.kill()
+        requester.wait()
+        assert eventually(lambda: ended(zygote_pid))
+        assert not ended(fork_pid)  # a ClientApp watches its SuperExec by itself
+    finally:
+        os.kill(fork_pid, signal.SIGKILL)
+        requester.stdout.close()
+
+
+def test_a_fork_outlives_a_killed_zygote_and_its_requester_is_told(environment: dict[str, str]) -> None:
+    zygote = Zygote([], environment)
+    process = zygote.fork("probe:sleep", ["sleep"])
+    try:
+        os.kill(zygote.pid, signal.SIGKILL)
+        with pytest.raises(ProcessLookupError, match="zygote died"):
+            process.wait(DEADLINE_S)
+        assert not ended(process.pid)
+        with pytest.raises(OSError, match=r"died|[Bb]roken pipe|reset"):
+            zygote.fork("probe:sleep", ["sleep"])
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        zygote.close()
+
+
+@pytest.mark.parametrize(("module", "message"), [
+    ("no_such_module", "cannot preload no_such_module .ModuleNotFoundError"),
+    ("threaded", "importing threaded started 1 thread"),
+])
+def test_what_cannot_be_preloaded_is_refused(module: str, message: str, environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Zygote(["json", module], environment)
+
+
+# ------------------------------------------------------------------------------------- in Flower's place
+def test_flowers_clientapp_runs_in_a_fork_also_after_its_zygote_died(tmp_path: Path) -> None:
+    fresh = subprocess.run(["flwr-clientapp", "--help"], check=True, capture_output=True, timeout=DEADLINE_S,
+                           env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"})
+    executor = warm_executor._WarmSuperExec(["flwr.supernode.cli"])
+    zygotes = []
+    try:
+        for index in range(2):
+            with (tmp_path / str(index)).open("wb") as out:
+                process = executor.Popen(["flwr-clientapp", "--help"], stdout=out.fileno())
+            assert isinstance(process, ForkedProcess)
+            assert process.wait(DEADLINE_S) == 0
+            assert (tmp_path / str(index)).read_bytes() == fresh.stdout
+            zygotes.append(executor._zygote.pid)
+            if index == 0:
+                os.kill(zygotes[0], signal.SIGKILL)
+        assert zygotes[0] != zygotes[1]
+        silent = executor.Popen(["flwr-clientapp", "--help"], stdout=executor.DEVNULL, stderr=executor.DEVNULL)
+        assert silent.wait(DEADLINE_S) == 0
+    finally:
+        executor._zygote.close()
+
+
+def test_other_tasks_start_as_ever() -> None:
+    executor = warm_executor._WarmSuperExec([])
+    try:
+        process = executor.Popen([sys.executable, "-c", "raise SystemExit(5)"])
+        assert isinstance(process, subprocess.Popen)
+        assert process.wait(DEADLINE_S) == 5
+    finally:
+        executor._zygote.close()
+
+
+def test_another_version_of_flower_is_refused_unless_any_will_do(environment: dict[str, str], tmp_path: Path) -> None:
+    check_flwr_version(dependencies()["flwr"].tested)
+    with pytest.raises(ConfigError, match=r"tested with flwr 1\.41\.0, found 1\.42\.0; leave it out, or pass --any-"):
+        check_flwr_version("1.42.0")
+    newer = tmp_path / "flwr-9.9.9.dist-info"
+    newer.mkdir()
+    (newer / "METADATA").write_text("Metadata-Version: 2.1\nName: flwr\nVersion: 9.9.9\n")
+    # Under PYTHONPATH it hides the installed one's metadata, and nothing else of it.
+    with_newer = {**environment, "PYTHONPATH": str(tmp_path)}
+    refused = command_line("--", "flower-supernode", "--version", environment=with_newer)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == ("warm executor: tested with flwr 1.41.0, found 9.9.9; leave it out, or pass "
+                              "--any-flwr-version\n")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--", "flower-superlink"], "-- flower-superlink: runs flower-supernode or flower-superexec only"),
+    (["--", "flower-supernode", "--isolation=process"], "run its flower-superexec through this command instead"),
+    (["--", "flower-superexec", "--executor", "kubernetes"], "starts pods, not processes; leave this out"),
+    (["--preload", "no_such_module", "--", "flower-supernode"], "--preload no_such_module: no such module"),
+])
+def test_what_cannot_be_warm_is_refused_in_one_line(
+    words: list[str], message: str, environment: dict[str, str],
+) -> None:
+    refused = command_line(*words, environment=environment)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert message in refused.stderr
+
+
+def test_a_supernode_that_cannot_be_warm_ends(environment: dict[str, str], tmp_path: Path) -> None:
+    port = free_ports(1)[0]
+    ended_by_itself = command_line(
+        "--preload", "threaded", "--", "flower-supernode", "--insecure", "--superlink", "127.0.0.1:1", "--host",
+        "127.0.0.1", "--port", str(port), environment={**environment, "FLWR_HOME": str(tmp_path)})
+    assert "warm executor: importing threaded started 1 thread, so it cannot be preloaded\n" in ended_by_itself.stderr
+
+
+def test_the_command_runs_flowers_own(environment: dict[str, str]) -> None:
+    command = warm_supernode_command(["--help"], preload=["json"])
+    shown = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert "--node-config" in shown.stdout
+    module = "socflower.engines.deployment.warm_executor"
+    as_module = subprocess.run([sys.executable, "-m", module, "--", *command[-2:]], env=environment,
+                                check=True, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert as_module.stdout == shown.stdout
+
+
+# --------------------------------------------------------------------------------------------- deployed
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_supernodes_train_to_the_same_weights_with_and_without() -> None:
+    last = []
+    for warm in (True, False):
+        with deployed(2, warm=warm) as cluster:
+            last.append(cluster.run(strategy="socflow", num_groups=2, num_rounds=2)[-1])
+            logs = [(cluster.folder / f"supernode-{index}.log").read_text("utf-8", "replace") for index in range(2)]
+            assert all(("warm executor: zygote" in log) == warm for log in logs)
+        assert all(ended(pid) for pid in cluster.node_pids)
+    assert last[0]["sha256"] == last[1]["sha256"]
+    assert last[0]["accuracy"] == last[1]["accuracy"] > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_fork_is_to_flower_a_clientapp_that_died() -> None:
+    with deployed(2, warm=True) as cluster, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(cluster.run, strategy="socflow", model="perceptron", num_groups=2, num_rounds=2)
+        node = psutil.Process(cluster.node_pids[0])
+        forks: list[psutil.Process] = []
+
+        def training() -> bool:
+            forks[:] = [child for child in node.children(recursive=True) if child.name() == "flwr-clientapp"]
+            return bool(forks) or running.done()
+
+        assert eventually(training)
+        assert len(forks) == 1
+        forks[0].kill()
+        marks = running.result(500.0)
+        of_node, of_run = ((cluster.folder / name).read_text("utf-8", "replace")
+                           for name in ("supernode-0.log", "marks-0.log"))
+    num_starts, num_lost = of_node.count("Start `flwr-clientapp`"), of_run.count("aggregate_train: group")
+    assert [mark["round"] for mark in marks] == [0, 1, 2]
+    # It died over the strategy's first question. Flower starts it again if it had not yet read that, and else answers
+    # for it with an error, after which the strategy asks again: once more than the question and two rounds.
+    assert (num_starts, num_lost) == (4, 0)

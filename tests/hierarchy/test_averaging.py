@@ -1,0 +1,184 @@
+"""Weighted aggregation of models (F8) against float64 NumPy."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from socflower.errors import ConfigError
+from socflower.hierarchy.averaging import average_tensor, first_non_finite, is_finite, weighted_average
+
+SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (4, 5), (2, 3, 4, 1), (8193,)]
+
+
+def model(rng, dtype=np.float32):
+    return {str(shape): np.asarray(rng.standard_normal(shape), dtype) for shape in SHAPES}
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 8).flatmap(lambda n: st.lists(st.floats(0, 1e4), min_size=n, max_size=n)).filter(sum),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([np.float16, np.float32, np.float64, ">f4", np.complex64]),
+)
+def test_is_the_weighted_mean(weights, seed, dtype):
+    rng = np.random.default_rng(seed)
+    models = [model(rng, dtype) for _ in weights]
+    result = weighted_average(models, weights)
+    precision = max(1e-6, 2 * float(np.finfo(np.dtype(dtype).newbyteorder("=")).eps))
+    assert list(result) == list(models[0])
+    for name, tensor in result.items():
+        stacked = np.stack([m[name].astype(np.complex128) for m in models])
+        shares = np.array(weights) / np.sum(weights)
+        expected = np.tensordot(shares, stacked, axes=1)
+        assert tensor.shape == models[0][name].shape
+        assert tensor.dtype == models[0][name].dtype
+        scale = np.tensordot(shares, np.abs(stacked), axes=1)
+        assert np.all(np.abs(tensor - expected) <= precision * scale + 1e-7 * (dtype == np.float16))
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_equal_inputs_in_equal_order_give_equal_bits(num_models, seed):
+    rng = np.random.default_rng(seed)
+    models = [model(rng) for _ in range(num_models)]
+    weights = list(rng.integers(1, 1000, num_models))
+    first, second = weighted_average(models, weights), weighted_average([dict(m) for m in models], weights)
+    assert all(first[name].tobytes() == second[name].tobytes() for name in first)
+
+
+def test_one_model_is_itself_at_any_weight():
+    original = model(np.random.default_rng(0))
+    for name, tensor in weighted_average([original], [17]).items():
+        np.testing.assert_array_equal(tensor, original[name])
+
+
+def test_only_proportions_of_weights_matter():
+    models = [model(np.random.default_rng(k)) for k in range(3)]
+    once, scaled = weighted_average(models, [1, 2, 5]), weighted_average(models, [16, 32, 80])
+    assert all(once[name].tobytes() == scaled[name].tobytes() for name in once)
+
+
+def test_a_model_of_weight_zero_does_not_count():
+    models = [model(np.random.default_rng(k)) for k in range(3)]
+    result = weighted_average(models, [1, 0, 1])
+    expected = weighted_average([models[0], models[2]], [1, 1])
+    assert all(result[name].tobytes() == expected[name].tobytes() for name in result)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.int32, bool])
+def test_integer_tensors_keep_their_largest_value(dtype):
+    models = [{"num_batches_tracked": np.array(n, dtype), "mask": np.array([n, 1, 0], dtype)} for n in (0, 1, 1)]
+    result = weighted_average(models, [3, 0, 1])
+    assert result["num_batches_tracked"] == 1
+    assert result["num_batches_tracked"].shape == ()
+    assert result["mask"].dtype == dtype
+    np.testing.assert_array_equal(result["mask"], np.array([1, 1, 0], dtype))
+
+
+def test_large_counters_are_exact():
+    models = [{"n": np.array(2**62 + k)} for k in (1, 3, 2)]
+    assert weighted_average(models, [1, 1, 1])["n"] == 2**62 + 3
+
+
+def test_strided_fortran_and_read_only_tensors():
+    rng = np.random.default_rng(1)
+    base = rng.standard_normal((6, 4)).astype(np.float32)
+    frozen = base[::2].copy()
+    frozen.flags.writeable = False
+    models = [{"w": base[::2]}, {"w": np.asfortranarray(base[1::2])}, {"w": frozen}]
+    expected = (2 * base[::2].astype(np.float64) + base[1::2]) / 3
+    np.testing.assert_allclose(weighted_average(models, [1, 1, 1])["w"], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_writes_into_out():
+    models = [{"w": np.full(5, k, np.float32), "n": np.array([k])} for k in range(3)]
+    out = {"n": np.zeros(1, int), "w": np.zeros(5, np.float32)}
+    result = weighted_average(models, [1, 1, 2], out=out)
+    assert result["w"] is out["w"]
+    assert result["n"] is out["n"]
+    np.testing.assert_array_equal(out["w"], np.full(5, 1.25, np.float32))
+    np.testing.assert_array_equal(out["n"], [2])
+
+
+def read_only():
+    array = np.zeros(3, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ({}, "tensor 'w' is in model 0 but not in model 1"),
+        ({"w": np.zeros(3)}, r"tensor 'w' is float64\[3\] in model 1 but float32\[3\] in model 0"),
+        ({"w": read_only()}, r"out\['w'\] must be writable"),
+        ({"w": np.zeros(6, np.float32)[::2]}, r"out\['w'\] must be writable and C-contiguous"),
+    ],
+)
+def test_refuses_an_unusable_out(out, message):
+    with pytest.raises(ConfigError, match=message):
+        weighted_average([{"w": np.zeros(3, np.float32)}], [1], out=out)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64])
+def test_refuses_an_out_that_is_one_of_the_models(dtype):
+    models = [{"w": np.zeros(3, dtype)}, {"w": np.ones(3, dtype)}]
+    with pytest.raises(ConfigError, match=r"out\['w'\] shares memory with model 1"):
+        weighted_average(models, [1, 1], out=dict(models[1]))
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ([{"w": 1.0, "b": 1.0}, {"w": 1.0}], "tensor 'b' is in model 0 but not in model 1"),
+        ([{"w": 1.0}, {"w": 1.0}, {"w": 1.0, "x": 1.0}], "tensor 'x' is in model 2 but not in model 0"),
+        ([{"w": [1.0, 2.0]}, {"w": [[1.0, 2.0]]}], r"'w' is float64\[1, 2\] in model 1 but float64\[2\]"),
+        ([{"w": [1.0]}, {"w": [1]}], r"tensor 'w' is int64\[1\] in model 1 but float64\[1\]"),
+    ],
+)
+def test_refuses_models_that_differ_and_names_the_tensor(models, message):
+    arrays = [{name: np.array(value) for name, value in m.items()} for m in models]
+    with pytest.raises(ConfigError, match=message):
+        weighted_average(arrays, [1] * len(arrays))
+
+
+@pytest.mark.parametrize(
+    ("num_models", "weights", "message"),
+    [
+        (0, [], "at least one model, got 0"),
+        (2, [1], "one weight per model, got 1 for 2 models"),
+        (2, [1, -1], r"weights\[1\] is -1.0"),
+        (2, [float("nan"), 1], r"weights\[0\] is nan"),
+        (1, [float("inf")], r"weights\[0\] is inf"),
+        (2, [0, 0], "the 2 weights sum to 0.0"),
+    ],
+)
+def test_refuses_weights_that_make_no_mean(num_models, weights, message):
+    with pytest.raises(ConfigError, match=message):
+        weighted_average([{"w": np.zeros(1, np.float32)}] * num_models, weights)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f4", np.complex64])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_names_the_first_tensor_that_is_not_finite(dtype, bad):
+    tensors = {"a": np.zeros((2, 2), dtype), "n": np.array(3), "b": np.zeros(9, dtype), "c": np.zeros(4, dtype)}
+    assert is_finite(tensors)
+    assert first_non_finite(tensors) is None
+    tensors["b"][4] = bad
+    tensors["c"][0] = bad
+    assert not is_finite(tensors)
+    assert first_non_finite(tensors) == "b"
+
+
+def test_finds_bad_values_in_strided_views_only_where_they_are():
+    base = np.zeros(6, np.float32)
+    base[1] = np.nan
+    assert is_finite({"w": base[::2]})
+    assert not is_finite({"w": base[1::2]})
+
+
+def test_average_tensor_of_empty_tensors_is_empty():
+    out = np.empty((0, 3), np.float32)
+    average_tensor([np.empty((0, 3), np.float32)] * 2, [0.5, 0.5], out)
+    assert out.size == 0

@@ -1,0 +1,93 @@
+"""An interval on the clock: its phases, together, are its steps."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from socflower.cluster import LayerProfile, ModelProfile, Usage, parse_cluster
+from socflower.hierarchy import IntervalCosts, SyncInterval, plan_groups, sync_schedule
+from socflower.precision.processor_costs import MixedPricing
+from socflower.sim import EventClock
+
+CLUSTER = parse_cluster({"boards": [2, 2]})
+PROFILE = ModelProfile(name="toy", input_bytes=4.0, layers=(
+    LayerProfile(name="only", kind="Linear", forward_flops=1e8, output_bytes=4.0, weight_bytes=4e5, num_tensors=2),))
+(INTERVAL,) = sync_schedule(1, 10, 1.0)
+
+ALPHAS = st.floats(0.0, 1.0)
+
+
+def work(**changes: Any) -> IntervalCosts:
+    """Two groups of two, ten steps an epoch, which is the only interval."""
+    values: dict[str, Any] = {
+        "cluster": CLUSTER, "plan": plan_groups(CLUSTER, 2), "profile": PROFILE, "num_samples": 640, "batch_size": 32,
+        "steps_per_epoch": 10, "serialize_uplinks": True, "pricing": MixedPricing(rule="paper")}
+    return IntervalCosts(**(values | changes))
+
+
+def usage(of: IntervalCosts, phases: Any = (), interval: SyncInterval = INTERVAL) -> Usage:
+    return of.run(interval, EventClock(CLUSTER), phases)
+
+
+def assert_same(ours: Usage, reference: Usage) -> None:
+    assert ours.duration_s == pytest.approx(reference.duration_s)
+    assert ours.total_energy_j == pytest.approx(reference.total_energy_j)
+    for key, seconds in reference.soc_seconds.items():
+        assert ours.soc_seconds[key] == pytest.approx(seconds)
+    assert dict(ours.num_bytes) == pytest.approx(dict(reference.num_bytes))
+
+
+@given(alpha=ALPHAS)
+def test_phases_that_say_what_the_pricing_says_cost_the_same(alpha: float) -> None:
+    pricing = MixedPricing(rule="paper", alpha=alpha)
+    same = work(pricing=pricing)
+    expected = usage(same)
+    assert_same(usage(same, [(10, {})]), expected)
+    assert_same(usage(same, [(10, {0: pricing, 1: pricing})]), expected)
+    assert_same(usage(same, [(10, {1: pricing})]), expected)
+    # At the same shares, pricing all groups by themselves is pricing the whole.
+    other = work(pricing=MixedPricing(rule="paper", alpha=1.0 - alpha))
+    assert_same(usage(other, [(10, {0: pricing, 1: pricing})]), expected)
+
+
+@given(first=st.tuples(ALPHAS, ALPHAS), second=st.tuples(ALPHAS, ALPHAS), cut=st.integers(1, 9))
+def test_two_phases_cost_the_sum_of_both_and_one_synchronisation(
+    first: tuple[float, float], second: tuple[float, float], cut: int,
+) -> None:
+    """Against the two phases on the clock by hand; pipelines drain between them."""
+    of, clock = work(), EventClock(CLUSTER)
+    pricings = [{group_id: MixedPricing(rule="paper", alpha=alpha) for group_id, alpha in enumerate(alphas)}
+                for alphas in (first, second)]
+    expected = clock.run(of.step(pricings=pricings[0]), repeat=cut)
+    expected += clock.run(of.step(pricings=pricings[1]), repeat=10 - cut)
+    synchronisation = of.synchronisation()
+    assert synchronisation is not None
+    expected += clock.run(synchronisation)
+    assert_same(usage(of, [(cut, pricings[0]), (10 - cut, pricings[1])]), expected)
+
+
+def test_a_cut_where_nothing_changes_costs_nothing() -> None:
+    assert_same(usage(work(), [(4, {}), (6, {})]), usage(work()))
+
+
+def test_one_slow_group_does_not_slow_the_others_steps() -> None:
+    """It ends later; only the synchronisation waits for it."""
+    of = work()
+    on_cpu = MixedPricing(rule="paper", cpu_share=1.0)
+    slow, all_slow = [(10, {1: on_cpu})], [(10, {0: on_cpu, 1: on_cpu})]
+    assert usage(of).duration_s < usage(of, slow).duration_s == pytest.approx(usage(of, all_slow).duration_s)
+    assert usage(of, slow).soc_seconds["compute"] < usage(of, all_slow).soc_seconds["compute"]
+
+
+def test_shares_follow_the_rates_of_the_pricing_whatever_the_phases_say() -> None:
+    """F4: the clients split batches before the alphas of the interval are known."""
+    mixed = parse_cluster({}, [{"socs": 1, "device": "snapdragon-865"}, {"socs": 1, "device": "raspberry-pi-4b"}])
+    of = work(cluster=mixed, plan=plan_groups(mixed, 1))
+    shares = dict(of.shares)
+    assert shares[0] > shares[1] and sum(shares.values()) == 32
+    rates = [MixedPricing(rule="paper").rate("toy", mixed.device_of(soc)) for soc in (0, 1)]
+    assert shares[0] / 32 == pytest.approx(rates[0] / sum(rates), abs=1 / 32)
+    of.step(pricings={0: MixedPricing(rule="paper", alpha=0.0)})
+    assert dict(of.shares) == shares

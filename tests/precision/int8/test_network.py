@@ -1,0 +1,104 @@
+"""Graphs: what they refuse, ReLU fusion, and their JSON."""
+
+import json
+
+import pytest
+
+from socflower.errors import ConfigError
+from socflower.precision.int8 import network as ir
+from socflower.precision.int8.from_torch import trace
+from socflower.precision.int8.model import num_macs
+from tests.precision.networks import IMAGE, NETWORKS, build
+
+S = (4, 2, 2)
+
+
+def convolution(name, x="input", **more):
+    return ir.Convolution(name=name, inputs=(x,), shape=S, kernel=(1, 1), **more)
+
+
+def relu(name, x):
+    return ir.Relu(name=name, inputs=(x,), shape=S)
+
+
+def graph(*nodes):
+    return ir.Graph(input_shape=S, nodes=nodes)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_json_round_trip_is_the_identity(name):
+    original = trace(build(name), IMAGE).graph
+    assert ir.Graph.from_json(json.loads(json.dumps(original.to_json()))) == original
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ((), "no operator"),
+        ((convolution("a", "b"), convolution("b")), "a reads 'b', which no earlier node makes"),
+        ((convolution("a"), convolution("a")), "a: runs twice; int8 training has no operators that"),
+        ((convolution("input"),), "input: runs twice"),
+        ((convolution("a"), convolution("b"), convolution("c")), "nothing reads what a, b computes"),
+    ],
+)
+def test_a_graph_refuses_what_cannot_run(nodes, message):
+    with pytest.raises(ConfigError, match=message):
+        graph(*nodes)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["nodes"][0].update(kind="quantum"),
+        lambda d: d["nodes"][0].pop("kind"),
+        lambda d: d["nodes"][0].update(colour=3),
+    ],
+)
+def test_unknown_json_is_refused(change):
+    document = graph(convolution("a")).to_json()
+    change(document)
+    with pytest.raises(ConfigError, match="unknown operator"):
+        ir.Graph.from_json(document)
+
+
+def test_a_relu_is_fused_into_the_operator_that_only_it_reads():
+    for before in (
+        convolution("a"),
+        ir.BatchNorm(name="a", inputs=("input",), shape=S, eps=1e-5, momentum=0.1),
+        ir.Add(name="a", inputs=("input", "input"), shape=S),
+    ):
+        fused = ir.fuse_relu(graph(before, relu("r", "a"), convolution("b", "r")))
+        assert [node.name for node in fused.nodes] == ["a", "b"]
+        assert fused.node("a").relu
+        assert fused.node("b").inputs == ("a",)
+
+
+def test_a_relu_stays_where_its_input_is_read_elsewhere_too_or_is_no_sum():
+    shared = graph(convolution("a"), relu("r", "a"), ir.Add(name="s", inputs=("a", "r"), shape=S))
+    assert ir.fuse_relu(shared) == shared
+    pool = ir.MaxPool(name="p", inputs=("input",), shape=S, kernel=(1, 1), stride=(1, 1))
+    assert ir.fuse_relu(graph(pool, relu("r", "p"))) == graph(pool, relu("r", "p"))
+    assert ir.fuse_relu(graph(relu("r", "input"))) == graph(relu("r", "input"))
+
+
+def test_a_second_relu_is_not_fused_twice():
+    fused = ir.fuse_relu(graph(convolution("a"), relu("r", "a"), relu("t", "r"), convolution("b", "t")))
+    assert [node.name for node in fused.nodes] == ["a", "t", "b"]
+    assert fused.node("t").inputs == ("a",)
+
+
+def test_readers_are_listed_once_per_reading():
+    both = graph(convolution("a"), ir.Add(name="s", inputs=("a", "a"), shape=S))
+    assert [node.name for node in both.consumers("a")] == ["s", "s"]
+    assert both.shape_of("input") == S
+    assert both.output == "s"
+    assert both.num_classes == 4
+
+
+def test_macs_are_counted_by_hand():
+    assert num_macs(trace(build("plain"), IMAGE).graph) == (
+        8 * 100 * 27 + 18 * 9 * 72 + 162 * 24 + 24 * 5
+    )
+    assert num_macs(trace(build("separable"), IMAGE).graph) == (
+        16 * 100 * 27 + 16 * 100 * 9 + 32 * 25 * 9 + 20 * 25 * 16 + 20 * 5
+    )

@@ -1,0 +1,196 @@
+"""Whole training steps against an independent NumPy implementation of the rules: every bit, in every setting."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from socflower import _int8
+from socflower.errors import ConfigError
+from socflower.precision import ADAPTIVE_FIXED_POINT, NITI, EngineSettings, Int8Model, RescalingPolicy
+from socflower.precision.algorithm import Fp32Update, IntegerUpdate
+from socflower.precision.int8 import network as ir
+from socflower.precision.int8.from_torch import trace
+from tests.precision.networks import CLASSES, CORNERS, IMAGE, NETWORKS, batches, build
+from tests.precision.numpy_engine import NumpyTrainer
+
+ALWAYS = RescalingPolicy(adaptive=False)
+SELDOM = RescalingPolicy(adaptive=True, warm_up_batches=2)
+MOMENTUM = dataclasses.replace(ADAPTIVE_FIXED_POINT, update=Fp32Update(momentum=0.9))
+ALGORITHMS = {"niti": NITI, "adaptive-fixed-point": ADAPTIVE_FIXED_POINT, "momentum": MOMENTUM}
+STEPS = 5
+
+
+def train(model, data):
+    return [
+        model.train_step(images, labels, learning_rate=0.05, progress=index / len(data)).loss
+        for index, (images, labels) in enumerate(data)
+    ]
+
+
+def assert_same_parameters(model, other):
+    """Compare an Int8Model with an Int8Model or a NumpyTrainer, bit for bit."""
+    assert model.graph == other.graph
+    for name, weight in model.parameters.weights.items():
+        if isinstance(other, NumpyTrainer):
+            expected = other.weights[name]
+            channels = expected.q.shape[3]
+            assert not weight.data[..., channels:].any()
+            np.testing.assert_array_equal(weight.data[..., :channels], expected.q, name)
+            if expected.master is not None:
+                np.testing.assert_array_equal(weight.master[..., :channels], expected.master, name)
+        else:
+            expected = other.parameters.weights[name]
+            np.testing.assert_array_equal(weight.data, expected.data, name)
+            np.testing.assert_array_equal(weight.master, expected.master, name)
+        assert weight.exponent == expected.exponent, name
+    for name, vector in model.parameters.vectors.items():
+        if isinstance(other, NumpyTrainer):
+            expected = np.zeros_like(vector.data)
+            expected[: len(other.vectors[name])] = other.vectors[name]
+        else:
+            expected = other.parameters.vectors[name].data
+        assert vector.data.dtype == np.float32
+        np.testing.assert_array_equal(vector.data.view(np.int32), expected.view(np.int32), name)
+
+
+def model_of(name, algorithm, **settings):
+    settings = {"rescaling": ALWAYS, **settings}
+    return Int8Model.from_module(
+        build(name), input_shape=IMAGE, algorithm=algorithm, settings=EngineSettings(**settings)
+    )
+
+
+BLOCKS = {"0": 2, "3": 4, "stem": 1, "b": 5}
+
+
+def blocks_of(name):
+    """Return the part of `BLOCKS` that a network has."""
+    nodes = trace(build(name), IMAGE).graph.nodes
+    return {node.name: BLOCKS[node.name] for node in nodes if isinstance(node, ir.Convolution) and node.name in BLOCKS}
+
+
+@pytest.mark.parametrize("policy", [ALWAYS, SELDOM], ids=["always", "seldom"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_steps_equal_numpy_bit_for_bit(name, algorithm, policy):
+    assert_steps_equal_numpy(name, algorithm, policy, batches(8 if policy is SELDOM else STEPS))
+
+
+@pytest.mark.parametrize("algorithm", [NITI, MOMENTUM], ids=["niti", "momentum"])
+@pytest.mark.parametrize("name", CORNERS)
+def test_networks_with_rectified_logits_or_branches_of_zeros_equal_numpy(name, algorithm):
+    assert_steps_equal_numpy(name, algorithm, ALWAYS, batches(STEPS))
+
+
+@pytest.mark.parametrize("algorithm", [NITI, MOMENTUM], ids=["niti", "momentum"])
+@pytest.mark.parametrize("name", [*NETWORKS, "zero-branch"])
+def test_black_images_among_others_equal_numpy(name, algorithm):
+    """Zeros take the exponent that is known, or -7; either way they change none."""
+    data = [(images * np.float32(index in (1, 2, 4)), labels) for index, (images, labels) in enumerate(batches(6))]
+    assert_steps_equal_numpy(name, algorithm, SELDOM, data)
+
+
+def test_the_fewest_gradient_bits_equal_numpy():
+    fewest = dataclasses.replace(NITI, name="fewest", update=IntegerUpdate(bits=(-8,), starts=(0.0,)))
+    assert_steps_equal_numpy("plain", fewest, ALWAYS, batches(STEPS, size=40))
+
+
+def assert_steps_equal_numpy(name, algorithm, policy, data):
+    model = model_of(name, algorithm, rescaling=policy)
+    traced = trace(build(name), IMAGE)
+    trainer = NumpyTrainer(traced.graph, traced.state, algorithm, policy)
+    for index, (images, labels) in enumerate(data):
+        progress = index / len(data)
+        result = model.train_step(images, labels, learning_rate=0.05, progress=progress)
+        logits, exponent = trainer.step(images, labels, learning_rate=0.05, progress=progress, seed=index)
+        real = logits * 2.0**exponent
+        expected = np.mean(np.log(np.exp(real).sum(axis=1)) - real[np.arange(len(labels)), labels])
+        assert result.loss == pytest.approx(expected, rel=1e-12)
+        assert result.num_correct == int((real.argmax(axis=1) == labels).sum())
+        assert_same_parameters(model, trainer)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"kernel": kernel} for kernel in _int8.available_kernels()),
+        {"num_threads": 2},
+        {"num_threads": 3, "kernel": "portable"},
+        {"reuse_graph": False},
+        {"batch_blocks": BLOCKS},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_setting_of_the_machine_changes_a_bit(name, settings):
+    data = batches(4, size=7)
+    if "batch_blocks" in settings:
+        settings = {"batch_blocks": blocks_of(name)}
+        assert settings["batch_blocks"]
+    expected, model = model_of(name, NITI, rescaling=SELDOM), model_of(name, NITI, rescaling=SELDOM, **settings)
+    assert train(model, data) == train(expected, data)
+    assert_same_parameters(model, expected)
+
+
+@pytest.mark.parametrize("algorithm", [NITI, MOMENTUM], ids=["niti", "momentum"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_tight_memory_budget_evicts_and_changes_no_bit(name, algorithm):
+    data = batches(4)
+    expected = model_of(name, algorithm)
+    losses = train(expected, data)
+    # The least that a step can do with: what is held when nothing outlives its use.
+    least = model_of(name, algorithm, reuse_graph=False)
+    train(least, data)
+    budget = least.regions.peak_bytes
+    model = model_of(name, algorithm, memory_budget_bytes=budget)
+    assert train(model, data) == losses
+    assert_same_parameters(model, expected)
+    assert model.regions.peak_bytes <= budget < expected.regions.peak_bytes
+    assert model.regions.num_evicted > 0
+    assert expected.regions.num_evicted == 0
+
+
+def test_a_budget_that_is_too_small_says_how_much_is_needed():
+    model = model_of("plain", NITI, memory_budget_bytes=20_000)
+    with pytest.raises(ConfigError, match=r"memory budget of 20000 bytes: .* allow at least \d+ bytes"):
+        train(model, batches(1))
+
+
+@pytest.mark.parametrize("algorithm", [NITI, MOMENTUM], ids=["niti", "momentum"])
+def test_evaluation_between_steps_and_other_batch_sizes_change_nothing(algorithm):
+    data = batches(4)
+    expected, model = (model_of("normalised", algorithm, rescaling=SELDOM) for _ in range(2))
+    train(expected, data)
+    model.predict(data[0][0])
+    for index, (images, labels) in enumerate(data):
+        model.train_step(images, labels, learning_rate=0.05, progress=index / len(data))
+        before = model.arrays()
+        model.evaluate(images[:3], labels[:3], batch_size=2)
+        model.predict(images)
+        for name, array in model.arrays().items():
+            np.testing.assert_array_equal(array, before[name])
+    assert_same_parameters(model, expected)
+
+
+def test_batches_of_changing_size_equal_numpy():
+    traced = trace(build("residual"), IMAGE)
+    trainer = NumpyTrainer(traced.graph, traced.state, NITI, SELDOM)
+    model = model_of("residual", NITI, rescaling=SELDOM)
+    for index, size in enumerate((6, 1, 17, 6, 3, 1)):
+        images, labels = batches(1, size=size, seed=index)[0]
+        model.train_step(images, labels, learning_rate=0.02, progress=0.0)
+        trainer.step(images, labels, learning_rate=0.02, progress=0.0)
+    assert_same_parameters(model, trainer)
+
+
+def test_predictions_do_not_depend_on_the_batch_they_are_in_but_for_its_exponents():
+    model = model_of("plain", NITI)
+    images, labels = batches(1, size=12)[0]
+    one_by_one = np.concatenate([model.predict(image[None]) for image in images])
+    together = model.predict(images)
+    assert together.shape == (12, CLASSES)
+    assert np.abs(one_by_one - together).max() < 0.1 * np.abs(together).max()
+    result = model.evaluate(images, labels)
+    assert result.num_samples == 12
+    assert result.accuracy == result.num_correct / 12

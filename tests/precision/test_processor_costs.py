@@ -1,0 +1,219 @@
+"""Virtual time of int8 and of CPU and NPU at once: the slower processor ends a step, and the rules bound the gain."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from socflower.cluster import FP32, Device, LayerProfile, ModelProfile, Processor, StepTimings, device
+from socflower.errors import ConfigError
+from socflower.precision.mixed_precision import MIXING_RULES, RULES_BY_THROUGHPUT, accuracy_floor, cpu_samples
+from socflower.precision.processor_costs import MERGE_PASSES, REQUANTISE_PASSES, Int8Pricing, MixedPricing
+
+MODEL = ModelProfile(name="m", input_bytes=100.0, layers=(
+    LayerProfile(name="a", kind="Conv2d", forward_flops=2e6, output_bytes=400.0, weight_bytes=40.0, num_tensors=2),
+    LayerProfile(name="b", kind="Linear", forward_flops=1e6, output_bytes=40.0, weight_bytes=60.0, num_tensors=1),
+))
+VGG11 = ModelProfile(name="vgg11", input_bytes=12288.0, layers=(
+    LayerProfile(name="all", kind="Conv2d", forward_flops=0.917e9 / 3, output_bytes=4e5, weight_bytes=36.9e6,
+                 num_tensors=34),))
+SOC = device("snapdragon-865")
+
+many = settings(max_examples=150)
+rates = st.floats(1e8, 1e13)
+fractions = st.floats(0.0, 1.0)
+counts = st.integers(0, 2000)
+rules = st.sampled_from(MIXING_RULES)
+
+
+def machine(cpu=9e6, npu=36e6, **changes):
+    """Return a device of a CPU and, unless `npu` is 0, an NPU, with a CPU path in int8 that shares the CPU."""
+    processors = {
+        "cpu": Processor(name="cpu", flops_per_s=cpu, active_w=5.0),
+        "cpu-int8": Processor(name="cpu-int8", flops_per_s=cpu * 1.5, active_w=5.0, number_format="int8", shares="cpu"),
+    }
+    if npu:
+        processors["npu"] = Processor(name="npu", flops_per_s=npu, active_w=3.0, number_format="int8")
+    values = {"name": "d", "idle_w": 1.0, "network_w": 0.5, "memory_bytes": 1e9, "memory_bytes_per_s": 500.0,
+              "layer_overhead_s": 0.0, "processors": processors}
+    return Device(**(values | changes))
+
+
+def slowest_s(cost):
+    return max(part.compute_s for part in cost.processors)
+
+
+@many
+@given(rates, rates, counts, fractions, st.floats(0, 1))
+def test_at_rule_fp32_a_step_costs_what_it_costs_in_fp32(cpu, npu, num_samples, alpha, overhead_s):
+    soc = machine(cpu, npu, layer_overhead_s=overhead_s)
+    pricing = MixedPricing(rule="fp32", alpha=alpha)
+    assert pricing.step_cost(MODEL, soc, num_samples) == FP32.step_cost(MODEL, soc, num_samples)
+    assert pricing.rate("m", soc) == pytest.approx(FP32.rate("m", soc), rel=1e-15)
+
+
+@many
+@given(rules, rates, rates, st.integers(1, 2000), fractions)
+def test_a_step_takes_the_samples_of_the_slower_processor_over_its_rate(rule, cpu, npu, num_samples, alpha):
+    soc, pricing = machine(cpu, npu), MixedPricing(rule=rule, alpha=alpha)
+    on_cpu = cpu_samples(num_samples, pricing.share("m", soc), accuracy_floor(pricing.rule, pricing.alpha))
+    expected = MODEL.training_flops * max(on_cpu / cpu, (num_samples - on_cpu) / npu)
+    cost = pricing.step_cost(MODEL, soc, num_samples)
+    assert slowest_s(cost) == pytest.approx(expected, rel=1e-12)
+    assert {part.processor for part in cost.processors} == {
+        name for name, count in (("cpu", on_cpu), ("npu", num_samples - on_cpu)) if count}
+
+
+@many
+@given(rules, rates, rates, fractions)
+def test_rate_is_the_inverse_of_a_samples_step_time_without_overhead(rule, cpu, npu, alpha):
+    """In the limit of a batch so large that whole samples do not round: 1e15 of them here."""
+    soc, pricing, num_samples = machine(cpu, npu), MixedPricing(rule=rule, alpha=alpha), 10**15
+    seconds = slowest_s(pricing.step_cost(MODEL, soc, num_samples)) / num_samples
+    assert MODEL.training_flops / pricing.rate("m", soc) == pytest.approx(seconds, rel=1e-9)
+
+
+@many
+@given(st.sampled_from(RULES_BY_THROUGHPUT), rates, rates, fractions)
+def test_no_rule_is_faster_than_both_processors_together(rule, cpu, npu, alpha):
+    soc = machine(cpu, npu)
+    rate = MixedPricing(rule=rule, alpha=alpha).rate("m", soc)
+    assert cpu * (1 - 1e-12) <= rate <= (cpu + npu) * (1 + 1e-12)
+    assert MixedPricing(rule="normalised", alpha=1.0).rate("m", soc) == pytest.approx(cpu + npu, rel=1e-9)
+
+
+@many
+@given(rates, rates, fractions)
+def test_the_paper_is_at_most_e_times_faster_than_fp32(cpu, npu, alpha):
+    soc = machine(cpu, npu)
+    assert MixedPricing(alpha=alpha).rate("m", soc) <= math.e * (1 + 1e-12) * FP32.rate("m", soc)
+
+
+@many
+@given(rates, rates, st.integers(1, 2000), fractions)
+def test_a_steps_gain_is_at_most_the_samples_over_those_of_the_cpu(cpu, npu, num_samples, alpha):
+    """Of small batches that may be above e, since samples are whole: 4 samples give the CPU 1.47, which is 1."""
+    soc, pricing = machine(cpu, npu), MixedPricing(alpha=alpha)
+    gain = slowest_s(FP32.step_cost(MODEL, soc, num_samples)) / slowest_s(pricing.step_cost(MODEL, soc, num_samples))
+    on_cpu = cpu_samples(num_samples, pricing.share("m", soc), accuracy_floor(pricing.rule, pricing.alpha))
+    assert on_cpu == 0 or gain <= num_samples / on_cpu * (1 + 1e-12)
+    assert on_cpu >= num_samples / math.e - 0.5
+
+
+@many
+@given(rules, rates, rates, st.integers(1, 2000), fractions)
+def test_merging_and_rounding_are_paid_where_both_work_and_only_there(rule, cpu, npu, num_samples, alpha):
+    """3 passes over 100 bytes at 500 bytes/s to merge, 1.25 more to round the masters anew."""
+    soc, pricing = machine(cpu, npu), MixedPricing(rule=rule, alpha=alpha)
+    cost, fp32 = pricing.step_cost(MODEL, soc, num_samples), FP32.step_cost(MODEL, soc, num_samples)
+    on_cpu = cpu_samples(num_samples, pricing.share("m", soc), accuracy_floor(pricing.rule, pricing.alpha))
+    uses_npu = on_cpu < num_samples
+    assert cost.merge_s == pytest.approx(MERGE_PASSES * 0.2 if 0 < on_cpu < num_samples else 0.0)
+    assert cost.update_s - fp32.update_s == pytest.approx(REQUANTISE_PASSES * 0.2 if uses_npu else 0.0)
+    assert cost.processor == "cpu"
+
+
+@given(rules, fractions)
+def test_no_samples_cost_no_computing_but_the_update(rule, alpha):
+    cost = MixedPricing(rule=rule, alpha=alpha).step_cost(MODEL, machine(), 0)
+    assert slowest_s(cost) == 0.0
+    assert cost == FP32.step_cost(MODEL, machine(), 0)
+
+
+def test_both_processors_pay_their_own_overhead():
+    cost = MixedPricing(rule="half").step_cost(MODEL, machine(layer_overhead_s=0.01), 10)
+    assert [part.compute_s for part in cost.processors] == pytest.approx([5.0 + 0.02, 1.25 + 0.02])
+
+
+def test_timings_of_a_device_profile_win_on_both_sides():
+    soc = machine()
+    timed = {"cpu": StepTimings(batches=(1,), step_s=(3.0,)), "npu": StepTimings(batches=(1,), step_s=(0.5,))}
+    processors = {name: dataclasses.replace(processor, timings={"m": timed[name]} if name in timed else {})
+                  for name, processor in soc.processors.items()}
+    cost = MixedPricing(rule="half").step_cost(MODEL, machine(processors=processors), 10)
+    assert [part.compute_s for part in cost.processors] == pytest.approx([15.0, 2.5])
+
+
+# ------------------------------------------------------------------------- devices without an accelerator
+
+
+@many
+@given(st.sampled_from([*RULES_BY_THROUGHPUT, "fp32"]), counts, fractions, st.none() | fractions)
+def test_a_device_without_an_accelerator_trains_in_fp32_under_the_rules_that_follow_throughput(
+    rule, num_samples, alpha, share
+):
+    """Also in a group whose other devices' share of the CPU is given; int8 on the CPU itself is no accelerator."""
+    soc, pricing = machine(npu=0), MixedPricing(rule=rule, alpha=alpha, cpu_share=share)
+    assert pricing.step_cost(MODEL, soc, num_samples) == FP32.step_cost(MODEL, soc, num_samples)
+    assert pricing.rate("m", soc) == pytest.approx(FP32.rate("m", soc), rel=1e-15)
+
+
+@pytest.mark.parametrize("share", [None, 0.5])
+@pytest.mark.parametrize("rule", ["half", "int8"])
+def test_a_device_without_an_accelerator_is_refused_under_fixed_shares(rule, share):
+    pricing, soc = MixedPricing(rule=rule, cpu_share=share), machine(npu=0)
+    says = f"device d has no int8 processor beside its cpu, which rule = '{rule}' needs"
+    for call in (lambda: pricing.step_cost(MODEL, soc, 8), lambda: pricing.rate("m", soc)):
+        with pytest.raises(ConfigError, match=says):
+            call()
+
+
+@many
+@given(rules, rates, rates, st.integers(1, 2000), fractions)
+def test_a_given_share_of_the_cpu_holds_whatever_the_rule(rule, cpu, npu, num_samples, share):
+    soc = machine(cpu, npu)
+    cost = MixedPricing(rule=rule, cpu_share=share).step_cost(MODEL, soc, num_samples)
+    on_cpu = cpu_samples(num_samples, share)
+    assert cost.compute_s == pytest.approx(MODEL.training_flops * on_cpu / cpu)
+    assert sum(part.compute_s for part in cost.beside) == pytest.approx(
+        MODEL.training_flops * (num_samples - on_cpu) / npu)
+
+
+@given(fractions)
+def test_another_confidence_changes_nothing_else(alpha):
+    pricing = MixedPricing(rule="normalised", cpu_share=0.25)
+    assert pricing.with_alpha(alpha) == MixedPricing(rule="normalised", alpha=alpha, cpu_share=0.25)
+    assert pricing.alpha == 1.0
+
+
+# ----------------------------------------------------------------------------------------- a real device
+
+
+def joules(cost, soc):
+    """Return the device's energy while it computes: at rest for the whole step, and each processor's own on top."""
+    work = sum(part.compute_s * (soc.processor(part.processor).active_w - soc.idle_w) for part in cost.processors)
+    return slowest_s(cost) * soc.idle_w + work
+
+
+def test_shares_of_a_snapdragon_865_on_vgg11():
+    """65.6 and 254.8 GFLOP/s (Mandheling Table 8): beta = 0.795, so that the paper's floor of e^-1 decides."""
+    pricing = MixedPricing()
+    assert pricing.npu_ratio("vgg11", SOC) == pytest.approx(254.8 / 320.4)
+    assert pricing.share("vgg11", SOC) == pytest.approx(math.exp(-1.0))
+    assert MixedPricing(rule="normalised").share("vgg11", SOC) == pytest.approx(65.6 / 320.4)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("batch", [1, 4, 12, 16, 61, 64, 256, 1000])
+def test_fp32_takes_less_than_e_times_the_papers_time_and_joules_on_a_snapdragon_865(alpha, batch):
+    fp32 = FP32.step_cost(VGG11, SOC, batch)
+    mixed = MixedPricing(alpha=alpha).step_cost(VGG11, SOC, batch)
+    assert slowest_s(fp32) / slowest_s(mixed) <= math.e
+    whole = [slowest_s(cost) + cost.merge_s + cost.update_s for cost in (fp32, mixed)]
+    assert whole[0] / whole[1] < math.e
+    assert joules(fp32, SOC) / joules(mixed, SOC) < math.e
+    if alpha == 1.0 and batch >= 64:
+        assert whole[0] / whole[1] > 2.0
+        assert joules(fp32, SOC) / joules(mixed, SOC) > 2.0
+
+
+def test_int8_runs_on_the_fastest_int8_processor_or_the_default_one():
+    pricing = Int8Pricing()
+    assert pricing.step_cost(VGG11, SOC, 8).processor == "npu"
+    assert pricing.rate("vgg11", SOC) == 254.8e9
+    assert pricing.step_cost(MODEL, machine(npu=0), 8).processor == "cpu-int8"
+    plain = machine(processors={"cpu": Processor(name="cpu", flops_per_s=9e6, active_w=5.0)})
+    assert pricing.step_cost(MODEL, plain, 8) == FP32.step_cost(MODEL, plain, 8)
+    assert pricing.rate("m", plain) == FP32.rate("m", plain)

@@ -1,0 +1,352 @@
+"""The report: complete, escaped, self-contained, repeatable, and sane where results are odd."""
+
+import copy
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+
+from socflower.errors import ConfigError
+from socflower.report.board_picture import board_picture, letter
+from socflower.report.report import ranges, render_report, write_report
+from socflower.report.summary import name_runs
+
+_VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class _Page(HTMLParser):
+    """Checks that tags nest and keeps what the tests ask for: ids, addresses, text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.words: list[str] = []
+        self.alternatives: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in _VOID:
+            self.open.append(tag)
+        self._keep(attrs)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._keep(attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    def _keep(self, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            assert not name.startswith("on"), f"a script: {name}={value}"
+            if name == "id":
+                self.ids.append(value or "")
+            elif name in ("src", "href", "xlink:href", "action", "data", "srcset"):
+                self.addresses.append(value or "")
+            elif name == "aria-label":
+                self.alternatives.append(value or "")
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+
+def _plan(num_boards: int = 12, slots: int = 5, size: int = 4, used: int | None = None) -> dict[str, Any]:
+    groups = []
+    for index in range((used or num_boards * slots) // size):
+        members = list(range(index * size, (index + 1) * size))
+        boards = sorted({soc // slots for soc in members})
+        groups.append({"id": index, "members": members, "leader": members[0], "boards": boards,
+                       "split": len(boards) > 1})
+    ids = [group["id"] for group in groups]
+    return {"groups": groups, "contention": 2, "communication_groups": [ids[::2], ids[1::2]],
+            "slots_per_board": [slots] * num_boards}
+
+
+def _result(
+    strategy: str = "socflow", *, speed: float = 1.0, plan: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    rounds: list[dict[str, Any]] = [
+        {"round": index, "epoch": index / 4, "accuracy": None if index == 2 else 0.5 + index / 25,
+         "loss": 2.0 / index, "virtual_s": 620.0 * index / speed, "energy_j": 5e4 * index / speed,
+         "bytes": {"intra_board": 1, "inter_board": 2, "hub": 3, "wan": 4}, "events": []}
+        for index in range(1, 10)]
+    rounds[4]["events"] = [{"kind": "reply-dropped", "text": "group 3: NaN in conv1.weight, dropped"}]
+    parts = {"compute": 700.0, "synchronisation": 200.0, "update": 60.0, "idle": 40.0}
+    return {
+        "schema": 1, "scenario": {"seed": 7, "cluster": {"boards": 12, "device": "snapdragon-865"}},
+        "engine": "local", "strategy": strategy, "kernels": {"int8": "avx512-vnni"},
+        "transports": {"group": "in process"}, "seed": 7, "rounds": rounds, "final_accuracy": 0.8612,
+        "virtual_s": 5580.0 / speed, "wall_s": 512.0, "energy_j": 4.5e5 / speed,
+        "bytes": {"intra_board": 3.21e9, "inter_board": 4.56e8, "hub": 7.89e6, "wan": 1234},
+        "weights_sha256": "ab" * 32, "time_to_accuracy_s": 4960.0 / speed, "target_accuracy": 0.8,
+        "expectations": [{"name": "min_accuracy", "expected": 0.8, "observed": 0.8612, "holds": True},
+                         {"name": "max_virtual_s", "expected": 3600, "observed": 5580.0, "holds": False}],
+        "breakdown": {"soc_seconds": parts, "energy_j": {key: 2 * value for key, value in parts.items()}},
+        "plan": plan, "notes": ["NPU: CPU int8"],
+    }
+
+
+def _three() -> list[dict[str, Any]]:
+    return [_result(plan=_plan()), _result("ring", speed=0.02), _result("fedavg", speed=0.1)]
+
+
+def _render(results: list[dict[str, Any]], **options: Any) -> _Page:
+    return _Page(render_report(results, **{"title": "A title", "question": "What?", **options}))
+
+
+def test_sections_come_in_order_and_hold_every_number() -> None:
+    page = _render(_three())
+    headings = ("A title", "What?", "Summary", "Expectations", "Accuracy over virtual time",
+                "Accuracy over energy", "Where time and energy go", "Groups on boards", "Events",
+                "Resolved scenario", "How it ran")
+    place = 0
+    for heading in headings:
+        place = page.text.index(heading, place) + len(heading)
+    for expected in (
+        "86.1%", "1 h 33 min", "1 h 23 min", "Time to 80.0%", "450 kJ", "125 Wh", "3.21 GB", "456 MB", "7.89 MB",
+        "1.23 kB", "8 min 32 s", "50.0×", "baseline", "5.00×", "0.8612", "3600", "✓ holds", "✗ fails",
+        "3 of 6 expectations fail.", "11 min 40 s", "3 min 20 s", "1 min 00 s", "40.0 s", "1.40 kJ", "400 J",
+        "reply-dropped", "group 3: NaN in conv1.weight, dropped", "snapdragon-865", "ab" * 32, "avx512-vnni",
+        "in process", "NPU: CPU int8", "ui.perfetto.dev", "trace.json", "15 groups", "B = groups 1, 3, 5",
+    ):
+        assert expected in page.text, expected
+
+
+def test_needs_no_network_and_no_script() -> None:
+    html = render_report(_three(), title="A title")
+    page = _Page(html)
+    outside = [address for address in page.addresses if not address.startswith("#")]
+    assert outside == ["https://ui.perfetto.dev"]
+    assert not {"script", "link", "img", "iframe", "object", "image"} & set(page.tags)
+    assert not re.search(r"@import|url\((?!#)", html)
+    others = set(re.findall(r"https?://[^\"'\s<)]+", html)) - {"https://ui.perfetto.dev"}
+    assert others <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+@pytest.mark.parametrize(
+    ("serialize_uplinks", "says"), [(True, "take turns: A"), (False, "run freely, without turns: A")])
+def test_the_note_on_groups_says_whether_they_take_turns(serialize_uplinks: bool, says: str) -> None:
+    plan = {**_plan(), "sequenced": serialize_uplinks}
+    assert len(plan["communication_groups"]) > 1
+    assert f"Communication groups {says}" in _Page(render_report([_result(plan=plan)], title="A title")).text
+
+
+def test_ids_are_unique_and_every_reference_has_its_target() -> None:
+    html = render_report([_result(plan=_plan()), _result("other", plan=_plan(size=3))], title="A title")
+    page = _Page(html)
+    assert len(page.ids) == len(set(page.ids))
+    references = {address[1:] for address in page.addresses if address.startswith("#")}
+    references |= set(re.findall(r"url\(#([^)]+)\)", html))
+    assert references and references <= set(page.ids)
+
+
+def test_whatever_the_user_provides_is_escaped() -> None:
+    evil = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>&lt;"
+    result = _result(evil, plan=_plan())
+    result.update(engine=evil, seed=evil, kernels={evil: evil}, transports=[evil], notes=[evil],
+                  weights_sha256=evil, scenario={evil: [evil]}, schema=evil)
+    result["expectations"][0].update(name=evil, expected=evil, observed=evil)
+    result["rounds"][0].update(round=evil, epoch=evil, loss=evil, accuracy=evil,
+                               events=[{"kind": evil, "text": evil}])
+    result["plan"]["groups"][0].update(id=evil, leader=evil, boards=[evil])
+    result["plan"].update(contention=evil, communication_groups=[[evil], [1]])
+    page = _render([result, _result()], title=evil, question=evil)
+    assert not {"script", "img"} & set(page.tags)
+    assert page.text.count("<script>alert('x')</script>") > 20
+
+
+def test_mathematics_and_odd_characters_in_names_are_plain_text() -> None:
+    names = ["$x^2", "_hidden", "100% \\frac{", "socflow 组 😀", "bell\x07 \ud800 \x00", "a" * 200, ""]
+    page = _render([_result(name) for name in names])
+    assert "$x^2" in page.text and "socflow 组" in page.text and "unnamed" in page.text
+    assert "\x07" not in page.text and "\x00" not in page.text
+
+
+def test_equal_input_gives_equal_bytes_whatever_matplotlib_is_set_to(tmp_path: Path) -> None:
+    write_report(tmp_path / "a.html", _three(), title="A title")
+    with matplotlib.rc_context({"lines.linewidth": 9.0, "svg.fonttype": "path", "font.size": 30.0}):
+        write_report(tmp_path / "b.html", copy.deepcopy(_three()), title="A title")
+        assert matplotlib.rcParams["font.size"] == 30.0
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+
+
+def test_writing_replaces_the_old_report_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new" / "report.html"
+    write_report(path, [_result()], title="first")
+
+    def no_space(self: Path, *_: Any, **__: Any) -> int:
+        self.touch()
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", no_space)
+    with pytest.raises(OSError, match="no space"):
+        write_report(path, [_result()], title="second")
+    assert "<h1>first</h1>" in path.read_text(encoding="utf-8")
+    assert [entry.name for entry in path.parent.iterdir()] == ["report.html"]
+
+
+def test_one_result_has_no_ratios() -> None:
+    page = _render([_result()])
+    assert "baseline" not in page.text and "Speed-up" not in page.text
+    assert "1 of 2 expectations fails." in page.text
+
+
+def test_baseline_is_the_slowest_or_the_named_one() -> None:
+    assert "socflow is 50.0× as fast as ring" in _render(_three()).text
+    assert "socflow is 10.0× as fast as fedavg" in _render(_three(), baseline="fedavg").text
+    with pytest.raises(ConfigError, match="'sgd'; there are socflow, ring, fedavg"):
+        render_report(_three(), title="A title", baseline="sgd")
+    with pytest.raises(ConfigError, match="got none"):
+        render_report([], title="A title")
+
+
+def test_who_misses_the_target_is_compared_by_virtual_time_and_never_praised() -> None:
+    results = _three()
+    results[0]["time_to_accuracy_s"] = None
+    page = _render(results)
+    assert "not reached" in page.text and "Speed-up compares virtual time" in page.text
+    assert "fedavg is 5.00× as fast as ring by virtual time" in page.text
+
+
+def test_same_strategy_twice_is_told_apart() -> None:
+    results = [_result(), {**_result(), "seed": 8}, {**_result(), "seed": 8}, _result("ring")]
+    assert [run.label for run in name_runs(results)] == [
+        "socflow (seed 7)", "socflow (seed 8) #1", "socflow (seed 8) #2", "ring"]
+
+
+def test_expectations_that_could_not_be_checked_are_no_success() -> None:
+    result = _result()
+    result["expectations"] = [{"name": "min_speedup_over_ring", "expected": 5, "observed": None, "holds": None},
+                              {"name": "min_accuracy", "expected": 0.8, "observed": 0.9, "holds": True}]
+    page = _render([result])
+    assert "1 of 2 expectations hold, 1 could not be checked" in page.text and "? not checked" in page.text
+
+
+def test_observed_values_are_not_rounded_into_the_expected_one() -> None:
+    result = _result()
+    result["expectations"] = [{"name": "min_accuracy", "expected": 0.8, "observed": 0.79999999, "holds": False}]
+    assert "0.79999999" in _render([result]).text
+
+
+def test_logarithmic_time_only_where_spans_differ_more_than_twentyfold() -> None:
+    assert "virtual time, logarithmic" in _render(_three()).text
+    assert "logarithmic" not in _render([_result(), _result("ring", speed=0.1)]).text
+
+
+def test_pictures_say_in_words_what_they_show() -> None:
+    alternatives = " ".join(_render(_three()).alternatives)
+    for expected in ("socflow: 86.0% after 1 h 33 min", "compute 11 min 40 s",
+                     "15 groups on 12 boards with 60 slots; 9 groups split over boards; 0 slots idle"):
+        assert expected in alternatives, expected
+
+
+@pytest.mark.parametrize("changes", [
+    {"rounds": []}, {"rounds": None}, {"plan": None}, {"expectations": []}, {"breakdown": None}, {"bytes": {}},
+    {"virtual_s": None, "predicted_s": 7200.0, "time_to_accuracy_s": None}, {"energy_j": 0.0}, {"notes": None},
+    {"final_accuracy": math.nan, "virtual_s": math.nan, "energy_j": math.inf, "wall_s": math.nan},
+    {"breakdown": {"soc_seconds": {"compute": math.nan, "idle": -1.0}, "energy_j": {"compute": 0, "idle": 0}}},
+    {"target_accuracy": None, "time_to_accuracy_s": None}, {"scenario": None}, {"kernels": None},
+    {"plan": {"groups": [], "slots_per_board": []}}, {"plan": {**_plan(), "slots_per_board": [0, 3]}},
+    {"plan": {**_plan(), "communication_groups": [], "slots_per_board": [16, 1, 40, 3]}},
+])
+def test_odd_results(changes: dict[str, Any]) -> None:
+    odd = {**_result(plan=_plan()), **changes}
+    _render([odd])
+    _render([odd, _result("ring", speed=0.5), odd])
+
+
+def test_only_a_strategy_name_is_enough() -> None:
+    page = _render([{"strategy": "socflow"}])
+    for expected in ("No accuracy was measured", "No energy was accounted", "No breakdown was recorded",
+                     "No strategy of this report forms groups", "expects nothing", "Nothing out of the ordinary"):
+        assert expected in page.text, expected
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("accuracy", None), ("accuracy", math.nan), ("virtual_s", None), ("virtual_s", 0.0), ("energy_j", math.nan),
+    ("energy_j", 0.0), ("loss", math.inf), ("events", None),
+])
+def test_odd_rounds(key: str, value: Any) -> None:
+    result = _result()
+    for row in result["rounds"]:
+        row[key] = value
+    page = _render([result, _result("ring", speed=0.01)])
+    assert "nan" not in " ".join(page.words).lower().replace("nan in conv1", "")
+
+
+def test_without_virtual_time_accuracy_is_shown_over_epochs() -> None:
+    result = _result()
+    result.update(virtual_s=None, time_to_accuracy_s=None, predicted_s=7200.0)
+    for row in result["rounds"]:
+        row["virtual_s"] = None
+    page = _render([result])
+    assert "Accuracy over epochs" in page.text and "predicted 2 h 00 min" in page.text
+
+
+def test_a_thousand_socs_stay_a_picture_and_more_are_cut() -> None:
+    svg = board_picture(_plan(200, 5, 8, 990), "p")
+    width, height = (float(found) for found in re.findall(r'<svg viewBox="0 0 (\S+) (\S+)"', svg)[0])
+    assert width <= 1090 and height <= 900
+    assert svg.count("<title>SoC ") == 1000 and svg.count(": idle</title>") == 1000 - 984
+    many = board_picture(_plan(2000, 5, 5), "p")
+    assert "The first 400 of 2000 boards are drawn." in many and many.count("<title>SoC ") == 2000
+
+
+def test_picture_marks_leaders_split_groups_and_communication_groups() -> None:
+    svg = board_picture(_plan(), "p")
+    assert svg.count("★") == 15 and svg.count("spans these boards") == 9
+    assert "<title>SoC 4: group 1, leader, split over boards, communication group B</title>" in svg
+
+
+def test_strategies_that_share_a_plan_share_its_picture() -> None:
+    html = render_report([_result("a", plan=_plan()), _result("b", plan=_plan())], title="A title")
+    assert html.count('aria-label="15 groups') == 1 and "<h3>a, b</h3>" in html
+
+
+def test_long_lists_are_cut_and_say_so() -> None:
+    result = _result()
+    row = result["rounds"][4]
+    result["rounds"] = [{**row, "round": index, "events": row["events"] * 2} for index in range(1, 1001)]
+    page = _render([result])
+    assert "Every 5th of 1000 rounds." in page.text and "The first 500 of 2000 events" in page.text
+    assert re.search(r"\b1000 1\.25 ", page.text), "the last round is in the table"
+
+
+def test_results_survive_their_json_file() -> None:
+    results = _three()
+    assert render_report(json.loads(json.dumps(results)), title="A") == render_report(results, title="A")
+
+
+def test_ranges_and_letters() -> None:
+    assert ranges([7, 0, 1, 2]) == "0–2, 7" and ranges(["a", 1]) == "a, 1" and ranges([]) == ""
+    assert [letter(index) for index in (0, 25, 26, 53)] == ["A", "Z", "A1", "B2"]
+
+
+def test_mixed_precision_has_pictures_of_its_share_and_confidence_and_others_have_not() -> None:
+    plain = _render([_result()])
+    assert "mixing" not in plain.ids
+    result = _result()
+    for index, entry in enumerate(result["rounds"][1:]):
+        entry.update({"alpha": 0.99 - 0.01 * index, "cpu_share": 0.375})
+    page = _render([result])
+    assert "mixing" in page.ids
+    assert any("gamma" in text and "37.5%" in text for text in page.alternatives)

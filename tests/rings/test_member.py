@@ -1,0 +1,452 @@
+"""Members of a ring in threads of this process, struck at moments that no kill of a process can be timed to."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from socflower.rings import member as ring_member_module
+from socflower.rings.collective import Collective, PeerLost, Poll, Work, never
+from socflower.rings.member import AppliedStep, MemberEnd, RingMember, open_ring
+from socflower.rings.preemption import PreemptionSwitch
+from socflower.rings.transports.port import RingPort
+from socflower.training.batches import BatchSchedule
+from socflower.training.fp32 import FP32Session, FP32Trainer, cosine_annealing, sgd
+from socflower.training.group import train_group
+from socflower.training.trainer import TrainingSpan
+from socflower.wire.message_keys import COMPLETED, PREEMPTED, GroupTask, RingTask
+from socflower.workloads import LabelledData
+from tests.rings.peers import TOKEN, free_addresses
+from tests.seeded import built
+
+WAIT_S = 90.0
+HEARTBEAT_S = 40.0  # nobody hangs here: who dies closes its port, and a loaded machine answers late
+NUM_SAMPLES, NUM_STEPS = 96, 6
+BATCH_SIZE = NUM_SAMPLES // NUM_STEPS
+Strike = Callable[[int, int, str, int], None]
+"""Called as (rank, generation, operation, number of that operation) after a member's operation has succeeded there."""
+
+
+class Died(Exception):
+    """What a member that is to die raises: its port closes, as that of a process that was killed."""
+
+
+class StruckRing(Collective):
+    """A real ring, at whose operations a test may strike."""
+
+    def __init__(self, ring: Collective, participant: int, generation: int, strike: Strike) -> None:
+        self._ring, self._participant, self._generation, self._strike = ring, participant, generation, strike
+        self.rank, self.size, self.transport = ring.rank, ring.size, ring.transport
+        self._numbers: dict[str, int] = {}
+
+    def all_reduce(self, buffer: Tensor) -> Work:
+        return _StruckWork(self._ring.all_reduce(buffer), lambda: self._done("all_reduce"))
+
+    def all_gather(self, payload: bytes, poll: Poll = never) -> list[bytes]:
+        gathered = self._ring.all_gather(payload, poll)
+        self._done("all_gather")
+        return gathered
+
+    def broadcast(self, payload: bytes | None, source: int, poll: Poll = never) -> bytes:
+        content = self._ring.broadcast(payload, source, poll)
+        self._done("broadcast")
+        return content
+
+    def close(self) -> None:
+        self._ring.close()
+
+    def _done(self, operation: str) -> None:
+        number = self._numbers[operation] = self._numbers.get(operation, 0) + 1
+        self._strike(self._participant, self._generation, operation, number)
+
+
+class _StruckWork:
+    def __init__(self, work: Work, done: Callable[[], None]) -> None:
+        self._work, self._done = work, done
+
+    def wait(self, poll: Poll = never) -> None:
+        self._work.wait(poll)
+        self._done()
+
+
+def model(*, norm: bool = False) -> nn.Module:
+    def layers() -> nn.Module:
+        first: list[nn.Module] = [nn.Flatten(), nn.Linear(16, 12)]
+        if norm:
+            first.append(nn.BatchNorm1d(12))
+        return nn.Sequential(*first, nn.ReLU(), nn.Linear(12, 3))
+
+    return built(layers, 2)
+
+
+def samples(count: int = NUM_SAMPLES) -> LabelledData:
+    generator = torch.Generator().manual_seed(1)
+    return LabelledData(
+        inputs=torch.randint(0, 256, (count, 1, 4, 4), generator=generator, dtype=torch.uint8),
+        labels=torch.randint(0, 3, (count,), generator=generator), mean=(0.5,), std=(0.5,), num_classes=3)
+
+
+def task(size: int, num_steps: int = NUM_STEPS, *, reshuffle: bool = True) -> GroupTask:
+    return GroupTask(
+        group_id=0, num_groups=1, members=tuple(range(size)), partitions=tuple(range(size)), num_partitions=size,
+        capacities=(1.0,) * size, first_step=0, num_steps=num_steps, steps_per_epoch=num_steps, total_steps=num_steps,
+        batch_size=BATCH_SIZE, reshuffle=reshuffle, deal_epoch=0, seed=3, num_samples=BATCH_SIZE * num_steps)
+
+
+def trainer() -> FP32Trainer:
+    return FP32Trainer(optimizer=sgd(0.1, 0.9), scheduler=cosine_annealing)
+
+
+class Pace:
+    """A member's clock, on which nothing but its own passes takes time."""
+
+    def __init__(self, sample_s: Sequence[float], rank: int) -> None:
+        self._sample_s, self._rank, self.now_s = sample_s, rank, 0.0
+
+    def work(self, num_samples: int) -> None:
+        self.now_s += self._sample_s[self._rank] * num_samples
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class PacedTrainer:
+    """The trainer of a member that is as fast as its pace says, whatever this machine is."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+
+    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> FP32Session:
+        session, gradients = trainer().start(model, span, state), FP32Session.gradients
+
+        def paced(parts: Any, num_samples: int) -> Tensor:
+            self._pace.work(sum(len(labels) for _, labels in parts))
+            return gradients(session, parts, num_samples)
+
+        session.gradients = paced  # type: ignore[method-assign]
+        return session
+
+
+class Members:
+    """What came of every member of a group; `sample_s` says how long each takes for a sample, by its clock."""
+
+    def __init__(
+        self, size: int, monkeypatch: pytest.MonkeyPatch, strike: Strike, *, norm: bool = False,
+        sample_s: Sequence[float] | None = None, rebalance_steps: int = 0, num_steps: int = NUM_STEPS,
+        own_data: bool = False,
+    ) -> None:
+        def struck(transport: str, port: RingPort, ranks: Any, generation: int, heartbeat_s: float) -> Collective:
+            return StruckRing(open_ring(transport, port, ranks, generation, heartbeat_s), port.rank, generation, strike)
+
+        monkeypatch.setattr(ring_member_module, "open_ring", struck)
+        self._addresses, self._norm = tuple(free_addresses(size)), norm
+        self._task, self._rebalance_steps = task(size, num_steps, reshuffle=not own_data), rebalance_steps
+        self._own_data = own_data
+        self.paces = [Pace(sample_s or (0.01,) * size, rank) for rank in range(size)]
+        self.models = {rank: model(norm=norm) for rank in range(size)}
+        self.ledgers: dict[int, list[AppliedStep]] = {rank: [] for rank in range(size)}
+        # gRPC alone: a gloo ring that is closed shuts the process's connections to its ports, so a process has but one.
+        with ThreadPoolExecutor(size) as threads:
+            self._ends = {rank: threads.submit(self._train, rank) for rank in range(size)}
+
+    def _train(self, rank: int) -> MemberEnd:
+        ring = RingTask(participant=rank, leader=0, addresses=self._addresses, token=TOKEN.hex(), transport="grpc",
+                        num_buckets=1, compression="none", heartbeat_s=HEARTBEAT_S, rendezvous_s=60.0,
+                        rebalance_steps=self._rebalance_steps)
+        port = RingPort(self._addresses[rank], rank=rank, addresses=self._addresses, token=TOKEN, tls=None,
+                        heartbeat_s=HEARTBEAT_S)
+        try:
+            pace = self.paces[rank]
+            return RingMember(model=self.models[rank], has_model=rank == 0, data=self._data_of(rank), group=self._task,
+                              ring=ring, trainer=PacedTrainer(pace), port=port, switch=PreemptionSwitch(),
+                              on_step=self.ledgers[rank].append, clock=pace).train()
+        finally:
+            port.close()
+
+    def _data_of(self, rank: int) -> LabelledData:
+        whole = samples(self._task.num_samples)
+        return whole.select(torch.arange(rank, len(whole), len(self.paces))) if self._own_data else whole
+
+    def shares(self, step: int) -> list[int]:
+        """Return how many samples each member had in a step."""
+        return [len(ledger[step].samples) for ledger in self.ledgers.values()]
+
+    @property
+    def ends(self) -> Mapping[int, MemberEnd]:
+        """Ends of the members that did not die."""
+        return {rank: self._end(future) for rank, future in self._ends.items()
+                if not isinstance(future.exception(timeout=WAIT_S), Died)}
+
+    @staticmethod
+    def _end(future: "Future[MemberEnd]") -> MemberEnd:
+        return future.result(timeout=WAIT_S)
+
+    def check(self) -> None:
+        """Check that survivors have all steps once, the same weights, and those of an undisturbed training."""
+        reference = model(norm=self._norm)
+        everyones = [self._data_of(rank) for rank in range(len(self.paces))] if self._own_data else [self._data_of(0)]
+        train_group(reference, everyones, self._task, trainer(), None)
+        survivors = list(self.ends)
+        for rank in survivors:
+            assert self.ends[rank].outcome.outcome == COMPLETED
+            assert [line.step for line in self.ledgers[rank]] == list(range(self._task.num_steps))
+            for ours, first, undisturbed in zip(self.models[rank].parameters(), self.models[survivors[0]].parameters(),
+                                                reference.parameters(), strict=True):
+                assert torch.equal(ours, first)
+                if not self._norm:
+                    np.testing.assert_allclose(ours.detach(), undisturbed.detach(), atol=1e-6, rtol=1e-4)
+        assert sum(self.ends[rank].outcome.answers for rank in survivors) == 1
+
+
+def nothing(rank: int, generation: int, operation: str, number: int) -> None:
+    """Strike never."""
+
+
+def test_undisturbed_members_train_what_one_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = Members(3, monkeypatch, nothing)
+    members.check()
+    assert all(end.outcome.recoveries_s == () for end in members.ends.values())
+
+
+@pytest.mark.parametrize("behind", [(0,), (2,), (1, 2)])
+def test_a_member_a_step_behind_takes_over_what_came_of_the_step(
+    monkeypatch: pytest.MonkeyPatch, behind: tuple[int, ...],
+) -> None:
+    """It gave its gradient, the others applied the sum, and it never got it: it may not do the step again."""
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if rank in behind and (generation, operation, number) == (0, "all_reduce", 3):
+            raise PeerLost("struck")
+
+    members = Members(3, monkeypatch, strike)
+    members.check()
+    adopted = [[line.step for line in members.ledgers[rank] if line.adopted] for rank in range(3)]
+    # Another member may learn that the ring is broken before it has seen that its own sum was complete.
+    assert all(adopted[rank] == [2] for rank in behind)
+    assert all(each in ([], [2]) for each in adopted)
+    assert [] in adopted
+
+
+def test_a_step_that_all_lost_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (generation, operation, number) == (0, "all_reduce", 3):
+            raise PeerLost("struck")
+
+    members = Members(3, monkeypatch, strike)
+    members.check()
+    assert not any(line.adopted for ledger in members.ledgers.values() for line in ledger)
+
+
+@pytest.mark.parametrize("num_taken", [1, 2])
+def test_a_step_whose_only_holder_dies_while_it_hands_it_over_is_done_again(
+    monkeypatch: pytest.MonkeyPatch, num_taken: int,
+) -> None:
+    """Member 2 alone has applied a step, and dies after its weights, or weights and optimiser, have arrived at some.
+
+    Who has the weights alone must not pass for one that has done the step.
+    """
+    dead = threading.Event()
+
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if rank in (0, 1) and (generation, operation, number) == (0, "all_reduce", 3):
+            raise PeerLost("struck")
+        if generation > 0 and not dead.is_set() and operation == "broadcast" and number == num_taken:
+            if rank == 2:
+                dead.set()
+                raise Died
+            if num_taken == 2 and rank == 1:
+                # It has both; the other one's last message was lost.
+                return
+            raise PeerLost("the source is gone")
+
+    members = Members(3, monkeypatch, strike)
+    assert list(members.ends) == [0, 1]
+    members.check()
+
+
+def test_a_leader_that_dies_with_the_model_on_its_way_leaves_it_with_those_that_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_it = threading.Event()
+
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (generation, operation, number) != (0, "broadcast", 1):
+            return
+        if rank == 1:
+            has_it.set()
+        elif rank == 2:
+            raise PeerLost("struck")
+        else:  # what it has sent is on its way, and would be lost with it
+            assert has_it.wait(WAIT_S)
+            raise Died
+
+    members = Members(3, monkeypatch, strike)
+    assert list(members.ends) == [1, 2]
+    members.check()
+    assert members.ends[1].outcome.answers
+
+
+def test_running_statistics_see_each_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is done again, and one that is adopted, count once in BatchNorm's statistics too."""
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (generation, operation, number) == (0, "all_reduce", 2) or (
+                rank == 1 and generation == 1 and (operation, number) == ("all_reduce", 2)):
+            raise PeerLost("struck")
+
+    disturbed, quiet = Members(2, monkeypatch, strike, norm=True), Members(2, monkeypatch, nothing, norm=True)
+    disturbed.check()
+    assert [line.step for line in disturbed.ledgers[1] if line.adopted] == [2]
+    for ours, reference in zip(disturbed.models[0].buffers(), quiet.models[0].buffers(), strict=True):
+        np.testing.assert_allclose(ours, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_forming_anew_twenty_times_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_threads: dict[int, int] = {}
+
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if generation < 20 and (operation, number) == ("all_reduce", 1):
+            num_threads[generation] = threading.active_count()
+            raise PeerLost("struck")
+
+    members = Members(2, monkeypatch, strike)
+    members.check()
+    assert len(members.ends[0].outcome.recoveries_s) >= 20
+    assert max(num_threads[generation] for generation in (17, 18, 19) if generation in num_threads) \
+        <= max(num_threads[generation] for generation in (1, 2, 3) if generation in num_threads) + 6
+
+
+# --------------------------------------------------------------------------------------------- re-balancing
+
+
+def require_each_sample_once(members: Members, num_steps: int, size: int) -> None:
+    """Check the ledgers of members of which none has died: every step's batch, whole, in the order of the members."""
+    schedule = BatchSchedule(task(size, num_steps), [BATCH_SIZE * num_steps])
+    for step in range(num_steps):
+        together = [sample for ledger in members.ledgers.values() for sample in ledger[step].samples]
+        assert together == schedule.batch(step)[0].tolist()
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_weights_under_any_rebalancing_equal_the_full_batch_step(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    num_steps = 6 * every
+    members = Members(3, monkeypatch, nothing, sample_s=(0.01, 0.02, 0.05), rebalance_steps=every, num_steps=num_steps)
+    members.check()
+    require_each_sample_once(members, num_steps, 3)
+    assert members.shares(4 * every - 1) == [6, 5, 5]
+    assert members.shares(4 * every) == members.shares(num_steps - 1) == [9, 5, 2]  # as 100, 50 and 20 of 170
+    assert members.ends[0].outcome.rates == members.ends[2].outcome.rates == pytest.approx((100.0, 50.0, 20.0))
+
+
+def test_shares_follow_a_member_that_slows_down_between_two_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample_s = [0.01, 0.01]
+
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (rank, operation, number) == (1, "all_reduce", 5):
+            sample_s[1] = 0.03
+
+    members = Members(2, monkeypatch, strike, sample_s=sample_s, rebalance_steps=1, num_steps=14)
+    members.check()
+    require_each_sample_once(members, 14, 2)
+    assert members.shares(5) == [8, 8]
+    assert members.shares(13) == [12, 4]
+
+
+@pytest.mark.parametrize("behind", [(0,), (2,), (1, 2)])
+def test_members_that_missed_an_exchange_go_by_what_the_others_know(
+    monkeypatch: pytest.MonkeyPatch, behind: tuple[int, ...],
+) -> None:
+    """It reached some of them: these feed it to their filters, and the ring forms again. All must split alike then."""
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        # The first two of a generation agree on what is known, and that all members are alike.
+        if rank in behind and (generation, operation, number) == (0, "all_gather", 2 + 4):
+            raise PeerLost("struck")
+
+    members = Members(3, monkeypatch, strike, sample_s=(0.01, 0.02, 0.05), rebalance_steps=1, num_steps=8)
+    members.check()
+    require_each_sample_once(members, 8, 3)
+    assert members.shares(4) == members.shares(7) == [9, 5, 2]  # the fourth exchange moved shares, for all of them
+
+
+def test_an_exchange_that_all_missed_is_made_up_for_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (generation, operation, number) == (0, "all_gather", 2 + 4):
+            raise PeerLost("struck")
+
+    members = Members(3, monkeypatch, strike, sample_s=(0.01, 0.02, 0.05), rebalance_steps=1, num_steps=8)
+    members.check()
+    require_each_sample_once(members, 8, 3)
+    assert members.shares(4) == [6, 5, 5]
+    assert members.shares(5) == members.shares(7) == [9, 5, 2]
+
+
+def test_what_a_dead_member_had_is_shared_by_what_is_known_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (rank, generation, operation, number) == (0, 0, "all_reduce", 7):
+            raise Died
+
+    members = Members(3, monkeypatch, strike, sample_s=(0.01, 0.01, 0.03), rebalance_steps=1, num_steps=9)
+    assert list(members.ends) == [1, 2]
+    members.check()
+    assert members.shares(5) == [7, 7, 2]
+    assert [len(members.ledgers[rank][7].samples) for rank in (1, 2)] == [12, 4]
+    assert members.ends[1].outcome.rates == pytest.approx((100.0, 100.0 / 3))
+
+
+def test_where_each_member_has_its_own_data_shares_stay_and_speeds_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = Members(2, monkeypatch, nothing, sample_s=(0.01, 0.05), rebalance_steps=1, num_steps=8, own_data=True)
+    members.check()
+    assert all(members.shares(step) == [8, 8] for step in range(8))
+    assert members.ends[0].outcome.rates == pytest.approx((100.0, 20.0))
+
+
+def test_without_rebalancing_shares_stay_and_speeds_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = Members(2, monkeypatch, nothing, sample_s=(0.01, 0.05), num_steps=8)
+    members.check()
+    assert all(members.shares(step) == [8, 8] for step in range(8))
+    assert members.ends[1].outcome.rates == pytest.approx((100.0, 20.0))
+
+
+class _SlowLayer(nn.Module):
+    """A layer that takes its time, and says that it was run."""
+
+    def __init__(self, seconds: float, ran: list[float]) -> None:
+        super().__init__()
+        self._seconds, self._ran = seconds, ran
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self._ran.append(time.monotonic())
+        time.sleep(self._seconds)
+        return inputs
+
+
+def test_a_device_is_left_within_a_layer_not_after_a_step() -> None:
+    """A step of eight layers of 0.4 s: whoever asks in the second one does not wait for the eighth."""
+    ran: list[float] = []
+    slow = nn.Sequential(nn.Flatten(), *(_SlowLayer(0.4, ran) for _ in range(8)), nn.Linear(16, 3))
+    address = free_addresses(1)[0]
+    ring = RingTask(participant=0, leader=0, addresses=(address,), token=TOKEN.hex(), transport="grpc", num_buckets=1,
+                    compression="none", heartbeat_s=HEARTBEAT_S, rendezvous_s=60.0)
+    port = RingPort(address, rank=0, addresses=[address], token=TOKEN, tls=None, heartbeat_s=HEARTBEAT_S)
+    switch = PreemptionSwitch()
+
+    def ask() -> None:
+        while len(ran) < 2:
+            time.sleep(0.01)
+        switch.leave()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        end = RingMember(model=slow, has_model=True, data=samples(), group=task(1), ring=ring, trainer=trainer(),
+                         port=port, switch=switch).train()
+    finally:
+        port.close()
+    asking.join()
+    assert end.outcome.outcome == PREEMPTED
+    assert end.outcome.num_steps == 0
+    assert len(ran) <= 4, f"{len(ran)} of 8 layers ran before the device was left"

@@ -1,0 +1,89 @@
+"""Rings over gloo: the contract, the rendezvous over the ring ports, and leaving a group whose member hangs."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from socflower.errors import ConfigError
+from socflower.rings.collective import PeerLost
+from socflower.rings.member import open_ring
+from socflower.rings.transports.port import PeerRefused, RingPort
+from tests.rings import transport_contract as ring_contract
+from tests.rings.certificates import Authority
+from tests.rings.peers import TOKEN, free_addresses
+from tests.rings.transport_contract import on_all, reduce_several, ring_of_threads, wait_patiently
+
+
+def test_a_member_that_is_slow_is_not_lost() -> None:
+    with ring_of_threads("gloo", 2) as (_, rings):
+        early, late = torch.ones(1000), torch.ones(1000)
+        work = rings[0].all_reduce(early)
+        time.sleep(1.0)
+        wait_patiently(rings[1].all_reduce(late))
+        wait_patiently(work)
+        assert float(early[0]) == float(late[0]) == 2.0
+
+
+def test_a_public_address_needs_trust_even_with_tls(tmp_path) -> None:
+    addresses = [*free_addresses(1), "8.8.8.8:28200"]
+    port = RingPort(addresses[0], rank=0, addresses=addresses, token=TOKEN, tls=Authority(tmp_path).member("member"),
+                    heartbeat_s=5.0)
+    try:
+        with pytest.raises(ConfigError, match=r"8\.8\.8\.8:28200 is not private and gloo encrypts nothing"):
+            open_ring("gloo", port, [0, 1], 1, 5.0)
+    finally:
+        port.close()
+
+
+def test_a_first_member_that_never_comes_is_lost() -> None:
+    addresses = free_addresses(2)
+    port = RingPort(addresses[1], rank=1, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=5.0)
+    ring = open_ring("gloo", port, [0, 1], 1, 0.5)
+    try:
+        with pytest.raises(PeerLost, match="cannot be reached"):
+            wait_patiently(ring.all_reduce(torch.ones(4)))
+    finally:
+        ring.close()
+        port.close()
+
+
+def test_a_ring_whose_other_member_never_comes_can_be_left() -> None:
+    addresses = free_addresses(2)
+    port = RingPort(addresses[0], rank=0, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=5.0)
+    ring = open_ring("gloo", port, [0, 1], 1, 5.0)
+    work = ring.all_reduce(torch.ones(4))
+    ring.close()
+    with pytest.raises(PeerLost, match="has been left"):
+        wait_patiently(work)
+    port.close()
+
+
+def test_keys_of_a_generation_that_is_over_are_refused() -> None:
+    with ring_of_threads("gloo", 2, generation=5) as (ports, rings):
+        on_all(rings, lambda ring: reduce_several(ring, (10,)))
+        with pytest.raises(PeerRefused, match="generation 4 is over"):
+            ports[1].call(0, "rendezvous", b'[4, "get", "0"]\n', timeout_s=ring_contract.PATIENCE_S)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no /proc to find gloo's connections in")
+def test_rings_leave_no_sockets_behind() -> None:
+    def count() -> int:
+        return sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") for fd in os.listdir("/proc/self/fd")
+                   if os.path.islink(f"/proc/self/fd/{fd}"))
+
+    with ring_of_threads("gloo", 3) as (ports, rings):
+        on_all(rings, lambda ring: reduce_several(ring, (10,)))
+        for ring in rings:
+            ring.close()
+        before = count()
+        for generation in range(2, 5):
+            again = [open_ring("gloo", port, [0, 1, 2], generation, 10.0) for port in ports]
+            on_all(again, lambda ring: reduce_several(ring, (10,)))
+            for ring in again:
+                ring.close()
+        end_s = time.monotonic() + ring_contract.PATIENCE_S
+        while count() > before:
+            assert time.monotonic() < end_s, f"{count()} sockets instead of {before}"
+            time.sleep(0.05)

@@ -1,0 +1,243 @@
+"""`socflower cloud`: a process that hosts the cloud's halves, its token, its end, and what it refuses."""
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from socflower.clients.split.cloud_sessions import CloudClient
+from socflower.edgecloud.cloud.operator_calls import Operator, session_status
+from socflower.edgecloud.stream.credentials import new_token
+from socflower.engines.deployment.flower_processes import free_ports
+from socflower.errors import ConfigError
+from socflower.scenario.app.split_cloud import read_or_make_token, status_table
+from socflower.wire.certificates import write_certificates
+from socflower.wire.split_message_keys import SplitTask
+from tests.clients.split.models import layered, task_settings
+from tests.command_line import Ran, Socflower
+from tests.engines.deployment.deployments import COMMAND
+
+ROOT = Path(__file__).parents[3]
+WAIT_S = 90.0
+SCENARIO = """\
+# Is it served?
+[cluster]
+boards = [1]
+[model]
+name = "lenet5"
+[strategy]
+name = "split-replay"
+[edgecloud]
+link = "wifi"
+"""
+PROGRAM = """\
+from tests.clients.split.models import layered
+
+def program():
+    return layered()
+
+made = layered()
+other = 3
+"""
+
+
+class Serving:
+    """`socflower cloud serve` as a process."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        self.errors = folder / "errors"
+        self.token_file = folder / "token"
+        with self.errors.open("wb") as stream:
+            self.process = subprocess.Popen(
+                [COMMAND, "cloud", "serve", *map(str, arguments), "--token-file", str(self.token_file),
+                 "--threads", "1"],
+                cwd=folder, stdout=subprocess.PIPE, stderr=stream, text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])})
+
+    def first_line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.errors.read_text("utf-8")
+        return line
+
+    def operator(self, address: str, **settings: object) -> Operator:
+        return Operator(address=address, token=self.token_file.read_text("utf-8").strip(), timeout_s=30.0,
+                        **settings)  # type: ignore[arg-type]
+
+    def end(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(WAIT_S)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Serving]]:
+    made: list[Serving] = []
+    yield made
+    for one in made:
+        one.close()
+
+
+@pytest.mark.timeout(900)
+def test_a_program_of_a_user_is_served_until_sigterm_and_again_with_its_sessions(
+    processes: list[Serving], tmp_path: Path, socflower: Socflower,
+) -> None:
+    (tmp_path / "mine.py").write_text(PROGRAM)
+    arguments = ("mine:program", "--listen", "127.0.0.1:0", "--folder", "sessions", "--json")
+    processes.append(serving := Serving(tmp_path, *arguments))
+    address = json.loads(serving.first_line())["address"]
+    assert serving.token_file.stat().st_mode & 0o777 == 0o600
+    assert f"made {serving.token_file}" in serving.errors.read_text("utf-8")
+    program = layered()
+    task = CloudClient(serving.operator(address), program, name="mine").open(
+        SplitTask(**task_settings(fingerprint=program.fingerprint())), {})
+    assert (task.run, task.address) == ("mine-0", address)
+    ran = socflower("cloud", "status", address, "--token-file", serving.token_file, "--json")
+    (session,) = json.loads(ran.out)["sessions"]
+    assert (ran.status, session["run_id"], session["stands_at"]) == (0, "mine-0", 0)
+    assert "mine-0" in socflower("cloud", "status", address, "--token-file", serving.token_file).out
+    wrong = tmp_path / "wrong"
+    wrong.write_text(new_token())
+    refused = socflower("cloud", "status", address, "--token-file", wrong)
+    assert refused.status == 2 and "the operator token is not the cloud's" in one_line(refused)
+    assert serving.end(signal.SIGTERM) == 0
+
+    processes.append(again := Serving(tmp_path, *arguments))
+    address = json.loads(again.first_line())["address"]
+    assert "made" not in again.errors.read_text("utf-8")
+    assert [one["run_id"] for one in session_status(again.operator(address))] == ["mine-0"]
+    assert again.end(signal.SIGINT) == 0
+
+
+@pytest.mark.timeout(900)
+def test_a_scenario_is_served_by_tls_and_an_edge_without_the_authority_is_told(
+    processes: list[Serving], tmp_path: Path, socflower: Socflower,
+) -> None:
+    (tmp_path / "case.toml").write_text(SCENARIO)
+    own = write_certificates(tmp_path / "own", ["127.0.0.1"])["127.0.0.1"]
+    other = write_certificates(tmp_path / "other", ["127.0.0.1"])["127.0.0.1"]
+    processes.append(serving := Serving(
+        tmp_path, "case.toml", "--listen", "127.0.0.1:0", "--certificate", own.certificate, "--key", own.key, "--set",
+        "train.batch_size=64"))
+    line = serving.first_line()
+    assert line.startswith("listening on 127.0.0.1:") and line.endswith("; Ctrl-C ends\n")
+    address = line.split()[2].rstrip(";")
+    token = ("--token-file", serving.token_file)
+    ran = socflower("cloud", "status", address, *token, "--ca", own.ca, "--json")
+    assert (ran.status, json.loads(ran.out)["sessions"]) == (0, [])
+    stranger = socflower("cloud", "status", address, *token, "--ca", other.ca)
+    assert stranger.status == 2 and address in one_line(stranger)
+    plain = socflower("cloud", "status", address, *token)
+    assert plain.status == 2 and address in one_line(plain)
+    assert serving.end(signal.SIGTERM) == 0
+
+
+def one_line(ran: Ran) -> str:
+    assert ran.out == "" and ran.err.startswith("error: ") and ran.err.count("\n") == 1, ran
+    return ran.err
+
+
+# -------------------------------------------------------------------------------------------------------- refusals
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command is run, with a scenario, a program and a token."""
+    (tmp_path / "case.toml").write_text(SCENARIO)
+    (tmp_path / "cluster.toml").write_text("[cluster]\nboards = [1, 1]\n")
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "mine_too.py").write_text(PROGRAM)
+    (tmp_path / "cloud-token").write_text(new_token())
+    (tmp_path / "short-token").write_text("abc")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["missing.toml"], "missing.toml"),
+    (["missing.json"], "missing.json: cannot be read"),
+    (["broken.json"], "broken.json: cannot be read"),
+    (["cluster.toml"], "has no cloud; use one of the split strategies"),
+    (["case.toml", "--set", "edgecloud.cutt=1"], "cutt"),
+    (["nowhere:program"], "program nowhere:program: cannot be imported"),
+    (["mine_too:nothing"], "program mine_too:nothing: cannot be imported"),
+    ([":program"], "program :program: cannot be imported"),
+    (["mine_too:other"], "program mine_too:other: is a int, not a SplitProgram"),
+    (["mine_too:made", "--set", "seed=3"], "--set is for scenarios, and mine_too:made is a program"),
+    (["mine_too:made", "--threads", "-1"], "--threads -1: must be from 0 to 1024"),
+    (["mine_too:made", "--listen", "nowhere"], 'split address "nowhere" is not host:port'),
+    (["mine_too:made", "--listen", "0.0.0.0:0"], "means every interface, and there is no TLS"),
+    (["mine_too:made", "--token-file", "short-token"], "a token has at least 16 printable ASCII characters"),
+    (["mine_too:made", "--token-file", "no/folder/token"], "--token-file no/folder/token: cannot be made"),
+    (["mine_too:made", "--certificate", "cloud.pem"], "a certificate needs its key"),
+    (["mine_too:made", "--ca", "ca.pem"], "the cloud needs a certificate and a key"),
+    (["mine_too:made", "--certificate", "case.toml", "--key", "case.toml"], "is no PEM file"),
+    (["mine_too:made", "--listen", "127.0.0.1:0", "--folder", "case.toml"], "folder case.toml cannot be used"),
+])
+def test_what_cannot_be_served_is_one_line(
+    folder: Path, socflower: Socflower, arguments: list[str], says: str,
+) -> None:
+    ran = socflower("cloud", "serve", *arguments)
+    assert ran.status == 2 and says in one_line(ran)
+
+
+@pytest.mark.slow  # a port is waited for, since a process that was killed may have left it in use for a moment
+def test_a_port_that_is_in_use_is_one_line(folder: Path, socflower: Socflower) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ran = socflower("cloud", "serve", "mine_too:made", "--listen", address)
+    assert ran.status == 2 and f"split address {address} cannot be listened on" in one_line(ran)
+
+
+def test_handlers_of_signals_are_as_before_after_serving_ends(folder: Path, socflower: Socflower) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    socflower("cloud", "serve", "mine_too:made", "--listen", "nowhere")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_the_status_of_no_cloud_is_one_line(folder: Path, socflower: Socflower) -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    began_s = time.monotonic()
+    ran = socflower("cloud", "status", address)
+    assert ran.status == 2 and f"the cloud at {address} cannot be reached" in one_line(ran)
+    assert time.monotonic() - began_s < 60.0
+    ran = socflower("cloud", "status", address, "--token-file", "missing")
+    assert ran.status == 2 and "token file missing: cannot be read" in one_line(ran)
+
+
+def test_a_token_is_made_once_and_is_its_owners(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    token, is_new = read_or_make_token(path)
+    assert is_new and len(token) >= 32 and path.stat().st_mode & 0o777 == 0o600
+    assert read_or_make_token(path) == (token, False)
+    path.write_text("short")
+    with pytest.raises(ConfigError, match="at least 16 printable"):
+        read_or_make_token(path)
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"stands_at": 7}, "before batch 7"), ({"stands_at": 7, "waiting": [1]}, "1 of 2 edges are here"), ({}, "training"),
+    ({"last_batch": 9}, "training, batch 9 done"), ({"error": "it broke"}, "it broke"),
+])
+def test_the_status_of_a_session_fits_into_a_narrow_terminal(changes: dict[str, object], says: str) -> None:
+    session = {"run_id": "run-0123abcd-1", "num_parties": 2, "stands_at": None, "waiting": [], "last_batch": None,
+               "received_bytes": 2_000_000, "sent_bytes": 3, "error": "", **changes}
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(status_table([session]))
+    text = console.export_text()
+    assert says in text and "run-0123abcd-1" in text and "2.00 MB" in text
+
+
+def test_a_cloud_without_sessions_says_so() -> None:
+    assert status_table([]) == "no sessions are open"

@@ -1,0 +1,78 @@
+from pathlib import Path
+
+import pytest
+
+from socflower.errors import ConfigError
+from socflower.scenario.schema.file import from_document, load_scenario, to_document
+
+SPLIT = """# Does it pay?
+schema = 1
+[cluster]
+boards = 1
+socs_per_board = 1
+device = "raspberry-pi-4b"
+[strategy]
+name = "split-replay"
+"""
+
+
+def written(folder: Path, text: str = "", base: str = SPLIT) -> Path:
+    path = folder / "split.toml"
+    path.write_text(base + text)
+    return path
+
+
+def test_a_resolved_split_scenario_is_read_as_it_was_written(tmp_path: Path) -> None:
+    scenario = load_scenario(written(tmp_path, """[edgecloud]
+links = ["wifi", "5g"]
+window = [[0.0, 4], [0.5, 5]]
+segments = [[10, 1e6, 2e6], [5.0, 0, 0]]
+bits = [2, 8]
+cut = 3
+"""))
+    assert scenario.split.window == ((0.0, 4.0), (0.5, 5.0))
+    assert scenario.split.segments == ((10.0, 1e6, 2e6), (5.0, 0.0, 0.0))
+    assert from_document(to_document(scenario)) == scenario
+
+
+def test_what_is_compared_by_default_is_of_the_strategys_family(tmp_path: Path) -> None:
+    assert load_scenario(written(tmp_path)).compare.strategies == ("split-replay", "pipelined", "joint-dnn", "split",
+                                                                   "edge-only")
+    others = load_scenario(written(tmp_path), ["strategy.name=socflow"])
+    assert others.compare.strategies == ("socflow", "ring", "fedavg", "sgd")
+
+
+@pytest.mark.parametrize(("table", "said"), [
+    ("[edgecloud]\nbits = [3]", r"bits = \[3\] must be some of 2, 4, 8, 16, 32"),
+    ("[edgecloud]\nbits = []", "bits = "),
+    ("[edgecloud]\ngradient_bits = 7", "gradient_bits"),
+    ("[edgecloud]\nerror_feedback = 'both'", "error_feedback = 'both' is unknown; use one of none, diagonal"),
+    ("[edgecloud]\ncloud_model = 'none'", "cloud_model = 'none' is unknown"),
+    ("[edgecloud]\nwindow = 5", "window = 5 must be a list"),
+    ("[edgecloud]\nwindow = [[0.1, 4]]", "whose parts rise from 0.0"),
+    ("[edgecloud]\nwindow = [[0.0, 4], [0.0, 5]]", "whose parts rise from 0.0"),
+    ("[edgecloud]\nwindow = [[0.0, 4.5]]", "each K must be a whole number"),
+    ("[edgecloud]\nlink = 'constant'", "up_bytes_per_s = None: link = \"constant\" needs it"),
+    ("[edgecloud]\nup_bytes_per_s = 1e6", "up_bytes_per_s = 1000000.0"),
+    ("[edgecloud]\njitter = -0.1\nsegments = [[1, 1, 1]]", "jitter = -0.1 must be 0 or more"),
+    ("[edgecloud]\njitter = 0.1", "generated links scatter by themselves"),
+    ("[edgecloud]\ntrace_seed = -1", "trace_seed = -1 must be 0 or more"),
+    ("[edgecloud]\nlatency_s = -1", "latency_s"),
+    ("[edgecloud]\nround_epochs = 0", "round_epochs"),
+    ("[edgecloud]\ncut = ''", "cut is empty"),
+    ("[edgecloud]\nsegments = [[1, 2]]", "list of triples of numbers"),
+    ("[edgecloud]\nspeed = 1", "speed"),
+    ("[precision]\narithmetic = 'int8'", "trains in FP32"),
+    ("[thermal]\nrpm = 3250", r"knows no \[thermal\]"),
+    ("[[event]]\nkind = 'die'\nsoc = 0\nround = 1", r"knows no \[\[event\]\]"),
+    ("[compare]\nstrategies = ['ring']", "'ring' cannot do the work of 'split-replay'"),
+])
+def test_bad_input_is_one_line(tmp_path: Path, table: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        load_scenario(written(tmp_path, table))
+    assert "\n" not in str(error.value)
+
+
+def test_a_cloud_is_for_split_strategies_only(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is for strategies split-replay"):
+        load_scenario(written(tmp_path, "[edgecloud]\nlink = 'wifi'\n", SPLIT.replace("split-replay", "fedavg")))

@@ -1,0 +1,127 @@
+"""A folder has one process at a time, and none is kept out by one that is gone."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from socflower.errors import ConfigError
+from socflower.wire.folders import LOCK_FILE, FolderLock, sole_use
+
+HOLD = """\
+import sys
+from pathlib import Path
+from socflower.wire.folders import sole_use
+with sole_use(Path(sys.argv[1]), "--out there"):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+class Holder:
+    """Another process that uses a folder until it is told to end, or killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "held\n"
+
+    def end(self) -> None:
+        self.process.communicate("end\n", timeout=60)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=60)
+
+
+def test_a_second_process_is_told_who_is_there_until_the_first_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "out"
+    holder = Holder(folder)
+    try:
+        with pytest.raises(ConfigError, match=f"^--out here: process {holder.process.pid} is at work there; wait"), \
+                sole_use(folder, "--out here"):
+            raise AssertionError("two at a time")
+        assert (folder / LOCK_FILE).exists(), "the refused one took the lock away"
+    finally:
+        holder.kill()
+    assert (folder / LOCK_FILE).exists()
+    with sole_use(folder, "--out here"):
+        assert int((folder / LOCK_FILE).read_text()) == os.getpid()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_holder_that_ends_is_waited_for(tmp_path: Path) -> None:
+    holder, said = Holder(tmp_path), list[str]()
+
+    def on_wait(line: str) -> None:
+        said.append(line)
+        holder.end()
+
+    with FolderLock(tmp_path / LOCK_FILE, "kept", wait_s=60.0, on_wait=on_wait):
+        assert said == [f"kept: process {holder.process.pid} is at work there; waiting for its end"]
+
+
+def test_two_of_one_process_keep_each_other_out(tmp_path: Path) -> None:
+    with FolderLock(tmp_path / LOCK_FILE, "first"), \
+            pytest.raises(ConfigError, match=f"second: process {os.getpid()} is at work there"):
+        FolderLock(tmp_path / LOCK_FILE, "second")
+
+
+def test_a_fork_server_and_its_workers_do_not_keep_the_lock(tmp_path: Path) -> None:
+    """They are started while the folder is held, and may outlive whoever held it."""
+    lock = FolderLock(tmp_path / LOCK_FILE, "first")
+    worker = multiprocessing.get_context("forkserver").Process(target=signal.pause)
+    worker.start()
+    try:
+        lock.release()
+        FolderLock(tmp_path / LOCK_FILE, "second").release()
+    finally:
+        worker.kill()
+        worker.join()
+
+
+def test_at_no_time_do_two_hold_it_though_files_come_and_go(tmp_path: Path) -> None:
+    """Each holder removes the file that others may have opened already."""
+    inside, most, held = [0], [0], [0]
+
+    def use() -> None:
+        for _ in range(300):
+            try:
+                lock = FolderLock(tmp_path / LOCK_FILE, "lock")
+            except ConfigError:
+                continue
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            held[0] += 1
+            inside[0] -= 1
+            lock.release()
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] and held[0] > 0
+
+
+def test_folders_that_were_made_in_vain_go_again(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), sole_use(tmp_path / "a" / "b", "--out a/b"):
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RuntimeError), sole_use(tmp_path / "a" / "b", "--out a/b"):
+        (tmp_path / "a" / "kept").touch()
+        raise RuntimeError
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "kept"]
+
+
+@pytest.mark.parametrize(("name", "says"), [("file", "is a file; name a folder"), ("file/below", "cannot write in")])
+def test_what_cannot_be_a_folder_is_one_line(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=says), sole_use(tmp_path / name, "--out x"):
+        pass
