@@ -69,7 +69,6 @@ class Variant:
     scale: Scale = "paper"
     grouping: Grouping = "tensor"
     delta: bool = False  # features as changes since they were last sent
-    look_ahead: bool = False  # forward by the weights that momentum will have made
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,8 +104,6 @@ FEEDBACK = tuple(Variant(name=f"{_bits(bits)}, {form}", window=5, bits=bits, fee
                  for bits in (8, 4, 2) for form in _FORMS)
 MEAN_LOSS = tuple(Variant(name=f"{_bits(bits)}, {form}, mean-loss", window=5, bits=bits, feedback=form,
                           scale="mean-loss") for bits in (8, 4, 2) for form in _FORMS)
-AHEAD = tuple(Variant(name=f"{_bits(bits)}, look-ahead" if bits < 32 else "K = 5, look-ahead", window=5, bits=bits,
-                      look_ahead=True) for bits in (8, 32))
 WINDOWS = tuple(Variant(name=f"K = {window}", window=window) for window in (1, 2, 10))
 
 
@@ -122,21 +119,21 @@ def works(seeds: Sequence[int]) -> list[Work]:
 
     one, others = seeds[:1], seeds[1:]
     return [
-        *each("scratch", [NORMAL, PIPELINED, *WIDTHS, GROUPS[0], AHEAD[0]]),
+        *each("scratch", [NORMAL, PIPELINED, *WIDTHS, GROUPS[0]]),
         *each("pre-training", [NORMAL]),
         *each("type 1", [NORMAL, PIPELINED, *WIDTHS, GROUPS[0]]),
         *each("type 2", [NORMAL, PIPELINED, WIDTHS[0]]),
         *each("anew", [NORMAL]),
         *each("scratch", [*DELTA, *PER_SAMPLE], one),
-        *each("scratch, fast", [NORMAL, PIPELINED, WIDTHS[0], GROUPS[0], *AHEAD, *WINDOWS], one),
+        *each("scratch, fast", [NORMAL, PIPELINED, WIDTHS[0], GROUPS[0], *WINDOWS], one),
         *each("scratch", FEEDBACK[:1]),
         *each("scratch", FEEDBACK[1:], one),
-        *each("scratch, fast", [NORMAL, PIPELINED, WIDTHS[0], GROUPS[0], AHEAD[0]], others),
+        *each("scratch, fast", [NORMAL, PIPELINED, WIDTHS[0], GROUPS[0]], others),
         *each("scratch, late cut", [PIPELINED, WIDTHS[0], GROUPS[0]], one),
         *each("scratch", [*DELTA, *PER_SAMPLE], others),
         *each("scratch", MEAN_LOSS, one),
         *each("scratch", FEEDBACK[1:], others),
-        *each("scratch", [GROUPS[1], AHEAD[1]]),
+        *each("scratch", [GROUPS[1]]),
     ]
 
 

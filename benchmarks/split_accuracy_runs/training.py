@@ -98,7 +98,7 @@ class Training:
         program = LayeredProgram(
             model_fn=self.first_model, example=tuple(self.images.train.inputs.shape[1:]),
             optimizer=sgd(recipe.learning_rate, recipe.momentum, recipe.weight_decay), schedule=recipe.schedule,
-            frozen=recipe.cut if self.frozen else None, look_ahead=variant.look_ahead, seed=self.seed)
+            frozen=recipe.cut if self.frozen else None, seed=self.seed)
         cut, batches = program.split.cut_named(recipe.cut), self.batches()
         front, back = program.front(0, cut, batches).half, program.back(cut).half
         # As much memory as all samples need, in float16.

@@ -116,8 +116,7 @@ class LayeredProgram(SplitProgram):
 
     `example` is the shape of one sample. `schedule` gives a factor on the learning rate by batch, over the whole
     training. `frozen` names the last layer that is not trained (transfer learning). In a `reverse` split the front half
-    is in the cloud: a generative model, whose last layers see the data. With `look_ahead` batches go forward by the
-    weights that momentum will have made by the time their gradients come back (see `TorchFront`).
+    is in the cloud: a generative model, whose last layers see the data.
     """
 
     model_fn: ModelFn
@@ -127,7 +126,6 @@ class LayeredProgram(SplitProgram):
     loss: LossFn = functional.cross_entropy
     frozen: str | None = None
     reverse: bool = False
-    look_ahead: bool = False
     seed: int = 1
 
     @property
@@ -152,7 +150,7 @@ class LayeredProgram(SplitProgram):
         """Return the front half; parties draw other random numbers, so that dropout differs between them."""
         return PlacedHalf(TorchFront(
             self.split.copy(), self.split.num_cuts if cut is None else cut, batches, self.optimizer,
-            schedule=self.schedule, seed=self.seed + party, loss=self.loss, look_ahead=self.look_ahead))
+            schedule=self.schedule, seed=self.seed + party, loss=self.loss))
 
     def back(self, cut: int | None, batches: PartyBatches | None = None) -> PlacedHalf[TorchBack]:
         """Return the back half."""

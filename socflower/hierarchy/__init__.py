@@ -4,7 +4,7 @@ Pure planners: from `cluster` values to frozen plans, and from plans to task gra
 """
 
 from socflower.hierarchy.averaging import first_non_finite, weighted_average
-from socflower.hierarchy.batch_shares import member_weights, split_batch
+from socflower.hierarchy.batch_shares import split_batch
 from socflower.hierarchy.collectives import Exchange
 from socflower.hierarchy.communication_groups import communication_groups, conflicts
 from socflower.hierarchy.delayed_sync import SyncInterval, group_steps_per_epoch, sync_schedule, sync_shapes
@@ -41,7 +41,6 @@ __all__ = [
     "group_steps_per_epoch",
     "integrity_greedy",
     "map_groups",
-    "member_weights",
     "plan_groups",
     "plan_without",
     "reordered",

@@ -1,4 +1,4 @@
-"""Weighted aggregation of whole models, as the leaders do it between groups (F8).
+"""Weighted averages of whole models (F8): of groups on the server, and of the halves of split trainings.
 
     w[i] = sum_k p_k * w_k[i],    p_k = weights[k] / sum(weights)
 
@@ -8,8 +8,10 @@ which an average means nothing: the largest is kept.
 """
 
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +21,36 @@ from socflower.errors import ConfigError
 
 Tensor = NDArray[Any]
 Model = Mapping[str, Tensor]
+Average = TypeVar("Average")
+
+_THREADED_BYTES = 32e6  # of all models together; below, starting threads costs more than they save
+_NUM_THREADS = min(4, os.cpu_count() or 1)  # more do not read memory any faster
 
 
-def weighted_average(
-    models: Sequence[Model], weights: Sequence[float], *, out: MutableMapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
+def average_tensors(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """Return the average of equally shaped `tensors`; `shares` sum to 1 (see the module's text)."""
+    dtype = tensors[0].dtype
+    average = np.empty(tensors[0].shape, dtype)
+    if is_native_float32(tensors[0]):
+        _native.weighted_sum_into(average, [np.ascontiguousarray(tensor) for tensor in tensors], shares)
+    elif np.issubdtype(dtype, np.inexact):
+        total = np.zeros(average.shape, np.result_type(dtype, np.float64))
+        for tensor, share in zip(tensors, shares, strict=True):
+            total += tensor * total.dtype.type(share)
+        np.copyto(average, total, casting="same_kind")
+    else:
+        np.copyto(average, tensors[0])
+        for tensor in tensors[1:]:
+            np.maximum(average, tensor, out=average)
+    return average
+
+
+def weighted_average(models: Sequence[Model], weights: Sequence[float]) -> dict[str, Tensor]:
     """Return the average of `models`, tensor by tensor, with `weights` scaled to sum to 1 (F8).
 
     Tensors may be read-only and unaligned. A NaN in any model reaches the result even at weight zero: test
-    with `first_non_finite` before. Peak memory is the result and one tensor in float64 (none for float32).
+    with `first_non_finite` before. Large models use several threads, a tensor each, which changes no bit of the
+    result. Peak memory is the result and one tensor in float64 (none for float32).
 
     Parameters
     ----------
@@ -35,25 +58,29 @@ def weighted_average(
         At least one; all with the same names, shapes and dtypes. The first one gives the order of names.
     weights : Sequence[float]
         One per model, finite and not negative, not all zero; usually numbers of examples.
-    out : MutableMapping[str, ndarray], optional
-        Arrays of the same names, shapes and dtypes that receive the result, sharing no memory with `models`.
 
     Raises
     ------
     ConfigError
         If weights or models do not fit together; the text names the tensor.
     """
-    shares = normalised_weights(weights, len(models))
-    require_alike(models)
-    if out is not None:
-        _require_target(models, out)
-    result: dict[str, Tensor] = {}
-    for name in models[0]:
-        tensors = [model[name] for model in models]
-        target = np.empty(tensors[0].shape, tensors[0].dtype) if out is None else out[name]
-        average_tensor(tensors, shares, target)
-        result[name] = target
-    return result
+    return averaged_by(average_tensors, models, weights)
+
+
+def averaged_by(
+    average: Callable[[Sequence[Tensor], Sequence[float]], Average], models: Sequence[Model], weights: Sequence[float],
+) -> dict[str, Average]:
+    """Return the same as `weighted_average`, each tensor in the form that `average` gives it, without another copy."""
+    shares = _shares(weights, len(models))
+    _require_alike(models)
+    by_tensor = {name: [model[name] for model in models] for name in models[0]}
+    if len(models) * sum(tensor.nbytes for tensor in models[0].values()) < _THREADED_BYTES:
+        return {name: average(tensors, shares) for name, tensors in by_tensor.items()}
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        # Largest first, so that no thread begins the longest tensor when the others are done.
+        order = sorted(by_tensor, key=lambda name: -by_tensor[name][0].nbytes)
+        averages = dict(zip(order, threads.map(lambda name: average(by_tensor[name], shares), order), strict=True))
+    return {name: averages[name] for name in by_tensor}
 
 
 def first_non_finite(model: Model) -> str | None:
@@ -67,12 +94,12 @@ def first_non_finite(model: Model) -> str | None:
     return None
 
 
-def is_finite(model: Model) -> bool:
-    """Return whether no tensor of `model` holds a NaN or an infinity."""
-    return first_non_finite(model) is None
+def is_native_float32(tensor: Tensor) -> bool:
+    """Return whether the kernels can read `tensor`'s elements: float32 in the machine's byte order."""
+    return tensor.dtype == np.float32 and tensor.dtype.isnative
 
 
-def normalised_weights(weights: Sequence[float], num_models: int) -> list[float]:
+def _shares(weights: Sequence[float], num_models: int) -> list[float]:
     """Return `weights` divided by their sum; `ConfigError` unless they are `num_models` usable weights."""
     if num_models == 0:
         raise ConfigError("aggregation: need at least one model, got 0")
@@ -88,7 +115,7 @@ def normalised_weights(weights: Sequence[float], num_models: int) -> list[float]
     return [value / total for value in values]
 
 
-def require_alike(models: Sequence[Model]) -> None:
+def _require_alike(models: Sequence[Model]) -> None:
     """Raise `ConfigError`, naming the tensor, unless all models have equal names, shapes and dtypes."""
     first = models[0]
     for index, model in enumerate(models[1:], start=1):
@@ -103,34 +130,3 @@ def require_alike(models: Sequence[Model]) -> None:
                     f"aggregation: tensor '{name}' is {other.dtype}{list(other.shape)} in model {index} "
                     f"but {tensor.dtype}{list(tensor.shape)} in model 0"
                 )
-
-
-def average_tensor(tensors: Sequence[Tensor], shares: Sequence[float], out: Tensor) -> None:
-    """Write the average of equally shaped `tensors` into `out`; `shares` sum to 1 (see the module's text)."""
-    dtype = tensors[0].dtype
-    if is_native_float32(out) and is_native_float32(tensors[0]):
-        _native.weighted_sum_into(out, [np.ascontiguousarray(tensor) for tensor in tensors], shares)
-    elif np.issubdtype(dtype, np.inexact):
-        total = np.zeros(out.shape, np.result_type(dtype, np.float64))
-        for tensor, share in zip(tensors, shares, strict=True):
-            total += tensor * total.dtype.type(share)
-        np.copyto(out, total, casting="same_kind")
-    else:
-        np.copyto(out, tensors[0])
-        for tensor in tensors[1:]:
-            np.maximum(out, tensor, out=out)
-
-
-def is_native_float32(tensor: Tensor) -> bool:
-    """Return whether the kernels can read `tensor`'s elements: float32 in the machine's byte order."""
-    return tensor.dtype == np.float32 and tensor.dtype.isnative
-
-
-def _require_target(models: Sequence[Model], out: Mapping[str, Tensor]) -> None:
-    require_alike([models[0], out])
-    for name, target in out.items():
-        if not (target.flags.writeable and target.flags.c_contiguous):
-            raise ConfigError(f"aggregation: out['{name}'] must be writable and C-contiguous")
-        for index, model in enumerate(models):
-            if np.may_share_memory(target, model[name]):
-                raise ConfigError(f"aggregation: out['{name}'] shares memory with model {index}; give it its own")

@@ -47,18 +47,6 @@ def split_batch(batch_size: int, capacities: Sequence[float]) -> tuple[int, ...]
     return tuple(shares)
 
 
-def member_weights(shares: Sequence[int]) -> tuple[float, ...]:
-    """Return D_i / sum D: the weight of each member's mean gradient in the group's gradient (F4).
-
-    With these weights one step over uneven shares equals one step over the whole batch. Raises `ConfigError` if
-    there are no samples or fewer than none.
-    """
-    total = sum(shares)
-    if total < 1 or min(shares) < 0:
-        raise ConfigError(f"shares: need samples, none negative, to weigh members by, got {list(shares)}")
-    return tuple(share / total for share in shares)
-
-
 _SETTLED = 0.2
 """After shares have moved, what is still away by more than this part of the threshold is mended at once."""
 

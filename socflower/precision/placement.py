@@ -1,6 +1,9 @@
 """Which operators run on the NPU and which on the CPU: the dynamic program of Mandheling §3.3 (F17).
 
 Here the NPU side is the int8 engine and the CPU side torch FP32; the program only sees latencies.
+
+It is a prediction: `socflower profile` writes it beside the measured operators, and no training reads it. A training
+runs every operator in int8, but for those that its `fp32_operators` name.
 """
 
 from __future__ import annotations

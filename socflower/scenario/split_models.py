@@ -109,7 +109,7 @@ class SplitWorkload(ABC):
             load_weights(model, Path(settings.pretrained))
         return LayeredProgram(
             model_fn=lambda: copy.deepcopy(model), example=example, schedule=self.schedule, loss=loss, reverse=reverse,
-            optimizer=optimizer(self.scenario), frozen=settings.frozen or None, look_ahead=settings.look_ahead,
+            optimizer=optimizer(self.scenario), frozen=settings.frozen or None,
             seed=self.scenario.seed)
 
     def _layered_costs(self, profile: ModelProfile, device: Device, cloud: Device, reverse: bool) -> SplitCosts:

@@ -6,9 +6,7 @@ pass over the replies as the whole cost of an aggregation.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from io import BytesIO
 from typing import Any
@@ -19,12 +17,10 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from socflower import _native
-from socflower.hierarchy.averaging import average_tensor, is_native_float32, normalised_weights, require_alike
+from socflower.hierarchy.averaging import average_tensors, averaged_by, is_native_float32
 
 _NUMPY_STYPE = "numpy.ndarray"  # flwr's SType.NUMPY: `data` is a .npy file
 _NPY_PREAMBLE_BYTES = 10  # of .npy version 1.0: magic, version, length of the header; it holds any model's tensor
-_THREADED_BYTES = 32e6  # of all replies together; below, starting threads costs more than they save
-_NUM_THREADS = min(4, os.cpu_count() or 1)  # more do not read memory any faster
 
 
 def array_views(record: ArrayRecord) -> dict[str, NDArray[Any]]:
@@ -45,34 +41,21 @@ def to_array_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
 
 
 def aggregate_records(replies: Sequence[ArrayRecord], weights: Sequence[float]) -> ArrayRecord:
-    """Return the weighted average of the replies (F8), as `hierarchy.aggregation.weighted_average` has it.
+    """Return the weighted average of the replies (F8), which is `hierarchy.averaging.weighted_average`'s.
 
     float32 tensors are summed straight into the bytes of the new record: nothing beside the replies and the
-    result is allocated. Large models use several threads, a tensor each, which changes no bit of the result.
-    Raises `ConfigError`, naming the tensor, if the replies do not fit together.
+    result is allocated. Raises `ConfigError`, naming the tensor, if the replies do not fit together.
     """
-    shares = normalised_weights(weights, len(replies))
-    models = [array_views(reply) for reply in replies]
-    require_alike(models)
-    by_tensor = {name: [model[name] for model in models] for name in models[0]}
-    if sum(len(array.data) for reply in replies for array in reply.values()) < _THREADED_BYTES:
-        return ArrayRecord({name: _average(tensors, shares) for name, tensors in by_tensor.items()})
-    with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        # Largest first, so that no thread begins the longest tensor when the others are done.
-        order = sorted(by_tensor, key=lambda name: -by_tensor[name][0].nbytes)
-        averages = dict(zip(order, threads.map(lambda name: _average(by_tensor[name], shares), order), strict=True))
-    return ArrayRecord({name: averages[name] for name in by_tensor})
+    return ArrayRecord(averaged_by(_average, [array_views(reply) for reply in replies], weights))
 
 
 def _average(tensors: Sequence[NDArray[Any]], shares: Sequence[float]) -> Array:
     """Return the weighted average of one tensor of every reply."""
+    if not is_native_float32(tensors[0]):
+        return _serialised(average_tensors(tensors, shares))
     shape, dtype = tensors[0].shape, tensors[0].dtype
-    if is_native_float32(tensors[0]):
-        contiguous = [np.ascontiguousarray(tensor) for tensor in tensors]
-        return _array(shape, dtype, _native.weighted_sum_bytes(_npy_header(shape, dtype), contiguous, shares))
-    average = np.empty(shape, dtype)
-    average_tensor(tensors, shares, average)
-    return _serialised(average)
+    contiguous = [np.ascontiguousarray(tensor) for tensor in tensors]
+    return _array(shape, dtype, _native.weighted_sum_bytes(_npy_header(shape, dtype), contiguous, shares))
 
 
 def _view(array: Array) -> NDArray[Any]:

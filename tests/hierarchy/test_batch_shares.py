@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
-from socflower.hierarchy import member_weights, split_batch
+from socflower.hierarchy import split_batch
 
 CAPACITIES = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e300)), min_size=1, max_size=40).filter(any)
 
@@ -30,14 +30,6 @@ def test_equal_members_differ_by_one_sample_at_most_earlier_ones_first(batch_siz
     assert list(shares) == sorted(shares, reverse=True)
 
 
-@given(batch_size=st.integers(1, 500), capacities=CAPACITIES)
-def test_weights_are_the_shares_of_the_batch(batch_size: int, capacities: list[float]) -> None:
-    shares = split_batch(batch_size, capacities)
-    weights = member_weights(shares)
-    assert math.fsum(weights) == pytest.approx(1.0)
-    assert [weight * batch_size for weight in weights] == pytest.approx(list(shares))
-
-
 def test_largest_remainders_get_what_is_left() -> None:
     assert split_batch(10, [1.0, 1.0, 1.0]) == (4, 3, 3)
     assert split_batch(7, [5.0, 3.0, 0.0, 2.0]) == (4, 2, 0, 1)
@@ -51,9 +43,3 @@ def test_largest_remainders_get_what_is_left() -> None:
 def test_shares_that_cannot_be_are_refused(batch_size: int, capacities: list[float], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         split_batch(batch_size, capacities)
-
-
-@pytest.mark.parametrize("shares", [(), (0, 0), (3, -1)])
-def test_weights_need_samples(shares: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="need samples"):
-        member_weights(shares)

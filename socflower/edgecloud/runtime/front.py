@@ -1,7 +1,7 @@
 """The half with the model's input: it goes forward, and replays batches whose gradients come back late (F22)."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -40,22 +40,18 @@ class TorchFront(TorchHalf):
     depends on `seed`, batch and layer only, so that a replay draws the same; give parties that shall differ seeds of
     their own.
 
-    With `look_ahead` a batch goes forward by the weights that momentum will have made of the present ones when its
-    gradient comes back: gradients are then of features that are hardly stale. It costs a pass over the half's weights.
-
     With `cut` behind the last one, all layers are here, and `train_alone` needs `loss`.
     """
 
     def __init__(
         self, split: SplitModel, cut: int, batches: Callable[[int], Samples], optimizer: OptimizerFactory, *,
         schedule: Schedule = constant_rate, seed: int = 0, device: torch.device | str = "cpu",
-        keep_inputs: bool = False, loss: Loss | None = None, look_ahead: bool = False,
+        keep_inputs: bool = False, loss: Loss | None = None,
     ) -> None:
         super().__init__("front", split, cut, optimizer=optimizer, schedule=schedule, seed=seed, device=device)
         self._batches = batches
         self._keep_inputs = keep_inputs
         self._loss = loss
-        self._look_ahead = look_ahead
         self._open: dict[int, _Open] = {}
         self._num_updates = 0
         self._latest: tuple[int, Samples] | None = None
@@ -71,10 +67,7 @@ class TorchFront(TorchHalf):
                               "gradient")
         samples = self._samples(batch)
         with_graph = keep_graph and self._split.front_trains(self._cut)
-        # As many updates as there are batches under way come before this one's.
-        ahead = len(self._open) if self._look_ahead and not with_graph and self._split.front_trains(self._cut) else 0
-        weights_then = self._optimizer.looking_ahead(batch, ahead) if ahead else nullcontext()
-        with weights_then, torch.set_grad_enabled(with_graph):
+        with torch.set_grad_enabled(with_graph):
             features = self._run(batch, samples[0].to(self._device))
         self._open[batch] = _Open(tuple(features.shape), features if with_graph else None, self._num_updates,
                                   samples if self._keep_inputs else None)

@@ -1,8 +1,7 @@
 """One optimiser over the layers that a half has at the moment; its state goes with layers that move."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -75,34 +74,6 @@ class HalfOptimizer:
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         self._optimizer.step()
-
-    @contextmanager
-    def looking_ahead(self, batch: int, num_updates: int) -> Iterator[None]:
-        """Hold the weights where momentum alone carries them in so many updates; within, none may be made.
-
-        That is w − η·(μ + μ² + … + μⁿ)·v for velocity v: the weights that a batch's gradient will meet if it comes back
-        after n updates, as far as they can be known (SpecTrain, Chen et al. 2018). Afterwards the weights are what they
-        were, to the bit. Raises ConfigError for another optimiser than SGD with plain momentum.
-        """
-        moved: list[tuple[nn.Parameter, torch.Tensor]] = []
-        with torch.no_grad():
-            for group, rate in zip(self._optimizer.param_groups if self._optimizer else (), self._rates, strict=True):
-                if not isinstance(self._optimizer, torch.optim.SGD) or group["nesterov"] or group["maximize"]:
-                    raise ConfigError(f"look-ahead: {type(self._optimizer).__name__} with these settings says nothing "
-                                      "of where weights will be; use SGD with plain momentum, or no look-ahead")
-                momentum = group["momentum"]
-                way = rate * self._schedule(batch) * math.fsum(momentum**n for n in range(1, num_updates + 1))
-                for weight in group["params"]:
-                    velocity = self._optimizer.state.get(weight, {}).get("momentum_buffer")
-                    if velocity is not None and way:
-                        moved.append((weight, weight.detach().clone()))
-                        weight.sub_(velocity, alpha=way)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for weight, before in moved:
-                    weight.copy_(before)
 
     def state(self, names: Iterable[str] | None = None) -> dict[str, NDArray[Any]]:
         """Return the state of these weights, or of all, by `name::key`."""

@@ -40,7 +40,6 @@ class EdgeCloudConfig:
     bits: tuple[int, ...] = (8,)  # widths of features that may be chosen
     gradient_bits: int = 32
     error_feedback: str = "diagonal"
-    look_ahead: bool = False  # go forward by the weights that momentum will have made when gradients come back
     delta: bool = False  # send what a sample's features changed by since it was last sent
     cloud_model: str = "own"  # of the cloud: one for each edge, averaged; or one that takes their batches in turn
     round_epochs: float = 1.0  # between two averagings and evaluations
