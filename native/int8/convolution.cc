@@ -61,7 +61,7 @@ ConvShape inner_shape(const ConvShape& s) {
 }
 
 // Every output pixel's patch, (pixels, batch, stride of taps * in_c): the input channels under every tap.
-void gather_patches(ThreadPool& pool, const ConvShape& s, const Meetings& by_output, const std::int8_t* x,
+void gather_patches(ThreadPool& pool, const ConvShape& s, const TapIndex& by_output, const std::int8_t* x,
                     std::int8_t* patches) {
   const int in_cs = channel_stride(s.in_c), stride = channel_stride(s.taps() * s.in_c);
   pool.run(s.out_h() * s.out_w(), [&](int pixel, int) {
@@ -103,18 +103,18 @@ std::uint32_t collect_groups(const ConvShape& s, const std::int32_t* dense, std:
   return largest;
 }
 
-std::uint32_t depthwise_multiply(const Path& path, ThreadPool& pool, const Meetings& meetings, const std::int8_t* x,
+std::uint32_t depthwise_multiply(const Path& path, ThreadPool& pool, const TapIndex& tap_index, const std::int8_t* x,
                                  const std::int8_t* weight, const std::int32_t* bias, int batch, int cs,
                                  const Destination& to) {
   constexpr int kTile = 4096;
-  const int pixels = static_cast<int>(meetings.begin.size()) - 1;
+  const int pixels = static_cast<int>(tap_index.begin.size()) - 1;
   const int rows_at_once = std::clamp(kTile / cs, 1, batch);
   std::atomic<std::uint32_t> largest{0};
   pool.run(pixels, [&](int pixel, int) {
     thread_local std::vector<const std::int8_t*> xs, ws;
     thread_local std::vector<std::int32_t> tile;
-    const Meetings::Pair* pairs = meetings.pairs.data() + meetings.begin[pixel];
-    const int taps = meetings.begin[pixel + 1] - meetings.begin[pixel];
+    const TapIndex::Pair* pairs = tap_index.pairs.data() + tap_index.begin[pixel];
+    const int taps = tap_index.begin[pixel + 1] - tap_index.begin[pixel];
     xs.resize(taps + 1), ws.resize(taps + 1);
     tile.resize(std::size_t(rows_at_once) * cs);
     for (int s = 0; s < taps; ++s) ws[s] = weight + std::size_t(pairs[s].to) * cs;
@@ -189,9 +189,9 @@ Convolution::Convolution(const ConvShape& shape, int batch_block, Algorithm algo
       patches_(wants_patches(shape)),
       dense_groups_(shape.groups > 1 && !shape.depthwise()),
       inner_(inner_shape(shape)),
-      forward_(meetings(shape, By::kOutput)),
-      backward_(meetings(shape, By::kInput)),
-      taps_(meetings(inner_, By::kTap)) {
+      forward_(tap_index(shape, By::kOutput)),
+      backward_(tap_index(shape, By::kInput)),
+      taps_(tap_index(inner_, By::kTap)) {
   if (batch_block < 0 || batch_block > shape.batch) {
     refuse("batch_block must be 0 to " + std::to_string(shape.batch) + ", got " + std::to_string(batch_block));
   }
@@ -271,7 +271,7 @@ std::uint32_t Convolution::forward(const Path& path, ThreadPool& pool, const std
     return multiply(path, pool, product, forward_, left, buffers.right, bias, shape_.batch, batch_block_, out_cs,
                     to);
   }
-  thread_local Meetings pointwise;
+  thread_local TapIndex pointwise;
   const int pixels = inner_.in_h * inner_.in_w;
   pointwise.begin.resize(pixels + 1), pointwise.pairs.resize(pixels);
   for (int p = 0; p < pixels; ++p) pointwise.begin[p + 1] = p + 1, pointwise.pairs[p] = {p, 0};

@@ -16,7 +16,7 @@
 
 #include "destination.h"
 #include "kernels.h"
-#include "meetings.h"
+#include "tap_index.h"
 #include "shape.h"
 #include "thread_pool.h"
 #include "winograd.h"
@@ -60,8 +60,8 @@ class Convolution {
   const Algorithm algorithm_;
   const bool patches_, dense_groups_;
   const ConvShape inner_;         // what the products see: pointwise over patches, or without groups
-  Meetings forward_, backward_;   // by output and by input pixel
-  Meetings taps_;                 // of inner_, by tap
+  TapIndex forward_, backward_;   // by output and by input pixel
+  TapIndex taps_;                 // of inner_, by tap
 };
 
 }  // namespace socflower::int8

@@ -251,8 +251,8 @@ float max_magnitude(const float* x, std::size_t size) {
 
 Pooling::Pooling(const PoolShape& shape)
     : shape_(checked(shape)),
-      by_output_(meetings(as_convolution(shape), By::kOutput)),
-      by_input_(meetings(as_convolution(shape), By::kInput)) {}
+      by_output_(tap_index(as_convolution(shape), By::kOutput)),
+      by_input_(tap_index(as_convolution(shape), By::kInput)) {}
 
 std::size_t Pooling::input_size() const {
   return std::size_t(shape_.in_h) * shape_.in_w * shape_.batch * channel_stride(shape_.channels);
@@ -303,14 +303,14 @@ std::uint32_t Pooling::max_gradient(const Path& path, ThreadPool& pool, const st
 
 namespace {
 
-std::uint32_t sums(const Path& path, ThreadPool& pool, const Meetings& meetings, const std::int8_t* x,
+std::uint32_t sums(const Path& path, ThreadPool& pool, const TapIndex& tap_index, const std::int8_t* x,
                    std::int32_t multiplier, std::int8_t* y, std::size_t pixel_size, const Requantise& how) {
   std::atomic<std::uint32_t> largest{0};
-  pool.run(static_cast<int>(meetings.begin.size()) - 1, [&](int pixel, int) {
+  pool.run(static_cast<int>(tap_index.begin.size()) - 1, [&](int pixel, int) {
     const std::int8_t* from[256];
     int taps = 0;
-    for (int i = meetings.begin[pixel]; i < meetings.begin[pixel + 1]; ++i) {
-      from[taps++] = x + meetings.pairs[i].from * pixel_size;
+    for (int i = tap_index.begin[pixel]; i < tap_index.begin[pixel + 1]; ++i) {
+      from[taps++] = x + tap_index.pairs[i].from * pixel_size;
     }
     raise_to(largest, path.sum_of(from, taps, multiplier, at(y, pixel * pixel_size), pixel_size,
                                   shifted(how, pixel * pixel_size)));

@@ -66,7 +66,7 @@ class Pooling {
 
  private:
   const PoolShape shape_;
-  Meetings by_output_, by_input_;
+  TapIndex by_output_, by_input_;
 };
 
 }  // namespace socflower::int8

@@ -89,13 +89,13 @@ void pack_weight(const Path& path, ThreadPool& pool, const Product& product, con
   });
 }
 
-std::uint32_t multiply(const Path& path, ThreadPool& pool, const Product& product, const Meetings& meetings,
+std::uint32_t multiply(const Path& path, ThreadPool& pool, const Product& product, const TapIndex& tap_index,
                        const LeftOperand& left, const Packed& right, const std::int32_t* bias, int batch,
                        int batch_block, int out_cs, const Destination& to) {
-  const int pixels = static_cast<int>(meetings.begin.size()) - 1;
+  const int pixels = static_cast<int>(tap_index.begin.size()) - 1;
   const int taps_bytes = static_cast<int>(right.panel_bytes);
   int most = 1;
-  for (int p = 0; p < pixels; ++p) most = std::max(most, meetings.begin[p + 1] - meetings.begin[p]);
+  for (int p = 0; p < pixels; ++p) most = std::max(most, tap_index.begin[p + 1] - tap_index.begin[p]);
   int group_panels = static_cast<int>(
       std::clamp<std::size_t>(kPanelGroupBytes / (std::size_t(most) * taps_bytes + 1), 1, right.panels));
   if (pixels == 1) group_panels = std::min(group_panels, divide_up(right.panels, 2 * pool.size()));
@@ -126,8 +126,8 @@ std::uint32_t multiply(const Path& path, ThreadPool& pool, const Product& produc
     args.lhs_k_stride = product.group * product.lhs_bytes();
     args.out_stride = product.cols;
     for (int pixel = first_pixel; pixel < last_pixel; ++pixel) {
-      const Meetings::Pair* pairs = meetings.pairs.data() + meetings.begin[pixel];
-      const int segments = meetings.begin[pixel + 1] - meetings.begin[pixel];
+      const TapIndex::Pair* pairs = tap_index.pairs.data() + tap_index.begin[pixel];
+      const int segments = tap_index.begin[pixel + 1] - tap_index.begin[pixel];
       lhs.resize(segments + 1), rhs.resize(segments + 1);
       args.num_segments = segments, args.lhs = lhs.data(), args.rhs = rhs.data();
       std::uint8_t* converted = nullptr;
@@ -184,7 +184,7 @@ FewBuffers carve_few(Arena& arena, const Product& product, const ConvShape& s) {
   return buffers;
 }
 
-std::uint32_t multiply_few(const Path& path, ThreadPool& pool, const Product& product, const Meetings& meetings,
+std::uint32_t multiply_few(const Path& path, ThreadPool& pool, const Product& product, const TapIndex& tap_index,
                            const ConvShape& s, const std::int8_t* dy, const std::int8_t* weight,
                            const FewBuffers& buffers, const Destination& to) {
   const Packed& right = buffers.dy;
@@ -205,8 +205,8 @@ std::uint32_t multiply_few(const Path& path, ThreadPool& pool, const Product& pr
     thread_local std::vector<const void*> lhs, rhs;
     alignas(64) std::int32_t tile[kMaxRows * kMaxCols];
     alignas(64) std::int32_t turned[kTileSize] = {};
-    const Meetings::Pair* pairs = meetings.pairs.data() + meetings.begin[pixel];
-    const int segments = meetings.begin[pixel + 1] - meetings.begin[pixel];
+    const TapIndex::Pair* pairs = tap_index.pairs.data() + tap_index.begin[pixel];
+    const int segments = tap_index.begin[pixel + 1] - tap_index.begin[pixel];
     lhs.resize(segments + 1), rhs.resize(segments + 1);
     for (int i = 0; i < segments; ++i) lhs[i] = left + pairs[i].to * tap_bytes;
     const BlockArgs args{segments,

@@ -7,7 +7,7 @@
 #include "arena.h"
 #include "destination.h"
 #include "kernels.h"
-#include "meetings.h"
+#include "tap_index.h"
 #include "shape.h"
 #include "thread_pool.h"
 
@@ -51,8 +51,8 @@ LeftOperand prepare_left(const Path& path, ThreadPool& pool, const Product& prod
 void pack_weight(const Path& path, ThreadPool& pool, const Product& product, const std::int8_t* weight, int taps,
                  int in_c, int out_c, bool backward, const Packed& packed);
 
-// Forward and input gradient: for every result pixel and image, bias + sum over its meetings.
-std::uint32_t multiply(const Path& path, ThreadPool& pool, const Product& product, const Meetings& meetings,
+// Forward and input gradient: for every result pixel and image, bias + sum over the pairs of its taps.
+std::uint32_t multiply(const Path& path, ThreadPool& pool, const Product& product, const TapIndex& tap_index,
                        const LeftOperand& left, const Packed& right, const std::int32_t* bias, int batch,
                        int batch_block, int out_cs, const Destination& to);
 
@@ -67,7 +67,7 @@ struct FewBuffers {
 };
 
 FewBuffers carve_few(Arena& arena, const Product& product, const ConvShape& s);
-std::uint32_t multiply_few(const Path& path, ThreadPool& pool, const Product& product, const Meetings& meetings,
+std::uint32_t multiply_few(const Path& path, ThreadPool& pool, const Product& product, const TapIndex& tap_index,
                            const ConvShape& s, const std::int8_t* dy, const std::int8_t* weight,
                            const FewBuffers& buffers, const Destination& to);
 

@@ -61,7 +61,7 @@ GradientBuffers carve_gradient(Arena& arena, const GradientPlan& plan, int taps,
   return b;
 }
 
-void pack_gradient(const Path& path, ThreadPool& pool, const GradientPlan& plan, const Meetings::Pair* pairs,
+void pack_gradient(const Path& path, ThreadPool& pool, const GradientPlan& plan, const TapIndex::Pair* pairs,
                    const std::int8_t* x, const std::int8_t* dy, int batch, int first_row, int rows,
                    const GradientBuffers& b) {
   const Product& product = plan.product;
@@ -91,7 +91,7 @@ void pack_gradient(const Path& path, ThreadPool& pool, const GradientPlan& plan,
 }
 
 std::uint32_t multiply_gradient(const Path& path, ThreadPool& pool, const GradientPlan& plan, int pixels,
-                                const Meetings& taps, const GradientBuffers& b, bool add, std::int32_t* acc) {
+                                const TapIndex& taps, const GradientBuffers& b, bool add, std::int32_t* acc) {
   const Product& product = plan.product;
   const int stride = channel_stride(plan.right_c), num_taps = static_cast<int>(taps.begin.size()) - 1;
   const int chunk_pixels = plan.chunk_pixels, chunks = divide_up(pixels, chunk_pixels);
@@ -115,11 +115,11 @@ std::uint32_t multiply_gradient(const Path& path, ThreadPool& pool, const Gradie
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const bool first = chunk == 0 && !add, last = chunk == chunks - 1;
       for (int tap = 0; tap < num_taps; ++tap) {
-        const auto by_output = [](const Meetings::Pair& pair, int pixel) { return pair.to < pixel; };
-        const Meetings::Pair* tap_begin = taps.pairs.data() + taps.begin[tap];
-        const Meetings::Pair* tap_end = taps.pairs.data() + taps.begin[tap + 1];
-        const Meetings::Pair* from = std::lower_bound(tap_begin, tap_end, chunk * chunk_pixels, by_output);
-        const Meetings::Pair* to = std::lower_bound(from, tap_end, (chunk + 1) * chunk_pixels, by_output);
+        const auto by_output = [](const TapIndex::Pair& pair, int pixel) { return pair.to < pixel; };
+        const TapIndex::Pair* tap_begin = taps.pairs.data() + taps.begin[tap];
+        const TapIndex::Pair* tap_end = taps.pairs.data() + taps.begin[tap + 1];
+        const TapIndex::Pair* from = std::lower_bound(tap_begin, tap_end, chunk * chunk_pixels, by_output);
+        const TapIndex::Pair* to = std::lower_bound(from, tap_end, (chunk + 1) * chunk_pixels, by_output);
         const int segments = static_cast<int>(to - from);
         if (segments == 0 && !first && !last) continue;
         lhs.resize(segments + 1), rhs.resize(segments + 1);
@@ -158,10 +158,10 @@ std::uint32_t multiply_gradient(const Path& path, ThreadPool& pool, const Gradie
 }
 
 std::uint32_t multiply_pointwise_gradient(const Path& path, ThreadPool& pool, const GradientPlan& plan,
-                                          const std::vector<Meetings::Pair>& pairs, const std::int8_t* x,
+                                          const std::vector<TapIndex::Pair>& pairs, const std::int8_t* x,
                                           const std::int8_t* dy, int batch, int first_row, int rows,
                                           const GradientBuffers& b, std::int32_t* acc) {
-  thread_local Meetings packed;  // which packed pixels meet: each its own
+  thread_local TapIndex packed;  // which packed pixels meet: each its own
   const int pixels = static_cast<int>(pairs.size());
   std::uint32_t largest = 0;
   for (int first = 0; first == 0 || first < pixels; first += plan.left_pixels) {

@@ -7,7 +7,7 @@
 
 #include "arena.h"
 #include "kernels.h"
-#include "meetings.h"
+#include "tap_index.h"
 #include "shape.h"
 #include "thread_pool.h"
 
@@ -37,7 +37,7 @@ struct GradientBuffers {
 GradientBuffers carve_gradient(Arena& arena, const GradientPlan& plan, int taps, int images);
 
 // pairs: of input and output pixel, one for each pixel of the plan; or null, and all pixels are packed in order.
-void pack_gradient(const Path& path, ThreadPool& pool, const GradientPlan& plan, const Meetings::Pair* pairs,
+void pack_gradient(const Path& path, ThreadPool& pool, const GradientPlan& plan, const TapIndex::Pair* pairs,
                    const std::int8_t* x, const std::int8_t* dy, int batch, int first_row, int rows,
                    const GradientBuffers& b);
 
@@ -45,11 +45,11 @@ void pack_gradient(const Path& path, ThreadPool& pool, const GradientPlan& plan,
 // are taken in chunks: a chunk of one right panel stays in the first-level cache while all left panels and all
 // taps meet it.
 std::uint32_t multiply_gradient(const Path& path, ThreadPool& pool, const GradientPlan& plan, int pixels,
-                                const Meetings& taps, const GradientBuffers& b, bool add, std::int32_t* acc);
+                                const TapIndex& taps, const GradientBuffers& b, bool add, std::int32_t* acc);
 
 // The same for a kernel of one tap, with the packing, a few pixels at a time.
 std::uint32_t multiply_pointwise_gradient(const Path& path, ThreadPool& pool, const GradientPlan& plan,
-                                          const std::vector<Meetings::Pair>& pairs, const std::int8_t* x,
+                                          const std::vector<TapIndex::Pair>& pairs, const std::int8_t* x,
                                           const std::int8_t* dy, int batch, int first_row, int rows,
                                           const GradientBuffers& b, std::int32_t* acc);
 

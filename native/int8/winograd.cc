@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "arena.h"
-#include "meetings.h"
+#include "tap_index.h"
 
 namespace socflower::int8::winograd {
 namespace {

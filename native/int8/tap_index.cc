@@ -1,11 +1,11 @@
-#include "meetings.h"
+#include "tap_index.h"
 
 namespace socflower::int8 {
 namespace {
 
 // Visits (input pixel, tap, output pixel) in the order of output pixels, then taps.
 template <typename Visit>
-void for_each_meeting(const ConvShape& s, Visit visit) {
+void for_each_tap_pair(const ConvShape& s, Visit visit) {
   for (int oh = 0; oh < s.out_h(); ++oh)
     for (int ow = 0; ow < s.out_w(); ++ow)
       for (int tap = 0; tap < s.taps(); ++tap) {
@@ -18,21 +18,21 @@ void for_each_meeting(const ConvShape& s, Visit visit) {
 
 }  // namespace
 
-Meetings meetings(const ConvShape& s, By by) {
+TapIndex tap_index(const ConvShape& s, By by) {
   const auto group_of = [by](int in, int tap, int out) {
     return by == By::kOutput ? out : by == By::kInput ? in : tap;
   };
   const int groups = by == By::kOutput ? s.out_h() * s.out_w() : by == By::kInput ? s.in_h * s.in_w : s.taps();
-  Meetings result;
+  TapIndex result;
   result.begin.assign(groups + 1, 0);
-  for_each_meeting(s, [&](int in, int tap, int out) { ++result.begin[group_of(in, tap, out) + 1]; });
+  for_each_tap_pair(s, [&](int in, int tap, int out) { ++result.begin[group_of(in, tap, out) + 1]; });
   for (int g = 0; g < groups; ++g) result.begin[g + 1] += result.begin[g];
   result.pairs.resize(result.begin[groups]);
   std::vector<std::int32_t> next(result.begin.begin(), result.begin.end() - 1);
-  for_each_meeting(s, [&](int in, int tap, int out) {
+  for_each_tap_pair(s, [&](int in, int tap, int out) {
     auto& pair = result.pairs[next[group_of(in, tap, out)]++];
-    pair = by == By::kOutput ? Meetings::Pair{in, tap} : by == By::kInput ? Meetings::Pair{out, tap}
-                                                                         : Meetings::Pair{in, out};
+    pair = by == By::kOutput ? TapIndex::Pair{in, tap} : by == By::kInput ? TapIndex::Pair{out, tap}
+                                                                         : TapIndex::Pair{in, out};
   });
   return result;
 }

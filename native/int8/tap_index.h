@@ -14,7 +14,7 @@ enum class By { kOutput, kInput, kTap };
 
 // Grouped by output pixel (pairs are input pixel, tap), by input pixel (output pixel, tap) or by tap (input
 // pixel, output pixel).
-struct Meetings {
+struct TapIndex {
   struct Pair {
     std::int32_t from, to;
   };
@@ -22,7 +22,7 @@ struct Meetings {
   std::vector<Pair> pairs;
 };
 
-Meetings meetings(const ConvShape& shape, By by);
+TapIndex tap_index(const ConvShape& shape, By by);
 
 // A maximum over tasks.
 inline void raise_to(std::atomic<std::uint32_t>& largest, std::uint32_t value) {
