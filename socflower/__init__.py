@@ -15,7 +15,7 @@ _EXPORTS = {
     "strategies.split_replay": ("CloudSessions", "SplitReplay", "SplitRoundReport"),
     "strategies.rings": ("RingSettings",),
     "strategies.resuming": ("Resumable",),
-    "strategies.group_count": ("profile_group_count",),
+    "strategies.warm_up": ("profile_group_count",),
     "clients.app": ("make_client_app",),
     "clients.heat_mod": ("heat_mod",),
     "clients.split.app": ("make_split_client_app",),

@@ -34,11 +34,11 @@ from socflower.precision.processor_costs import Int8Pricing as Int8Pricing, Mixe
 from socflower.sim.event_clock import EventClock as EventClock
 from socflower.sim.trace import Trace as Trace
 from socflower.strategies.comparators import OrderedFedAvg as OrderedFedAvg, RingAllReduce as RingAllReduce, SingleDevice as SingleDevice
-from socflower.strategies.group_count import profile_group_count as profile_group_count
 from socflower.strategies.resuming import Resumable as Resumable
 from socflower.strategies.rings import RingSettings as RingSettings
 from socflower.strategies.socflow import SoCFlow as SoCFlow, RoundReport as RoundReport
 from socflower.strategies.split_replay import CloudSessions as CloudSessions, SplitReplay as SplitReplay, SplitRoundReport as SplitRoundReport
+from socflower.strategies.warm_up import profile_group_count as profile_group_count
 from socflower.thermal.fans.control_loop import FanControl as FanControl, StopSignals as StopSignals
 from socflower.thermal.fans.hwmon_pwm import HwmonPwm as HwmonPwm, find_hwmon as find_hwmon
 from socflower.thermal.fans.policies import FixedSpeed as FixedSpeed, PassiveCooling as PassiveCooling, PlannedLoad as PlannedLoad, PredictiveCooling as PredictiveCooling

@@ -22,10 +22,10 @@ from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.sim import EventClock, Trace
 from socflower.strategies.comparators import OrderedFedAvg, RingAllReduce, SingleDevice
-from socflower.strategies.group_count import profile_group_count
 from socflower.strategies.replies import DROPPING
 from socflower.strategies.rings import RingSettings
 from socflower.strategies.socflow import SoCFlow
+from socflower.strategies.warm_up import profile_group_count
 from socflower.workloads import DataSet, Evaluation, evaluate, load_data
 
 
