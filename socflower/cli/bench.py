@@ -1,6 +1,7 @@
 """`socflower bench`: the benchmarks of the source tree."""
 
-import importlib
+import json
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,16 +11,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from socflower.cli.options import (
-    Json,
-    refuse_all_but,
-)
-from socflower.cli.process import prints_on_stderr
-from socflower.cli.terminal import (
-    OUT,
-    print_json,
-)
-from socflower.errors import ConfigError
+from socflower.cli.options import Json, refuse_all_but
+from socflower.cli.terminal import OUT, print_json
+from socflower.errors import ConfigError, TrainingFailed
 
 _NOT_BENCHMARKS = ("harness", "int8_settings", "int8_step_isolated", "mapping_reference", "__init__")
 
@@ -38,8 +32,7 @@ def bench(
         else:
             OUT.print("\n".join(benchmark_names()))
         return
-    with prints_on_stderr():
-        document = run_benchmark(name, quick=quick)
+    document = run_benchmark(name, quick=quick)
     if as_json:
         print_json(document)
     else:
@@ -54,17 +47,22 @@ def benchmark_names() -> list[str]:
 
 
 def run_benchmark(name: str, *, quick: bool) -> dict[str, Any]:
-    """Run a benchmark and return its document: machine, peers where it describes them, and a row per case."""
+    """Run a benchmark in a process of its own and return its document: machine, peers if it describes them, rows.
+
+    Raises `ConfigError` for a name that does not exist and `TrainingFailed` for a benchmark that ends without one.
+    """
     if name not in benchmark_names():
         raise ConfigError(f"bench {name!r} is unknown; there are {', '.join(benchmark_names())}")
     folder = _folder()
-    if str(folder.parent) not in sys.path:
-        sys.path.insert(0, str(folder.parent))
-    module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
-    harness = importlib.import_module("benchmarks.harness")
-    rows = module.run(quick=quick)
-    document: dict[str, Any] = harness.document(rows, module.peers() if hasattr(module, "peers") else None)
-    return document
+    command = [sys.executable, str(folder / f"{name.replace('-', '_')}.py"), "--json", *(["--quick"] if quick else [])]
+    ran = subprocess.run(command, cwd=folder.parent, stdout=subprocess.PIPE, text=True, check=False)
+    # What a peer printed stands before the document, which begins with a brace on a line of its own.
+    _, _, document = f"\n{ran.stdout}".partition("\n{\n")
+    try:
+        found: dict[str, Any] = json.loads("{" + document)
+    except ValueError:
+        raise TrainingFailed(f"bench {name}: ended with exit status {ran.returncode} and without a result") from None
+    return found
 
 
 def _folder() -> Path:

@@ -215,6 +215,24 @@ def test_bench_lists_its_names_and_refuses_others(socflower: Socflower) -> None:
     is_mistake(socflower("bench", "nonsense"), "'nonsense' is unknown", "aggregate")
 
 
+def test_a_benchmark_runs_as_a_process_whatever_else_it_prints(socflower: Socflower, tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "harness.py").write_text("")
+    row = {"case": "all", "ours": 1.0, "peer": "none", "peer_value": 2.0, "unit": "s", "ratio": 2.0, "limit": None}
+    for name, is_right in (("noisy", True), ("wrong", False)):
+        document = {"schema": 1, "machine": {}, "rows": [{**row, "ok": is_right}]}
+        (folder / f"{name}.py").write_text(
+            f"import json, sys\nprint('a peer: {{ and')\nprint(json.dumps({document!r}, indent=2))\n")
+    (folder / "broken.py").write_text("print('{')\nraise SystemExit(3)\n")
+    ran = socflower("bench", "noisy", "--json")
+    assert ran.status == 0 and json.loads(ran.out)["rows"][0]["ok"]
+    assert socflower("bench", "wrong").status == 1
+    ran = socflower("bench", "broken")
+    assert ran.status == 1 and "bench broken: ended with exit status 3 and without a result" in ran.err
+
+
+
 def test_the_version_is_printed(socflower: Socflower) -> None:
     from socflower import __version__
 
