@@ -57,7 +57,7 @@ def peers() -> Mapping[str, object]:
                   "chassis's heat capacity: throttling after 11 minutes at 3,250 rpm",
         "predicted": f"{TABLE}, 1,100, 5,700 and 11,000 rpm; cooling; the 15 minutes of Fig. 2d",
         "chosen": "trip and resume points, heat capacities of SoCs and boards and their conductances; see the "
-                  "sources in socflower/thermal/constants.toml",
+                  "sources in socflower/thermal/model/constants.toml",
         "lookup table": "none: every figure is read off a simulated rack",
         "refused choices of rows": refused,
     }

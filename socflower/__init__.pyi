@@ -2,7 +2,7 @@
 
 from socflower.capture.layer_profile import profile_module as profile_module
 from socflower.clients.app import make_client_app as make_client_app
-from socflower.clients.heat_mod import heat_mod as heat_mod
+from socflower.clients.heat_mod import heat_mod as heat_mod, node_heat_mod as node_heat_mod
 from socflower.clients.split.app import make_split_client_app as make_split_client_app
 from socflower.clients.split.cloud_sessions import CloudClient as CloudClient, session_factory as session_factory
 from socflower.clients.split.in_process import SplitSettings as SplitSettings
@@ -25,7 +25,7 @@ from socflower.hierarchy.group_count import default_candidates as default_candid
 from socflower.hierarchy.plan import GroupPlan as GroupPlan, plan_groups as plan_groups
 from socflower.hierarchy.rebalancing import Rebalancing as Rebalancing
 from socflower.precision.accelerator import Int8Backend as Int8Backend, NativeInt8Backend as NativeInt8Backend
-from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT as ADAPTIVE_FIXED_POINT, NITI as NITI, Fp32Update as Fp32Update, IntegerUpdate as IntegerUpdate, TrainingAlgorithm as TrainingAlgorithm
+from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT as ADAPTIVE_FIXED_POINT, NITI as NITI, Fp32Update as Fp32Update, IntegerUpdate as IntegerUpdate, TrainingAlgorithm as TrainingAlgorithm, int8_algorithm as int8_algorithm
 from socflower.precision.int8.batch_splitting import best_blocks as best_blocks, profile_batch_blocks as profile_batch_blocks
 from socflower.precision.int8.model import EngineSettings as EngineSettings, Int8Model as Int8Model, StepResult as StepResult
 from socflower.precision.int8.rescaling import RescalingPolicy as RescalingPolicy
@@ -42,18 +42,19 @@ from socflower.strategies.warm_up import profile_group_count as profile_group_co
 from socflower.thermal.fans.control_loop import FanControl as FanControl, StopSignals as StopSignals
 from socflower.thermal.fans.hwmon_pwm import HwmonPwm as HwmonPwm, find_hwmon as find_hwmon
 from socflower.thermal.fans.policies import FixedSpeed as FixedSpeed, PassiveCooling as PassiveCooling, PlannedLoad as PlannedLoad, PredictiveCooling as PredictiveCooling
-from socflower.thermal.limits import HeatLimits as HeatLimits
+from socflower.thermal.limits import HeatLimits as HeatLimits, current_guard as current_guard
 from socflower.thermal.model.dynamics import RackDynamics as RackDynamics
 from socflower.thermal.model.rack import Rack as Rack
 from socflower.thermal.sensors.linux import LinuxSensors as LinuxSensors
 from socflower.thermal.sensors.recording import RecordedSource as RecordedSource, record as record
+from socflower.thermal.sensors.remote import BackgroundSource as BackgroundSource
 from socflower.thermal.sensors.simulated import SensorFault as SensorFault, SimulatedSource as SimulatedSource
 from socflower.thermal.sensors.step_times import StepTiming as StepTiming, TimedSource as TimedSource
 from socflower.training.fp32 import FP32Trainer as FP32Trainer, cosine_annealing as cosine_annealing, sgd as sgd
 from socflower.training.group import train_group as train_group
 from socflower.training.int8 import Int8Trainer as Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionTrainer as MixedPrecisionTrainer
-from socflower.training.trainer import SessionEnd as SessionEnd, Trainer as Trainer, TrainingSession as TrainingSession, TrainingSpan as TrainingSpan
+from socflower.training.trainer import ExchangingSession as ExchangingSession, SessionEnd as SessionEnd, Trainer as Trainer, TrainingSession as TrainingSession, TrainingSpan as TrainingSpan
 from socflower.wire.message_keys import HEAT as HEAT, HeatReport as HeatReport
 from socflower.workloads.dataset import DataSet as DataSet, LabelledData as LabelledData
 from socflower.workloads.evaluation import evaluate as evaluate

@@ -13,11 +13,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from socflower.precision import Int8Backend, StepResult
-from socflower.training.fp32 import FP32Trainer, sgd
-from socflower.training.mixed_precision import MixedPrecisionTrainer
-from socflower.training.trainer import TrainingSpan
-from socflower.workloads import build_model, evaluate, load_data
+from socflower import (
+    FP32Trainer,
+    Int8Backend,
+    MixedPrecisionTrainer,
+    StepResult,
+    TrainingSpan,
+    build_model,
+    evaluate,
+    load_data,
+    sgd,
+)
 
 
 class RoundedTorch(Int8Backend):

@@ -114,7 +114,7 @@ def make_client_app(
         settings.check_node(context)
         if SPLIT in message.content.config_records:
             raise ConfigError("the message is an edge's part of a split training; make its ClientApp with "
-                              "socflower.clients.make_split_client_app")
+                              "socflower.make_split_client_app")
         with torch_threads(num_threads):
             if RING in message.content.config_records:
                 return _train_in_ring(model_of(context), message, context, data_fn, trainer_for(context), state_folder,

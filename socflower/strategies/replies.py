@@ -73,7 +73,7 @@ def _not_a_group(reply: Message, group_id: int, where: str) -> ReplyEvent | None
         return None
     return ReplyEvent(kind="not-a-group", group_id=group_id,
                       text=f"{where}: its ClientApp did not train as a group, dropped; make it with "
-                           "socflower.clients.make_client_app")
+                           "socflower.make_client_app")
 
 
 def no_reply(group_id: int, where: str) -> ReplyEvent:

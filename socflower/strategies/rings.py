@@ -247,7 +247,7 @@ class RingRound:
         record = reply.content.config_records.get(OUTCOME)
         if record is None:
             self._event("malformed", entry.group, f"SoC {soc}: its reply says nothing of its ring; make its ClientApp "
-                                                  "with socflower.clients.make_client_app")
+                                                  "with socflower.make_client_app")
             return
         outcome = decode(RingOutcome, record, "outcome")
         if outcome.outcome == COMPLETED:

@@ -4,10 +4,7 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from quickstart.task import load_model
-from socflower.capture.layer_profile import profile_module
-from socflower.cluster import parse_cluster
-from socflower.strategies.socflow import SoCFlow
-from socflower.workloads import evaluate, load_data
+from socflower import SoCFlow, evaluate, load_data, parse_cluster, profile_module
 
 app = ServerApp()
 

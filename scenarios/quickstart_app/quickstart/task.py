@@ -5,7 +5,7 @@ from functools import cache
 from flwr.app import Context
 from torch import nn
 
-from socflower.workloads import LabelledData, build_model, iid_partition, load_data
+from socflower import LabelledData, build_model, iid_partition, load_data
 
 
 def load_model(context: Context | None = None) -> nn.Module:

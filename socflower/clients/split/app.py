@@ -66,7 +66,7 @@ def make_split_client_app(
     def train(message: Message, context: Context) -> Message:
         if SPLIT not in message.content.config_records:
             raise ConfigError("split client: the message has no split task; the strategy must be "
-                              "socflower.strategies.SplitReplay")
+                              "socflower.SplitReplay")
         read.check_training(message)
         read.check_node(context)
         task = SplitTask.decode(message.content.config_records[SPLIT])

@@ -42,7 +42,7 @@ def session_factory(
                               f"cloud's ({program.fingerprint()[:12]}); run the same code on both")
         if not isinstance(terms.settings.get(_TASK), Mapping):
             raise ConfigError(f"run {terms.run_id}: was opened without a split task; its manager must be "
-                              "socflower.clients.CloudClient")
+                              "socflower.CloudClient")
         task = SplitTask.decode(terms.settings[_TASK])
         own = program.beginning_at(task.session_first)
         if not task.reverse:

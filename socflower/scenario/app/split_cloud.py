@@ -135,6 +135,6 @@ def _named(program: str) -> SplitProgram:
     found = found() if callable(found) and not isinstance(found, SplitProgram) else found
     if not isinstance(found, SplitProgram):
         raise ConfigError(f"program {program}: is a {type(found).__name__}, not a SplitProgram; make one with "
-                          "socflower.clients.LayeredProgram")
+                          "socflower.LayeredProgram")
     return found
 

@@ -26,7 +26,7 @@ SAYS = {
 RESULTS = Path(__file__).parents[3] / "docs" / "results" / "split-faults.json"
 
 
-# In make test the same happens to halves that need no torch: runtime/test_reconnect.py, test_faults.py.
+# In make test the same happens to halves that need no torch: test_reconnect.py, test_faults.py.
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "cell"), [
     pytest.param(name, cell, id=name) for name, cell in cells()])

@@ -6,8 +6,7 @@ from flwr.clientapp import ClientApp
 from torch.nn import functional
 
 from heat_app.task import load_model, load_points
-from socflower.clients.heat_mod import heat_mod
-from socflower.thermal.limits import HeatLimits
+from socflower import HeatLimits, heat_mod
 
 app = ClientApp(mods=[heat_mod(limits=HeatLimits(max_user_load=1.0))])  # nobody to make way for
 

@@ -6,7 +6,7 @@ from flwr.serverapp.strategy import FedAvg
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from heat_app.task import accuracy_of, load_model, load_points
-from socflower.wire.message_keys import HEAT, HeatReport
+from socflower import HEAT, HeatReport
 
 app = ServerApp()
 

@@ -1,7 +1,6 @@
 """The client: an edge with the front of the model. Its images never leave it."""
 
-from socflower.clients.split.app import make_split_client_app
-from socflower.clients.split.remote_cloud import cloud_link
+from socflower import cloud_link, make_split_client_app
 from split_app.task import load_samples, program
 
 app = make_split_client_app(

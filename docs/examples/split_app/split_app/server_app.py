@@ -12,17 +12,22 @@ from pathlib import Path
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
-from socflower.capture.layer_profile import profile_module
-from socflower.clients.split.cloud_sessions import CloudClient
-from socflower.cluster import device, parse_cluster
-from socflower.edgecloud.cloud.operator_calls import Operator
-from socflower.edgecloud.links.profile_generator import generate
-from socflower.edgecloud.plan.decision import WindowSchedule, adaptive_party
-from socflower.edgecloud.plan.device_costs import split_costs
-from socflower.edgecloud.program import cut_shapes
-from socflower.edgecloud.stream.credentials import read_token
-from socflower.strategies.split_replay import SplitReplay
-from socflower.workloads import evaluate, load_data
+from socflower import (
+    CloudClient,
+    Operator,
+    SplitReplay,
+    WindowSchedule,
+    adaptive_party,
+    cut_shapes,
+    device,
+    evaluate,
+    generate,
+    load_data,
+    parse_cluster,
+    profile_module,
+    read_token,
+    split_costs,
+)
 from split_app.task import SHAPE, load_model, load_samples, program
 
 app = ServerApp()

@@ -4,10 +4,7 @@ from functools import cache
 
 from torch import nn
 
-from socflower.edgecloud.program import LayeredProgram
-from socflower.edgecloud.samples import LabelledSamples
-from socflower.training.fp32 import sgd
-from socflower.workloads import build_model, iid_partition, load_data
+from socflower import LabelledSamples, LayeredProgram, build_model, iid_partition, load_data, sgd
 
 SHAPE = (1, 28, 28)
 

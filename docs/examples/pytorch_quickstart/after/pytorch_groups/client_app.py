@@ -3,8 +3,7 @@
 from flwr.app import Context
 
 from pytorch_groups.task import load_model, load_partition
-from socflower.clients.app import make_client_app
-from socflower.training.fp32 import FP32Trainer, sgd
+from socflower import FP32Trainer, make_client_app, sgd
 
 
 def trainer(context: Context) -> FP32Trainer:

@@ -5,10 +5,7 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from pytorch_groups.task import SHAPE, load_images, load_model
-from socflower.capture.layer_profile import profile_module
-from socflower.cluster import parse_cluster
-from socflower.strategies.socflow import SoCFlow
-from socflower.workloads import evaluate
+from socflower import SoCFlow, evaluate, parse_cluster, profile_module
 
 app = ServerApp()
 

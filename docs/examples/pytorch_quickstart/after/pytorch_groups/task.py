@@ -7,7 +7,7 @@ from flwr.app import Context
 from torch import Tensor, nn
 from torch.nn import functional
 
-from socflower.workloads import DataSet, LabelledData, load_data
+from socflower import DataSet, LabelledData, load_data
 
 SHAPE = (3, 32, 32)
 NUM_TRAIN, NUM_TEST = 800, 400
