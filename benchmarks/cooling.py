@@ -153,8 +153,8 @@ def run_under(policy: Policy, case: Case, cluster: Cluster, planned: Usage) -> R
     balancer = Balancer(cluster, rates, policy.rebalancing)
     plan = work.plan
     for interval in intervals:
-        balancer.look(clock, plan.participants)
-        plan, _ = balancer.rearranged(plan)
+        balancer.update_speeds(clock, plan.participants)
+        plan, _ = balancer.rebalance_groups(plan)
         work = IntervalCosts(
             cluster=cluster, plan=plan, profile=work.profile, num_samples=work.num_samples,
             batch_size=work.batch_size, steps_per_epoch=1, serialize_uplinks=False, pricing=work.pricing,

@@ -1,4 +1,4 @@
-"""The wrapper that makes a Flower ClientApp of a model function and a data function."""
+"""Makes a Flower ClientApp from a model function and a data function."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from flwr.clientapp.typing import Mod
 from torch import nn
 
 from socflower.capture.random_state import built_alone, own_random_state
-from socflower.clients.privacy_mods import fitted
+from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import MemberTraining, answer_query, member_reply, server_round_of
 from socflower.clients.saved_training import StateFiles, TrainerState
 from socflower.clients.settings import ReadSettings
@@ -62,14 +62,14 @@ def make_client_app(
     state_folder: StateFolderFn | None = None, ring_ledger: StateFolderFn | None = None,
     extra_keys: Sequence[str] = (),
 ) -> ClientApp:
-    """Return a ClientApp that trains alone, or as a whole group where the strategy asks for one.
+    """Return a ClientApp that trains on its own, or as a whole group if the strategy asks for that.
 
     Parameters
     ----------
     model_fn : (context) -> nn.Module
-        Makes the model; its weights are overwritten by those of the message.
+        Returns the model; its weights are overwritten by those of the message.
     data_fn : (context, partition_id, num_partitions) -> LabelledData
-        The training data of one node. For a group it is called for each member; where data are re-shuffled it is
+        Returns the training data of one node. For a group it is called for each member; if data are re-shuffled it is
         called as `(context, 0, 1)`, which means all data. Called every round, so a slow source should cache.
     trainer : Trainer, or (context) -> Trainer
         How to train; default `FP32Trainer()`.
@@ -79,22 +79,22 @@ def make_client_app(
     num_threads : int
         Torch threads of one client; 1 makes results independent of the machine's number of cores.
     state_folder : (context) -> Path or None, optional
-        Where a group's leader keeps the group's optimiser in files, beside `context.state`, so that a training can be
-        resumed after its processes are gone. One folder for each training; None keeps nothing.
+        Folder in which a group's leader saves the group's optimiser, besides `context.state`, so that a training can
+        be resumed after its processes have ended. One folder per training; None saves nothing.
     ring_ledger : (context) -> Path or None, optional
-        On real clusters, a file of this node's own to which every step that counts is appended, a line of JSON each.
+        On real clusters, a file of this node to which every applied step is appended as a line of JSON.
     extra_keys : sequence of str
         Keys of a message's config, records of a message, or keys of the node config that `mods` or functions of yours
-        read. Any other that nobody reads is refused with `ConfigError`. What Flower's clipping mods read is known.
+        read. Any other unknown key is refused with `ConfigError`. The keys of Flower's clipping mods are known.
 
     Notes
     -----
     A TRAIN message without a group record trains `local-epochs` (default 1) epochs of batches of `batch-size`
-    (default 32) on the node's own partition, both from the message's config, with a new optimiser: what FedAvg
-    expects of a client. A scheduler goes on across rounds if the config has `num-rounds`.
+    (default 32) on the node's own partition, both from the message's config, with a new optimiser, as FedAvg
+    expects. A scheduler continues across rounds if the config has `num-rounds`.
     """
     settings = ReadSettings(maker="make_client_app", mods=mods, extra_keys=extra_keys)
-    app = ClientApp(mods=[fitted(mod) for mod in mods])
+    app = ClientApp(mods=[adapt_mod(mod) for mod in mods])
 
     def trainer_for(context: Context) -> Trainer:
         if trainer is None:
@@ -161,7 +161,7 @@ def _train_as_group(
     state = TrainerState(task, message, context, _state_files(message, context, state_folder))
     departures = _departures(message, task)
     outcome = train_group(model, data, task, trainer, state.read(), departures=departures)
-    state.keep(outcome.end.state, outcome.mean_loss)
+    state.save(outcome.end.state, outcome.mean_loss)
     stayed = [soc for position, soc in enumerate(task.members) if position not in departures]
     ended = RingOutcome(outcome=COMPLETED if stayed else PREEMPTED, members=tuple(stayed), num_steps=task.num_steps,
                         answers=bool(stayed), preempted=tuple(task.members[position] for position in departures))
@@ -173,7 +173,7 @@ def _train_in_ring(
     model: nn.Module, message: Message, context: Context, data_fn: DataFn, trainer: Trainer,
     state_folder: StateFolderFn | None, ledger: StateFolderFn | None,
 ) -> Message:
-    """Be one member of a group on real machines; only the leader's message has the model, and so its reply (F8)."""
+    """Train as one member of a ring; only the leader's message and the answering member's reply have the model (F8)."""
     records = message.content.config_records
     task, ring = GroupTask.decode(records[GROUP]), decode(RingTask, records[RING], "ring")
     has_model = ARRAYS in message.content.array_records
@@ -181,14 +181,14 @@ def _train_in_ring(
         _load(model, message)
     data = _all_data(task, context, data_fn) if task.reshuffle else data_fn(context, ring.participant,
                                                                              task.num_partitions)
-    state = TrainerState(task, message, context, _state_files(message, context, state_folder), leads=has_model)
+    state = TrainerState(task, message, context, _state_files(message, context, state_folder), is_leader=has_model)
     end = MemberTraining(
         group=task, ring=ring, model=model, has_model=has_model, data=data, trainer=trainer, state=state.read(),
         departs_at=_departures(message, task).get(task.partitions.index(ring.participant)),
         ledger=ledger(context) if ledger is not None else None,
     ).run(context, server_round_of(message))
     if end.end is not None:
-        state.keep(end.end.state, end.mean_loss, in_file=end.outcome.answers)
+        state.save(end.end.state, end.mean_loss, in_file=end.outcome.answers)
     return member_reply(message, context, task, end, _weights(model) if end.end is not None else None)
 
 
@@ -208,7 +208,7 @@ def _state_files(message: Message, context: Context, state_folder: StateFolderFn
 
 
 def _departures(message: Message, task: GroupTask) -> dict[int, int]:
-    """Return before which step a member leaves, by its position, as a scenario's event has it."""
+    """Return, by position, the step before which a member leaves because of a scenario's event."""
     leaving = message.content.config_records.get(DEPARTURES, ConfigRecord())
     return {position: math.floor(cast(float, leaving[str(soc)]) * task.num_steps)
             for position, soc in enumerate(task.members) if str(soc) in leaving}

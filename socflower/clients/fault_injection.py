@@ -1,4 +1,4 @@
-"""Faults on purpose: what a run does when one client raises, answers NaN, hangs, dies, or has to leave its device."""
+"""Fault injection: makes a client raise, return NaN, hang, die, or leave its group because it is preempted."""
 
 import os
 import time
@@ -32,7 +32,7 @@ _HANG_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What happens to one SoC's client: "raise", "nan", "hang" or "die" in one round, or "preempt".
+    """A fault of one SoC's client: "raise", "nan", "hang" or "die" in one round, or "preempt".
 
     "preempt" makes the SoC leave in that round, after the part `at` of its steps, and stay away for `num_rounds`
     rounds, that one included.
@@ -45,10 +45,10 @@ class Fault:
     at: float = 0.5
 
 
-def suffer(faults: Sequence[Fault], message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Answer a message as a client that suffers those of `faults` that strike its SoCs in this round.
+def inject(faults: Sequence[Fault], message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Answer a message, with those of `faults` injected that concern its SoCs in this round.
 
-    A group in one process suffers what any of its members does, as a ring would; in a ring each member suffers its own.
+    A group in one process has the faults of all its members, as a ring would; in a ring each member has its own.
     """
     records = message.content.config_records
     config = records.get(CONFIG, ConfigRecord())
@@ -79,7 +79,7 @@ def suffer(faults: Sequence[Fault], message: Message, context: Context, call_nex
 
 
 def _socs(message: Message, context: Context) -> Sequence[int]:
-    """Return the SoCs that a message's work is for."""
+    """Return the SoCs that a message addresses."""
     records = message.content.config_records
     if GROUP not in records:
         return (int(context.node_config[PARTITION_ID]),)
@@ -90,7 +90,7 @@ def _socs(message: Message, context: Context) -> Sequence[int]:
 
 
 def _status(faults: Sequence[Fault], socs: Sequence[int], server_round: int, reply: Message) -> Message:
-    """Let a node say that a user has it, while an event has it that way."""
+    """Mark the node as preempted in its status reply during the rounds of a "preempt" fault."""
     away = any(fault.kind == "preempt" and fault.soc in socs
                and fault.server_round <= server_round < fault.server_round + fault.num_rounds for fault in faults)
     if away and reply.has_content():

@@ -1,10 +1,10 @@
-"""A Flower mod by which any ClientApp minds the heat of its device: `ClientApp(mods=[heat_mod()])`.
+"""A Flower mod that adapts any ClientApp to the heat of its device: `ClientApp(mods=[heat_mod()])`.
 
-Before a TRAIN message's work it reads the device. One that is hot, short of charge or in use holds the message for a
-while, and answers with an error if that does not help; one that is warm does less of the work, on fewer threads and
-with rests between its steps. Every reply with content tells the server how hot the device was (`HeatReport`).
+It reads the device's sensors before a TRAIN message is processed. If the device is hot, low on battery or in use, the
+message is held for a while, and answered with an error if the state persists. A warm device does less of the work, on
+fewer threads and with pauses between steps. Every reply with content reports the device's heat (`HeatReport`).
 
-An operator switches it on and sets its limits in `flower-supernode --node-config` (`node_heat_mod`).
+Operators enable it and set its limits in `flower-supernode --node-config` (`node_heat_mod`).
 """
 
 import copy
@@ -45,15 +45,15 @@ from socflower.wire.message_keys import (
 SourceFn: TypeAlias = Callable[[Context], HeatSource]
 
 _PAUSE = "socflower-heat-pause"
-"""The record of a node's own state that keeps its pause between messages, whose processes do not live as long."""
+"""The record of a node's state that keeps its pause between messages, since each message has its own process."""
 
 _STEPS = "socflower-heat-steps"
-"""And that of the seconds of a step at full clock, by its number of samples, where no sensor tells the clock."""
+"""The record of the seconds of a step at full clock, by its number of samples, for devices without a clock sensor."""
 
-_FIRST_SPAN_S = 0.6
-"""Load is a difference of counters: a machine's first look says nothing of it."""
+_LOAD_WINDOW_S = 0.6
+"""Load is a difference of counters, so the first reading of a machine has none."""
 
-_PRECONDITION_FAILED = 6  # Flower's code for the error of a mod that did not pass a message on
+_PRECONDITION_FAILED = 6  # Flower's error code for a mod that did not forward a message
 _DEFAULT_LIMITS = HeatLimits()
 
 
@@ -63,27 +63,27 @@ def heat_mod(
     read_timeout_s: float = 5.0, sleep: Callable[[float], object] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Mod:
-    """Return a mod that holds, shrinks or refuses training on a device that should not train as it would.
+    """Return a mod that holds, reduces or refuses training on a device that is hot, in use or low on battery.
 
     Parameters
     ----------
     source : HeatSource, or (context) -> HeatSource, optional
-        What to read; a function is called once for each node. Default: the sensors of this Linux machine.
+        The sensors to read; a function is called once for each node. Default: the sensors of this Linux machine.
     limits : HeatLimits
     shrink_keys : sequence of str
-        Keys of a TRAIN message's config records whose whole numbers say how much work there is. On a warm device they
+        Keys of a TRAIN message's config records whose integer values set the amount of work. On a warm device they
         are scaled down, never below 1, in a copy.
     sample_interval_s, look_interval_s : float
-        How often the source is read while a message is answered, and how old a reading may be for a decision.
+        How often the source is read while a message is processed, and the maximum age of a reading for a decision.
     read_timeout_s : float
-        How long a source may take to answer before its device counts as unknown.
+        How long a source may take to answer before the device's state counts as unknown.
     sleep, clock
         For tests.
 
     Notes
     -----
-    TRAIN messages of groups and rings are never held: their SoC leaves before the first step, as if its user had asked
-    for it, and the others go on. A device that may not train says so to a strategy that asks for its status.
+    TRAIN messages of groups and rings are never held: the SoC leaves before the first step, as if preempted, and the
+    others continue. A device that may not train reports itself as preempted in status replies.
     """
     for name, value in (("sample_interval_s", sample_interval_s), ("look_interval_s", look_interval_s),
                         ("read_timeout_s", read_timeout_s)):
@@ -96,12 +96,12 @@ def heat_mod(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Verdict:
-    """A look at a device: why it must not be trained on, None if it may be."""
+class _HeatCheck:
+    """A reading of a device; `refusal` is why it must not train, None if it may."""
 
     reading: Reading
     refusal: str | None
-    notes: tuple[str, ...]  # of a sensor that is stuck
+    notes: tuple[str, ...]  # about a stuck sensor
 
 
 class _HeatMod:
@@ -118,35 +118,35 @@ class _HeatMod:
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         category = message.metadata.message_type.partition(".")[0]
         careful = self._careful_source(context)
-        verdict = self._judge(careful, context)
+        check = self._check_heat(careful, context)
         trains = category == MessageType.TRAIN
         alone = trains and GROUP not in message.content.config_records
         paused_s = 0.0
-        if alone and verdict.refusal is not None:
-            log(INFO, "heat mod: training is held, %s", verdict.refusal)
-            verdict, paused_s = self._hold(verdict, careful, context)
-            if verdict.refusal is not None:
-                reason = f"heat mod: not trained, {verdict.refusal}; held for {paused_s:.0f} s"
+        if alone and check.refusal is not None:
+            log(INFO, "heat mod: training is held, %s", check.refusal)
+            check, paused_s = self._hold(check, careful, context)
+            if check.refusal is not None:
+                reason = f"heat mod: not trained, {check.refusal}; held for {paused_s:.0f} s"
                 return Message(Error(_PRECONDITION_FAILED, reason), reply_to=message)
-        if trains and not alone and verdict.refusal is not None:
-            log(INFO, "heat mod: leaves its group, %s", verdict.refusal)
-            message = _departing(message, context)
-        share = self._limits.share(verdict.reading)
+        if trains and not alone and check.refusal is not None:
+            log(INFO, "heat mod: leaves its group, %s", check.refusal)
+            message = _with_departure(message, context)
+        share = self._limits.share(check.reading)
         if alone and share < 1.0:
-            message = _shrunk(message, self._shrink_keys, share)
+            message = _with_reduced_work(message, self._shrink_keys, share)
         with _limited_threads(share if alone else 1.0) as thread_share:
             timing = _timing(context)
-            guard = HeatGuard(careful, self._limits, verdict.reading, timing=timing, thread_share=thread_share,
+            guard = HeatGuard(careful, self._limits, check.reading, timing=timing, thread_share=thread_share,
                               look_interval_s=self._look_interval_s, sleep=self._sleep, clock=self._clock)
-            with guarding(guard), _sampled(guard, self._sample_interval_s), _rests_between_steps(alone):
+            with guarding(guard), _sampled(guard, self._sample_interval_s), _pauses_between_steps(alone):
                 reply = call_next(message, context)
         guard.last_look()
         _keep_timing(context, timing)
         if reply.has_content():
             records = reply.content.config_records
-            if category == MessageType.QUERY and verdict.refusal is not None and STATUS in records:
+            if category == MessageType.QUERY and check.refusal is not None and STATUS in records:
                 records[STATUS]["preempted"] = True
-            reply.content[HEAT] = ConfigRecord(guard.report(paused_s=paused_s, notes=verdict.notes).encode())
+            reply.content[HEAT] = ConfigRecord(guard.report(paused_s=paused_s, notes=check.notes).encode())
         return reply
 
     def _careful_source(self, context: Context) -> CarefulSource:
@@ -155,26 +155,26 @@ class _HeatMod:
         key = context.node_id if of_node else None
         if key not in self._careful:
             def make() -> HeatSource:
-                return _ready(cast(SourceFn, source)(context) if of_node else cast(HeatSource | None, source))
+                return _prepared(cast(SourceFn, source)(context) if of_node else cast(HeatSource | None, source))
 
             self._careful[key] = CarefulSource(make, timeout_s=self._read_timeout_s, clock=self._clock)
         return self._careful[key]
 
-    def _hold(self, verdict: _Verdict, careful: CarefulSource, context: Context) -> tuple[_Verdict, float]:
-        """Judge again and again until the device may train or `max_pause_s` are over; return seconds too."""
+    def _hold(self, check: _HeatCheck, careful: CarefulSource, context: Context) -> tuple[_HeatCheck, float]:
+        """Repeat the check until the device may train or `max_pause_s` are over; return the seconds held too."""
         began_s, slept_s = self._clock(), 0.0
         while True:
-            held_s = max(slept_s, self._clock() - began_s)  # a clock that stands must not hold it for ever
+            held_s = max(slept_s, self._clock() - began_s)  # ends also if the clock does not advance
             left_s = self._limits.max_pause_s - held_s
-            if verdict.refusal is None or left_s <= 0.0:
-                return verdict, held_s
-            nap_s = min(left_s, self._look_interval_s)
-            self._sleep(nap_s)
-            slept_s += nap_s
-            verdict = self._judge(careful, context)
+            if check.refusal is None or left_s <= 0.0:
+                return check, held_s
+            wait_s = min(left_s, self._look_interval_s)
+            self._sleep(wait_s)
+            slept_s += wait_s
+            check = self._check_heat(careful, context)
 
-    def _judge(self, careful: CarefulSource, context: Context) -> _Verdict:
-        """Look at the device, and keep in its node's state whether it rests because of heat."""
+    def _check_heat(self, careful: CarefulSource, context: Context) -> _HeatCheck:
+        """Read the device, and record in its node's state whether it is paused because of heat."""
         reading, now_s = careful.read(), self._clock()
         record = context.state.config_records.get(_PAUSE)
         before = None if record is None else decode(Pause, record, "heat pause")
@@ -185,31 +185,31 @@ class _HeatMod:
         stuck = pause is not None and pause.stuck(self._limits, now_s)
         notes = (f"temperature stays at exactly {reading.temperature_c:g} °C while the device rests: its sensor is "
                  "taken for stuck",) if stuck else ()
-        return _Verdict(reading=reading, notes=notes,
+        return _HeatCheck(reading=reading, notes=notes,
                         refusal=self._limits.refusal(reading, rests=pause is not None and not stuck))
 
 
-class ThisMachine:
-    """The sensors of the machine that this process runs on; its first reading too has the load of others."""
+class LocalSensors:
+    """The sensors of this machine; waits at construction, so that the first reading includes other processes' load."""
 
     def __init__(self, sensors: HeatSource) -> None:
         self._sensors = sensors
-        self._notes = sensors.read().notes  # each is said once
-        time.sleep(_FIRST_SPAN_S)
+        self._notes = sensors.read().notes  # the source reports each note once
+        time.sleep(_LOAD_WINDOW_S)
 
     def read(self) -> Reading:
-        """Return how the machine is now."""
+        """Return the machine's current reading."""
         reading, notes = self._sensors.read(), self._notes
         self._notes = ()
         return replace(reading, notes=(*notes, *reading.notes))
 
 
-def _ready(source: HeatSource | None) -> HeatSource:
-    """Return a source, by default this machine, whose next reading has all that it can say."""
+def _prepared(source: HeatSource | None) -> HeatSource:
+    """Return a source, by default this machine's sensors, whose next reading is complete."""
     from socflower.thermal.sensors.linux import LinuxSensors
 
     source = source or LinuxSensors()
-    return ThisMachine(source) if isinstance(source, LinuxSensors) else source
+    return LocalSensors(source) if isinstance(source, LinuxSensors) else source
 
 
 def _timing(context: Context) -> StepTiming:
@@ -224,11 +224,11 @@ def _keep_timing(context: Context, timing: StepTiming) -> None:
         context.state[_STEPS] = ConfigRecord({"samples": list(references_s), "seconds": list(references_s.values())})
 
 
-def _departing(message: Message, context: Context) -> Message:
-    """Return a group's message in which this node's SoC leaves before the first step (of a group of one: everyone).
+def _with_departure(message: Message, context: Context) -> Message:
+    """Return a group's message in which this node's SoC leaves before the first step.
 
-    In a ring the others go on without it. Where one process computes a whole group it stands for this node's member,
-    whose part then is not computed; where it cannot be told which one that is, it stands for them all.
+    In a ring the others continue without it. If one process computes a whole group, this node's member is not computed;
+    if the node's member is unknown, all members leave.
     """
     records = message.content.config_records
     task = GroupTask.decode(records[GROUP])
@@ -239,8 +239,8 @@ def _departing(message: Message, context: Context) -> Message:
     return _with_records(message, {DEPARTURES: ConfigRecord(leaving)})
 
 
-def _shrunk(message: Message, keys: Sequence[str], share: float) -> Message:
-    """Return a message whose config records ask for `share` of the work, of each kind at least 1."""
+def _with_reduced_work(message: Message, keys: Sequence[str], share: float) -> Message:
+    """Return a message whose config values under `keys` are scaled by `share`, to at least 1."""
     changed: dict[str, ConfigRecord] = {}
     for name, record in message.content.config_records.items():
         for key in keys:
@@ -251,7 +251,7 @@ def _shrunk(message: Message, keys: Sequence[str], share: float) -> Message:
 
 
 def _with_records(message: Message, records: Mapping[str, ConfigRecord]) -> Message:
-    # Strategies send one content to many nodes, and on some engines it is the same object for all of them.
+    # Strategies may send one content to many nodes, and on some engines these share the object.
     content: dict[str, Any] = {**message.content, **records}
     message = copy.copy(message)
     message.content = RecordDict(content)
@@ -260,7 +260,7 @@ def _with_records(message: Message, records: Mapping[str, ConfigRecord]) -> Mess
 
 @contextmanager
 def _limited_threads(share: float) -> Iterator[float]:
-    """Leave torch `share` of its threads, at least one; yield what part of them that is."""
+    """Limit torch to `share` of its threads, at least one; yield the actual share."""
     before = torch.get_num_threads()
     limited = max(1, round(share * before))
     if limited == before:
@@ -274,14 +274,14 @@ def _limited_threads(share: float) -> Iterator[float]:
 
 
 @contextmanager
-def _rests_between_steps(wanted: bool) -> Iterator[None]:
-    """Let any torch optimiser's step in this thread be followed by the rest that the current guard asks for."""
-    if not wanted:
+def _pauses_between_steps(enabled: bool) -> Iterator[None]:
+    """After each torch optimiser step in this thread, pause for as long as the current guard requires."""
+    if not enabled:
         yield
         return
 
     def after_step(*_: object) -> None:
-        guard = current_guard()  # of the thread that steps: none where an app trains in threads of its own
+        guard = current_guard()  # of the stepping thread: None if an app trains in other threads
         if guard is not None:
             guard.step_done()
 
@@ -294,7 +294,7 @@ def _rests_between_steps(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def _sampled(guard: HeatGuard, interval_s: float) -> Iterator[None]:
-    """Let a thread look at the device meanwhile; it has ended when this ends."""
+    """Sample the device from a thread during the block."""
     ended = Event()
 
     def sample() -> None:
@@ -304,7 +304,7 @@ def _sampled(guard: HeatGuard, interval_s: float) -> Iterator[None]:
     thread = Thread(target=sample, name="heat-sampler", daemon=True)
     try:
         thread.start()
-    except RuntimeError as error:  # no more threads: fewer readings, but training
+    except RuntimeError as error:  # no thread can be started: train with fewer readings
         log(INFO, "heat mod: no samples while the client works (%s)", error)
         yield
         return
@@ -316,19 +316,19 @@ def _sampled(guard: HeatGuard, interval_s: float) -> Iterator[None]:
 
 
 _SWITCH = "heat"
-_LIMITS = {f"heat-{entry.name.replace('_', '-')}": entry.name for entry in fields(HeatLimits)}
+_LIMIT_KEYS = {f"heat-{entry.name.replace('_', '-')}": entry.name for entry in fields(HeatLimits)}
 
 
 def node_heat_limits(node_config: NodeConfig) -> HeatLimits | None:
-    """Return a node's limits, None where it does not mind heat; `ConfigError` for a key that cannot be.
+    """Return a node's limits, None if heat control is off; `ConfigError` for an invalid key or value.
 
-    Keys: `heat` (true: mind it), and the fields of `HeatLimits`, as in `heat-pause-c=80.0`.
+    Keys: `heat` (true: on), and the fields of `HeatLimits`, as in `heat-pause-c=80.0`.
     """
     switch = node_config.get(_SWITCH, False)
     given = {key: value for key, value in node_config.items() if key.startswith(f"{_SWITCH}-")}
-    unknown = sorted(set(given) - set(_LIMITS))
+    unknown = sorted(set(given) - set(_LIMIT_KEYS))
     if unknown:
-        raise ConfigError(f"node config: {unknown[0]} is unknown; use one of {', '.join(_LIMITS)}")
+        raise ConfigError(f"node config: {unknown[0]} is unknown; use one of {', '.join(_LIMIT_KEYS)}")
     if not isinstance(switch, bool):
         raise ConfigError(f"node config: {_SWITCH} = {switch!r} must be true or false")
     if not switch:
@@ -339,12 +339,12 @@ def node_heat_limits(node_config: NodeConfig) -> HeatLimits | None:
     for key, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"node config: {key} = {value!r} must be a number")
-        numbers[_LIMITS[key]] = float(value)
+        numbers[_LIMIT_KEYS[key]] = float(value)
     return HeatLimits(**numbers)
 
 
 def node_heat_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Answer as `heat_mod` does with the limits of the node's config; nodes that do not mind heat pass through."""
+    """Answer as `heat_mod` does with the limits of the node's config; without `heat`, messages pass unchanged."""
     limits = node_heat_limits(context.node_config)
     return call_next(message, context) if limits is None else _mod(limits)(message, context, call_next)
 

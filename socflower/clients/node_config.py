@@ -1,4 +1,4 @@
-"""What an operator says of a machine in `flower-supernode --node-config`, as far as rings are concerned."""
+"""The ring settings of a node, from `flower-supernode --node-config`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _KEYS_BESIDE_RING = (*_TLS_KEYS, "ring-bind", "ring-trusted", "ring-transport")
 class RingNode:
     """A machine's ring port and place in the cluster.
 
-    Keys: `ring` (host:port that peers dial), `ring-bind` (host:port to listen on, if another), `ring-ca`,
+    Keys: `ring` (host:port that peers connect to), `ring-bind` (host:port to listen on, if another), `ring-ca`,
     `ring-certificate`, `ring-key` (PEM files; all three or none), `ring-trusted` (true: unencrypted rings on public
     addresses too), `ring-transport` (gloo or grpc, if only one is wanted), `board`, `slot`.
     """
@@ -34,12 +34,12 @@ class RingNode:
 
     @property
     def status(self) -> NodeStatus:
-        """What a strategy is told of this node."""
+        """The status that this node reports to a strategy."""
         return NodeStatus(ring=self.address, board=self.board, slot=self.slot, transports=self.transports)
 
 
 def ring_node(node_config: NodeConfig) -> RingNode | None:
-    """Return what a node config says of the ring, or None where it says nothing; `ConfigError` for half of it."""
+    """Return the ring settings of a node config, or None if it has none; `ConfigError` if they are incomplete."""
     address = node_config.get("ring")
     given = [key for key in _TLS_KEYS if node_config.get(key)]
     if not address:
@@ -59,19 +59,19 @@ def ring_node(node_config: NodeConfig) -> RingNode | None:
     if not isinstance(trusted, bool):
         raise ConfigError(f"node config: ring-trusted = {trusted!r} must be true or false, without quotes")
     tls = RingTls(*(Path(str(node_config[key])) for key in _TLS_KEYS)) if given else None
-    # Who gives certificates wants encryption, and gloo has none.
+    # Certificates ask for encryption, which gloo does not have.
     over_grpc = GRPC_WITH_TLS if tls else "grpc"
     transports = ("gloo", over_grpc) if transport is None else (over_grpc if transport == "grpc" else "gloo",)
     if tls and transport is None:
         transports = (over_grpc,)
-    board, slot = place_of(node_config)
+    board, slot = board_and_slot(node_config)
     return RingNode(
         address=str(address), listen=str(node_config.get("ring-bind") or address), tls=tls,
         trusted=trusted, board=board, slot=slot, transports=transports)
 
 
-def place_of(node_config: NodeConfig) -> tuple[int, int]:
-    """Return board and slot of a node, -1 where its config does not say; `ConfigError` for one without the other."""
+def board_and_slot(node_config: NodeConfig) -> tuple[int, int]:
+    """Return board and slot of a node, -1 if its config has none; `ConfigError` for one without the other."""
     board, slot = _index(node_config, "board"), _index(node_config, "slot")
     if (board < 0) != (slot < 0):
         known, missing = ("slot", "board") if board < 0 else ("board", "slot")

@@ -1,6 +1,6 @@
-"""Flower's mods that clip or blur what a client sends (differential privacy), around clients that train as groups.
+"""Adapts Flower's mods that clip updates or add noise (differential privacy) to clients that train as groups.
 
-They take a TRAIN message with one config record, and one model that comes back; messages of groups have more records.
+These mods expect a TRAIN message with one config record, and a reply with one model; groups use more records.
 """
 
 import copy
@@ -13,20 +13,21 @@ from socflower.errors import ConfigError
 from socflower.wire.message_keys import DEPARTURES, GROUP, RING
 from socflower.wire.split_message_keys import SPLIT
 
-_OURS = (GROUP, SPLIT, DEPARTURES)
-"""Records of a message beside its model and the user's config."""
+_HIDDEN = (GROUP, SPLIT, DEPARTURES)
+"""Records of a message besides its model and the user's config."""
 
 
-def fitted(mod: Mod) -> Mod:
-    """Return a mod as it fits around groups: Flower's that clip see less of a message, all others are left as they are.
+def adapt_mod(mod: Mod) -> Mod:
+    """Return a mod that works with groups: from Flower's clipping mods our records are hidden; others are unchanged.
 
-    What they clip is the update that leaves the client, which is the whole group's.
+    What is clipped is the update that the client sends, which is that of the whole group.
     """
-    return _Clipping(mod) if isinstance(mod, LocalDpMod) or mod in (fixedclipping_mod, adaptiveclipping_mod) else mod
+    clips = isinstance(mod, LocalDpMod) or mod in (fixedclipping_mod, adaptiveclipping_mod)
+    return _ClippingAdapter(mod) if clips else mod
 
 
-class _Clipping:
-    """Shows a mod model and config of a TRAIN message, and nothing of others, which have no update."""
+class _ClippingAdapter:
+    """Gives a mod only the model and config of TRAIN messages; other messages bypass it, since they have no update."""
 
     def __init__(self, mod: Mod) -> None:
         self._mod = mod
@@ -44,10 +45,10 @@ class _Clipping:
             replies.append(call_next(message, context))
             return replies[0]
 
-        # In a copy: on some engines one content goes to many nodes.
+        # A copy, since on some engines nodes share the content object.
         shown = copy.copy(message)
-        shown.content = RecordDict({name: record for name, record in message.content.items() if name not in _OURS})
+        shown.content = RecordDict({name: record for name, record in message.content.items() if name not in _HIDDEN})
         reply = self._mod(shown, context, answer)
-        # All SoCs of a group may have left for their users' own work: there is no model, so nothing to clip.
+        # If all SoCs of a group were preempted, there is no model to clip.
         left = replies and replies[0].has_content() and not replies[0].content.array_records
         return replies[0] if left else reply

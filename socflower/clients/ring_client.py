@@ -1,4 +1,4 @@
-"""TRAIN messages that make a node a member of a ring, and the questions by which a strategy gets to know nodes."""
+"""Handles TRAIN messages for members of a ring, and a strategy's queries."""
 
 import json
 import time
@@ -10,9 +10,9 @@ from typing import cast
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import nn
 
-from socflower.clients.node_config import RingNode, place_of, ring_node
+from socflower.clients.node_config import RingNode, board_and_slot, ring_node
 from socflower.errors import ConfigError
-from socflower.rings.member import AppliedStep, MemberEnd, RingMember
+from socflower.rings.member import AppliedStep, MemberResult, RingMember
 from socflower.rings.preemption import preempt_switch
 from socflower.rings.transports.port import RingPort
 from socflower.training.trainer import Trainer
@@ -41,7 +41,7 @@ _COMPRESSION_STATE, _KEPT_MODEL = "socflower-compression", "socflower-model"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberTraining:
-    """What a TRAIN message asks of a member, with all that the ClientApp was given."""
+    """One member's training, from a TRAIN message and the arguments of the ClientApp."""
 
     group: GroupTask
     ring: RingTask
@@ -51,9 +51,9 @@ class MemberTraining:
     trainer: Trainer
     state: bytes | None
     departs_at: int | None = None
-    ledger: Path | None = None  # file to which every step that counts is appended, a line of JSON each
+    ledger: Path | None = None  # file to which every applied step is appended as a line of JSON
 
-    def run(self, context: Context, server_round: int) -> MemberEnd:
+    def run(self, context: Context, server_round: int) -> MemberResult:
         """Open this node's ring port and train."""
         node = _require_ring(context)
         kept = context.state.config_records.get(_COMPRESSION_STATE)
@@ -74,23 +74,23 @@ class MemberTraining:
 
 
 def open_port(node: RingNode, group: GroupTask, ring: RingTask) -> RingPort:
-    """Return this member's ring port, open for the interval's members and those of groups that take turns with it."""
+    """Return this member's ring port, open to the interval's members and to those of groups that share its uplink."""
     addresses = dict(zip(group.partitions, ring.addresses, strict=True))
     for text in ring.neighbours:
         _, participant, address = text.split(" ")
         addresses[int(participant)] = address
     own = addresses[ring.participant]
-    # Ranks of the port are participants; those that this member never speaks to have no address of their own.
+    # Ranks of the port are participants; this member never calls those without an address here.
     by_rank = [addresses.get(rank, own) for rank in range(max(addresses) + 1)]
     return RingPort(node.listen, rank=ring.participant, addresses=by_rank, token=bytes.fromhex(ring.token),
                     tls=node.tls, heartbeat_s=ring.heartbeat_s, bind_timeout_s=ring.rendezvous_s, trusted=node.trusted)
 
 
-def member_reply(message: Message, context: Context, group: GroupTask, end: MemberEnd, weights: ArrayRecord | None,
+def member_reply(message: Message, context: Context, group: GroupTask, end: MemberResult, weights: ArrayRecord | None,
                  ) -> Message:
-    """Return what a member answers: the model if it answers for its group, else metrics only (F8).
+    """Return a member's reply: with the model if it answers for its group, else with metrics only (F8).
 
-    A member that does not answer keeps the model, until the next interval, for the case that the other one cannot.
+    The other members keep the model until the next interval, in case the answering one is lost.
     """
     content = RecordDict({OUTCOME: ConfigRecord(encode(end.outcome))})
     context.state.pop(_KEPT_MODEL, None)
@@ -109,13 +109,13 @@ def member_reply(message: Message, context: Context, group: GroupTask, end: Memb
 
 
 def answer_query(message: Message, context: Context) -> Message:
-    """Answer a strategy's question: what is this node, or what model did its ring end with."""
+    """Answer a strategy's query: the node's status, or the model that its ring ended with."""
     asked = message.content.config_records[CONFIG].get(ASK)
     if asked == ASK_MODEL:
         kept = context.state.array_records.get(_KEPT_MODEL)
         return Message(RecordDict({ARRAYS: kept} if kept else {}), reply_to=message)
     node = ring_node(context.node_config)
-    board, slot = place_of(context.node_config)
+    board, slot = board_and_slot(context.node_config)
     status = NodeStatus(board=board, slot=slot) if node is None else node.status
     with preempt_switch(context.node_config) as switch:
         status = replace(status, preempted=switch.active)
@@ -145,6 +145,6 @@ def _ledger(path: Path | None, server_round: int) -> Callable[[AppliedStep], Non
 
 
 def server_round_of(message: Message) -> int:
-    """Return the round of a message, 0 where it does not say."""
+    """Return the round of a message, 0 if it has none."""
     config = message.content.config_records.get(CONFIG, ConfigRecord())
     return int(cast(int, config.get(SERVER_ROUND, 0)))

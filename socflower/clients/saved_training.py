@@ -1,4 +1,4 @@
-"""A group's training state between intervals: in the node's memory, and in files for when that is gone."""
+"""A group's training state between intervals: in the Flower context, and in files to resume from."""
 
 import math
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from socflower.wire.message_keys import CONFIG, LOST_STATE, RESUMED, GroupTask
 from socflower.wire.saved_state import DamagedFile, read_sealed, write_sealed
 
 _SCHEMA = 1
-# A server goes on from its last checkpoint, or the one before if that is damaged; the group may be a round ahead.
-_KEPT = 3
+# A server resumes from its last checkpoint, or the one before if that is damaged; the group may be a round ahead.
+_NUM_KEPT = 3
 
 
 class Position(NamedTuple):
-    """Between which steps of which training a state belongs."""
+    """The training, group and step that a state belongs to."""
 
     group_id: int
     num_groups: int
@@ -25,20 +25,20 @@ class Position(NamedTuple):
     next_step: int
 
 
-class Kept(NamedTuple):
-    """What a file says; a group that diverged has no state, on purpose."""
+class SavedState(NamedTuple):
+    """The content of a file; None for a group that diverged, whose state is discarded."""
 
     state: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
 class StateFiles:
-    """The states of the groups of one training that are led from here, the last three of each."""
+    """The last three states of each group that this node leads in one training."""
 
     folder: Path
 
     def write(self, position: Position, state: bytes | None) -> None:
-        """Keep the state with which a group goes on at `position`; None if it starts with a new optimiser there."""
+        """Save the state with which a group continues at `position`; None if it starts with a new optimiser there."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_sealed(self._path(position), {"schema": _SCHEMA, "position": position, "state": state is not None},
@@ -46,22 +46,22 @@ class StateFiles:
         except OSError as error:
             raise ConfigError(f"state folder {self.folder}: cannot be written ({error.strerror}); make room, or name "
                               "another one") from None
-        # Steps after this one are of an attempt that was interrupted, and about to be written again.
-        for step in sorted(step for step in self._steps(position) if step <= position.next_step)[:-_KEPT]:
+        # Later steps are from an interrupted attempt, and will be overwritten.
+        for step in sorted(step for step in self._steps(position) if step <= position.next_step)[:-_NUM_KEPT]:
             self._path(position._replace(next_step=step)).unlink(missing_ok=True)
 
-    def read(self, position: Position) -> Kept | None:
-        """Return what was kept for `position`, or None if nothing was; `DamagedFile` if it is not whole."""
+    def read(self, position: Position) -> SavedState | None:
+        """Return what was saved for `position`, or None; raise `DamagedFile` if the file is damaged."""
         path = self._path(position)
         if not path.exists():
             return None
         header, payload = read_sealed(path)
         if header["schema"] != _SCHEMA or header["position"] != list(position):
             raise DamagedFile(f"{path.name} is of another version or another training")
-        return Kept(bytes(payload) if header["state"] else None)
+        return SavedState(bytes(payload) if header["state"] else None)
 
-    def forget(self, group_id: int) -> None:
-        """Remove all states of a group: its training starts anew."""
+    def delete(self, group_id: int) -> None:
+        """Delete all states of a group, since its training starts again."""
         for path in self.folder.glob(f"group-{group_id}-*.state"):
             path.unlink(missing_ok=True)
 
@@ -81,25 +81,25 @@ TRAINER_STATE = "socflower-trainer"
 
 
 class TrainerState:
-    """The optimiser's state of one group's task, at this node; momentum stays local (F3)."""
+    """The optimiser state of one group at this node; momentum stays local (F3)."""
 
     def __init__(
-        self, task: GroupTask, message: Message, context: Context, files: StateFiles | None, *, leads: bool = True,
+        self, task: GroupTask, message: Message, context: Context, files: StateFiles | None, *, is_leader: bool = True,
     ) -> None:
         self._task, self._context, self._files = task, context, files
         config = message.content.config_records.get(CONFIG, ConfigRecord())
-        # Members of a ring get the optimiser from the one that leads it.
-        self._resumed, self._required = RESUMED in config, leads and bool(config.get(RESUMED))
+        # Members of a ring get the optimiser from their leader.
+        self._resumed, self._required = RESUMED in config, is_leader and bool(config.get(RESUMED))
         self._begin = Position(task.group_id, task.num_groups, task.total_steps, task.first_step)
         if files is not None and task.first_step == 0:
-            files.forget(task.group_id)
+            files.delete(task.group_id)
 
     def read(self) -> bytes | None:
-        """Return the state to begin with, from memory, or from its file if the training was resumed; else None.
+        """Return the initial state, from the context, or from a file if the training was resumed; else None.
 
-        A leader that is new to its group has no momentum to go on from, nor has one that last trained by another plan;
-        that another node's file is in reach, as where all nodes are on one machine, must make no difference.
-        Raises `ConfigError` if there must be a state, since the training was resumed, and nothing is known of it.
+        A leader that is new to its group starts without momentum, as does one that last trained under another plan,
+        even if another node's file is accessible, for example if all nodes run on one machine.
+        Raises `ConfigError` if the training was resumed with a required state, and the state is missing.
         """
         saved = self._context.state.config_records.get(TRAINER_STATE)
         if saved and saved["position"] == list(self._begin):
@@ -121,8 +121,8 @@ class TrainerState:
                           f"{self._begin.total_steps} to resume from: {cause}; without its momentum the weights would "
                           "be others, so start the training anew (--fresh)")
 
-    def keep(self, state: bytes | None, mean_loss: float, *, in_file: bool = True) -> None:
-        """Keep the state of the task's end; None where there is none to go on from."""
+    def save(self, state: bytes | None, mean_loss: float, *, in_file: bool = True) -> None:
+        """Save the state of the task's end; None if there is none."""
         position = self._begin._replace(next_step=self._task.first_step + self._task.num_steps)
         # Momentum of a group that diverged is NaN and would spoil the next interval's good weights as well.
         left = state if math.isfinite(mean_loss) else None

@@ -1,6 +1,6 @@
-"""Settings that nobody at a client reads, in its messages and in its node config: refused by name, never passed over.
+"""Refuses unknown settings in a client's messages and node config.
 
-A key that is misspelled, or that belongs to another client or strategy, would else change nothing and say nothing.
+A key that is misspelled, or that belongs to another client or strategy, would otherwise be ignored silently.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.clientapp.typing import Mod
 
 from socflower.clients.heat_mod import node_heat_mod
-from socflower.clients.node_config import place_of, ring_node
+from socflower.clients.node_config import board_and_slot, ring_node
 from socflower.errors import ConfigError
 from socflower.thermal.limits import HeatLimits
 from socflower.wire.message_keys import (
@@ -31,43 +31,43 @@ from socflower.wire.message_keys import (
 )
 from socflower.wire.split_message_keys import SPLIT
 
-ALONE_KEYS = ("batch-size", "local-epochs", "num-rounds", "seed")
-"""What a client that trains alone reads of a message's config."""
+STANDALONE_KEYS = ("batch-size", "local-epochs", "num-rounds", "seed")
+"""Config keys that are read by a client that trains alone."""
 
-_OF_STRATEGIES = frozenset({SERVER_ROUND, PRICED, RESUMED, WARM_UP})
-"""Keys that Flower's and our strategies put into configs themselves."""
+_STRATEGY_KEYS = frozenset({SERVER_ROUND, PRICED, RESUMED, WARM_UP})
+"""Keys that Flower's and our strategies set in configs."""
 
 _CLIPPING_NORM = "clipping_norm"
 _KEYS_OF_MODS: Mapping[Any, tuple[str, ...]] = {
     fixedclipping_mod: (_CLIPPING_NORM,), adaptiveclipping_mod: (_CLIPPING_NORM,), node_heat_mod: ("heat",)}
 
-_MEANT = {
+_REMEDIES = {
     "proximal-mu": "the trainers have no proximal term, so that FedProx would be FedAvg: use FedAvg",
     _CLIPPING_NORM: "what clips is a mod: give fixedclipping_mod or adaptiveclipping_mod of flwr.clientapp.mod",
     "lr": "the learning rate is the trainer's, as in FP32Trainer(optimizer=sgd(0.01))",
     "learning-rate": "the learning rate is the trainer's, as in FP32Trainer(optimizer=sgd(0.01))",
 }
-"""What to do instead, for keys that are often met."""
+"""What to do instead, for keys that users often try."""
 
 _NODE_KEYS = (
     PARTITION_ID, NUM_PARTITIONS, "board", "slot", "ring", "ring-bind", "ring-ca", "ring-certificate", "ring-key",
     "ring-trusted", "ring-transport", "preempt-file", "preempt-port", "preempt-bind", "preempt-signal", "cloud-ca",
     "cloud-certificate", "cloud-key", "cloud-insecure", "cloud-folder", "state-folder", "heat",
     *(f"heat-{entry.name.replace('_', '-')}" for entry in fields(HeatLimits)))
-"""All keys of a node config that something here reads; others are the app's own, unless they come close to one."""
+"""All node config keys that are read here; others belong to the app, unless they are similar to one of these."""
 
 _OWN_PREFIXES = ("ring-", "cloud-", "preempt-", "heat-")
-_CLOSE = 0.85  # of `difflib`, from which on a key counts as a misspelled one
+_MIN_SIMILARITY = 0.85  # `difflib` ratio from which a key counts as misspelled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadSettings:
-    """What a ClientApp reads. `maker` is the function that made it; `extra_keys` are what the user's own code reads."""
+    """The settings that a ClientApp reads. `maker` is the function that made it; `extra_keys` are read by user code."""
 
     maker: str
     mods: Sequence[Mod] = ()
     extra_keys: Sequence[str] = ()
-    declared: frozenset[str] = field(init=False)  # `extra_keys`, and what known mods read
+    declared: frozenset[str] = field(init=False)  # `extra_keys`, and the keys of known mods
 
     def __post_init__(self) -> None:
         if isinstance(self.extra_keys, str) or not all(isinstance(key, str) for key in self.extra_keys):
@@ -77,7 +77,7 @@ class ReadSettings:
         object.__setattr__(self, "declared", frozenset({*self.extra_keys, *of_mods}))
 
     def check_training(self, message: Message) -> None:
-        """Raise `ConfigError` for a setting of a TRAIN message that nobody reads."""
+        """Raise `ConfigError` for an unknown setting of a TRAIN message."""
         records = message.content.config_records
         if SPLIT in records:
             self._check(message, "train config", (ARRAYS, CONFIG, SPLIT), (),
@@ -86,24 +86,23 @@ class ReadSettings:
             self._check(message, "train config", (ARRAYS, CONFIG, GROUP, RING, DEPARTURES), (),
                         "a group's batch size, epochs and seed are arguments of its strategy")
         else:
-            self._check(message, "train config", (ARRAYS, CONFIG), ALONE_KEYS,
-                        f"this client reads {', '.join(ALONE_KEYS)}")
+            self._check(message, "train config", (ARRAYS, CONFIG), STANDALONE_KEYS,
+                        f"this client reads {', '.join(STANDALONE_KEYS)}")
 
     def check_evaluation(self, message: Message) -> None:
-        """Raise `ConfigError` for a setting of an EVALUATE message, of which nothing is read."""
+        """Raise `ConfigError` for any setting of an EVALUATE message: none is read."""
         self._check(message, "evaluate config", (ARRAYS, CONFIG), (), "this client reads none when it evaluates")
 
     def check_node(self, context: Context) -> None:
-        """Raise `ConfigError` for a key of the node config that is one of ours misspelled, or lacks what belongs to it.
-        """
+        """Raise `ConfigError` for a misspelled key of the node config, or one without the keys that it requires."""
         config = context.node_config
         ring_node(config)
-        place_of(config)
+        board_and_slot(config)
         for key in config:
             plain = key.lower().replace("_", "-")
             if key in _NODE_KEYS or key in self.declared:
                 continue
-            close = difflib.get_close_matches(plain, _NODE_KEYS, n=1, cutoff=_CLOSE)
+            close = difflib.get_close_matches(plain, _NODE_KEYS, n=1, cutoff=_MIN_SIMILARITY)
             if close or plain.startswith(_OWN_PREFIXES):
                 known = close or [name for name in _NODE_KEYS if name.startswith(plain.partition("-")[0])]
                 raise ConfigError(f"node {context.node_id}: its node config has {key}, which nobody reads; did you "
@@ -117,17 +116,17 @@ class ReadSettings:
     def _check(self, message: Message, what: str, records: Collection[str], keys: Sequence[str], known: str) -> None:
         for name in message.content:
             if name not in records and name not in self.declared:
-                raise ConfigError(self._unread(
+                raise ConfigError(self._unused_text(
                     f"message: nobody reads its record {name!r}", name,
                     f"this client reads {', '.join(records)}; leave arrayrecord_key and configrecord_key of the "
                     "strategy as they are"))
         config = message.content.config_records.get(CONFIG, ConfigRecord())
         for key in config:
-            if key not in keys and key not in _OF_STRATEGIES and key not in self.declared:
-                raise ConfigError(self._unread(f"{what}: nobody reads {key!r}{_hint(key, keys)}", key,
-                                               "; ".join(filter(None, (_MEANT.get(key), known)))))
+            if key not in keys and key not in _STRATEGY_KEYS and key not in self.declared:
+                raise ConfigError(self._unused_text(f"{what}: nobody reads {key!r}{_suggestion(key, keys)}", key,
+                                               "; ".join(filter(None, (_REMEDIES.get(key), known)))))
 
-    def _unread(self, text: str, key: str, known: str) -> str:
+    def _unused_text(self, text: str, key: str, known: str) -> str:
         return f"{text}; {known}; if a mod of yours reads it, declare it: {self.maker}(…, extra_keys=[{key!r}])"
 
 
@@ -136,6 +135,6 @@ def _keys_of(mod: Mod) -> Iterable[str]:
     return _KEYS_OF_MODS.get(known, ()) if getattr(known, "__hash__", None) else ()
 
 
-def _hint(key: str, keys: Sequence[str]) -> str:
+def _suggestion(key: str, keys: Sequence[str]) -> str:
     close = difflib.get_close_matches(key.lower().replace("_", "-"), keys, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

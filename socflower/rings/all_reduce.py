@@ -1,14 +1,14 @@
-"""The ring all-reduce over "send to the next member" and "receive from the one before", for whatever carries them.
+"""The ring all-reduce, for any transport that can send to the next member and receive from the previous one.
 
-A buffer is cut into n parts. In the first n - 1 steps (reduce-scatter) rank r passes on part r - s at step s and adds
-its own numbers to part r - s - 1, which arrives; then it has the sum of part r + 1. In n - 1 more steps (all-gather)
-the sums go round. A member sends and receives 2 (n - 1) / n of the buffer, the least possible.
+A buffer is split into n parts. In the first n - 1 steps (reduce-scatter) rank r sends part r - s at step s and adds its
+own values to part r - s - 1, which it receives; then it has the sum of part r + 1. In n - 1 more steps (all-gather) the
+sums are passed round. A member sends and receives 2 (n - 1) / n of the buffer, which is the minimum.
 
-Part p is summed in the order of the ranks p, p + 1, ..., p - 1, whatever the timing and the transport, and then copied:
-every member has the same bits, and a ring has the bits of any other ring of its size.
+Part p is summed in the order of the ranks p, p + 1, ..., p - 1, independent of timing and transport, and then copied:
+all members have the same bits, and all rings of one size give the same bits.
 
-Steps are cut into chunks. A chunk goes on as soon as it has been added, while the one behind it arrives, and some are
-sent ahead of what has been received, so that the link, the sum and the neighbour work at the same time.
+Steps are split into chunks. A chunk is sent as soon as it has been added, while the next one arrives, and some chunks
+are sent ahead of those received, so that link, sum and neighbour work in parallel.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 MIN_CHUNK_BYTES = 1 << 18
 MAX_CHUNK_BYTES = 1 << 20
-"""Of one message. Large ones cost least for each byte; small ones overlap better where a part is short."""
+"""Size limits of one message. Large ones cost least per byte; small ones overlap better if a part is short."""
 SEND_AHEAD = 4
-"""Chunks sent before the first is received. A link has to hold this many, or all members could wait for room."""
+"""Chunks sent before the first is received. A link has to buffer this many, or all members could block in `send`."""
 
 _CHUNKS_PER_PART = 4
 
@@ -29,21 +29,21 @@ _Array: TypeAlias = NDArray[Any]
 
 
 class Links(Protocol):
-    """The two links of a member. Chunks arrive whole, in order, once."""
+    """The two links of a member. Chunks arrive complete, in order and exactly once."""
 
     def send(self, chunk: memoryview) -> None:
-        """Send bytes to the next member; they may change afterwards. Waits while `SEND_AHEAD` or more are under way."""
+        """Send bytes to the next member; the buffer may be reused. Blocks while `SEND_AHEAD` or more are in transit."""
         ...
 
     def receive(self, num_bytes: int) -> memoryview:
-        """Return the next chunk of the member before, which has to have this many bytes."""
+        """Return the next chunk from the previous member, which must have this many bytes."""
         ...
 
 
 def all_reduce(buffer: _Array, rank: int, size: int, links: Links) -> None:
     """Replace a contiguous, one-dimensional buffer by its sum over all members; every member calls it.
 
-    Whatever `links` raises passes through and leaves the buffer in a useless state.
+    Exceptions of `links` are passed on; the buffer is undefined then.
     """
     if size == 1 or not len(buffer):
         return
@@ -114,7 +114,7 @@ def broadcast(payload: bytes | None, source: int, rank: int, size: int, links: L
 
 
 def chunk_bytes(part_bytes: int) -> int:
-    """Return the chunk of a part: some to a part, for the overlap, within the limits, a multiple of eight bytes."""
+    """Return the chunk size for a part: several chunks per part for overlap, within limits, a multiple of 8 bytes."""
     return min(max(-(-part_bytes // _CHUNKS_PER_PART), MIN_CHUNK_BYTES), MAX_CHUNK_BYTES) + 7 & ~7
 
 
@@ -122,16 +122,16 @@ def _exchange(
     outgoing: Sequence[_Array], incoming: Sequence[tuple[_Array, Callable[[_Array, memoryview], None]]],
     chunks_per_step: int, links: Links,
 ) -> None:
-    """Send and receive in turn, where what is sent at k is complete once k - `chunks_per_step` has been received.
+    """Send and receive alternately; the chunk sent at k is complete once k - `chunks_per_step` has been received.
 
-    Sending runs ahead by no more than the links hold. Were all members waiting for room, then all links would be full,
-    yet together they have sent fewer chunks than that beyond those received: it cannot be.
+    Sending runs ahead by no more than the links can buffer. This cannot deadlock: if all members were blocked in
+    `send`, all links would be full, but the members have sent fewer chunks than that beyond those received.
     """
     ahead = min(SEND_AHEAD, chunks_per_step)
     for part in outgoing[:ahead]:
         _send(part, links)
     for position, (part, take) in enumerate(incoming):
-        if part.nbytes:  # a part may be shorter than others, or empty; the neighbour knows
+        if part.nbytes:  # a part may be shorter than others, or empty; both neighbours know its size
             take(part, links.receive(part.nbytes))
         if position + ahead < len(outgoing):
             _send(outgoing[position + ahead], links)

@@ -1,4 +1,4 @@
-"""What a ring offers its members, whatever carries the bytes: in process, over gloo, or over gRPC with TLS."""
+"""The interface of a ring for its members: in process, over gloo, or over gRPC with TLS."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -7,29 +7,29 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 POLL_INTERVAL_S = 0.05
-"""How often, at least, a wait looks at what its caller wants looked at."""
+"""The maximum interval between calls of a `Poll` during a wait."""
 
 Poll: TypeAlias = Callable[[], None]
-"""Called while waiting; what it raises ends the wait."""
+"""Called repeatedly during a wait; an exception from it ends the wait."""
 
 
-def never(_: object = None) -> None:
-    """Poll for nothing."""
+def no_poll(_: object = None) -> None:
+    """Do nothing: a `Poll` for waits that are never interrupted."""
 
 
 class PeerLost(Exception):
-    """A member of the ring is gone, or the ring has been left; what was under way is not to be used.
+    """A member of the ring is lost, or the ring was closed; results of pending operations must not be used.
 
-    The ring of this generation is only good for `close` afterwards: a reduction that failed leaves its buffer in a
-    state that differs between members.
+    Afterwards, only `close` may be called on this generation of the ring: the buffer of a failed reduction differs
+    between members.
     """
 
 
 class Work(Protocol):
-    """An all-reduce under way."""
+    """A pending all-reduce."""
 
-    def wait(self, poll: Poll = never) -> None:
-        """Return when the buffer has the sum; raise `PeerLost` if it never will have, or what `poll` raises."""
+    def wait(self, poll: Poll = no_poll) -> None:
+        """Return when the buffer has the sum; raise `PeerLost` if the operation failed, or what `poll` raises."""
         ...
 
 
@@ -41,24 +41,24 @@ class Collective(ABC):
 
     rank: int  # 0 to size - 1, in ring order
     size: int
-    transport: str  # "in-process", "gloo" or "grpc", as it stands in results
+    transport: str  # "in-process", "gloo" or "grpc", as in results
 
     @abstractmethod
     def all_reduce(self, buffer: Tensor) -> Work:
-        """Begin to sum a buffer over all members, in place; it must not be touched until the work is done.
+        """Begin to sum a buffer over all members, in place; it must not be used until the work is done.
 
         The buffer is contiguous, one-dimensional and on the CPU, float32, float64, float16 or int32. Several may be
-        under way; they end in the order in which they began.
+        pending; they complete in the order in which they began.
         """
 
     @abstractmethod
-    def all_gather(self, payload: bytes, poll: Poll = never) -> list[bytes]:
+    def all_gather(self, payload: bytes, poll: Poll = no_poll) -> list[bytes]:
         """Return every member's payload, by rank; lengths may differ."""
 
     @abstractmethod
-    def broadcast(self, payload: bytes | None, source: int, poll: Poll = never) -> bytes:
+    def broadcast(self, payload: bytes | None, source: int, poll: Poll = no_poll) -> bytes:
         """Return the payload of rank `source`; the others pass None."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the ring at once, whatever is under way, without waiting for anybody; may be called twice."""
+        """Leave the ring at once, without waiting for pending operations; may be called twice."""

@@ -1,4 +1,4 @@
-"""Exchanging a model's gradients over a ring, part by part while the backward pass goes on (F7)."""
+"""Exchanges a model's gradients over a ring, bucket by bucket during the backward pass (F7)."""
 
 import hashlib
 import queue
@@ -17,17 +17,17 @@ from socflower.training.sum_order import Bucket, make_bucket, make_buckets
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What is done before the first part of a step's exchange and after its last (F6)."""
+    """Callbacks before the first bucket of a step's exchange and after its last (F6)."""
 
     begin: Callable[[], None]
     end: Callable[[], None]
 
 
 class GradientExchange:
-    """Sums the members' weighted gradients, in `num_buckets` parts of about equal bytes.
+    """Sums the members' weighted gradients, in `num_buckets` buckets of about equal bytes.
 
-    Parts go out in the order in which a backward pass ends with them, last layers first, the same in all members.
-    In a part, gradients have the memory layouts of their parameters, so these have to be the same in all members, too.
+    Buckets are sent in the order in which a backward pass completes them, last layers first, the same in all members.
+    In a bucket, gradients have the memory layouts of their parameters, which must be the same in all members too.
     """
 
     def __init__(self, model: nn.Module, num_buckets: int) -> None:
@@ -36,41 +36,41 @@ class GradientExchange:
                        for number, bucket in enumerate(self._buckets)
                        for position, parameter in enumerate(bucket.parameters)]
         self._step: _Step | None = None
-        self._agreed_on: Collective | None = None  # the ring in which all members have been found to be alike
+        self._checked_ring: Collective | None = None  # the ring in which layouts were found equal
 
     @property
     def num_buckets(self) -> int:
-        """How many parts there are: at most one a parameter."""
+        """Number of buckets: at most one per parameter."""
         return len(self._buckets)
 
     @property
     def bucket_sizes(self) -> tuple[int, ...]:
-        """How many elements each part has, in the order in which they go out."""
+        """Number of elements of each bucket, in the order in which they are sent."""
         return tuple(bucket.buffer.numel() for bucket in self._buckets)
 
     def begin(
         self, ring: Collective, poll: Poll, *, overlapped: bool = True, turn: Turn | None = None,
         compression: GradientCompression | None = None,
     ) -> None:
-        """Get ready for a step's backward pass.
+        """Prepare for a step's backward pass.
 
-        `overlapped` says that gradients are final as soon as the pass has made them, each once; else nothing is sent
-        before `finish`. `poll` is called at each layer of the pass and while waiting; what it raises ends the step.
-        In a ring's first step members make sure that they are alike: raises `ConfigError` if not, `PeerLost`, or what
-        `poll` raises.
+        `overlapped` states that each gradient is computed once and final as soon as the pass has computed it; else
+        nothing is sent before `finish`. `poll` is called at each layer of the pass and during waits; an exception from
+        it ends the step. In a ring's first step, members compare their layouts: raises `ConfigError` if they differ,
+        `PeerLost`, or what `poll` raises.
         """
-        # A trainer may have given the model another layout; gradients would have to be turned round in every step.
+        # A trainer may have changed the model's layout; gradients would have to be transposed in every step.
         self._buckets = [bucket if bucket.fits() else make_bucket(bucket.parameters) for bucket in self._buckets]
-        if ring is not self._agreed_on:
-            self._require_alike(ring, poll)
+        if ring is not self._checked_ring:
+            self._require_same_layout(ring, poll)
         for bucket in self._buckets:
             bucket.start()
         self._step = _Step(ring, poll, overlapped, turn, compression)
 
     def finish(self) -> None:
-        """Return when all members' gradients are summed; they are the parameters' gradients then.
+        """Return when all members' gradients are summed and set as the parameters' gradients.
 
-        Raises `PeerLost`, or what `poll` raised; the gradients are only good for throwing away then.
+        Raises `PeerLost`, or what `poll` raised; the gradients must then be discarded.
         """
         step, self._step = self._step, None
         assert step is not None
@@ -85,19 +85,19 @@ class GradientExchange:
             step.end()
 
     def abandon(self) -> None:
-        """Forget a step whose backward pass or exchange failed, and its gradients."""
+        """Discard a step whose backward pass or exchange failed, with its gradients."""
         if self._step is not None:
             self._step.end()
             self._step = None
-        self._agreed_on = None
-        # Somebody may still be writing into the old buffers.
+        self._checked_ring = None
+        # Another thread may still be writing to the old buffers.
         self._buckets = [make_bucket(bucket.parameters) for bucket in self._buckets]
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model: remove the hooks."""
         if self._step is not None:
             self._step.end()
             self._step = None
@@ -105,7 +105,7 @@ class GradientExchange:
             hook.remove()
 
     def _on_gradient(self, number: int, position: int, _: Tensor) -> None:
-        """Take what the backward pass has made of a parameter, while it is in the cache; send what is complete."""
+        """Store a parameter's gradient while it is in the cache; send the buckets that are complete."""
         step = self._step
         if step is None:
             return
@@ -118,13 +118,13 @@ class GradientExchange:
         while step.num_sent < len(self._buckets) and not self._buckets[step.num_sent].num_missing:
             step.send(self._buckets[step.num_sent])
 
-    def _require_alike(self, ring: Collective, poll: Poll) -> None:
+    def _require_same_layout(self, ring: Collective, poll: Poll) -> None:
         own = hashlib.sha256(repr([(bucket.buffer.dtype, [(tuple(view.shape), view.stride()) for view in bucket.views])
                                    for bucket in self._buckets]).encode()).digest()
         if len(set(ring.all_gather(own, poll))) > 1:
             raise ConfigError("ring: its members differ in their models' parameters, the layout of these in memory, or "
                               "the number of buckets; give all members of a group the same model and trainer")
-        self._agreed_on = ring
+        self._checked_ring = ring
 
 
 class _Step:
@@ -138,28 +138,28 @@ class _Step:
         self.num_sent = 0
         self._ring, self._turn, self._compression = ring, turn, compression
         self._works: list[Work] = []
-        # Waiting for a turn, or for a compressed exchange, must not hold up the backward pass.
-        self._sender = None if turn is None and compression is None else _Sender()
+        # Waiting for a turn, or for a compressed exchange, must not block the backward pass.
+        self._sender = None if turn is None and compression is None else _TaskThread()
         if self._sender is not None and turn is not None:
-            self._sender.do(turn.begin)
+            self._sender.submit(turn.begin)
 
     def send(self, bucket: Bucket) -> None:
         number, self.num_sent = self.num_sent, self.num_sent + 1
         if self._sender is None:
             self._reduce(bucket)
         elif self._compression is None:
-            self._sender.do(partial(self._reduce, bucket))
+            self._sender.submit(partial(self._reduce, bucket))
         else:
-            self._sender.do(partial(self._compression.exchange, self._ring, number, bucket.buffer,
-                                    self._sender.require_wanted))
+            self._sender.submit(partial(self._compression.exchange, self._ring, number, bucket.buffer,
+                                    self._sender.require_open))
 
     def wait(self) -> None:
         if self._sender is None:
             self._wait_for_works(self.poll)
             return
-        self._sender.do(partial(self._wait_for_works, self._sender.require_wanted))
+        self._sender.submit(partial(self._wait_for_works, self._sender.require_open))
         if self._turn is not None:
-            self._sender.do(self._turn.end)
+            self._sender.submit(self._turn.end)
         self._sender.wait(self.poll)
 
     def end(self) -> None:
@@ -174,12 +174,12 @@ class _Step:
             work.wait(poll)
 
 
-class _Abandoned(Exception):
-    """Nobody waits for this exchange any more."""
+class _Cancelled(Exception):
+    """The exchange was cancelled."""
 
 
-class _Sender:
-    """A thread that does one thing after the other; the first failure is that of all that follow."""
+class _TaskThread:
+    """A thread that runs tasks in order; after the first failure, all later tasks are skipped."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -189,7 +189,7 @@ class _Sender:
         self._thread = threading.Thread(target=self._run, name="gradient-exchange", daemon=True)
         self._thread.start()
 
-    def do(self, task: Callable[[], None]) -> None:
+    def submit(self, task: Callable[[], None]) -> None:
         self._tasks.put(task)
 
     def wait(self, poll: Poll) -> None:
@@ -203,16 +203,16 @@ class _Sender:
         self._closed = True
         self._tasks.put(None)
 
-    def require_wanted(self) -> None:
+    def require_open(self) -> None:
         if self._closed:
-            raise _Abandoned
+            raise _Cancelled
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             try:
                 if self._failure is None and not self._closed:
                     task()
-            except BaseException as error:  # handed to whoever waits
+            except BaseException as error:  # raised again in `wait`
                 self._failure = error
         self._idle.set()
 

@@ -1,4 +1,4 @@
-"""One member's part of a group's training, on a machine of its own: the same steps as `train_group`, over a ring."""
+"""One member's part of a group's training on its own machine: the same steps as `train_group`, over a ring."""
 
 import hashlib
 import json
@@ -14,11 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from socflower.capture.random_state import own_random_state
 from socflower.errors import ConfigError
-from socflower.rings.balance import PassTimer, RingBalance
+from socflower.rings.balance import RingBalance, StepTimer
 from socflower.rings.collective import Collective, PeerLost
 from socflower.rings.compression.codecs import GradientCompression, make_compression
 from socflower.rings.gradient_exchange import GradientExchange, Turn
-from socflower.rings.membership import Generation, LeftOut, Membership, NoModel, Standing
+from socflower.rings.membership import Generation, LeftOut, Membership, MemberState, NoModel
 from socflower.rings.model_state import (
     Snapshot,
     restore,
@@ -33,7 +33,7 @@ from socflower.rings.transports.gloo import GlooRing
 from socflower.rings.transports.grpc import GrpcRing
 from socflower.rings.transports.in_process import in_process_rings
 from socflower.rings.transports.port import RingPort
-from socflower.rings.uplink_turns import Neighbours, Turns
+from socflower.rings.uplink_turns import Neighbours, UplinkTurns
 from socflower.training.batches import BatchSchedule, Indices
 from socflower.training.trainer import ExchangingSession, SessionEnd, Trainer, TrainingSpan
 from socflower.wire.logs import log
@@ -46,9 +46,9 @@ TRANSPORTS = ("gloo", "grpc")
 def open_ring(transport: str, port: RingPort, ranks: Sequence[int], generation: int, heartbeat_s: float) -> Collective:
     """Return this member's end of generation `generation` among `ranks` of the port's addresses, in ring order.
 
-    "gloo" is for a trusted network, "grpc" for any. A member that is alone needs neither. Generations are numbered
-    upwards; the one before has to be closed. `heartbeat_s` is how long a member may be out of reach while the ring
-    opens. Raises `ConfigError` for other names, and for gloo on an address that is not private.
+    "gloo" is for a trusted network, "grpc" for any. A ring of one member uses neither. Generation numbers increase; the
+    previous one must be closed. `heartbeat_s` is how long a member may be unreachable while the ring opens. Raises
+    `ConfigError` for other names, and for gloo on an address that is not private.
     """
     if transport not in TRANSPORTS:
         raise ConfigError(f'ring transport "{transport}" is unknown; give one of {", ".join(TRANSPORTS)}')
@@ -58,23 +58,23 @@ def open_ring(transport: str, port: RingPort, ranks: Sequence[int], generation: 
     return ring(port, ranks, generation, heartbeat_s)
 
 
-_WARM_UP_EPOCHS = 4  # in which deep gradient compression comes to its full ratio
+_WARM_UP_EPOCHS = 4  # of deep gradient compression
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AppliedStep:
-    """A step that counts for a member, in the ring that made it; a ledger of these shows that no batch is lost."""
+    """A step that was applied by a member; a ledger of these shows that no batch is lost."""
 
     step: int  # counted from the start of training
-    members: tuple[int, ...]  # participants whose gradients are in it
-    samples: tuple[int, ...]  # of this member; positions in the group's data, or in its own where data stay
-    adopted: bool = False  # applied by the others; this member took over what came of it
-    own_s: float = 0.0  # seconds of this member's own work, in which it waited for nobody; 0 for an adopted step
+    members: tuple[int, ...]  # participants whose gradients are included
+    samples: tuple[int, ...]  # of this member; positions in the group's data, or in its own if data are not reshuffled
+    adopted: bool = False  # applied by the others; this member received the resulting weights
+    own_s: float = 0.0  # seconds of this member's own work, without waits; 0 for an adopted step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemberEnd:
-    """What a member's part came to."""
+class MemberResult:
+    """The result of a member's part."""
 
     outcome: RingOutcome
     mean_loss: float  # of the group
@@ -85,15 +85,15 @@ class MemberEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class RingMember:
-    """All that a member needs; `train` runs its part.
+    """The configuration of a member; `train` runs its part.
 
-    `data` is the whole data set if the group's data are dealt, else the member's own. `state` is the trainer's, of the
-    end of the interval before. `departs_at` makes the member leave before that of the interval's steps, as if a user
-    had asked for the device.
+    `data` is the whole data set if data are reshuffled, else the member's own. `state` is the trainer's, from the end
+    of the previous interval. `departs_at` makes the member leave before that step of the interval, as if the device
+    were preempted.
     """
 
     model: nn.Module
-    has_model: bool  # whether the weights in `model` are those to begin with; else they come over the ring
+    has_model: bool  # whether `model` has the initial weights; else they are received over the ring
     data: LabelledData
     group: GroupTask
     ring: RingTask
@@ -101,15 +101,15 @@ class RingMember:
     port: RingPort  # its ranks are participants
     switch: PreemptionSwitch
     state: bytes | None = None
-    compression_state: bytes | None = None  # of the gradient compression, of the end of the interval before
+    compression_state: bytes | None = None  # of the gradient compression, from the end of the previous interval
     departs_at: int | None = None
     on_step: Callable[[AppliedStep], None] = lambda step: None
-    clock: Callable[[], float] = time.perf_counter  # in seconds; by it a member measures how fast it is
+    clock: Callable[[], float] = time.perf_counter  # in seconds; measures the member's speed
 
-    def train(self) -> MemberEnd:
-        """Train `model` in place with the members that come and stay; the port is left to its owner.
+    def train(self) -> MemberResult:
+        """Train `model` in place with the other members; the caller closes the port.
 
-        The ring forms again whenever a member dies, hangs or leaves; at most the batch under way is done again.
+        The ring is re-formed whenever a member dies, hangs or leaves; at most the current batch is repeated.
         """
         work = _MemberSession(self)
         group = self.group
@@ -140,38 +140,38 @@ class _MemberSession:
         self._schedule = BatchSchedule(group, [len(member.data)] if group.reshuffle else [])
         self._num_steps = self._num_samples = self._num_own_samples = 0
         self._losses: list[Tensor] = []
-        self._under_way: tuple[Snapshot, list[int], Tensor] | None = None  # of a step that is not applied yet
+        self._pending_step: tuple[Snapshot, list[int], Tensor] | None = None  # of a step that is not yet applied
         self._members: tuple[int, ...] = ()
-        self._lost_s: float | None = None
+        self._lost_at_s: float | None = None
         self._recoveries_s: list[float] = []
         self._hooks: list[RemovableHandle] = []
-        self._work = PassTimer(member.clock)
-        self._rates: dict[int, float] = {}  # of the members, at the end
-        self._balance = RingBalance(group, self._work) if ring.rebalance_steps and group.reshuffle else None
+        self._timer = StepTimer(member.clock)
+        self._rates: dict[int, float] = {}  # of the members, known at the end
+        self._balance = RingBalance(group, self._timer) if ring.rebalance_steps and group.reshuffle else None
 
-    def run(self) -> MemberEnd:
-        """Form the ring, train, and both again as often as needed."""
+    def run(self) -> MemberResult:
+        """Form the ring and train; repeat both whenever a member is lost."""
         while True:
             try:
-                self._form()
+                self._form_ring()
                 self._train()
                 return self._finish()
             except PeerLost as error:
                 log(INFO, "ring: %s; forming it again", error)
-                self._lost_s = self._lost_s or time.monotonic()
+                self._lost_at_s = self._lost_at_s or time.monotonic()
                 self._exchange.abandon()
                 self._close_ring()
             except Preempted:
                 self._membership.leave()
-                return self._without_model(PREEMPTED)
+                return self._result_without_model(PREEMPTED)
             except LeftOut as error:
                 log(INFO, "ring: %s", error)
-                return self._without_model(LEFT_OUT)
+                return self._result_without_model(LEFT_OUT)
             except NoModel:
-                return self._without_model(NO_MODEL)
+                return self._result_without_model(NO_MODEL)
 
     def close(self) -> None:
-        """Let go of ring and model."""
+        """Release the ring and the model."""
         self._exchange.close()
         for hook in self._hooks:
             hook.remove()
@@ -182,80 +182,80 @@ class _MemberSession:
 
     # ------------------------------------------------------------------------------------------------- forming
 
-    def _form(self) -> None:
+    def _form_ring(self) -> None:
         switch = self._member.switch
-        standing = Standing(num_steps=self._num_steps, has_model=self._has_model, optimizer=self._optimizer_digest())
+        standing = MemberState(num_steps=self._num_steps, has_model=self._has_model, optimizer=self._optimizer_digest())
         generation = self._membership.form(standing, switch.raise_if_active)
-        transport = self._ring.transport.partition("+")[0]  # whether the port has TLS is the port's business
+        transport = self._ring.transport.partition("+")[0]  # the port itself knows whether it has TLS
         self._collective = open_ring(transport, self._port, generation.members, generation.number,
                                      self._ring.heartbeat_s)
         self._members = generation.members
         if not self._group.reshuffle:
             self._schedule = BatchSchedule(self._group, self._sizes())
         if self._balance is not None:
-            self._balance.agree(self._collective, self._poll)
-        self._take_over(generation)
-        if self._lost_s is not None:
-            self._recoveries_s.append(time.monotonic() - self._lost_s)
-            self._lost_s = None
+            self._balance.synchronise(self._collective, self._poll)
+        self._synchronise_state(generation)
+        if self._lost_at_s is not None:
+            self._recoveries_s.append(time.monotonic() - self._lost_at_s)
+            self._lost_at_s = None
 
     def _sizes(self) -> list[int]:
-        """Return how many samples each member of the group has; those that are gone count none."""
+        """Return the number of samples of each member of the group; 0 for those that are lost."""
         assert self._collective is not None
-        told = self._collective.all_gather(str(len(self._member.data)).encode(), self._poll)
-        sizes = dict(zip(self._members, map(int, told), strict=True))
+        reports = self._collective.all_gather(str(len(self._member.data)).encode(), self._poll)
+        sizes = dict(zip(self._members, map(int, reports), strict=True))
         return [sizes.get(participant, 0) for participant in self._group.partitions]
 
-    def _take_over(self, generation: Generation) -> None:
-        """Stand where the generation's source stands: its weights, its optimiser, its number of steps.
+    def _synchronise_state(self, generation: Generation) -> None:
+        """Adopt the state of the generation's source: its weights, optimiser and number of steps.
 
-        A member that failed in a step which the source has applied was part of that step: it had given its gradient,
-        or the source could not have got the sum. So the step counts for it as well, and is not done again.
+        If a member failed in a step that the source has applied, its gradient is included, or the source could not have
+        received the sum. So the member counts the step too, and does not repeat it.
         """
-        stands_behind = generation.num_steps != self._num_steps or not self._has_model
-        if self._under_way is not None and generation.num_steps == self._num_steps:
-            self._undo_step_under_way()
-        weights = None if generation.same_model else self._from(
+        is_behind = generation.num_steps != self._num_steps or not self._has_model
+        if self._pending_step is not None and generation.num_steps == self._num_steps:
+            self._undo_pending_step()
+        weights = None if generation.same_model else self._broadcast_from(
             generation.source, lambda: weights_to_bytes(self._model, with_buffers=not self._num_steps))
-        state = None if generation.same_optimizer else self._from(
+        state = None if generation.same_optimizer else self._broadcast_from(
             generation.optimizer_source, lambda: self._current_state() or b"")
-        # From here on nothing can fail. Had the source died between its weights and its optimiser, or before either, a
-        # member that had counted its step already would pass for one that has applied it, and the step would be lost.
+        # From here on nothing can fail. If a member counted its step earlier and the source then died before it sent
+        # weights and optimiser, that member would appear to have applied the step, and the step would be lost.
         if weights is not None and generation.source != self._ring.participant:
             weights_from_bytes(self._model, weights, with_buffers=not generation.num_steps)
-        if self._under_way is not None:
-            self._adopt_step_under_way()
+        if self._pending_step is not None:
+            self._adopt_pending_step()
         if state is not None and generation.optimizer_source != self._ring.participant:
             self._state = state or None
             self._drop_session()
-        elif stands_behind:
+        elif is_behind:
             self._drop_session()
         self._num_steps = generation.num_steps
         self._has_model = True
         if self._session is None:
             self._session = self._start_session()
 
-    def _from(self, participant: int, make: Callable[[], bytes]) -> bytes:
-        """Return what a member of the ring makes, in all members."""
+    def _broadcast_from(self, participant: int, make: Callable[[], bytes]) -> bytes:
+        """Broadcast the payload that `make` returns at one member, and return it at all members."""
         assert self._collective is not None
         return self._collective.broadcast(make() if participant == self._ring.participant else None,
                                           self._members.index(participant), self._poll)
 
-    def _undo_step_under_way(self) -> None:
-        """Undo what a step's passes have changed, before it is redone."""
-        assert self._under_way is not None
-        snapshot, _, _ = self._under_way
-        self._under_way = None
+    def _undo_pending_step(self) -> None:
+        """Undo the changes of a step's passes, before it is repeated."""
+        assert self._pending_step is not None
+        snapshot, _, _ = self._pending_step
+        self._pending_step = None
         restore(self._model, snapshot)
 
-    def _adopt_step_under_way(self) -> None:
-        """Count a step that the others have applied."""
-        assert self._under_way is not None
-        _, own, loss = self._under_way
-        self._under_way = None
+    def _adopt_pending_step(self) -> None:
+        """Record a step that the others have applied."""
+        assert self._pending_step is not None
+        _, own, loss = self._pending_step
+        self._pending_step = None
         if self._compression is not None:
             self._compression.finish_step()
-        self._count(own, loss, adopted=True)
+        self._record_step(own, loss, adopted=True)
 
     def _start_session(self) -> ExchangingSession:
         group, position = self._group, self._group.partitions.index(self._ring.participant)
@@ -274,7 +274,7 @@ class _MemberSession:
             if self._compression is not None and self._member.compression_state is not None:
                 self._compression.restore(self._member.compression_state)
         if session.final_in_backward and not self._hooks:
-            # A pass of a large model on a small SoC takes longer than its user wants to wait: look at every layer.
+            # A pass of a large model on a small SoC may take longer than its user wants to wait: poll at every layer.
             self._hooks = [module.register_forward_pre_hook(lambda module, inputs: self._poll())
                            for module in self._model.modules() if not any(True for _ in module.children())]
         return session
@@ -295,36 +295,36 @@ class _MemberSession:
         position = self._members.index(self._ring.participant)
         while self._num_steps < group.num_steps:
             if self._member.departs_at is not None and self._num_steps >= self._member.departs_at:
-                raise Preempted("the device is wanted for something else")
+                raise Preempted("the device is preempted")
             shares = self._shares(present)
             total = sum(map(len, shares))
             if not total:
                 self._num_steps += 1
                 continue
-            self._work.begin_step()
-            with self._work.timed():
+            self._timer.begin_step()
+            with self._timer.timed():
                 inputs, labels = self._member.data.batch(torch.from_numpy(shares[position]))
                 snapshot = take_snapshot(self._model)
             if self._compression is not None:
                 self._compression.start_step(group.first_step + self._num_steps)
             self._exchange.begin(self._collective, self._poll, overlapped=session.final_in_backward,
-                                 turn=self._turn(), compression=self._compression)
+                                 turn=self._make_turn(), compression=self._compression)
             loss = torch.zeros(())
             try:
-                with self._work.timed():
+                with self._timer.timed():
                     loss = session.gradients([(inputs, labels)], total)
             finally:
-                # Also when the pass was broken off: its random numbers and statistics are to be undone.
-                self._under_way = (snapshot, shares[position].tolist(), loss)
+                # Also if the pass was interrupted: its random numbers and statistics must be undone.
+                self._pending_step = (snapshot, shares[position].tolist(), loss)
             self._exchange.finish()
-            with self._work.timed():
+            with self._timer.timed():
                 session.apply()
             if self._compression is not None:
                 self._compression.finish_step()
-            self._under_way = None
-            self._work.end_step(len(shares[position]))
-            self._count(shares[position].tolist(), loss, total=total)
-            # Shares that are balanced after the last step would be those of no step.
+            self._pending_step = None
+            self._timer.end_step(len(shares[position]))
+            self._record_step(shares[position].tolist(), loss, total=total)
+            # After the last step there is nothing to balance.
             if self._balance is not None and self._num_steps % self._ring.rebalance_steps == 0 \
                     and self._num_steps < group.num_steps:
                 self._balance.exchange(self._collective, present, self._poll)
@@ -335,8 +335,8 @@ class _MemberSession:
             return self._schedule.shares(step, present)
         return self._schedule.shares(step, present, balance.capacities(present), balance.due(present))
 
-    def _count(self, own: list[int], loss: Tensor, *, adopted: bool = False, total: int | None = None) -> None:
-        """Note a step as done."""
+    def _record_step(self, own: list[int], loss: Tensor, *, adopted: bool = False, total: int | None = None) -> None:
+        """Record a step as done."""
         step = self._group.first_step + self._num_steps
         if total is None:
             total = sum(map(len, self._schedule.batch(step)))
@@ -345,10 +345,10 @@ class _MemberSession:
         self._num_own_samples += len(own)
         self._losses.append(loss)
         self._member.on_step(AppliedStep(step=step, members=() if adopted else self._members, samples=tuple(own),
-                                         adopted=adopted, own_s=0.0 if adopted else self._work.step_s))
+                                         adopted=adopted, own_s=0.0 if adopted else self._timer.step_s))
 
-    def _turn(self) -> Turn | None:
-        """Return what makes the group exchange in its turn: one member waits, and lets the others know."""
+    def _make_turn(self) -> Turn | None:
+        """Return the callbacks by which the group takes its turn: one member waits, and signals the others."""
         turns, ring = self._turns, self._collective
         if turns is None or ring is None:
             return None
@@ -356,51 +356,51 @@ class _MemberSession:
 
         def begin() -> None:
             if waits:
-                turns.end(step - 1)  # the member that waited before this one may have died before it could say so
+                turns.finish_step(step - 1)  # the member that waited before may have died before it notified them
                 turns.wait(step, self._poll)
             ring.broadcast(b"" if waits else None, 0, self._poll)
 
         def end() -> None:
             if waits:
-                turns.end(step)
+                turns.finish_step(step)
 
         return Turn(begin=begin, end=end)
 
     def _poll(self) -> None:
         self._member.switch.raise_if_active()
-        self._membership.require_whole()
+        self._membership.require_complete()
 
     # -------------------------------------------------------------------------------------------------- ending
 
-    def _finish(self) -> MemberEnd:
-        """Make sure that all members have the same weights, average what is not shared, and say how it went."""
+    def _finish(self) -> MemberResult:
+        """Check that all members have the same weights, average their statistics, and return the result."""
         assert self._session is not None and self._collective is not None
         if self._end is None:
             self._end = self._session.finish()
         floats, counters = split_buffers(self._model)
         losses = float(torch.stack(self._losses).mean()) if self._losses else 0.0
-        told = [json.loads(payload) for payload in self._collective.all_gather(json.dumps({
+        reports = [json.loads(payload) for payload in self._collective.all_gather(json.dumps({
             "weights": weights_digest(self._model), "steps": self._num_steps, "loss": losses,
             "samples": self._num_own_samples, "counters": [counter.tolist() for counter in counters],
-            "rate": self._work.rate,
+            "rate": self._timer.rate,
         }).encode(), self._poll)]
-        if len({(entry["weights"], entry["steps"]) for entry in told}) > 1:
+        if len({(entry["weights"], entry["steps"]) for entry in reports}) > 1:
             raise RuntimeError(f"group {self._group.group_id}: its members have come to different weights; nothing of "
                                "this interval is used")
-        self._average(floats, counters, told)
-        self._rates = {member: entry["rate"] for member, entry in zip(self._members, told, strict=True)}
+        self._average(floats, counters, reports)
+        self._rates = {member: entry["rate"] for member, entry in zip(self._members, reports, strict=True)}
         self._membership.finish()
         members = self._members
         answering = self._ring.leader if self._ring.leader in members else members[0]
-        return MemberEnd(
+        return MemberResult(
             outcome=self._outcome(COMPLETED, answers=answering == self._ring.participant),
-            mean_loss=sum(entry["loss"] for entry in told), num_samples=self._num_samples, end=self._end,
+            mean_loss=sum(entry["loss"] for entry in reports), num_samples=self._num_samples, end=self._end,
             compression=self._compression.state() if self._compression is not None else b"")
 
-    def _average(self, floats: list[Tensor], counters: list[Tensor], told: list[dict[str, Any]]) -> None:
-        """Average BatchNorm's running statistics by the samples that each member has seen (F3)."""
+    def _average(self, floats: list[Tensor], counters: list[Tensor], reports: list[dict[str, Any]]) -> None:
+        """Average BatchNorm's running statistics, weighted by the samples of each member (F3)."""
         assert self._collective is not None
-        total = sum(entry["samples"] for entry in told)
+        total = sum(entry["samples"] for entry in reports)
         if not floats or not total or len(self._members) == 1:
             return
         flat = torch.cat([buffer.double().flatten() for buffer in floats]) * (self._num_own_samples / total)
@@ -410,10 +410,10 @@ class _MemberSession:
             buffer.copy_(flat[start:start + buffer.numel()].view(buffer.size()))
             start += buffer.numel()
         for index, counter in enumerate(counters):
-            counter.copy_(torch.stack([torch.tensor(entry["counters"][index]) for entry in told]).amax(dim=0))
+            counter.copy_(torch.stack([torch.tensor(entry["counters"][index]) for entry in reports]).amax(dim=0))
 
-    def _without_model(self, outcome: str) -> MemberEnd:
-        return MemberEnd(outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None)
+    def _result_without_model(self, outcome: str) -> MemberResult:
+        return MemberResult(outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None)
 
     def _outcome(self, outcome: str, *, answers: bool) -> RingOutcome:
         soc_of = dict(zip(self._group.partitions, self._group.members, strict=True))
@@ -436,13 +436,13 @@ class _MemberSession:
             self._collective = None
 
 
-def _turns(port: RingPort, group: GroupTask, ring: RingTask) -> Turns | None:
+def _turns(port: RingPort, group: GroupTask, ring: RingTask) -> UplinkTurns | None:
     if not ring.groups_before and not ring.groups_after:
         return None
     members: dict[int, list[int]] = {}
     for text in ring.neighbours:
         group_id, participant, _ = text.split(" ")
         members.setdefault(int(group_id), []).append(int(participant))
-    return Turns(port, group.group_id,
+    return UplinkTurns(port, group.group_id,
                  Neighbours(before=ring.groups_before, after=ring.groups_after, members=members),
                  heartbeat_s=ring.heartbeat_s, rendezvous_s=ring.rendezvous_s)

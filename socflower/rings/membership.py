@@ -1,11 +1,11 @@
-"""Who is in a ring: forming it, noticing that a member is gone, forming it again with those that are left.
+"""Ring membership: forming a ring, detecting lost members, and re-forming it with the others.
 
-Every member runs the same protocol over its ring port. The first member of the ring's order that lives coordinates:
-the others *join* at it with what they have (steps done, a model or none), it waits for all that live, and its
-*decision* is the next generation of the ring. Members that come too late, or that the others took for dead, are told
-that they are left out. Nobody needs to be elected, and any member may die at any point of this.
+Every member runs the same protocol over its ring port. The first live member in ring order coordinates: the others
+*join* it with their state (steps done, whether they have a model), it waits for all live members, and its *decision* is
+the next generation of the ring. Members that join too late, or that were taken for dead, are answered that they are
+left out. There is no election, and any member may die at any point of the protocol.
 
-If the network parts a group in two, each part goes on alone; the strategy averages in one answer of a group.
+If a network partition splits a group, each part continues alone; the strategy uses one answer per group.
 """
 
 import json
@@ -21,73 +21,73 @@ from socflower.rings.collective import PeerLost, Poll
 from socflower.rings.transports.port import Caller, PeerRefused, PeerSilent, PeerUnreachable, RingPort
 from socflower.wire.logs import log
 
-_SLICE_S = 1.0  # after so long a member looks anew who might coordinate
-_PAUSE_S = 0.05
-_START_PAUSE_S = 0.25  # while processes start, which takes seconds, asking more often only slows them down
-_TIMES_SILENT = 2  # a silent peer is asked again before it is given up: a loaded machine answers late
+_ATTEMPT_S = 1.0  # of one attempt; then the coordinator is determined again
+_POLL_INTERVAL_S = 0.05
+_START_POLL_INTERVAL_S = 0.25  # while processes start, which takes seconds; frequent calls would slow them down
+_MAX_SILENT_CALLS = 2  # a silent peer is called again before it counts as lost: a loaded machine answers late
 
 _Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
-    """What a member brings to a ring."""
+class MemberState:
+    """The state with which a member joins a ring."""
 
-    num_steps: int  # it has applied in this interval
+    num_steps: int  # applied in this interval
     has_model: bool
-    optimizer: str  # digest of its optimiser's state; empty without one
+    optimizer: str  # digest of the optimiser's state; empty if there is none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """A ring that was agreed on."""
+    """A ring that its members agreed on."""
 
     number: int
     members: tuple[int, ...]  # participants, in ring order
-    source: int  # the member whose model and steps count; the others take them over
-    num_steps: int  # that the source has applied
-    same_model: bool  # whether all members have that model, at that step, already
-    optimizer_source: int  # the member whose optimiser counts: a leader that is new to its group has none
+    source: int  # the member whose model and step count the others adopt
+    num_steps: int  # applied by the source
+    same_model: bool  # whether all members already have that model at that step
+    optimizer_source: int  # the member whose optimiser is adopted; a leader that is new to its group has none
     same_optimizer: bool
 
 
 class LeftOut(Exception):
-    """The others went on without this member."""
+    """The others continued without this member."""
 
 
 class NoModel(Exception):
-    """None of the members that came has the model: its holder never did."""
+    """None of the members has the model: its holder did not join."""
 
 
 class Membership:
-    """One member's view of its group, for one interval.
+    """One member's view of its group in one interval.
 
     Parameters
     ----------
     port : RingPort
-        Where peers ask this member; its ranks are participants.
+        The port for calls among members; its ranks are participants.
     participant, members : int, sequence of int
-        This member, and all that should be there, in ring order.
+        This member, and all planned members in ring order.
     heartbeat_s, rendezvous_s : float
-        A member silent for so long is hung; one that has not come after so long at the beginning is absent.
+        A member that is silent for `heartbeat_s` counts as hung, one that has not joined by `rendezvous_s` as absent.
     """
 
     def __init__(
         self, port: RingPort, participant: int, members: Sequence[int], *, heartbeat_s: float, rendezvous_s: float,
     ) -> None:
-        self._port, self._me = port, participant
-        self._patience_s = heartbeat_s / 4  # with one question; so that a hung member costs less than a heartbeat
+        self._port, self._own = port, participant
+        self._call_timeout_s = heartbeat_s / 4  # of one call; so that a hung member costs less than a heartbeat
         self._deadline_s = time.monotonic() + rendezvous_s
         self._planned = tuple(members)
-        self._members = self._planned  # of the newest decision; at first, of the plan
+        self._members = self._planned  # of the latest decision; at first, of the plan
         self._changed = threading.Condition()
-        self._joins: dict[int, dict[int, Standing]] = {}  # by generation and participant
+        self._joins: dict[int, dict[int, MemberState]] = {}  # by generation and participant
         self._decision: Generation | None = None
-        self._wanted = 0  # the highest generation that anybody asks for
-        self._gone: set[int] = set()  # members that said that they leave
-        self._done: set[int] = set()  # members that said that they have all that the interval came to
-        self._seen: set[int] = set()  # members that have been there; one that no longer is has not yet to start
-        self._suspect: int | None = None  # the member that the watchdog found silent
+        self._requested = 0  # the highest generation that any member asks for
+        self._departed: set[int] = set()  # members that announced that they leave
+        self._done: set[int] = set()  # members that announced that they have the interval's result
+        self._reached: set[int] = set()  # members that were reached before: if unreachable later, they are lost
+        self._suspect: int | None = None  # the member that the watchdog found to be silent
         self._forming = True
         self._closed = False
         self._log: list[str] = []
@@ -100,76 +100,77 @@ class Membership:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Participants of the ring as it stands."""
+        """Participants of the current ring."""
         return self._members
 
     @property
     def preempted(self) -> tuple[int, ...]:
-        """Participants that said that they leave."""
-        return tuple(sorted(self._gone))
+        """Participants that announced that they leave."""
+        return tuple(sorted(self._departed))
 
     @property
     def finished(self) -> tuple[int, ...]:
-        """Participants of the ring as it stands, and those that ended with it before this member did."""
+        """Participants of the current ring, and those that finished the interval before this member."""
         return tuple(sorted({*self._members, *self._done}, key=self._planned.index))
 
     @property
     def log_lines(self) -> tuple[str, ...]:
-        """What happened to the ring, a line each."""
+        """Events of the ring, a line each."""
         return tuple(self._log)
 
-    def form(self, standing: Standing, poll: Poll) -> Generation:
-        """Agree on the next generation with all members that live.
+    def form(self, own_state: MemberState, poll: Poll) -> Generation:
+        """Agree on the next generation with all live members.
 
-        Raises `LeftOut` if the others have gone on, `NoModel` if nobody has one, and whatever `poll` raises.
+        Raises `LeftOut` if the others have continued without this member, `NoModel` if no member has a model, and what
+        `poll` raises.
         """
         with self._changed:
-            number = max(self._wanted, 0 if self._decision is None else self._decision.number + 1)
-            self._wanted, self._forming = number, True
-            # The watchdog's verdict counts for one question, so that a hung member costs little more than a heartbeat.
+            number = max(self._requested, 0 if self._decision is None else self._decision.number + 1)
+            self._requested, self._forming = number, True
+            # The watchdog's result counts as one silent call, so that a hung member costs little more than a heartbeat.
             silent = {} if self._suspect is None else {self._suspect: 1}
             self._suspect = None
         while True:
-            decision = self._try_candidates(number, standing, silent, poll)
+            decision = self._try_candidates(number, own_state, silent, poll)
             if decision is None:
                 with self._changed:
-                    number = max(number, self._wanted)
+                    number = max(number, self._requested)
                 continue
             with self._changed:
                 absent = [member for member in self._members if member not in {*decision.members, *self._done}]
                 self._decision, self._members, self._forming = decision, decision.members, False
                 self._changed.notify_all()
             if absent:
-                self._note(absent, number)
+                self._log_absent(absent, number)
             if decision.source < 0:
-                self.finish()  # the others hear the decision from this port, which must not close before they have
+                self.finish()  # the others get the decision from this port, which must stay open until they have
                 raise NoModel
             return decision
 
-    def require_whole(self) -> None:
-        """Raise `PeerLost` if somebody wants the ring to form again: a member is gone."""
-        if self._decision is not None and self._wanted > self._decision.number:
+    def require_complete(self) -> None:
+        """Raise `PeerLost` if a member asks for a new generation, since another one is lost."""
+        if self._decision is not None and self._requested > self._decision.number:
             raise PeerLost("the ring is forming again")
 
     def leave(self) -> None:
-        """Tell the others that this member goes, so that they need not find out."""
-        others = [member for member in self._members if member != self._me]
-        self._to_all(others, lambda member: self._port.call(member, "leave", timeout_s=_SLICE_S))
+        """Announce to the others that this member leaves, so that they need not detect it."""
+        others = [member for member in self._members if member != self._own]
+        self._to_all(others, lambda member: self._port.call(member, "leave", timeout_s=_ATTEMPT_S))
 
     def finish(self) -> None:
-        """Tell the others that this member has the interval's result, and wait a moment until they have it, too.
+        """Announce that this member has the interval's result, and wait briefly until the others have it too.
 
-        They are in the same last operation, and a ring that one member leaves may break for those still in it: it would
-        form again for nothing. Who is gone, or hangs, is not waited for any longer than that.
+        They are in the same last operation, and if one member leaves, the ring may break for the others and be
+        re-formed without need. Members that are lost or hang are not waited for any longer.
         """
-        others = [member for member in self._members if member != self._me]
-        told = self._to_all(others, lambda member: self._port.call(member, "done", timeout_s=self._patience_s))
-        there = {member for member, answer in told.items() if not isinstance(answer, Exception)}
+        others = [member for member in self._members if member != self._own]
+        answers = self._to_all(others, lambda member: self._port.call(member, "done", timeout_s=self._call_timeout_s))
+        reached = {member for member, answer in answers.items() if not isinstance(answer, Exception)}
         with self._changed:
-            self._changed.wait_for(lambda: there <= {*self._done, *self._gone}, self._patience_s)
+            self._changed.wait_for(lambda: reached <= {*self._done, *self._departed}, self._call_timeout_s)
 
     def close(self) -> None:
-        """End the watching; the port is its owner's."""
+        """Stop the watchdog; the caller closes the port."""
         self._closed = True
         with self._changed:
             self._changed.notify_all()
@@ -177,25 +178,25 @@ class Membership:
     # ------------------------------------------------------------------------------------------------ forming
 
     def _try_candidates(
-        self, number: int, standing: Standing, silent: dict[int, int], poll: Poll,
+        self, number: int, own_state: MemberState, silent: dict[int, int], poll: Poll,
     ) -> Generation | None:
-        """Ask whoever may coordinate, in order, or coordinate; None where the outcome is still open."""
+        """Join the first live member in order, or coordinate; return None if there is no decision yet."""
         for candidate in self._members:
-            if candidate != self._me and (candidate in self._gone or candidate in self._done):
+            if candidate != self._own and (candidate in self._departed or candidate in self._done):
                 continue
             poll()
-            if candidate == self._me:
-                return self._coordinate(number, standing, silent, poll)
+            if candidate == self._own:
+                return self._coordinate(number, own_state, silent, poll)
             try:
-                # A probe first: who hangs is found out by a short question, and not by one that may be held.
-                told = json.loads(self._port.call(candidate, "probe", str(number).encode(),
-                                                  timeout_s=self._patience_s))
-                self._seen.add(candidate)
-                if told and _decision_of(told).number >= number:
-                    return self._taken_in(told)
+                # A probe first: it detects a hung member sooner than a join, whose answer may be delayed.
+                probed = json.loads(self._port.call(candidate, "probe", str(number).encode(),
+                                                  timeout_s=self._call_timeout_s))
+                self._reached.add(candidate)
+                if probed and _parse_decision(probed).number >= number:
+                    return self._accept_decision(probed)
                 answer = json.loads(self._port.call(
-                    candidate, "join", json.dumps({"generation": number, **asdict(standing)}).encode(),
-                    timeout_s=_SLICE_S + self._patience_s))
+                    candidate, "join", json.dumps({"generation": number, **asdict(own_state)}).encode(),
+                    timeout_s=_ATTEMPT_S + self._call_timeout_s))
             except PeerUnreachable:
                 continue
             except PeerRefused:
@@ -203,69 +204,69 @@ class Membership:
                 continue
             except PeerSilent:
                 silent[candidate] = silent.get(candidate, 0) + 1
-                if silent[candidate] < _TIMES_SILENT:
+                if silent[candidate] < _MAX_SILENT_CALLS:
                     return None
                 continue
             silent.pop(candidate, None)
-            return None if "wait" in answer else self._taken_in(answer)
+            return None if "wait" in answer else self._accept_decision(answer)
         raise AssertionError("a member is among its own ring's members")
 
     def _require_same_interval(self, number: int) -> None:
-        """Raise `LeftOut` if a member that refuses this one's token must be in an interval after this one.
+        """Raise `LeftOut` if a member that refuses this one's token must be in a later interval.
 
-        At the beginning it may be a process of the interval before, which is ending. Later it cannot: nobody is asked
-        for the next interval before this one has ended. So a member that hung for an interval, and wakes, does not
-        take the others for dead and do the rest of that interval's work alone.
+        At the beginning it may be a process of the previous interval that is ending. Later it cannot be, since the next
+        interval starts only after this one has ended. So a member that hung for an interval and resumes does not take
+        the others for dead, and does not do the rest of that interval's work alone.
         """
         if number or time.monotonic() > self._deadline_s:
             raise LeftOut("the others have gone on to another interval")
 
-    def _taken_in(self, answer: dict[str, Any]) -> Generation:
-        decision = _decision_of(answer)
-        if self._me not in decision.members:
+    def _accept_decision(self, answer: dict[str, Any]) -> Generation:
+        decision = _parse_decision(answer)
+        if self._own not in decision.members:
             raise LeftOut(f"the ring has gone on with participants {', '.join(map(str, decision.members))}")
         return decision
 
-    def _coordinate(self, number: int, standing: Standing, silent: dict[int, int], poll: Poll) -> Generation | None:
-        """Wait for all that live; None after a while, to look whether a member before this one has come."""
-        until_s = time.monotonic() + _SLICE_S
-        others = [member for member in self._members if member != self._me]
+    def _coordinate(self, number: int, own_state: MemberState, silent: dict[int, int], poll: Poll) -> Generation | None:
+        """Wait for all live members and decide; return None after a while, to check for an earlier coordinator."""
+        until_s = time.monotonic() + _ATTEMPT_S
+        others = [member for member in self._members if member != self._own]
         while True:
             poll()
             with self._changed:
-                if self._wanted > number:
+                if self._requested > number:
                     return None
                 joined = {member: theirs for member, theirs in self._joins.get(number, {}).items()
-                          if member not in self._gone}
-            missing = [member for member in others if member not in {*joined, *self._gone, *self._done}]
+                          if member not in self._departed}
+            missing = [member for member in others if member not in {*joined, *self._departed, *self._done}]
             absent = self._absent(missing, number, silent) if missing else set()
             if isinstance(absent, Generation):
-                return self._taken_in(asdict(absent))
+                return self._accept_decision(asdict(absent))
             if len(absent) == len(missing):
-                return self._decide(number, {**joined, self._me: standing})
+                return self._decide(number, {**joined, self._own: own_state})
             if time.monotonic() > until_s:
                 return None
             with self._changed:
-                self._changed.wait(_PAUSE_S if number else _START_PAUSE_S)
+                self._changed.wait(_POLL_INTERVAL_S if number else _START_POLL_INTERVAL_S)
 
     def _absent(self, missing: Sequence[int], number: int, silent: dict[int, int]) -> set[int] | Generation:
-        """Return which members will not come; or the decision that was made without this one."""
+        """Return the members that will not join, or a decision that was made without this member."""
         waiting_for_start = number == 0 and time.monotonic() < self._deadline_s
-        # Who did not answer while this member looked for a coordinator need not be waited for once more.
+        # Members that were silent while this one looked for a coordinator are not waited for again.
         absent = set() if waiting_for_start else {
-            member for member in missing if silent.get(member, 0) >= _TIMES_SILENT}
+            member for member in missing if silent.get(member, 0) >= _MAX_SILENT_CALLS}
         for member, answer in self._probe([member for member in missing if member not in absent]).items():
             if isinstance(answer, dict):
-                self._seen.add(member)
+                self._reached.add(member)
                 silent.pop(member, None)
-                decision = _decision_of(answer) if answer else None
+                decision = _parse_decision(answer) if answer else None
                 if decision is not None and decision.number >= number:
                     return decision
-            elif waiting_for_start and not (isinstance(answer, PeerUnreachable) and member in self._seen):
+            elif waiting_for_start and not (isinstance(answer, PeerUnreachable) and member in self._reached):
                 continue
             elif isinstance(answer, PeerSilent):
                 silent[member] = silent.get(member, 0) + 1
-                if silent[member] >= _TIMES_SILENT:
+                if silent[member] >= _MAX_SILENT_CALLS:
                     absent.add(member)
             else:
                 if isinstance(answer, PeerRefused):
@@ -273,30 +274,30 @@ class Membership:
                 absent.add(member)
         return absent
 
-    def _decide(self, number: int, standings: dict[int, Standing]) -> Generation:
-        members = tuple(member for member in self._members if member in standings)
-        with_model = [member for member in members if standings[member].has_model]
-        source = max(with_model, key=lambda member: (standings[member].num_steps, -member), default=-1)
-        best = standings[source] if source >= 0 else Standing(num_steps=0, has_model=False, optimizer="")
-        # Before the first step nobody's optimiser has moved, so any will do; a node that comes back has lost its own.
+    def _decide(self, number: int, member_states: dict[int, MemberState]) -> Generation:
+        members = tuple(member for member in self._members if member in member_states)
+        with_model = [member for member in members if member_states[member].has_model]
+        source = max(with_model, key=lambda member: (member_states[member].num_steps, -member), default=-1)
+        best = member_states[source] if source >= 0 else MemberState(num_steps=0, has_model=False, optimizer="")
+        # Before the first step all optimisers are unchanged, so any will do; a node that returns has lost its own.
         optimizer_source = source
         if not best.num_steps and not best.optimizer:
-            optimizer_source = next((member for member in members if standings[member].optimizer), source)
-        optimizer = standings[optimizer_source].optimizer if optimizer_source >= 0 else ""
+            optimizer_source = next((member for member in members if member_states[member].optimizer), source)
+        optimizer = member_states[optimizer_source].optimizer if optimizer_source >= 0 else ""
         decision = Generation(
             number=number, members=members, source=source, num_steps=best.num_steps,
-            same_model=all((standings[member].num_steps, standings[member].has_model) == (best.num_steps, True)
+            same_model=all((member_states[member].num_steps, member_states[member].has_model) == (best.num_steps, True)
                            for member in members),
             optimizer_source=optimizer_source,
-            same_optimizer=all(standings[member].optimizer == optimizer for member in members))
+            same_optimizer=all(member_states[member].optimizer == optimizer for member in members))
         with self._changed:
             self._decision = decision
             self._changed.notify_all()
         return decision
 
-    def _note(self, absent: Sequence[int], number: int) -> None:
+    def _log_absent(self, absent: Sequence[int], number: int) -> None:
         for member in absent:
-            if member in self._gone:
+            if member in self._departed:
                 log(INFO, "ring: participant %d has left; the ring goes on with %d", member, len(self._members))
                 continue
             why = "did not come to the rendezvous" if number == 0 else "is gone or hangs"
@@ -306,16 +307,16 @@ class Membership:
     # ------------------------------------------------------------------------------------- what peers ask of us
 
     def _on_join(self, caller: Caller, body: bytes) -> bytes:
-        """Keep a join and answer it with the decision, as soon as there is one; "wait" after a while."""
+        """Record a join and answer it with the decision as soon as there is one; with "wait" after a while."""
         asked = json.loads(body)
         number = int(asked["generation"])
-        until_s = time.monotonic() + _SLICE_S * 0.8
+        until_s = time.monotonic() + _ATTEMPT_S * 0.8
         with self._changed:
-            if number > self._wanted:
-                self._wanted = number
+            if number > self._requested:
+                self._requested = number
                 self._changed.notify_all()
-            self._seen.add(caller.rank)
-            self._joins.setdefault(number, {})[caller.rank] = Standing(
+            self._reached.add(caller.rank)
+            self._joins.setdefault(number, {})[caller.rank] = MemberState(
                 num_steps=int(asked["num_steps"]), has_model=bool(asked["has_model"]),
                 optimizer=str(asked["optimizer"]))
             self._changed.notify_all()
@@ -327,21 +328,21 @@ class Membership:
                     break
                 if time.monotonic() > until_s:
                     break
-                self._changed.wait(_PAUSE_S)
+                self._changed.wait(_POLL_INTERVAL_S)
         return b'{"wait": true}'
 
     def _on_probe(self, caller: Caller, body: bytes) -> bytes:
-        """Say that this member lives, and which ring it is in; hear that another one is wanted."""
+        """Answer with this member's decision, if any; record the generation that the caller asks for."""
         with self._changed:
             if body:
-                self._wanted = max(self._wanted, int(body))
+                self._requested = max(self._requested, int(body))
             return json.dumps({} if self._decision is None else asdict(self._decision)).encode()
 
     def _on_leave(self, caller: Caller, body: bytes) -> bytes:
         with self._changed:
-            self._gone.add(caller.rank)
+            self._departed.add(caller.rank)
             if self._decision is not None and caller.rank in self._decision.members:
-                self._wanted = max(self._wanted, self._decision.number + 1)
+                self._requested = max(self._requested, self._decision.number + 1)
             self._changed.notify_all()
         return b""
 
@@ -354,44 +355,44 @@ class Membership:
     # ------------------------------------------------------------------------------------------------ watching
 
     def _watch(self) -> None:
-        """Ask the next member for a sign of life, all the time: a process that hangs breaks no connection."""
+        """Probe the next member periodically: a process that hangs does not break its connections."""
         failures = 0
         while not self._closed:
             if not failures:
-                time.sleep(self._patience_s)
+                time.sleep(self._call_timeout_s)
             with self._changed:
                 decision, forming = self._decision, self._forming
                 ring = () if decision is None else tuple(
-                    member for member in decision.members if member not in self._done or member == self._me)
+                    member for member in decision.members if member not in self._done or member == self._own)
             if decision is None or forming or len(ring) < 2:
                 failures = 0
-                time.sleep(_PAUSE_S)
+                time.sleep(_POLL_INTERVAL_S)
                 continue
-            following = ring[(ring.index(self._me) + 1) % len(ring)]
+            following = ring[(ring.index(self._own) + 1) % len(ring)]
             try:
-                self._port.call(following, "probe", timeout_s=self._patience_s)
+                self._port.call(following, "probe", timeout_s=self._call_timeout_s)
                 failures = 0
             except PeerUnreachable:
-                failures = _TIMES_SILENT
+                failures = _MAX_SILENT_CALLS
             except PeerSilent:
                 failures += 1
-            except PeerRefused:  # it is in another interval, so this one is over
-                failures = _TIMES_SILENT
-            if failures >= _TIMES_SILENT:
+            except PeerRefused:  # it is in another interval, so this interval is over
+                failures = _MAX_SILENT_CALLS
+            if failures >= _MAX_SILENT_CALLS:
                 with self._changed:
                     if self._decision is decision and not self._forming and following not in self._done:
-                        self._wanted = max(self._wanted, decision.number + 1)
+                        self._requested = max(self._requested, decision.number + 1)
                         self._suspect = following
                         self._changed.notify_all()
                 failures = 0
 
     def _probe(self, members: Sequence[int]) -> dict[int, dict[str, Any] | Exception]:
-        """Ask several members at once whether they live, and let them know which generation is wanted."""
-        wanted = str(self._wanted).encode()
+        """Probe several members at once, with the generation that is asked for."""
+        wanted = str(self._requested).encode()
 
         def ask(member: int) -> dict[str, Any]:
             answer: dict[str, Any] = json.loads(self._port.call(
-                member, "probe", wanted, timeout_s=self._patience_s))
+                member, "probe", wanted, timeout_s=self._call_timeout_s))
             return answer
 
         return self._to_all(members, ask)
@@ -408,5 +409,5 @@ class Membership:
             return dict(zip(members, threads.map(safely, members), strict=True))
 
 
-def _decision_of(answer: dict[str, Any]) -> Generation:
+def _parse_decision(answer: dict[str, Any]) -> Generation:
     return Generation(**{**answer, "members": tuple(answer["members"])})

@@ -1,4 +1,4 @@
-"""A model's weights and statistics as bytes on a ring, and as they were before a step that is to be undone."""
+"""Converts a model's weights and statistics to bytes for a ring, and restores those from before a failed step."""
 
 import hashlib
 from dataclasses import dataclass
@@ -10,26 +10,26 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a pass changes that is neither a gradient nor a weight: redone, it must not change it twice."""
+    """State other than gradients and weights that a pass changes; it is restored before a pass is repeated."""
 
     buffers: list[Tensor]
     random: Tensor
 
 
 def take_snapshot(model: nn.Module) -> Snapshot:
-    """Return the model's statistics and torch's random state, as they are now."""
+    """Return a copy of the model's statistics and of torch's random state."""
     return Snapshot([buffer.clone() for buffer in model.buffers()], torch.get_rng_state())
 
 
 def restore(model: nn.Module, snapshot: Snapshot) -> None:
-    """Put statistics and random state back."""
+    """Restore statistics and random state."""
     for buffer, saved in zip(model.buffers(), snapshot.buffers, strict=True):
         buffer.copy_(saved)
     torch.set_rng_state(snapshot.random)
 
 
 def split_buffers(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the buffers that are averaged, and those that count."""
+    """Return the floating-point buffers, which are averaged, and the integer counters."""
     buffers = list(model.buffers())
     return ([buffer for buffer in buffers if buffer.is_floating_point()],
             [buffer for buffer in buffers if not buffer.is_floating_point()])
@@ -49,12 +49,12 @@ def _tensors(model: nn.Module, *, with_buffers: bool) -> list[Tensor]:
 
 
 def weights_to_bytes(model: nn.Module, *, with_buffers: bool) -> bytes:
-    """Return weights, and with them buffers if asked, in the order of the model."""
+    """Return the weights, and optionally the buffers, in the order of the model."""
     return b"".join(tensor.contiguous().numpy().tobytes() for tensor in _tensors(model, with_buffers=with_buffers))
 
 
 def weights_from_bytes(model: nn.Module, payload: bytes, *, with_buffers: bool) -> None:
-    """Take over weights, and at an interval's begin also buffers, which later are each member's own."""
+    """Load weights, and optionally buffers: these are common at the begin of an interval, and local later."""
     start = 0
     for tensor in _tensors(model, with_buffers=with_buffers):
         dtype = tensor.numpy().dtype

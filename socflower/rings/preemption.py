@@ -1,9 +1,9 @@
-"""A user's workload wants the device back: a file, a signal or an HTTP request asks the training to leave.
+"""Preemption: a file, a signal or an HTTP request makes the training release the device for its user.
 
-Flower starts a process for every message, so what asks must outlive a process: the file. Where `preempt-file` is set,
-it *is* the state, and a signal or a request writes or removes it; all clients of the device that name the same file
-leave, those of later messages too, until it is gone. Without it a request or a signal holds as long as the process
-that got it. A file below /run is gone after a reboot.
+Flower starts a process for every message, so a request must outlive the process: it is stored in a file. If
+`preempt-file` is set, the file is the state, and signals and requests create or remove it. All clients of the device
+with the same file are preempted, including those of later messages, until the file is removed. Without a file, a
+request or a signal holds for the lifetime of the process that received it. A file below /run is removed by a reboot.
 
     preempt-file="/run/socflower/preempt"   leave while it exists: `touch` it, `rm` it
     preempt-port=28300                      POST /preempt, DELETE /preempt, GET /preempt
@@ -32,8 +32,8 @@ from typing import Any
 from socflower.errors import ConfigError
 from socflower.wire.logs import log
 
-LOOK_INTERVAL_S = 0.05
-"""How often, at most, the file is looked for: all later than that a look is free."""
+FILE_CHECK_INTERVAL_S = 0.05
+"""The minimum interval between checks of the file; reading `active` in between costs nothing."""
 
 _KEYS = ("preempt-file", "preempt-port", "preempt-bind", "preempt-signal")
 _LOOPBACK = "127.0.0.1"
@@ -42,40 +42,40 @@ _LARGEST_BODY_BYTES = 65536
 
 
 class Preempted(Exception):
-    """The device is wanted back; the text says since when."""
+    """The device is preempted; the text says since when."""
 
 
 class PreemptionSwitch:
-    """Says whether this device is to be left; a context manager, whose sources live as long as it is entered.
+    """Whether this device is preempted; a context manager that listens to its sources while it is entered.
 
     Parameters
     ----------
     file : Path, optional
-        The device is to be left while it exists, whatever made it.
+        The device is preempted while the file exists, whoever created it.
     port, host : int and str, optional
-        Where to take HTTP requests. If the port is in use, by another client of the device as a rule, a warning says
-        so and the other sources go on; its requests arrive here through the file.
+        Where to accept HTTP requests. If the port is in use, normally by another client of the device, a warning is
+        logged and the other sources are used; requests to that client arrive here through the file.
     signals : bool
-        Whether to take SIGUSR1 and SIGUSR2. Only a process's main thread may: elsewhere a warning says that they are
-        left alone.
+        Whether to handle SIGUSR1 and SIGUSR2. Only a process's main thread can; elsewhere a warning is logged and
+        signals are not handled.
     """
 
     def __init__(
         self, *, file: Path | None = None, port: int | None = None, host: str = _LOOPBACK, signals: bool = False,
     ) -> None:
         self.notes: list[str] = []
-        """What was warned of, a line each."""
+        """The warnings, a line each."""
         self._file, self._port, self._host, self._signals = file, port, host, signals
-        # Plain assignments only, no lock: a signal's handler may interrupt the very method it calls.
-        self._asked_at_s: float | None = None  # by signal or request, without a file that could hold it; Unix time
-        self._seen = False
-        self._next_look_s = -math.inf
-        self._unsaid: list[str] = []
+        # Plain assignments, no lock: a signal handler may interrupt the same method that it calls.
+        self._requested_at_s: float | None = None  # by a signal or request that is not stored in a file; Unix time
+        self._file_exists = False
+        self._next_check_s = -math.inf
+        self._unlogged: list[str] = []
         self._server: ThreadingHTTPServer | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "PreemptionSwitch":
-        """Begin to listen; `ConfigError` where the address cannot be had at all."""
+        """Begin to listen; `ConfigError` if the address cannot be used."""
         try:
             if self._port is not None:
                 self._listen(self._port)
@@ -84,11 +84,11 @@ class PreemptionSwitch:
         except BaseException:
             self.__exit__()
             raise
-        self._say_all()
+        self._flush_warnings()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give back port and signals."""
+        """Release the port and restore the signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -96,64 +96,64 @@ class PreemptionSwitch:
         if server is not None:
             server.shutdown()
             server.server_close()
-        self._say_all()
+        self._flush_warnings()
 
     @property
     def active(self) -> bool:
-        """Whether the device is to be left; cheap enough for every layer of a backward pass.
+        """Whether the device is preempted; cheap enough to be read at every layer of a backward pass.
 
-        Signals and requests of this process count at once, a file after `LOOK_INTERVAL_S` at the latest.
+        Signals and requests of this process take effect at once, a file within `FILE_CHECK_INTERVAL_S`.
         """
-        if self._unsaid:
-            self._say_all()
-        if self._asked_at_s is not None:
+        if self._unlogged:
+            self._flush_warnings()
+        if self._requested_at_s is not None:
             return True
         if self._file is None:
             return False
         now_s = time.monotonic()
-        if now_s >= self._next_look_s:
-            self._next_look_s = now_s + LOOK_INTERVAL_S
-            self._seen = self._file_time_s() is not None
-        return self._seen
+        if now_s >= self._next_check_s:
+            self._next_check_s = now_s + FILE_CHECK_INTERVAL_S
+            self._file_exists = self._file_time_s() is not None
+        return self._file_exists
 
     def raise_if_active(self) -> None:
-        """Raise `Preempted` if the device is to be left."""
+        """Raise `Preempted` if the device is preempted."""
         if self.active:
-            raise Preempted(f"the device is wanted by its user, since {self.since_s() or 0.0:.1f} s")
+            raise Preempted(f"the device is preempted by its user, since {self.since_s() or 0.0:.1f} s")
 
     def since_s(self) -> float | None:
-        """Return for how long the device has been wanted back, or None if it is not."""
-        began_s = self._asked_at_s if self._asked_at_s is not None else self._file_time_s()
+        """Return for how many seconds the device has been preempted, or None if it is not."""
+        began_s = self._requested_at_s if self._requested_at_s is not None else self._file_time_s()
         return None if began_s is None else max(0.0, time.time() - began_s)
 
-    def leave(self) -> None:
-        """Ask for the device, as a signal and a request do."""
+    def activate(self) -> None:
+        """Preempt the device, as a signal or a request does."""
         if self._file is not None:
             try:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
-                # What is there already keeps its time.
+                # An existing file keeps its modification time.
                 os.close(os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o644))
-                self._asked_at_s, self._next_look_s = None, -math.inf
+                self._requested_at_s, self._next_check_s = None, -math.inf
                 return
             except OSError as error:
-                self._note(f"preempt-file {self._file}: cannot be written ({error.strerror}); this process leaves, "
-                           "those of later messages will not know")
-        if self._asked_at_s is None:
-            self._asked_at_s = time.time()
+                self._warn_once(f"preempt-file {self._file}: cannot be written ({error.strerror}); this process "
+                                "leaves, but those of later messages will not")
+        if self._requested_at_s is None:
+            self._requested_at_s = time.time()
 
-    def stay(self) -> None:
-        """Give the device back to the training."""
-        self._asked_at_s = None
+    def deactivate(self) -> None:
+        """End the preemption."""
+        self._requested_at_s = None
         if self._file is not None:
             try:
                 self._file.unlink(missing_ok=True)
             except OSError as error:
-                self._note(f"preempt-file {self._file}: cannot be removed ({error.strerror}), so the training stays "
-                           "away; remove it")
-            self._next_look_s = -math.inf
+                self._warn_once(f"preempt-file {self._file}: cannot be removed ({error.strerror}), so the device stays "
+                                "preempted; remove it")
+            self._next_check_s = -math.inf
 
     def _file_time_s(self) -> float | None:
-        """Return since when the file has been there; if it cannot be looked for, what was seen last stands."""
+        """Return the file's modification time, or None; if it cannot be read, the last known state is kept."""
         if self._file is None:
             return None
         try:
@@ -161,9 +161,9 @@ class PreemptionSwitch:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            self._note(f"preempt-file {self._file}: cannot be looked for ({error.strerror}); let the client's user "
-                       "read its folder")
-            return time.time() if self._seen else None
+            self._warn_once(f"preempt-file {self._file}: cannot be read ({error.strerror}); let the client's user "
+                            "read its folder")
+            return time.time() if self._file_exists else None
 
     # ------------------------------------------------------------------------------------------------ sources
 
@@ -176,44 +176,44 @@ class PreemptionSwitch:
                                   "port above 1023 and an address of this device in preempt-bind") from None
             heard = "requests to it arrive through preempt-file" if self._file is not None else \
                 "set preempt-file too, so that requests to it arrive here"
-            self._note(f"preempt-port {port}: in use on {self._host}; {heard}")
+            self._warn_once(f"preempt-port {port}: in use on {self._host}; {heard}")
             return
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="preempt-port",
                          daemon=True).start()
 
     def _catch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            self._note("preempt-signal: the client does not run in its process's main thread, so signals are left "
+            self._warn_once("preempt-signal: the client does not run in its process's main thread, so signals are left "
                        "alone; use preempt-file")
             return
-        for number, answer in ((signal.SIGUSR1, self.leave), (signal.SIGUSR2, self.stay)):
+        for number, answer in ((signal.SIGUSR1, self.activate), (signal.SIGUSR2, self.deactivate)):
             def handler(_number: int, _frame: FrameType | None, answer: Any = answer) -> None:
                 answer()
 
             self._previous[number] = signal.signal(number, handler)
 
-    def _note(self, text: str) -> None:
-        """Keep a warning, once. It is said later: a handler may have interrupted the logging itself."""
+    def _warn_once(self, text: str) -> None:
+        """Record a warning, once. It is logged later: the signal handler may have interrupted the logging itself."""
         if text not in self.notes:
             self.notes.append(text)
-            self._unsaid.append(text)
+            self._unlogged.append(text)
 
-    def _say_all(self) -> None:
-        while self._unsaid:
-            log(WARNING, "%s", self._unsaid.pop(0))
+    def _flush_warnings(self) -> None:
+        while self._unlogged:
+            log(WARNING, "%s", self._unlogged.pop(0))
 
 
 def preempt_switch(node_config: Mapping[str, Any]) -> PreemptionSwitch:
-    """Return the switch that a SuperNode's `--node-config` describes; without any key of it, one that is never active.
+    """Return the switch for a SuperNode's `--node-config`; without any of the keys, it is never active.
 
-    Raises `ConfigError` for a value that cannot be, and for a key that begins with "preempt" and means nothing.
+    Raises `ConfigError` for an invalid value, and for an unknown key that begins with "preempt".
     """
     unknown = [key for key in node_config if key.startswith("preempt") and key not in _KEYS]
     if unknown:
         raise ConfigError(f"node-config {unknown[0]}: there is no such key; use {', '.join(_KEYS)}")
     file, port = node_config.get("preempt-file"), node_config.get("preempt-port")
     host, signals = node_config.get("preempt-bind", _LOOPBACK), node_config.get("preempt-signal", False)
-    # Relative to what? Each message has a process of its own, in a folder of Flower's.
+    # Absolute, since each message has its own process, in a working folder of Flower's.
     if file is not None and not (isinstance(file, str) and Path(file).is_absolute() and "\0" not in file):
         raise ConfigError(f"node-config preempt-file = {file!r}: give an absolute path, such as "
                           '"/run/socflower/preempt"')
@@ -236,7 +236,7 @@ def _is_address(text: str) -> bool:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # a request that hangs must not hold up the end of a message
+    block_on_close = False  # a request that hangs must not delay the end of a message
 
     def __init__(self, host: str, port: int, switch: PreemptionSwitch) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -249,7 +249,7 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a connection that broke: whoever asked knows."""
+        """Ignore broken connections, which their client notices."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -262,10 +262,10 @@ class _RequestHandler(BaseHTTPRequestHandler):
         self._answer(None)
 
     def do_POST(self) -> None:
-        self._answer(self.server.switch.leave)
+        self._answer(self.server.switch.activate)
 
     def do_DELETE(self) -> None:
-        self._answer(self.server.switch.stay)
+        self._answer(self.server.switch.deactivate)
 
     def _answer(self, change: Any) -> None:
         length = self.headers.get("Content-Length", "0")
@@ -274,7 +274,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
         elif not length.isdigit() or int(length) > _LARGEST_BODY_BYTES:
             self._reply(413, {"error": "send no body"})
         elif change is not None and "Origin" in self.headers:
-            # A browser adds it to what a page sends: no web page shall stop a training.
+            # Browsers add it to requests of web pages, which must not be able to preempt a training.
             self._reply(403, {"error": "not from a web page"})
         else:
             self.rfile.read(int(length))
@@ -293,4 +293,4 @@ class _RequestHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: what came of a request is in the round's events."""
+        """Log nothing: the effect of a request is in the round's events."""

@@ -1,7 +1,8 @@
-"""Groups that share an uplink exchange in turn (F6), in the order of their communication groups.
+"""Groups that share an uplink take turns to exchange (F6), in the order of their communication groups.
 
-In a step a group waits for its conflicting groups of earlier communication groups, and for those of later ones to have
-exchanged in the step before. One member waits for the whole group and tells the others over their ring.
+In each step, a group waits until its conflicting groups of earlier communication groups have exchanged in this step,
+and those of later ones in the previous step. One member waits for the whole group and signals the others over their
+ring.
 """
 
 import json
@@ -15,16 +16,16 @@ from socflower.rings.collective import Poll
 from socflower.rings.transports.port import Caller, PeerRefused, PeerSilent, PeerUnreachable, RingPort
 from socflower.wire.logs import log
 
-_PAUSE_S = 0.05
-_REPEAT_S = 0.25  # after so long a word that did not arrive is said again
-_PARTING_S = 1.0  # what may be spent, at the end, on words that have not arrived
+_POLL_INTERVAL_S = 0.05
+_RETRY_INTERVAL_S = 0.25  # between attempts to deliver a notification
+_CLOSE_TIMEOUT_S = 1.0  # for the delivery of pending notifications at the end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Neighbours:
-    """The groups that a group takes turns with, and the participants of each."""
+    """The groups that share an uplink with a group, and the participants of each."""
 
-    before: Sequence[int] = ()  # in a step
+    before: Sequence[int] = ()  # these exchange before the group in a step
     after: Sequence[int] = ()
     members: Mapping[int, Sequence[int]]
 
@@ -34,11 +35,11 @@ class Neighbours:
         return (*self.before, *self.after)
 
 
-class Turns:
-    """One group's view of whose turn it is; every member hears it, so that any of them can wait for the group.
+class UplinkTurns:
+    """Tracks which neighbouring groups have exchanged; every member is notified, so that any of them can wait.
 
-    A neighbouring group none of whose members answers is not waited for any more: an exchange that collides costs time,
-    waiting for the dead costs the training.
+    A neighbouring group is no longer waited for once none of its members answers: a collision on the uplink only costs
+    time, but waiting for a dead group would block the training.
     """
 
     def __init__(
@@ -48,9 +49,9 @@ class Turns:
         self._heartbeat_s = heartbeat_s
         self._start_until_s = time.monotonic() + rendezvous_s
         self._changed = threading.Condition()
-        self._done = dict.fromkeys(neighbours.groups, 0)  # exchanges that each neighbour has ended
+        self._done = dict.fromkeys(neighbours.groups, 0)  # number of completed exchanges of each neighbour
         self._given_up: set[int] = set()
-        self._tellers = [_Teller(port, member, group_id, heartbeat_s / 4)
+        self._notifiers = [_Notifier(port, member, group_id, heartbeat_s / 4)
                          for group in neighbours.groups for member in neighbours.members[group]]
         port.handle("turn", self._on_turn)
         port.handle("alive", lambda caller, body: b"")
@@ -65,35 +66,35 @@ class Turns:
                         if self._done[group] < steps and group not in self._given_up]
                 if not late:
                     return
-                self._changed.wait(_PAUSE_S)
+                self._changed.wait(_POLL_INTERVAL_S)
             poll()
             if time.monotonic() - asked_s > self._heartbeat_s:
                 for group in late:
                     self._give_up_if_gone(group)
                 asked_s = time.monotonic()
 
-    def end(self, step: int) -> None:
-        """Tell the neighbours that this group has exchanged in `step`; returns at once.
+    def finish_step(self, step: int) -> None:
+        """Notify the neighbours that this group has exchanged in `step`; returns at once.
 
-        May be said again, also by another member: the first word of a member that has died since may be lost.
+        May be repeated, also by another member: the first notification is lost if its sender died.
         """
-        for teller in self._tellers:
-            teller.tell(step + 1)
+        for notifier in self._notifiers:
+            notifier.notify(step + 1)
 
     def close(self) -> None:
-        """Tell what is still to be told, for a moment, and end."""
-        for teller in self._tellers:
-            teller.close()
-        until_s = time.monotonic() + _PARTING_S
-        for teller in self._tellers:
-            teller.join(until_s)
+        """Try briefly to deliver pending notifications, then stop."""
+        for notifier in self._notifiers:
+            notifier.close()
+        until_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        for notifier in self._notifiers:
+            notifier.join(until_s)
 
     def _on_turn(self, caller: Caller, body: bytes) -> bytes:
-        told = json.loads(body)
+        notice = json.loads(body)
         with self._changed:
-            group = int(told["group"])
+            group = int(notice["group"])
             if group in self._done:
-                self._done[group] = max(self._done[group], int(told["done"]))
+                self._done[group] = max(self._done[group], int(notice["done"]))
                 self._changed.notify_all()
         return b""
 
@@ -112,22 +113,22 @@ class Turns:
             self._group_id)
 
 
-class _Teller:
-    """Tells one member of a neighbouring group how far this group is, until it has arrived.
+class _Notifier:
+    """Notifies one member of a neighbouring group of this group's progress, with retries.
 
-    Only the newest word counts, so a member that hangs costs one thread and no queue. A word that is lost must be said
-    again, however soon a next one seemed to come: both groups may be waiting for each other's.
+    Only the latest value matters, so a member that hangs costs one thread and no queue. A lost notification must be
+    repeated even if another one is expected soon: both groups may be waiting for each other.
     """
 
-    def __init__(self, port: RingPort, member: int, group_id: int, patience_s: float) -> None:
-        self._port, self._member, self._group_id, self._patience_s = port, member, group_id, patience_s
+    def __init__(self, port: RingPort, member: int, group_id: int, timeout_s: float) -> None:
+        self._port, self._member, self._group_id, self._timeout_s = port, member, group_id, timeout_s
         self._changed = threading.Condition()
-        self._done = self._told = 0
+        self._done = self._acknowledged = 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="turns", daemon=True)
         self._thread.start()
 
-    def tell(self, done: int) -> None:
+    def notify(self, done: int) -> None:
         with self._changed:
             self._done = max(self._done, done)
             self._changed.notify_all()
@@ -143,16 +144,16 @@ class _Teller:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._done > self._told)
+                self._changed.wait_for(lambda: self._closed or self._done > self._acknowledged)
                 done, last = self._done, self._closed
-            if done > self._told:
+            if done > self._acknowledged:
                 try:
                     self._port.call(self._member, "turn", json.dumps({"group": self._group_id, "done": done}).encode(),
-                                    timeout_s=self._patience_s)
-                    self._told = done
-                except (PeerUnreachable, PeerSilent, PeerRefused):  # not there yet, gone, or in another interval
+                                    timeout_s=self._timeout_s)
+                    self._acknowledged = done
+                except (PeerUnreachable, PeerSilent, PeerRefused):  # not started, lost, or in another interval
                     if not last:
                         with self._changed:
-                            self._changed.wait_for(lambda: self._closed, _REPEAT_S)
+                            self._changed.wait_for(lambda: self._closed, _RETRY_INTERVAL_S)
             if last:
                 return

@@ -90,8 +90,8 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
                           "[background_load] out")
     balancer = Balancer(cluster, sustained_rates(cluster, work.profile.name, work.pricing), work.rebalancing)
     for interval in intervals:
-        balancer.look(clock, work.plan.participants)
-        plan, _ = balancer.rearranged(work.plan)
+        balancer.update_speeds(clock, work.plan.participants)
+        plan, _ = balancer.rebalance_groups(work.plan)
         if plan is not work.plan:
             work, _ = with_plan(scenario, work, plan)
         work.run(interval, clock, capacities=balancer.in_use)

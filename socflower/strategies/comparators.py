@@ -1,4 +1,4 @@
-"""What SoCFlow is compared with: one ring of everything and one machine alone, its special cases, and FedAvg."""
+"""Strategies to compare SoCFlow with: one ring over all SoCs, a single device, and FedAvg in a fixed order."""
 
 from collections.abc import Iterable
 from logging import WARNING
@@ -12,7 +12,7 @@ from flwr.supercore import log
 from socflower.cluster import Cluster
 from socflower.errors import TrainingFailed
 from socflower.strategies.mixed_replies import client_events, mean_metric
-from socflower.strategies.replies import ReplyEvent, failure_event, fault_of, heat_events, no_reply
+from socflower.strategies.replies import ReplyEvent, failure_event, fault_of, heat_events, no_reply_event
 from socflower.strategies.resuming import Resumable
 from socflower.strategies.round_grid import OpenRound
 from socflower.strategies.socflow import SoCFlow
@@ -20,7 +20,7 @@ from socflower.wire.message_keys import ALPHA, CPU_SHARE, EVENTS, METRICS
 
 
 class RingAllReduce(SoCFlow):
-    """Synchronous SGD with a ring all-reduce over all SoCs after every batch: one group of everything.
+    """Synchronous SGD with a ring all-reduce over all SoCs after every batch: all SoCs form one group.
 
     A round is an epoch, after which the model is evaluated. `batch_size` is the global batch.
     """
@@ -39,9 +39,9 @@ class SingleDevice(SoCFlow):
 class OrderedFedAvg(Resumable, FedAvg):
     """Flower's FedAvg with the sum in the order of the nodes, so that equal seeds give equal weights.
 
-    Flower draws the nodes of a round at random, and with them the order of its sum. It also averages NaN in, and
-    leaves out clients that failed without a word to its caller; here neither happens: `events` tells what was left
-    out of the newest round, and of evaluation at clients that failed.
+    In Flower the order of the sum follows the random order of the sampled nodes. Flower also averages models with NaN,
+    and omits failed clients without telling the caller. Here models with NaN are dropped, and `events` lists what was
+    left out of the latest round, including failed evaluations.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -55,7 +55,7 @@ class OrderedFedAvg(Resumable, FedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
     ) -> list[Message]:
-        """Address the nodes that Flower drew, in ascending order."""
+        """Address the nodes that Flower sampled, in ascending order."""
         messages = sorted(super().configure_train(server_round, arrays, config, grid),
                           key=lambda message: message.metadata.dst_node_id)
         self._nodes = [message.metadata.dst_node_id for message in messages]
@@ -87,12 +87,12 @@ class OrderedFedAvg(Resumable, FedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
     ) -> Iterable[Message]:
-        """Address the nodes that Flower draws, after a round of training that came to an end."""
+        """Address the nodes that Flower samples; raise `TrainingFailed` if the round's replies were withheld."""
         self._round.require_ended(server_round)
         return super().configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Average what clients say of their own data, as Flower does; `events` tells of those that failed."""
+        """Average the clients' metrics, as Flower does; `events` lists those that failed."""
         replies = list(replies)
         for reply in replies:
             if reply.has_error():
@@ -115,4 +115,4 @@ def _without_lists(reply: Message) -> Message:
 
 def _fault(reply: Message | None, soc: int, node_id: int) -> ReplyEvent | None:
     where = f"SoC {soc} (node {node_id})"
-    return no_reply(soc, where) if reply is None else fault_of(reply, soc, where)
+    return no_reply_event(soc, where) if reply is None else fault_of(reply, soc, where)

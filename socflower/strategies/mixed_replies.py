@@ -1,4 +1,4 @@
-"""What mixed-precision clients tell of an interval: the confidence that held, and accelerators that failed."""
+"""Reads what mixed-precision clients report of an interval: their alphas, and accelerators that failed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -14,11 +14,11 @@ from socflower.wire.message_keys import ALPHA, ALPHA_STEPS, CPU_SHARE, EVENTS, G
 
 
 def mixed_phases(replies: Sequence[Message], num_steps: int, pricing: MixedPricing) -> list[Phase]:
-    """Return what the steps of an interval cost each group that replied, by the alphas that held (F9, F11).
+    """Return the pricing of each group that replied, phase by phase, by the alpha of each phase (F9, F11).
 
-    A group in which an accelerator failed is priced at the share that its CPUs had in all.
+    A group in which an accelerator failed is priced by the CPUs' share of the samples over the whole interval.
     """
-    alphas: dict[int, list[tuple[int, float]]] = {}  # by group: the steps from which each held
+    alphas: dict[int, list[tuple[int, float]]] = {}  # by group: (first step, alpha)
     fixed: dict[int, Pricing] = {}
     cuts = {0, num_steps}
     for reply in replies:
@@ -33,14 +33,14 @@ def mixed_phases(replies: Sequence[Message], num_steps: int, pricing: MixedPrici
             alphas[group_id] = list(zip(starts, cast(list[float], metrics[ALPHA]), strict=True))
             cuts.update(start for start in starts if start < num_steps)
     return [
-        (end - begin, fixed | {group_id: pricing.with_alpha(_held_at(begin, held))
+        (end - begin, fixed | {group_id: pricing.with_alpha(_alpha_at(begin, held))
                                for group_id, held in alphas.items()})
         for begin, end in pairwise(sorted(cuts))
     ]
 
 
 def group_id_of(reply: Message) -> int:
-    """Return the group whose work a reply says it is."""
+    """Return the group id in a reply's metrics."""
     return int(cast(int, cast(MetricRecord, reply.content[METRICS])[GROUP_ID]))
 
 
@@ -52,13 +52,13 @@ def mean_metric(replies: Sequence[Message], key: str) -> float | None:
 
 
 def client_events(reply: Message, group_id: int, where: str) -> list[ReplyEvent]:
-    """Return what a client made good itself, so that its reply is averaged in; `where` names it."""
+    """Return events for the failures that a client recovered from itself; `where` names the client."""
     record = reply.content.config_records.get(EVENTS, ConfigRecord({"texts": []}))
     return [ReplyEvent(kind=BACKEND_DROPPED, group_id=group_id, text=f"{where}: {text}")
             for text in cast(list[str], record["texts"])]
 
 
-def _held_at(step: int, held: Sequence[tuple[int, float]]) -> float:
+def _alpha_at(step: int, held: Sequence[tuple[int, float]]) -> float:
     return [alpha for start, alpha in held if start <= step][-1]
 
 

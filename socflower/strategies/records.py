@@ -1,8 +1,8 @@
-"""Flower's ArrayRecords as NumPy arrays and back, without copying what need not be copied.
+"""Converts Flower's ArrayRecords to NumPy arrays and back, with as few copies as possible.
 
 A Flower `Array` carries the bytes of a .npy file: a header, then the elements. Reading them in place instead
-of through `Array.numpy()`, and letting the aggregation kernel write into the reply's own bytes, leaves one
-pass over the replies as the whole cost of an aggregation.
+of through `Array.numpy()`, and letting the aggregation kernel write into the reply's own bytes, means that an
+aggregation costs one pass over the replies.
 """
 
 import math
@@ -20,20 +20,20 @@ from socflower import _native
 from socflower.hierarchy.averaging import average_tensors, averaged_by, is_native_float32
 
 _NUMPY_STYPE = "numpy.ndarray"  # flwr's SType.NUMPY: `data` is a .npy file
-_NPY_PREAMBLE_BYTES = 10  # of .npy version 1.0: magic, version, length of the header; it holds any model's tensor
+_NPY_PREAMBLE_BYTES = 10  # of .npy version 1.0: magic, version, length of the header; sufficient for tensors
 
 
 def array_views(record: ArrayRecord) -> dict[str, NDArray[Any]]:
     """Return the record's arrays by name, in its order, read-only and sharing the record's memory.
 
     Views may start at any byte. Arrays in Fortran order, of Python objects or in another serialisation go
-    through `Array.numpy()`, which copies them or says what is wrong with them.
+    through `Array.numpy()`, which copies them or raises an error that says what is wrong.
     """
     return {name: _view(array) for name, array in record.items()}
 
 
 def to_array_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    """Return `arrays` as an ArrayRecord with the very bytes that `Array(ndarray)` gives, in one copy each."""
+    """Return `arrays` as an ArrayRecord with the same bytes as `Array(ndarray)`, in one copy each."""
     record = ArrayRecord()
     for name, array in arrays.items():
         record[name] = _serialised(array)
@@ -41,10 +41,10 @@ def to_array_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
 
 
 def aggregate_records(replies: Sequence[ArrayRecord], weights: Sequence[float]) -> ArrayRecord:
-    """Return the weighted average of the replies (F8), which is `hierarchy.averaging.weighted_average`'s.
+    """Return the weighted average of the replies (F8), as computed by `hierarchy.averaging.weighted_average`.
 
-    float32 tensors are summed straight into the bytes of the new record: nothing beside the replies and the
-    result is allocated. Raises `ConfigError`, naming the tensor, if the replies do not fit together.
+    float32 tensors are summed directly into the bytes of the new record: nothing besides the result is allocated.
+    Raises `ConfigError`, naming the tensor, if the replies differ in names, shapes or types.
     """
     return ArrayRecord(averaged_by(_average, [array_views(reply) for reply in replies], weights))
 
@@ -63,7 +63,7 @@ def _view(array: Array) -> NDArray[Any]:
         return _read_only(array.numpy())
     shape, dtype, offset = layout
     if len(array.data) < offset + math.prod(shape) * dtype.itemsize:
-        return _read_only(array.numpy())  # cut off: let NumPy's reader say so
+        return _read_only(array.numpy())  # truncated: NumPy's reader raises the error
     return np.ndarray(shape, dtype, array.data, offset)
 
 
@@ -94,7 +94,7 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _serialised(array: NDArray[Any]) -> Array:
-    """Return `array` as `Array(array)` does, but copying its elements once, straight into the final bytes."""
+    """Return `array` as `Array(array)` does, but copies its elements only once, directly into the final bytes."""
     if not array.flags.c_contiguous or array.dtype.hasobject or array.dtype.kind in "VmM":
         return Array(array)  # NumPy's writer knows Fortran order, records and dates
     elements = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Sorting a round's replies: what can be averaged, and what was dropped and why."""
+"""Sorts a round's replies into those that can be averaged and those that are dropped, with the cause."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -15,18 +15,18 @@ from socflower.wire.message_keys import ARRAYS, GROUP_ID, HEAT, LOST_STATE, METR
 _CLIENT_FAULTS = (1, 2)  # Flower's error codes of a ClientApp that cannot be loaded, and of one that raised
 
 BACKEND_DROPPED = "backend-dropped"
-"""The kind of event of a reply that counts, although its client's accelerator had failed."""
+"""The kind of event of a reply that is averaged although its client's accelerator failed."""
 
 DROPPING = frozenset({"client-raised", "no-reply", "not-finite", "malformed", "not-a-group", "group-left"})
-"""Kinds of events by which a group's work of a round is lost; all others say what was made good."""
+"""Kinds of events by which a group's work of a round is lost; after all others the work is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyEvent:
-    """A reply that was not averaged in, or something else that happened to a group and was made good."""
+    """A reply that was dropped, or a failure or change in a group that was recovered from."""
 
     kind: str  # one of DROPPING; "backend-dropped" (an accelerator failed); "preempted", "returned", "planned-anew",
-    # "re-balanced", "hot" (a device that held itself back); in rings "member-lost", "left-out", "leader-lost",
+    # "re-balanced", "hot" (a device that was throttled); in rings "member-lost", "left-out", "leader-lost",
     # "ring-formed-again"
     group_id: int  # of a client that trains alone: its SoC
     text: str
@@ -37,20 +37,20 @@ def sort_replies(
 ) -> tuple[list[Message], tuple[ReplyEvent, ...]]:
     """Return the usable replies in group order, and an event for each group without one.
 
-    Raises `TrainingFailed` if no reply is usable, or if a client raised and `tolerate_errors` is not set: that is
-    a mistake in the client's code, and all that is known of it is in the text. A client that has lost the state to
+    Raises `TrainingFailed` if no reply is usable, or if a client raised and `tolerate_errors` is not set: an exception
+    is usually a mistake in the client's code, and its text is in the message. A client that has lost the state to
     resume from is never tolerated.
     """
     usable: dict[int, Message] = {}
     events: dict[int, ReplyEvent] = {}
-    # A dead node's error carries the SuperLink's id as its source: those groups are found by their absence.
+    # The error reply for a dead node has the SuperLink's id as its source, so its group is found by the missing reply.
     for reply in replies:
         node_id = reply.metadata.src_node_id
         group = group_of_node.get(node_id)
         if group is None:
             continue
         where = f"group {group.group_id}, SoC {group.leader} (node {node_id})"
-        event = fault_of(reply, group.group_id, where) or _not_a_group(reply, group.group_id, where)
+        event = fault_of(reply, group.group_id, where) or _wrong_group_fault(reply, group.group_id, where)
         if event is None:
             usable[group.group_id] = reply
         elif event.kind == "client-raised" and (not tolerate_errors or LOST_STATE in event.text):
@@ -59,7 +59,7 @@ def sort_replies(
             events[group.group_id] = event
     for node_id, group in group_of_node.items():
         if group.group_id not in usable and group.group_id not in events:
-            events[group.group_id] = no_reply(
+            events[group.group_id] = no_reply_event(
                 group.group_id, f"group {group.group_id}, SoC {group.leader} (node {node_id})")
     ordered = tuple(events[group_id] for group_id in sorted(events))
     if not usable:
@@ -67,8 +67,8 @@ def sort_replies(
     return [usable[group_id] for group_id in sorted(usable)], ordered
 
 
-def _not_a_group(reply: Message, group_id: int, where: str) -> ReplyEvent | None:
-    """Return the fault of a client that trained as if it were alone: averaged in, it would pass for its group."""
+def _wrong_group_fault(reply: Message, group_id: int, where: str) -> ReplyEvent | None:
+    """Return the fault of a client that trained alone: its model would be averaged as that of its group."""
     if cast(MetricRecord, reply.content[METRICS]).get(GROUP_ID) == group_id:
         return None
     return ReplyEvent(kind="not-a-group", group_id=group_id,
@@ -76,13 +76,13 @@ def _not_a_group(reply: Message, group_id: int, where: str) -> ReplyEvent | None
                            "socflower.make_client_app")
 
 
-def no_reply(group_id: int, where: str) -> ReplyEvent:
-    """Return the event of a reply that never came."""
+def no_reply_event(group_id: int, where: str) -> ReplyEvent:
+    """Return the event of a missing reply."""
     return ReplyEvent(kind="no-reply", group_id=group_id, text=f"{where}: no reply; left out of this synchronisation")
 
 
 def fault_of(reply: Message, group_id: int, where: str) -> ReplyEvent | None:
-    """Return why a reply cannot be averaged in, or None if it can; `where` names its sender."""
+    """Return why a reply cannot be averaged, or None if it can; `where` names its sender."""
     if reply.has_error():
         return failure_event(reply, group_id, where)
     content = reply.content
@@ -114,16 +114,16 @@ def fault_of(reply: Message, group_id: int, where: str) -> ReplyEvent | None:
 def failure_event(reply: Message, group_id: int, where: str) -> ReplyEvent:
     """Return the event of an error reply."""
     raised = reply.error.code in _CLIENT_FAULTS
-    # Exceptions of torch have many lines, ours have one.
+    # torch raises exceptions with several lines; an event has one.
     reason = " ".join((reply.error.reason or "without a reason").split())
     return ReplyEvent(kind="client-raised" if raised else "no-reply", group_id=group_id,
                       text=f"{where}: {'the client raised' if raised else 'failed:'} {reason}")
 
 
 def heat_events(reply: Message, ident: int, where: str) -> list[ReplyEvent]:
-    """Return an event for a device that heat, users or its battery have held back; `where` names it.
+    """Return an event for a device that was throttled by heat, other users or its battery; `where` names it.
 
-    A record that cannot be read is an event as well: what a device says of its heat must not end a training.
+    A record that cannot be decoded becomes an event too: an invalid heat report must not end a training.
     """
     record = reply.content.config_records.get(HEAT) if reply.has_content() else None
     if record is None:

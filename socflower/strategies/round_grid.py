@@ -1,4 +1,4 @@
-"""A Grid around any Grid that lets a strategy decide itself how a round's messages are exchanged, inside others too."""
+"""A wrapper around a Grid that lets a strategy exchange a round's messages itself, also inside another strategy."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
@@ -11,15 +11,15 @@ from socflower.errors import ConfigError, TrainingFailed
 Exchange: TypeAlias = Callable[[Grid, Iterable[Message], float | None], Iterable[Message]]
 
 _CLIPPING_NORM = "clipping_norm"
-"""The key by which Flower's wrappers with clipping at the clients hand out their norm."""
+"""The config key in which Flower's client-side clipping strategies send the norm."""
 
 
 class RoundGrid(Grid):
-    """Forwards everything to `grid`, but for `send_and_receive`, which is `exchange`.
+    """Forwards everything to `grid`, except `send_and_receive`, which calls `exchange`.
 
-    Flower's `Strategy.start` waits there for every node's reply; a group needs but one, and a member that died is
-    reported a minute late. Where another strategy is around it (differential privacy), whose own `start` calls the
-    strategy's hooks, that one is started with this grid.
+    Flower's `Strategy.start` waits in `send_and_receive` for every node's reply, but a group needs only one reply, and
+    a dead member is reported a minute late. A wrapping strategy (differential privacy) has its own `start` that calls
+    this strategy's hooks; it must be started with this grid.
     """
 
     def __init__(self, grid: Grid, exchange: Exchange) -> None:
@@ -27,15 +27,15 @@ class RoundGrid(Grid):
 
     @property
     def inner(self) -> Grid:
-        """The grid that everything is forwarded to."""
+        """The wrapped grid."""
         return self._grid
 
-    def is_of(self, exchange: Exchange) -> bool:
-        """Return whether rounds are exchanged by this method of this strategy."""
+    def uses(self, exchange: Exchange) -> bool:
+        """Return whether `send_and_receive` calls this method of this strategy."""
         return self._exchange == exchange
 
     def __getattr__(self, name: str) -> Any:
-        """Return what only the inner grid knows, as an engine's clock."""
+        """Return an attribute of the inner grid, such as an engine's clock."""
         return getattr(self._grid, name)
 
     def set_run(self, run: Any) -> None:
@@ -66,15 +66,15 @@ class RoundGrid(Grid):
         return self._grid.pull_messages(message_ids)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Exchange a round's messages as the strategy does it."""
+        """Exchange a round's messages by the strategy's method."""
         return self._exchange(self._grid, messages, timeout)
 
 
 class OpenRound:
-    """The round whose messages a strategy has handed out, until it gets the replies.
+    """Tracks the round whose messages were sent and whose replies have not arrived.
 
-    Between the two a strategy around it may keep them back, as Flower's differential privacy does with every round in
-    which a client failed: training would go on with the weights it has, and end as if nothing had happened.
+    A wrapping strategy may withhold the replies, as Flower's differential privacy does in every round in which a client
+    failed. Training would then continue with unchanged weights, without an error.
     """
 
     def __init__(self, strategy: str, advice: str = "") -> None:
@@ -83,19 +83,19 @@ class OpenRound:
 
     @property
     def number(self) -> int:
-        """The round, 0 where none is open."""
+        """The number of the open round; 0 if none is open."""
         return self._open
 
     def begin(self, server_round: int) -> None:
-        """Note that messages go out."""
+        """Mark the round as open: its messages are being sent."""
         self._open = server_round
 
     def end(self) -> None:
-        """Note that replies have come."""
+        """Mark the round as closed: its replies have arrived."""
         self._open = 0
 
     def require_ended(self, server_round: int) -> None:
-        """Raise `TrainingFailed` if the round's replies have not come: what comes after them is asked for."""
+        """Raise `TrainingFailed` if the round is still open, that is, its replies were withheld."""
         if self._open == server_round:
             raise TrainingFailed(
                 f"round {server_round}: its replies did not reach {self._strategy}: the strategy around it keeps them "
@@ -104,7 +104,7 @@ class OpenRound:
 
 
 def require_exchange(grid: Grid, config: ConfigRecord) -> None:
-    """Raise `ConfigError` for a strategy around SoCFlow that does not fit rings."""
+    """Raise `ConfigError` if the strategy around SoCFlow does not support rings."""
     if not isinstance(grid, RoundGrid):
         raise ConfigError("SoCFlow: its nodes form rings, and the strategy around it was started with the grid itself: "
                           "the replies of all members would pass for their groups'; start that strategy with "

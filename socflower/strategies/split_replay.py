@@ -1,4 +1,4 @@
-"""Split training: thin edges with the front of a model, a cloud with the rest, and neither waits (F22-F27)."""
+"""Split training: edges train the front of a model, a cloud the back, as an asynchronous pipeline (F22-F27)."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,20 +17,20 @@ from socflower.edgecloud.plan.timeline import Party, Timeline, simulate
 from socflower.edgecloud.plan.timeline_actions import encode_actions
 from socflower.edgecloud.plan.timeline_servers import CloudMode
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.strategies.node_registry import NodeRegistry
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
-from socflower.strategies.replies import ReplyEvent, fault_of, no_reply
+from socflower.strategies.replies import ReplyEvent, fault_of, no_reply_event
 from socflower.strategies.resuming import Resumable
-from socflower.strategies.roster import Roster
 from socflower.strategies.round_grid import OpenRound
 from socflower.wire.message_keys import ARRAYS, CONFIG, EVENTS, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND
 from socflower.wire.split_message_keys import EDGE_ALONE, OWN, SPLIT, SPLIT_REPORT, SplitReport, SplitTask
 
 
 def usage_of(timeline: Timeline, devices: Sequence[Device]) -> Usage:
-    """Return the edges' usage; the cloud's seconds are in the timeline, and its joules are others' to count.
+    """Return the edges' usage; the cloud's seconds are in the timeline, and its energy is not counted.
 
-    An edge draws its active watts while it computes, its idle watts otherwise, and on top of either its network's
-    while bytes are under way.
+    An edge draws its active watts while it computes and its idle watts otherwise; to these its network's watts are
+    added while bytes are in transit.
     """
     soc_seconds = dict.fromkeys((Activity.COMPUTE, Activity.IDLE), 0.0)
     energy_j = dict.fromkeys((Activity.COMPUTE, Activity.SYNCHRONISATION, Activity.IDLE), 0.0)
@@ -52,13 +52,13 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class CloudSessions(Protocol):
-    """Where cloud halves are, on real machines; `socflower.clients.split.cloud_sessions.CloudClient` is one."""
+    """Manages the cloud halves on real machines; `socflower.clients.split.cloud_sessions.CloudClient` is one."""
 
     def open(self, task: SplitTask, weights: Arrays) -> SplitTask:
-        """Have a cloud half ready for the parties of `task`, and return it with where to dial and what to show.
+        """Prepare a cloud half for the parties of `task`; return the task with the cloud's address and a token.
 
-        A session that is open already goes on with the weights and optimiser that it has, unless those it should have
-        are the mean of several edges' halves: then it begins anew with `weights`.
+        An open session continues with its own weights and optimiser, unless its weights are to be the mean of several
+        edges' halves: then it restarts with `weights`.
         """
         ...
 
@@ -73,44 +73,44 @@ class CloudSessions(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRoundReport:
-    """What one round did; the newest is `strategy.reports[-1]`."""
+    """The report of one round; the latest is `strategy.reports[-1]`."""
 
     server_round: int
-    epoch: float  # epochs done at its end
-    usage: Usage  # of this round alone, predicted on real machines; zero without a clock
+    epoch: float  # epochs completed at its end
+    usage: Usage  # of this round alone, a prediction on real machines; zero without a clock
     events: tuple[ReplyEvent, ...]
-    timeline: Timeline  # what virtual time was predicted from
-    measured: tuple[SplitReport, ...] = ()  # of real links, in the order of the parties that answered
+    timeline: Timeline  # the simulated schedule that virtual time follows
+    measured: tuple[SplitReport, ...] = ()  # on real links, in the order of the parties that answered
 
 
 class SplitReplay(Resumable):
-    """Train a model whose front half is at thin edges and whose back half is in a cloud, pipelined.
+    """Train a model with its front half at edges and its back half in a cloud, pipelined.
 
-    A round is a span of batches. Where no cloud is named both halves train in the client's process, in the order in
-    which virtual time has it: what comes back how stale follows from costs and link, and equal seeds give equal
-    weights. With `cloud`, edges dial it and gradients come back when they come.
+    A round is a span of batches. Without `cloud`, both halves train in the client's process, in the order of the
+    simulated schedule: the staleness of each gradient follows from costs and link, and equal seeds give equal weights.
+    With `cloud`, edges connect to it, and gradients are applied as they arrive.
 
     Parameters
     ----------
     cluster : Cluster
         Its first SoCs are the edges, one for each of `parties`.
     parties : sequence of Party
-        What a batch costs each edge at every cut, its link, its deployment at the start, and the engine that may move
+        For each edge, the cost of a batch at every cut, its link, its initial split plan, and the engine that may move
         its cut (`socflower.edgecloud`).
     mode : "own", "turns" or "joined"
-        Each edge has a cloud half of its own, and all are averaged after each round, as are the edge halves (SplitFed);
-        one cloud half takes the edges' batches in turn; or edges hold different features of the same samples, and the
-        cloud joins them.
+        "own": each edge has its own cloud half, and all halves are averaged after each round (SplitFed). "turns": one
+        cloud half trains on the edges' batches in turn. "joined": edges hold different features of the same samples,
+        which the cloud concatenates.
     edge_names : (party, cut) -> names
-        The tensors that stand at an edge; None is the cut of an edge that has all.
+        The tensors that an edge holds; None is the cut of an edge that holds the whole model.
     batches_per_epoch, num_epochs, round_epochs, seed
         A round is `round_epochs` epochs, rounded to batches.
     reverse : bool
         The front half is in the cloud: generative models, whose last layers see the data.
     clock : VirtualClock, optional
-        Is moved on by what each round takes.
+        Is advanced by the duration of each round.
     cloud : CloudSessions, optional
-        Real machines.
+        The cloud, on real machines.
     """
 
     def __init__(
@@ -131,16 +131,16 @@ class SplitReplay(Resumable):
         self._round_batches = max(1, round(round_epochs * batches_per_epoch))
         self._clock, self._cloud = clock, cloud
         self._tolerate_client_errors = tolerate_client_errors
-        self._roster = Roster(cluster, range(len(parties)))
+        self._registry = NodeRegistry(cluster, range(len(parties)))
         self._round = OpenRound("SplitReplay")
         self._timeline: Timeline | None = None
         self._runs: dict[int, str] = {}  # the cloud's session, by party
-        self._began_anew: dict[int, str] = {}  # what is to be said of sessions that did, by party
-        self._arrays: Arrays = {}  # of the round's beginning
+        self._restart_notes: dict[int, str] = {}  # why a cloud session was restarted, by party
+        self._arrays: Arrays = {}  # at the beginning of the round
         self._party_of_message: dict[int, tuple[int, ...]] = {}  # by node
 
     def resume_from(self, server_round: int, *, state: Mapping[str, Any] | None = None) -> None:
-        """Let `start` go on after `server_round`; `state` is `SplitReplay.state` of then."""
+        """Make `start` continue after `server_round`; `state` is the `SplitReplay.state` of that round."""
         super().resume_from(server_round)
         split_plans = (state or {}).get("deployments", ())
         if split_plans:
@@ -157,7 +157,7 @@ class SplitReplay(Resumable):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the next rounds depend on beside the weights, as plain values that JSON keeps exactly."""
+        """The state besides the weights that the next rounds depend on, as plain values that JSON keeps exactly."""
         now = [party.split_plan for party in self.parties]
         return {"deployments": [[each.cut, each.bits, each.window] for each in now],
                 "engines": [party.decider.state() if isinstance(party.decider, DecisionEngine) else {}
@@ -170,7 +170,7 @@ class SplitReplay(Resumable):
 
     @property
     def transport(self) -> str:
-        """How features and gradients travel."""
+        """The transport of features and gradients."""
         return "in process" if self._cloud is None else "gRPC"
 
     def summary(self) -> None:
@@ -186,10 +186,10 @@ class SplitReplay(Resumable):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
     ) -> list[Message]:
-        """Address every edge, or in one process the one that trains for all whose cloud half is one."""
-        self.require_left(server_round)
-        if not self._roster.node_of:
-            self._roster.first_look(grid, ask=self._cloud is not None)
+        """Address every edge; in one process, edges that share a cloud half are trained by one client."""
+        self.require_not_done(server_round)
+        if not self._registry.node_of:
+            self._registry.match_nodes(grid, query=self._cloud is not None)
         if self._clock is None:
             self._clock = getattr(grid, "clock", None)
         first, num_batches = self._span(server_round)
@@ -198,14 +198,14 @@ class SplitReplay(Resumable):
             start_s=0.0 if self._clock is None else self._clock.now_s)
         self._arrays = array_views(arrays)
         settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
-        self._party_of_message, self._runs, self._began_anew = {}, {}, {}
+        self._party_of_message, self._runs, self._restart_notes = {}, {}, {}
         everyone = tuple(range(len(self.parties)))
         groups = [everyone] if self._mode != OWN and self._cloud is None else [(party,) for party in everyone]
         messages = []
         for group in groups:
             if self._cloud is not None and self.parties[group[0]].split_plan.cut is not None:
                 task = self._task(group, first, num_batches)
-                messages.append(self._to_edge(group[0], task, settings, server_round))
+                messages.append(self._open_session_message(group[0], task, settings, server_round))
             else:
                 task = self._task(group, first, num_batches, timeline)
                 messages.append(self._message(group, task, arrays, settings, server_round))
@@ -215,9 +215,9 @@ class SplitReplay(Resumable):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message],
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Put the halves together again, and average those of several edges by samples.
+        """Merge the halves into one model, averaging those of several edges by samples.
 
-        Raises `TrainingFailed` where a part of the model is missing or a client raised.
+        Raises `TrainingFailed` if a part of the model is missing or a client raised.
         """
         assert self._timeline is not None
         self._round.end()
@@ -226,7 +226,7 @@ class SplitReplay(Resumable):
         for node, group in self._party_of_message.items():
             where = f"edge {', '.join(map(str, group))} (node {node})"
             reply = answers.get(node)
-            fault = no_reply(group[0], where) if reply is None else fault_of(reply, group[0], where)
+            fault = no_reply_event(group[0], where) if reply is None else fault_of(reply, group[0], where)
             if fault is None:
                 usable[group] = cast(Message, reply)
             else:
@@ -237,27 +237,27 @@ class SplitReplay(Resumable):
         events += [ReplyEvent(kind="link", group_id=party, text=f"edge {party}: {text}")
                    for party, report in measured.items() for text in report.events]
         events += [ReplyEvent(kind="began-anew", group_id=group[0], text=f"edge {', '.join(map(str, group))}: {text}")
-                   for group, reply in usable.items() for text in _texts(reply)]
+                   for group, reply in usable.items() for text in _client_texts(reply)]
         events += [ReplyEvent(kind="began-anew", group_id=party, text=f"edge {party}: {text}")
-                   for party, text in self._began_anew.items()]
+                   for party, text in self._restart_notes.items()]
         for event in events:
             log(WARNING, "aggregate_train: %s", event.text)
         first, num_batches = self._span(server_round)
         self.reports.append(SplitRoundReport(
             server_round=server_round, epoch=(first + num_batches) / self._batches_per_epoch, events=tuple(events),
-            usage=self._spend(self._timeline), timeline=self._timeline, measured=tuple(measured.values())))
-        self._move_on(measured)
+            usage=self._charge_clock(self._timeline), timeline=self._timeline, measured=tuple(measured.values())))
+        self._update_split_plans(measured)
         metrics = [cast(MetricRecord, reply.content[METRICS]) for reply in usable.values()]
         samples = [float(cast(float, metric[NUM_EXAMPLES])) for metric in metrics]
         loss = sum(float(cast(float, metric["train-loss"])) * count
                    for metric, count in zip(metrics, samples, strict=True)) / sum(samples)
-        return self._joined(usable, samples), MetricRecord({"train-loss": loss, NUM_EXAMPLES: int(sum(samples))})
+        return self._merged_model(usable, samples), MetricRecord({"train-loss": loss, NUM_EXAMPLES: int(sum(samples))})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
     ) -> list[Message]:
         """Send nothing: the whole model is evaluated by `evaluate_fn` on the server."""
-        self.require_read(config)  # a strategy around this one may have a start of its own
+        self.require_no_unused_settings(config)  # a wrapping strategy may have replaced `start`
         self._round.require_ended(server_round)
         return []
 
@@ -287,25 +287,25 @@ class SplitReplay(Resumable):
             bits=tuple(each.bits for each in now), windows=tuple(each.window for each in now),
             gradient_bits=self.parties[0].costs.gradient_bits, actions=actions, fingerprint=self._fingerprint)
 
-    def _to_edge(self, party: int, task: SplitTask, settings: ConfigRecord, server_round: int) -> Message:
-        """Open the cloud's session and send an edge its own half: what it does not have never leaves the server."""
+    def _open_session_message(self, party: int, task: SplitTask, settings: ConfigRecord, server_round: int) -> Message:
+        """Open the cloud's session and return the edge's message, with only the tensors of its own half."""
         assert self._cloud is not None
         edge = set(self._edge_names(party, self.parties[party].split_plan.cut))
         others = set().union(*(self._edge_names(other, self.parties[other].split_plan.cut)
                                for other in range(len(self.parties)))) if self._mode != OWN else edge
         task = self._cloud.open(task, {name: array for name, array in self._arrays.items() if name not in others})
         self._runs[party] = task.run
-        goes_on = self._mode != OWN or len(self.parties) == 1  # and is not averaged with others each round
-        if goes_on and 0 < task.first_batch == task.session_first:
-            self._began_anew[party] = (f"the cloud's half begins a new session before batch {task.first_batch}, with "
-                                       "the last round's weights and a new optimiser")
+        continues = self._mode != OWN or len(self.parties) == 1  # not averaged with others each round
+        if continues and 0 < task.first_batch == task.session_first:
+            self._restart_notes[party] = (f"the cloud's half begins a new session before batch {task.first_batch}, "
+                                          "with the last round's weights and a new optimiser")
         own = to_array_record({name: array for name, array in self._arrays.items() if name in edge})
         return self._message((party,), task, own, settings, server_round)
 
     def _message(
         self, group: tuple[int, ...], task: SplitTask, arrays: ArrayRecord, settings: ConfigRecord, server_round: int,
     ) -> Message:
-        node = self._roster.node_of[group[0]]
+        node = self._registry.node_of[group[0]]
         self._party_of_message[node] = group
         return Message(RecordDict({ARRAYS: arrays, CONFIG: settings, SPLIT: ConfigRecord(task.encode())}), node,
                        MessageType.TRAIN, group_id=str(server_round))
@@ -319,13 +319,13 @@ class SplitReplay(Resumable):
         if events and (self._mode != OWN or not usable):
             raise TrainingFailed(f"a part of the model is missing; first cause: {events[0].text}")
 
-    def _joined(self, usable: Mapping[tuple[int, ...], Message], samples: Sequence[float]) -> ArrayRecord:
-        """Return the whole model: on real machines the cloud has what the edges have not."""
+    def _merged_model(self, usable: Mapping[tuple[int, ...], Message], samples: Sequence[float]) -> ArrayRecord:
+        """Return the whole model: on real machines, the edges' tensors and those of the cloud."""
         replies = [array_views(cast(ArrayRecord, reply.content[ARRAYS])) for reply in usable.values()]
         if self._cloud is not None and self._runs:
             clouds = {run: self._cloud.fetch(run) for run in sorted(
                 {self._runs[group[0]] for group in usable if group[0] in self._runs})}
-            if self._mode == OWN:  # an edge that trained alone has all of the model
+            if self._mode == OWN:  # an edge without a cut has the whole model
                 replies = [{**clouds[self._runs[group[0]]], **reply} if group[0] in self._runs else reply
                            for group, reply in zip(usable, replies, strict=True)]
             else:
@@ -336,7 +336,7 @@ class SplitReplay(Resumable):
         ordered = [to_array_record({name: reply[name] for name in self._arrays}) for reply in replies]
         return ordered[0] if len(ordered) == 1 else aggregate_records(ordered, samples)
 
-    def _spend(self, timeline: Timeline) -> Usage:
+    def _charge_clock(self, timeline: Timeline) -> Usage:
         devices = [self._cluster.device_of(soc) for soc in range(len(self.parties))]
         usage = usage_of(timeline, devices)
         if self._clock is None:
@@ -344,10 +344,10 @@ class SplitReplay(Resumable):
         self._clock.spend(usage, "split training")
         return usage
 
-    def _move_on(self, measured: Mapping[int, SplitReport]) -> None:
-        """Begin the next round as this one ended: where edges have moved their cuts to, or were predicted to.
+    def _update_split_plans(self, measured: Mapping[int, SplitReport]) -> None:
+        """Start the next round with the cuts of this one's end, as reported by the edges or as simulated.
 
-        An edge whose reply was dropped begins where it began before: what it moved is lost with the reply.
+        An edge whose reply was dropped starts with its previous cut: the move is lost with the reply.
         """
         assert self._timeline is not None
         for index, (party, past) in enumerate(zip(self.parties, self._timeline.parties, strict=True)):
@@ -358,8 +358,8 @@ class SplitReplay(Resumable):
             self.parties = (*self.parties[:index], replace(party, split_plan=now), *self.parties[index + 1:])
 
 
-def _texts(reply: Message) -> list[str]:
-    """Return what a client says that it made good itself."""
+def _client_texts(reply: Message) -> list[str]:
+    """Return a client's reports of failures that it recovered from itself."""
     record = reply.content.config_records.get(EVENTS)
     return [] if record is None else list(cast(list[str], record["texts"]))
 

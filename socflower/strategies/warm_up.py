@@ -1,4 +1,4 @@
-"""Choosing the number of groups by training one epoch with each candidate (F2)."""
+"""Chooses the number of groups by training one epoch with each candidate (F2)."""
 
 from collections.abc import Callable, Sequence
 from logging import INFO
@@ -18,8 +18,8 @@ def profile_group_count(
 ) -> GroupCountChoice:
     """Train an epoch with each candidate, few groups first, and return the last N before accuracy falls.
 
-    `make_strategy(N)` must return a strategy of one epoch. Every candidate starts from `initial_arrays`; what the
-    warm-up costs in virtual time is on the strategies' clock like all other training.
+    `make_strategy(N)` must return a strategy of one epoch. Every candidate starts from `initial_arrays`. The
+    virtual time of the warm-up is spent on the strategies' clock, like that of all training.
     """
 
     def first_epoch_accuracy(num_groups: int) -> float:

@@ -168,7 +168,7 @@ def test_the_first_reading_of_a_machine_has_the_load_of_others_and_all_notes(
         def __init__(self) -> None:
             super().__init__(tmp_path, clock=clock)
 
-    monkeypatch.setattr(mods, "_FIRST_SPAN_S", 0.0)
+    monkeypatch.setattr(mods, "_LOAD_WINDOW_S", 0.0)
     monkeypatch.setattr("socflower.thermal.sensors.linux.LinuxSensors", HereSensors)
     limits = HeatLimits(max_user_load=0.9)
     report = heat_of(make_app(mods=[heat_mod(HereSensors() if given_by_hand else None, limits)])(message(), node(2)))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from socflower.clients.node_config import place_of, ring_node
+from socflower.clients.node_config import board_and_slot, ring_node
 from socflower.clients.split.remote_cloud import cloud_link
 from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError
@@ -32,7 +32,7 @@ def test_a_node_tells_its_place_with_and_without_a_ring(ring: dict[str, str]) ->
 @pytest.mark.parametrize(("given", "missing"), [("board", "slot"), ("slot", "board")])
 def test_a_place_needs_board_and_slot(given: str, missing: str) -> None:
     with pytest.raises(ConfigError, match=f"node config: {given} without {missing}"):
-        place_of({given: 0})
+        board_and_slot({given: 0})
     context = node()
     context.node_config[given] = 0
     with pytest.raises(ConfigError, match=f"node config: {given} without {missing}"):

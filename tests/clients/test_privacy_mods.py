@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import (
 )
 
 from socflower.clients.app import make_client_app
-from socflower.clients.privacy_mods import fitted
+from socflower.clients.privacy_mods import adapt_mod
 from socflower.engines.local.flower_internals import begin_run
 from socflower.engines.local.grid import LocalGrid
 from socflower.errors import ConfigError, TrainingFailed
@@ -134,7 +134,7 @@ def test_a_group_that_has_left_is_no_fault_of_the_mod() -> None:
         assert {GROUP, DEPARTURES} <= set(message.content.config_records)
         return Message(RecordDict({"outcome": ConfigRecord({"answers": False})}), reply_to=message)
 
-    mod = fitted(fixedclipping_mod)
+    mod = adapt_mod(fixedclipping_mod)
     records = {"arrays": ring_app.initial(), CONFIG: ConfigRecord({"clipping_norm": 1.0}), GROUP: ConfigRecord(),
                DEPARTURES: ConfigRecord()}
     message = Message(RecordDict(records), 1, "train")
@@ -146,7 +146,7 @@ def test_a_group_that_has_left_is_no_fault_of_the_mod() -> None:
 
 def test_other_mods_are_left_as_they_are() -> None:
     for mod in (message_size_mod, arrays_size_mod, secagg_mod, ring_app.disturbed):
-        assert fitted(mod) is mod
+        assert adapt_mod(mod) is mod
 
 
 def test_no_record_of_ours_has_an_empty_value_that_need_not_be_there() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.clients.saved_training import Kept, Position, StateFiles
+from socflower.clients.saved_training import Position, SavedState, StateFiles
 from socflower.errors import ConfigError
 from socflower.wire.saved_state import DamagedFile
 
@@ -25,7 +25,7 @@ def test_what_was_written_comes_back_at_its_position_only(
         files = StateFiles(Path(folder) / "deep")
         assert files.read(Position(*position)) is None
         files.write(Position(*position), state)
-        assert files.read(Position(*position)) == Kept(state)
+        assert files.read(Position(*position)) == SavedState(state)
         for index in range(4):
             other = [value + (index == k) for k, value in enumerate(position)]
             assert files.read(Position(*other)) is None
@@ -41,7 +41,7 @@ def test_the_three_before_any_step_are_there_after_it_was_written(steps: list[in
             for step in range(1, last + 1):
                 files.write(at(step), b"%d" % step)
             for step in range(max(1, last - 2), last + 1):
-                assert files.read(at(step)) == Kept(b"%d" % step)
+                assert files.read(at(step)) == SavedState(b"%d" % step)
             assert last < 4 or files.read(at(last - 3)) is None
 
 
@@ -50,10 +50,10 @@ def test_groups_and_plans_do_not_push_each_other_out(tmp_path: Path) -> None:
     for step in range(1, 9):
         for group_id in (0, 1, 10):
             files.write(at(step, group_id, num_groups=11), b"")
-    assert files.read(at(6, 1, 11)) == files.read(at(8, 10, 11)) == Kept(b"")
-    files.forget(1)
+    assert files.read(at(6, 1, 11)) == files.read(at(8, 10, 11)) == SavedState(b"")
+    files.delete(1)
     assert files.read(at(8, 1, 11)) is None
-    assert files.read(at(8, 10, 11)) == files.read(at(8, 0, 11)) == Kept(b"")
+    assert files.read(at(8, 10, 11)) == files.read(at(8, 0, 11)) == SavedState(b"")
 
 
 def test_damage_is_told(tmp_path: Path) -> None:

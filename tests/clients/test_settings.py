@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from socflower.clients.app import make_client_app
 from socflower.clients.heat_mod import heat_mod, node_heat_mod
-from socflower.clients.settings import ALONE_KEYS, ReadSettings
+from socflower.clients.settings import STANDALONE_KEYS, ReadSettings
 from socflower.clients.split.app import make_split_client_app
 from socflower.cluster import parse_cluster
 from socflower.engines.local.flower_internals import begin_run
@@ -73,7 +73,7 @@ def test_a_key_is_refused_unless_it_is_declared(kind: str, key: str) -> None:
 def test_what_is_read_is_let_through_where_it_is_read(kind: str) -> None:
     read = ReadSettings(maker="make_client_app")
     check(read, asked(kind, **dict.fromkeys(OF_STRATEGIES, 1)))
-    for key in ALONE_KEYS:
+    for key in STANDALONE_KEYS:
         if kind == "alone":
             check(read, asked(kind, **{key: 2}))
         else:

@@ -20,14 +20,14 @@ def free_addresses(count: int) -> list[str]:
     return [f"127.0.0.1:{port}" for port in free_ports(count)]
 
 
-def meet(port: RingPort, ranks: list[int]) -> None:
+def wait_for_peers(port: RingPort, ranks: list[int]) -> None:
     """Wait until the ports of all others answer, as a group's membership does before a ring opens."""
-    port.handle("meet", lambda caller, body: body)
+    port.handle("ping", lambda caller, body: body)
     end_s = time.monotonic() + START_S
     for rank in ranks:
         while rank != port.rank:
             try:
-                port.call(rank, "meet", timeout_s=START_S)
+                port.call(rank, "ping", timeout_s=START_S)
                 break
             except PeerUnreachable:
                 assert time.monotonic() < end_s, "a peer did not start"
@@ -55,7 +55,7 @@ class Peer:
             assert stream is not None
             stream.close()
 
-    def said(self) -> str:
+    def read_line(self) -> str:
         """Return the next line it prints."""
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
@@ -85,8 +85,8 @@ def main(role: str, rank: int, addresses: list[str], heartbeat_s: float, files: 
     elif role == "caller":
         print("ready", flush=True)
         port.call(0, "hold", timeout_s=600)
-    elif role.startswith("peace-"):
-        leave_in_peace(port, role.removeprefix("peace-"), list(range(len(addresses))), heartbeat_s)
+    elif role.startswith("graceful-"):
+        close_gracefully(port, role.removeprefix("graceful-"), list(range(len(addresses))), heartbeat_s)
     else:  # a transport's name: reduce until something ends it
         reduce_on(port, role, list(range(len(addresses))), heartbeat_s)
 
@@ -97,20 +97,20 @@ def reduce_on(port: RingPort, transport: str, ranks: list[int], heartbeat_s: flo
     from socflower.rings.member import open_ring
 
     torch.set_num_threads(1)
-    meet(port, ranks)
+    wait_for_peers(port, ranks)
     ring: Collective = open_ring(transport, port, ranks, 1, heartbeat_s)
     print("ready", flush=True)
     while True:
         ring.all_reduce(torch.ones(250_000)).wait()
 
 
-def leave_in_peace(port: RingPort, transport: str, ranks: list[int], heartbeat_s: float) -> None:
+def close_gracefully(port: RingPort, transport: str, ranks: list[int], heartbeat_s: float) -> None:
     """Reduce once in each of ten generations and leave at once; print the sums, or what went wrong."""
     import torch
 
     from socflower.rings.member import open_ring
 
-    meet(port, ranks)
+    wait_for_peers(port, ranks)
     sums = []
     for generation in range(10):
         ring = open_ring(transport, port, ranks, generation, heartbeat_s)

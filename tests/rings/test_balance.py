@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
 from socflower.rings import balance as ring_balance
-from socflower.rings.balance import PassTimer, RingBalance
-from socflower.rings.collective import Collective, never
+from socflower.rings.balance import RingBalance, StepTimer
+from socflower.rings.collective import Collective, no_poll
 from socflower.rings.transports.in_process import in_process_rings
 from socflower.training.batches import BatchSchedule, one_at_least
 from socflower.wire.message_keys import GroupTask, RingOutcome, RingTask, decode, encode
@@ -31,7 +31,7 @@ class Clock:
         return self.now_s
 
 
-def passes(work: PassTimer, clock: Clock, num_samples: int, seconds: float) -> None:
+def passes(work: StepTimer, clock: Clock, num_samples: int, seconds: float) -> None:
     work.begin_step()
     with work.timed():
         clock.now_s += seconds
@@ -47,7 +47,7 @@ class Ends:
 
     def __init__(self, size: int) -> None:
         self.clocks = [Clock() for _ in range(size)]
-        self.works = [PassTimer(clock) for clock in self.clocks]
+        self.works = [StepTimer(clock) for clock in self.clocks]
         self.balances = [RingBalance(group_of(size), work) for work in self.works]
 
     def all(self, act: Callable[[RingBalance, Collective], object], members: Sequence[int]) -> None:
@@ -58,7 +58,7 @@ class Ends:
                 done.result(WAIT_S)
 
     def exchange(self, members: Sequence[int]) -> None:
-        self.all(lambda balance, ring: balance.exchange(ring, members, never), members)
+        self.all(lambda balance, ring: balance.exchange(ring, members, no_poll), members)
 
     def step(self, rates: Sequence[float], members: Sequence[int]) -> None:
         for member in members:
@@ -70,7 +70,7 @@ class Ends:
 
 def test_only_a_members_own_work_counts() -> None:
     clock = Clock()
-    work = PassTimer(clock)
+    work = StepTimer(clock)
     work.begin_step()
     with work.timed():
         clock.now_s += 2.0
@@ -78,28 +78,28 @@ def test_only_a_members_own_work_counts() -> None:
     with work.timed():
         clock.now_s += 3.0
     work.end_step(10)
-    assert work.untold == (10, 5.0)
+    assert work.unreported == (10, 5.0)
     assert work.rate == 2.0
 
 
 def test_a_step_that_was_broken_off_does_not_count_and_neither_does_one_without_samples() -> None:
     clock = Clock()
-    work = PassTimer(clock)
+    work = StepTimer(clock)
     work.begin_step()
     with pytest.raises(KeyError), work.timed():
         clock.now_s += 50.0
         raise KeyError
     passes(work, clock, 8, 2.0)
     passes(work, clock, 0, 1.0)
-    assert work.untold == (8, 2.0)
-    work.told()
-    assert work.untold == (0, 0.0)
+    assert work.unreported == (8, 2.0)
+    work.mark_reported()
+    assert work.unreported == (0, 0.0)
     assert work.rate == 4.0
 
 
 def test_the_rate_of_an_interval_is_deaf_to_its_slow_first_step() -> None:
     clock = Clock()
-    work = PassTimer(clock)
+    work = StepTimer(clock)
     assert work.rate == 0.0
     for seconds in (30.0, 2.0, 2.0, 2.0):
         passes(work, clock, 8, seconds)
@@ -126,14 +126,14 @@ def test_members_stand_where_the_one_stands_that_knows_most(missed_by: tuple[int
         ends.exchange(range(3))
     ends.step([40.0, 20.0, 10.0], range(3))
     before = {member: json.dumps(ends.balances[member]._filter.state()) for member in missed_by}
-    untold = {member: ends.works[member].untold for member in missed_by}
+    unreported = {member: ends.works[member].unreported for member in missed_by}
     ends.exchange(range(3))
     for member in missed_by:  # as if the ring had broken before the others' words arrived there
         ends.balances[member]._filter.restore(json.loads(before[member]))
-        ends.works[member]._num_samples, ends.works[member]._seconds = untold[member]
-    ends.all(lambda balance, ring: balance.agree(ring, never), range(3))
+        ends.works[member]._num_samples, ends.works[member]._seconds = unreported[member]
+    ends.all(lambda balance, ring: balance.synchronise(ring, no_poll), range(3))
     assert [balance.capacities(range(3)) for balance in ends.balances] == [[40.0, 20.0, 10.0]] * 3
-    assert all(work.untold == (0, 0.0) for work in ends.works), "passes would be told twice"
+    assert all(work.unreported == (0, 0.0) for work in ends.works), "passes would be reported twice"
 
 
 def test_passes_of_an_exchange_that_failed_everywhere_are_told_in_the_next() -> None:
@@ -142,9 +142,9 @@ def test_passes_of_an_exchange_that_failed_everywhere_are_told_in_the_next() -> 
     ring = in_process_rings(2)[0]
     ring.close()
     with pytest.raises(Exception, match="left"):
-        ends.balances[0].exchange(ring, range(2), never)
-    ends.all(lambda balance, ring: balance.agree(ring, never), range(2))
-    assert ends.works[0].untold == (10, 0.25)
+        ends.balances[0].exchange(ring, range(2), no_poll)
+    ends.all(lambda balance, ring: balance.synchronise(ring, no_poll), range(2))
+    assert ends.works[0].unreported == (10, 0.25)
 
 
 # -------------------------------------------------------------------------------------------------- limits
@@ -172,7 +172,7 @@ def test_a_member_that_may_do_less_gets_less_at_once_and_its_measured_speed_stay
 
     def exchange(balance: RingBalance, ring: Collective) -> None:
         here.guard = _Guard(share) if balance is ends.balances[1] else None
-        balance.exchange(ring, range(2), never)
+        balance.exchange(ring, range(2), no_poll)
 
     for _ in range(5):
         ends.step([40.0, 20.0], range(2))
@@ -185,13 +185,13 @@ def test_a_member_that_may_do_less_gets_less_at_once_and_its_measured_speed_stay
 def test_a_guard_need_not_let_the_device_rest_where_shares_do(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = _Guard(0.5)
     monkeypatch.setattr(ring_balance, "current_guard", lambda: guard)
-    RingBalance(group_of(1), PassTimer(Clock()))
+    RingBalance(group_of(1), StepTimer(Clock()))
     assert guard.num_taken_over == 1
 
 
 def test_where_nobody_may_do_anything_all_share_as_if_they_might(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = Ends(2)
-    monkeypatch.setattr(ring_balance, "_share", lambda: 0.0)
+    monkeypatch.setattr(ring_balance, "_power_share", lambda: 0.0)
     for _ in range(12):
         ends.step([40.0, 20.0], range(2))
         ends.exchange(range(2))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from socflower.errors import ConfigError
-from socflower.rings.collective import Collective, PeerLost, Poll, Work, never
+from socflower.rings.collective import Collective, PeerLost, Poll, Work, no_poll
 from socflower.rings.compression.codecs import make_compression
 from socflower.rings.gradient_exchange import GradientExchange, Turn
 from socflower.rings.transports.in_process import in_process_rings
@@ -31,7 +31,7 @@ class Enough(Exception):
 class Watched(Collective):
     """A ring that notes what is begun, and may change how long a wait takes."""
 
-    def __init__(self, ring: Collective, begun: Callable[[Tensor], None] = never) -> None:
+    def __init__(self, ring: Collective, begun: Callable[[Tensor], None] = no_poll) -> None:
         self.rank, self.size, self.transport = ring.rank, ring.size, ring.transport
         self.buffers: list[Tensor] = []
         self.gate = threading.Event()
@@ -44,10 +44,10 @@ class Watched(Collective):
         self._begun(buffer)
         return self._ring.all_reduce(buffer)
 
-    def all_gather(self, payload: bytes, poll: Poll = never) -> list[bytes]:
+    def all_gather(self, payload: bytes, poll: Poll = no_poll) -> list[bytes]:
         return self._ring.all_gather(payload, poll)
 
-    def broadcast(self, payload: bytes | None, source: int, poll: Poll = never) -> bytes:
+    def broadcast(self, payload: bytes | None, source: int, poll: Poll = no_poll) -> bytes:
         return self._ring.broadcast(payload, source, poll)
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ def expected(model: nn.Module, inputs: Sequence[Inputs]) -> list[Tensor | None]:
 def one_step(
     exchange: GradientExchange, model: nn.Module, ring: Collective, inputs: Inputs, **options: Any,
 ) -> list[Tensor | None]:
-    exchange.begin(ring, never, **options)
+    exchange.begin(ring, no_poll, **options)
     passes(model, inputs)
     exchange.finish()
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
@@ -340,7 +340,7 @@ def test_a_step_that_fails_and_is_done_again_leaves_nothing_behind(where: str, c
 
 def agree(exchange: GradientExchange, ring: Collective) -> None:
     """Have all members agree on the layout, so that a step that fails does not already fail there."""
-    exchange.begin(ring, never)
+    exchange.begin(ring, no_poll)
     exchange._step = None
 
 
@@ -360,10 +360,10 @@ def test_what_is_written_late_into_a_failed_steps_buffers_is_seen_by_nobody() ->
     model = network()
     with rings_of(1) as (ring,), rings_of(1) as (again,):
         exchange = GradientExchange(model, 4)
-        exchange.begin(ring, never)
+        exchange.begin(ring, no_poll)
         passes(model, images()[0])  # all is sent; but the step is given up
         exchange.abandon()
-        exchange.begin(again, never)
+        exchange.begin(again, no_poll)
         passes(model, images()[0])
         for buffer in ring.buffers:
             buffer.fill_(float("nan"))
@@ -380,14 +380,14 @@ def test_a_lost_peer_ends_the_step_and_the_survivors_do_it_again() -> None:
         def member(rank: int) -> list[Tensor | None] | None:
             own = copy.deepcopy(model)
             exchange = GradientExchange(own, 4)
-            exchange.begin(rings[rank], never)
+            exchange.begin(rings[rank], no_poll)
             passes(own, images()[rank])
             if rank == 2:
                 rings[rank].close()
                 return None
             with pytest.raises(PeerLost):
                 exchange.finish()
-                exchange.begin(rings[rank], never)  # if what the lost one had sent was enough for one step
+                exchange.begin(rings[rank], no_poll)  # if what the lost one had sent was enough for one step
                 passes(own, images()[rank])
                 exchange.finish()
             exchange.abandon()
@@ -416,7 +416,7 @@ def test_the_backward_pass_does_not_wait_for_the_turn() -> None:
     may_begin = threading.Event()
     with rings_of(1) as (ring,):
         exchange = GradientExchange(model, 4)
-        exchange.begin(ring, never, turn=Turn(begin=lambda: require(may_begin.wait(PATIENCE_S)), end=lambda: None))
+        exchange.begin(ring, no_poll, turn=Turn(begin=lambda: require(may_begin.wait(PATIENCE_S)), end=lambda: None))
         passes(model, images()[0])
         assert not ring.buffers  # the pass is over, and nothing has been sent
         may_begin.set()
@@ -457,7 +457,7 @@ def test_what_fails_in_the_turn_is_raised_where_the_step_ends() -> None:
     model = network()
     with rings_of(1) as (ring,):
         exchange = GradientExchange(model, 4)
-        exchange.begin(ring, never, turn=Turn(begin=fail, end=lambda: None))
+        exchange.begin(ring, no_poll, turn=Turn(begin=fail, end=lambda: None))
         passes(model, images()[0])
         with pytest.raises(PeerLost, match="host"):
             exchange.finish()
@@ -485,7 +485,7 @@ def test_members_that_differ_are_told_so() -> None:
             if rank == 1:  # its trainer wants another layout: flat buffers would be in another order
                 own.to(memory_format=torch.channels_last)
             with pytest.raises(ConfigError, match="layout"):
-                exchange.begin(rings[rank], never)
+                exchange.begin(rings[rank], no_poll)
 
         on_all(rings, member)
 
@@ -494,12 +494,12 @@ def test_a_gradient_that_is_made_twice_is_no_overlapped_step() -> None:
     model = network()
     with rings_of(1) as (ring,):
         exchange = GradientExchange(model, 1)
-        exchange.begin(ring, never)
+        exchange.begin(ring, no_poll)
         passes(model, images()[0])
         with pytest.raises(RuntimeError, match="overlapped=False"):
             model(images()[1]).square().sum().backward()
         exchange.abandon()
-        exchange.begin(ring, never, overlapped=False)
+        exchange.begin(ring, no_poll, overlapped=False)
         passes(model, images()[0])
         model(images()[1]).square().sum().backward()
         exchange.finish()
@@ -510,7 +510,7 @@ def test_an_exchange_that_was_closed_leaves_the_model_alone() -> None:
     model = network()
     with rings_of(1) as (ring,):
         exchange = GradientExchange(model, 4)
-        exchange.begin(ring, never)
+        exchange.begin(ring, no_poll)
         exchange.close()
         passes(model, images()[0])
         assert not ring.buffers
@@ -536,7 +536,7 @@ def test_frozen_parameters_are_in_no_part_and_stay_without_gradient() -> None:
             compression = make_compression(kind)
             if compression is not None:
                 compression.start_step(0)
-            exchanges[place].begin(ring, never, compression=compression)
+            exchanges[place].begin(ring, no_poll, compression=compression)
             if place:
                 models[place](torch.ones(3, 4)).sum().backward()
             exchanges[place].finish()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from socflower.rings import member as ring_member_module
-from socflower.rings.collective import Collective, PeerLost, Poll, Work, never
-from socflower.rings.member import AppliedStep, MemberEnd, RingMember, open_ring
+from socflower.rings.collective import Collective, PeerLost, Poll, Work, no_poll
+from socflower.rings.member import AppliedStep, MemberResult, RingMember, open_ring
 from socflower.rings.preemption import PreemptionSwitch
 from socflower.rings.transports.port import RingPort
 from socflower.training.batches import BatchSchedule
@@ -48,12 +48,12 @@ class StruckRing(Collective):
     def all_reduce(self, buffer: Tensor) -> Work:
         return _StruckWork(self._ring.all_reduce(buffer), lambda: self._done("all_reduce"))
 
-    def all_gather(self, payload: bytes, poll: Poll = never) -> list[bytes]:
+    def all_gather(self, payload: bytes, poll: Poll = no_poll) -> list[bytes]:
         gathered = self._ring.all_gather(payload, poll)
         self._done("all_gather")
         return gathered
 
-    def broadcast(self, payload: bytes | None, source: int, poll: Poll = never) -> bytes:
+    def broadcast(self, payload: bytes | None, source: int, poll: Poll = no_poll) -> bytes:
         content = self._ring.broadcast(payload, source, poll)
         self._done("broadcast")
         return content
@@ -70,7 +70,7 @@ class _StruckWork:
     def __init__(self, work: Work, done: Callable[[], None]) -> None:
         self._work, self._done = work, done
 
-    def wait(self, poll: Poll = never) -> None:
+    def wait(self, poll: Poll = no_poll) -> None:
         self._work.wait(poll)
         self._done()
 
@@ -155,7 +155,7 @@ class Members:
         with ThreadPoolExecutor(size) as threads:
             self._ends = {rank: threads.submit(self._train, rank) for rank in range(size)}
 
-    def _train(self, rank: int) -> MemberEnd:
+    def _train(self, rank: int) -> MemberResult:
         ring = RingTask(participant=rank, leader=0, addresses=self._addresses, token=TOKEN.hex(), transport="grpc",
                         num_buckets=1, compression="none", heartbeat_s=HEARTBEAT_S, rendezvous_s=60.0,
                         rebalance_steps=self._rebalance_steps)
@@ -178,13 +178,13 @@ class Members:
         return [len(ledger[step].samples) for ledger in self.ledgers.values()]
 
     @property
-    def ends(self) -> Mapping[int, MemberEnd]:
+    def ends(self) -> Mapping[int, MemberResult]:
         """Ends of the members that did not die."""
         return {rank: self._end(future) for rank, future in self._ends.items()
                 if not isinstance(future.exception(timeout=WAIT_S), Died)}
 
     @staticmethod
-    def _end(future: "Future[MemberEnd]") -> MemberEnd:
+    def _end(future: "Future[MemberResult]") -> MemberResult:
         return future.result(timeout=WAIT_S)
 
     def check(self) -> None:
@@ -437,7 +437,7 @@ def test_a_device_is_left_within_a_layer_not_after_a_step() -> None:
     def ask() -> None:
         while len(ran) < 2:
             time.sleep(0.01)
-        switch.leave()
+        switch.activate()
 
     asking = threading.Thread(target=ask)
     asking.start()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from socflower.rings.collective import PeerLost
-from socflower.rings.membership import Generation, LeftOut, Membership, NoModel, Standing
+from socflower.rings.membership import Generation, LeftOut, Membership, MemberState, NoModel
 from socflower.rings.transports.port import Caller, RingPort
 from tests.rings.peers import TOKEN, free_addresses
 
@@ -46,7 +46,7 @@ class Group:
                                                 heartbeat_s=heartbeat_s, rendezvous_s=rendezvous_s)
             self._closing += [self.memberships[rank], port]
 
-    def form(self, standings: Mapping[int, Standing]) -> dict[int, Outcome]:
+    def form(self, member_states: Mapping[int, MemberState]) -> dict[int, Outcome]:
         """Let members form a ring, at the same time; return what each is told."""
 
         def safely(rank: int) -> Outcome:
@@ -55,14 +55,14 @@ class Group:
                     raise Died
 
             try:
-                return self.memberships[rank].form(standings[rank], alive)
+                return self.memberships[rank].form(member_states[rank], alive)
             except (LeftOut, NoModel, Died) as outcome:
                 return outcome
 
-        return dict(zip(standings, self._threads.map(safely, standings), strict=True))
+        return dict(zip(member_states, self._threads.map(safely, member_states), strict=True))
 
-    def begin_to_form(self, rank: int, standing: Standing) -> Callable[[], Outcome]:
-        future = self._threads.submit(self.form, {rank: standing})
+    def begin_to_form(self, rank: int, state: MemberState) -> Callable[[], Outcome]:
+        future = self._threads.submit(self.form, {rank: state})
         return lambda: future.result(timeout=WAIT_S)[rank]
 
     def die(self, rank: int) -> None:
@@ -84,11 +84,11 @@ def group() -> Iterator[Group]:
     made.close()
 
 
-def standing(num_steps: int = 0, *, has_model: bool = True, optimizer: str = "") -> Standing:
-    return Standing(num_steps=num_steps, has_model=has_model, optimizer=optimizer)
+def state(num_steps: int = 0, *, has_model: bool = True, optimizer: str = "") -> MemberState:
+    return MemberState(num_steps=num_steps, has_model=has_model, optimizer=optimizer)
 
 
-FIRST = {0: standing(), 1: standing(has_model=False), 2: standing(has_model=False)}
+FIRST = {0: state(), 1: state(has_model=False), 2: state(has_model=False)}
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -100,7 +100,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 def is_broken(membership: Membership) -> bool:
     try:
-        membership.require_whole()
+        membership.require_complete()
     except PeerLost:
         return True
     return False
@@ -135,7 +135,7 @@ def test_members_may_come_one_after_the_other(group: Group) -> None:
 
 def test_a_coordinator_that_never_comes_is_not_waited_for(group: Group) -> None:
     group.open(1, 2, rendezvous_s=1.0)
-    decision = the_only(group.form({1: standing(), 2: standing(has_model=False)}))
+    decision = the_only(group.form({1: state(), 2: state(has_model=False)}))
     assert (decision.members, decision.source) == ((1, 2), 1)
     assert "participant 0 did not come" in group.memberships[1].log_lines[0]
 
@@ -168,7 +168,7 @@ def test_who_comes_late_is_left_out(group: Group) -> None:
 
 def test_a_late_leader_is_left_out_too(group: Group) -> None:
     group.open(1, 2, rendezvous_s=1.0)
-    the_only(group.form({1: standing(), 2: standing()}))
+    the_only(group.form({1: state(), 2: state()}))
     group.open(0)
     assert isinstance(group.begin_to_form(0, FIRST[0])(), LeftOut)
 
@@ -179,7 +179,7 @@ def test_survivors_form_anew_from_who_is_farthest(group: Group, dead: int) -> No
     the_only(group.form(FIRST))
     group.die(dead)
     first, second = (rank for rank in range(3) if rank != dead)
-    decision = the_only(group.form({first: standing(4, optimizer="a"), second: standing(5, optimizer="b")}))
+    decision = the_only(group.form({first: state(4, optimizer="a"), second: state(5, optimizer="b")}))
     assert (decision.number, decision.members) == (1, (first, second))
     assert (decision.source, decision.optimizer_source, decision.num_steps) == (second, second, 5)
     assert not decision.same_model
@@ -191,16 +191,16 @@ def test_the_watchdog_notices_a_death_and_all_hear_of_it(group: Group) -> None:
     the_only(group.form(FIRST))
     group.die(2)
     wait_until(lambda: is_broken(group.memberships[1]), "member 1 to miss member 2")
-    again = group.begin_to_form(1, standing(1))
+    again = group.begin_to_form(1, state(1))
     wait_until(lambda: is_broken(group.memberships[0]), "member 0 to hear of it")
-    assert the_only({0: group.begin_to_form(0, standing(1))(), 1: again()}).members == (0, 1)
+    assert the_only({0: group.begin_to_form(0, state(1))(), 1: again()}).members == (0, 1)
 
 
 def test_a_member_that_does_not_answer_is_left_behind_and_told_so() -> None:
     group = Group(4)
     try:
         group.open(heartbeat_s=2.0)
-        everybody = {rank: standing() for rank in range(4)}
+        everybody = {rank: state() for rank in range(4)}
         the_only(group.form(everybody))
         awake = threading.Event()
         port, original = group.ports[0], dict(group.ports[0]._handlers)
@@ -215,10 +215,10 @@ def test_a_member_that_does_not_answer_is_left_behind_and_told_so() -> None:
         for method in ("probe", "join"):
             port.handle(method, hang(method))
         wait_until(lambda: is_broken(group.memberships[3]), "member 3 to miss member 0")
-        decision = the_only(group.form({rank: standing(1) for rank in (1, 2, 3)}))
+        decision = the_only(group.form({rank: state(1) for rank in (1, 2, 3)}))
         assert decision.members == (1, 2, 3)
         awake.set()
-        assert isinstance(group.begin_to_form(0, standing(1))(), LeftOut)
+        assert isinstance(group.begin_to_form(0, state(1))(), LeftOut)
         assert not is_broken(group.memberships[1])
     finally:
         awake.set()
@@ -235,7 +235,7 @@ def test_forming_again_and_again_keeps_all_that_live() -> None:
             order = [(attempt + offset) % 4 for offset in range(4)]
             waiting = {}
             for rank in order:
-                waiting[rank] = group.begin_to_form(rank, standing(attempt))
+                waiting[rank] = group.begin_to_form(rank, state(attempt))
                 time.sleep(0.01 * (attempt % 3))
             decision = the_only({rank: outcome() for rank, outcome in waiting.items()})
             assert decision.members == (0, 1, 2, 3)
@@ -252,7 +252,7 @@ def test_who_leaves_need_not_be_found_out(group: Group) -> None:
     group.die(2)
     assert is_broken(group.memberships[0])
     assert is_broken(group.memberships[1])
-    assert the_only(group.form({0: standing(3), 1: standing(3)})).members == (0, 1)
+    assert the_only(group.form({0: state(3), 1: state(3)})).members == (0, 1)
     assert group.memberships[0].preempted == (2,)
     assert group.memberships[0].log_lines == ()
 
@@ -289,7 +289,7 @@ def test_who_has_finished_is_not_missed(group: Group) -> None:
     time.sleep(2.5)  # it would be missed after a quarter of a heartbeat
     assert not is_broken(group.memberships[0])
     # Should the others have to form again, it counts as one of those that got the result.
-    assert the_only(group.form({0: standing(3), 2: standing(3)})).members == (0, 2)
+    assert the_only(group.form({0: state(3), 2: state(3)})).members == (0, 2)
     assert group.memberships[0].finished == (0, 1, 2)
     assert group.memberships[0].log_lines == ()
 
@@ -299,7 +299,7 @@ def test_both_parts_of_a_split_group_go_on() -> None:
     try:
         group.open(0, 1, rendezvous_s=1.0, addresses=[*group.addresses[:2], *elsewhere[2:]])
         group.open(2, 3, rendezvous_s=1.0, addresses=[*elsewhere[:2], *group.addresses[2:]])
-        outcomes = group.form({0: standing(), 1: standing(has_model=False), 2: standing(), 3: standing()})
+        outcomes = group.form({0: state(), 1: state(has_model=False), 2: state(), 3: state()})
         assert the_only({rank: outcomes[rank] for rank in (0, 1)}).members == (0, 1)
         assert the_only({rank: outcomes[rank] for rank in (2, 3)}).members == (2, 3)
     finally:
@@ -313,7 +313,7 @@ def test_who_wakes_in_a_later_interval_does_not_go_on_alone(group: Group) -> Non
     for rank in (0, 1):
         group.die(rank)
     group.open(0, 1, token=bytes(32))
-    assert isinstance(group.begin_to_form(2, standing(3))(), LeftOut)
+    assert isinstance(group.begin_to_form(2, state(3))(), LeftOut)
 
 
 def test_at_the_beginning_a_refusal_is_waited_out(group: Group) -> None:
@@ -329,8 +329,8 @@ def test_at_the_beginning_a_refusal_is_waited_out(group: Group) -> None:
 
 def test_an_optimiser_survives_a_leader_that_is_new(group: Group) -> None:
     group.open()
-    decision = the_only(group.form({0: standing(), 1: standing(has_model=False, optimizer="kept"),
-                                    2: standing(has_model=False, optimizer="kept")}))
+    decision = the_only(group.form({0: state(), 1: state(has_model=False, optimizer="kept"),
+                                    2: state(has_model=False, optimizer="kept")}))
     assert (decision.source, decision.optimizer_source, decision.same_optimizer) == (0, 1, False)
 
 

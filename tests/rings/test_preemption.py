@@ -17,7 +17,7 @@ import pytest
 
 from socflower.engines.deployment.flower_processes import free_ports
 from socflower.errors import ConfigError
-from socflower.rings.preemption import LOOK_INTERVAL_S, Preempted, PreemptionSwitch, preempt_switch
+from socflower.rings.preemption import FILE_CHECK_INTERVAL_S, Preempted, PreemptionSwitch, preempt_switch
 
 LOOPBACK = "127.0.0.1"
 DEADLINE_S = 60.0
@@ -108,16 +108,16 @@ def test_many_looks_are_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         began_s = time.monotonic()
         for _ in range(20_000):
             assert not switch.active
-        assert len(calls) <= (time.monotonic() - began_s) / LOOK_INTERVAL_S + 1
+        assert len(calls) <= (time.monotonic() - began_s) / FILE_CHECK_INTERVAL_S + 1
 
 
 def test_a_file_that_cannot_be_looked_for_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with PreemptionSwitch(file=tmp_path / "loop") as switch:
         assert not switch.active
-        time.sleep(2 * LOOK_INTERVAL_S)
+        time.sleep(2 * FILE_CHECK_INTERVAL_S)
         assert not switch.active
-        assert len(switch.notes) == 1 and "cannot be looked for" in switch.notes[0]
+        assert len(switch.notes) == 1 and "cannot be read" in switch.notes[0]
 
 
 # --------------------------------------------------------------------------------------------- signals

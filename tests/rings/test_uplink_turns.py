@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from socflower.rings.collective import never
+from socflower.rings.collective import no_poll
 from socflower.rings.transports.port import Caller, RingPort
-from socflower.rings.uplink_turns import Neighbours, Turns
+from socflower.rings.uplink_turns import Neighbours, UplinkTurns
 from tests.rings.peers import TOKEN, free_addresses
 
 WAIT_S = 60.0
@@ -28,11 +28,11 @@ class Rack:
         self._closing.append(port)
         return port
 
-    def turns(self, rank: int, *, rendezvous_s: float = WAIT_S, heartbeat_s: float = 2.0) -> Turns:
+    def turns(self, rank: int, *, rendezvous_s: float = WAIT_S, heartbeat_s: float = 2.0) -> UplinkTurns:
         group_id = 0 if rank == 0 else 1
         neighbours = Neighbours(after=(1,), members={1: (1, 2)}) if group_id == 0 else \
             Neighbours(before=(0,), members={0: (0,)})
-        return Turns(self.port(rank), group_id, neighbours, heartbeat_s=heartbeat_s, rendezvous_s=rendezvous_s)
+        return UplinkTurns(self.port(rank), group_id, neighbours, heartbeat_s=heartbeat_s, rendezvous_s=rendezvous_s)
 
     def close(self) -> None:
         for port in self._closing:
@@ -51,11 +51,11 @@ def test_groups_exchange_one_after_the_other(rack: Rack) -> None:
     rack.turns(2)
     exchanges: list[tuple[int, int]] = []
 
-    def train(turns: Turns, group_id: int) -> None:
+    def train(turns: UplinkTurns, group_id: int) -> None:
         for step in range(6):
-            turns.wait(step, never)
+            turns.wait(step, no_poll)
             exchanges.append((step, group_id))
-            turns.end(step)
+            turns.finish_step(step)
         turns.close()
 
     with ThreadPoolExecutor(2) as threads:
@@ -67,16 +67,16 @@ def test_groups_exchange_one_after_the_other(rack: Rack) -> None:
 def test_a_word_that_came_before_its_hearer_is_said_again(rack: Rack) -> None:
     """Group 0 has exchanged before group 1's ring is there: now each would wait for the other's first word."""
     first = rack.turns(0)
-    first.wait(0, never)
-    first.end(0)
+    first.wait(0, no_poll)
+    first.finish_step(0)
     time.sleep(0.5)
     second = rack.turns(1)
     rack.turns(2)
     with ThreadPoolExecutor(2) as threads:
-        waits = threads.submit(first.wait, 1, never)
-        threads.submit(second.wait, 0, never).result(timeout=WAIT_S)
+        waits = threads.submit(first.wait, 1, no_poll)
+        threads.submit(second.wait, 0, no_poll).result(timeout=WAIT_S)
         assert not waits.done()
-        second.end(0)
+        second.finish_step(0)
         waits.result(timeout=WAIT_S)
     first.close()
     second.close()
@@ -85,17 +85,17 @@ def test_a_word_that_came_before_its_hearer_is_said_again(rack: Rack) -> None:
 def test_another_member_may_say_what_the_first_could_not(rack: Rack) -> None:
     """The member that waited for group 1 dies after an exchange, before it has told of it."""
     first, _, heir = rack.turns(0), rack.turns(1), rack.turns(2)
-    first.end(0)
-    heir.wait(0, never)
-    heir.end(0)
+    first.finish_step(0)
+    heir.wait(0, no_poll)
+    heir.finish_step(0)
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(first.wait, 1, never).result(timeout=WAIT_S)
+        threads.submit(first.wait, 1, no_poll).result(timeout=WAIT_S)
 
 
 def test_a_group_that_is_gone_is_not_waited_for(rack: Rack) -> None:
     first = rack.turns(0, rendezvous_s=0.5, heartbeat_s=0.5)
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(first.wait, 1, never).result(timeout=WAIT_S)
+        threads.submit(first.wait, 1, no_poll).result(timeout=WAIT_S)
     first.close()
 
 
@@ -110,10 +110,10 @@ def test_a_member_that_hangs_holds_up_neither_the_others_nor_the_end(rack: Rack)
     rack.port(2).handle("turn", hang)
     try:
         for step in range(30):  # more than there are threads in any pool
-            first.wait(step, never)
-            first.end(step)
-            second.wait(step, never)
-            second.end(step)
+            first.wait(step, no_poll)
+            first.finish_step(step)
+            second.wait(step, no_poll)
+            second.finish_step(step)
         began_s = time.monotonic()
         first.close()
         assert time.monotonic() - began_s < 9.0  # a question to the member that hangs lasts 10 s

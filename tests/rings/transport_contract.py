@@ -13,7 +13,7 @@ import torch
 from socflower.rings.collective import Collective, PeerLost, Work
 from socflower.rings.member import open_ring
 from socflower.rings.transports.port import RingPort, RingTls
-from tests.rings.peers import TOKEN, Peer, free_addresses, meet
+from tests.rings.peers import TOKEN, Peer, free_addresses, wait_for_peers
 
 PATIENCE_S = 60.0
 
@@ -43,7 +43,7 @@ def on_all(rings: list[Collective], do: Callable[[Collective], Any]) -> list[Any
         return list(pool.map(do, rings))
 
 
-def wait_patiently(work: Work) -> None:
+def wait_with_timeout(work: Work) -> None:
     """Wait for a work, but not for ever."""
     end_s = time.monotonic() + PATIENCE_S
 
@@ -58,7 +58,7 @@ def reduce_several(ring: Collective, lengths: tuple[int, ...]) -> list[torch.Ten
     generator = torch.Generator().manual_seed(ring.rank)
     buffers = [torch.randn(length, generator=generator) for length in lengths]
     for work in [ring.all_reduce(buffer) for buffer in buffers]:
-        wait_patiently(work)
+        wait_with_timeout(work)
     return buffers
 
 
@@ -93,18 +93,18 @@ def check_types(transport: str) -> None:
         def work(ring: Collective) -> None:
             for dtype in (torch.float64, torch.float16, torch.int32):
                 buffer = torch.full((9,), ring.rank + 1).to(dtype)
-                wait_patiently(ring.all_reduce(buffer))
+                wait_with_timeout(ring.all_reduce(buffer))
                 assert buffer.tolist() == [3] * 9
 
         on_all(rings, work)
 
 
-def check_leaving_in_peace(transport: str) -> None:
+def check_graceful_close(transport: str) -> None:
     """Whoever is done leaves at once; nobody loses a sum by it, and the next generation opens."""
     addresses = free_addresses(3)
-    with Peer(f"peace-{transport}", 0, addresses) as first, Peer(f"peace-{transport}", 1, addresses) as second, \
-            Peer(f"peace-{transport}", 2, addresses) as third:
-        assert [peer.said() for peer in (first, second, third)] == [str([3.0] * 10)] * 3
+    with Peer(f"graceful-{transport}", 0, addresses) as first, Peer(f"graceful-{transport}", 1, addresses) as second, \
+            Peer(f"graceful-{transport}", 2, addresses) as third:
+        assert [peer.read_line() for peer in (first, second, third)] == [str([3.0] * 10)] * 3
 
 
 def check_survivors_form_again(transport: str) -> None:
@@ -116,7 +116,7 @@ def check_survivors_form_again(transport: str) -> None:
         rings[2].close()
         for ring, work in zip(rings, works, strict=False):
             with pytest.raises(PeerLost):
-                wait_patiently(work)
+                wait_with_timeout(work)
             ring.close()
             with pytest.raises(PeerLost):
                 ring.all_reduce(torch.ones(1))
@@ -133,12 +133,12 @@ def check_death(transport: str) -> None:
     addresses = free_addresses(3)
     with Peer(transport, 1, addresses) as victim, Peer(transport, 2, addresses), \
             member_zero(transport, addresses) as ring:
-        wait_patiently(ring.all_reduce(torch.ones(250_000)))
+        wait_with_timeout(ring.all_reduce(torch.ones(250_000)))
         killer = threading.Timer(0.3, victim.kill)
         killer.start()
         with pytest.raises(PeerLost):
             while True:
-                wait_patiently(ring.all_reduce(torch.ones(250_000)))
+                wait_with_timeout(ring.all_reduce(torch.ones(250_000)))
         killer.join()
 
 
@@ -147,7 +147,7 @@ def check_hang(transport: str) -> None:
     addresses = free_addresses(2)
     with Peer(transport, 1, addresses, heartbeat_s=60.0) as victim, \
             member_zero(transport, addresses, heartbeat_s=60.0) as ring:
-        wait_patiently(ring.all_reduce(torch.ones(250_000)))
+        wait_with_timeout(ring.all_reduce(torch.ones(250_000)))
         victim.stop()
         began_s = time.monotonic()
 
@@ -169,7 +169,7 @@ def member_zero(transport: str, addresses: list[str], heartbeat_s: float = 5.0) 
     port = RingPort(addresses[0], rank=0, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=heartbeat_s)
     ranks = list(range(len(addresses)))
     try:
-        meet(port, ranks)
+        wait_for_peers(port, ranks)
         ring = open_ring(transport, port, ranks, 1, heartbeat_s)
         try:
             yield ring

@@ -18,8 +18,8 @@ from socflower.cluster import parse_cluster
 from socflower.engines.local.grid import LocalGrid
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.strategies.comparators import OrderedFedAvg
+from socflower.strategies.node_registry import is_query
 from socflower.strategies.resuming import Resumable
-from socflower.strategies.roster import is_question
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import ARRAYS, RESUMED, STATUS, NodeStatus, encode
 from tests.process_grid import ProcessGrid
@@ -161,7 +161,7 @@ def test_answers_to_questions_are_heard_wherever_they_come() -> None:
     strategy, grid = socflow(), FakeGrid()
     strategy.resume_from(0, away=[1])
     messages = strategy.configure_train(1, model(), ConfigRecord(), grid)  # type: ignore[arg-type]
-    (question,) = [message for message in messages if is_question(message)]
+    (question,) = [message for message in messages if is_query(message)]
     back = Message(RecordDict({STATUS: ConfigRecord(encode(NodeStatus()))}), reply_to=question)
     strategy.aggregate_train(1, [back, *(answer(message, 1.0) for message in messages if message is not question)])
     assert strategy.away == ()
@@ -220,7 +220,7 @@ class RingNodes(FakeGrid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         replies = []
         for message in messages:
-            if not is_question(message):
+            if not is_query(message):
                 self.trained.append(message)
                 continue
             node = message.metadata.dst_node_id

@@ -49,17 +49,17 @@ def balancer(cluster: Cluster, **changes: Any) -> Balancer:
 
 def look(one: Balancer, speeds: Sequence[float], plan: GroupPlan) -> GroupPlan:
     """Do what a strategy does before an interval, in virtual time."""
-    one.look(Thermometer(speeds), plan.participants)  # type: ignore[arg-type]
-    return one.rearranged(plan)[0]
+    one.update_speeds(Thermometer(speeds), plan.participants)  # type: ignore[arg-type]
+    return one.rebalance_groups(plan)[0]
 
 
 def hear(one: Balancer, rates: Sequence[float], plan: GroupPlan) -> GroupPlan:
     """Do what a strategy does after and before an interval of rings."""
     for group in plan.groups:
-        one.hear(RingOutcome(outcome="completed", members=group.members, num_steps=1, answers=True,
+        one.on_outcome(RingOutcome(outcome="completed", members=group.members, num_steps=1, answers=True,
                              rates=tuple(rates[soc] for soc in group.members)))
-    one.look(None, plan.participants)
-    return one.rearranged(plan)[0]
+    one.update_speeds(None, plan.participants)
+    return one.rebalance_groups(plan)[0]
 
 
 def decisions(one: Balancer, plan: GroupPlan) -> tuple[Any, ...]:
@@ -161,8 +161,8 @@ def test_what_moved_is_told() -> None:
     cluster = parse_cluster({"boards": [6]})
     plan = plan_groups(cluster, 2)
     one = balancer(cluster)
-    one.look(Thermometer([1.0, 0.5, 0.5, 1.0, 1.0, 1.0]), plan.participants)  # type: ignore[arg-type]
-    new, (event,) = one.rearranged(plan)
+    one.update_speeds(Thermometer([1.0, 0.5, 0.5, 1.0, 1.0, 1.0]), plan.participants)  # type: ignore[arg-type]
+    new, (event,) = one.rebalance_groups(plan)
     assert sorted(sum(speed for soc, speed in enumerate([1.0, 0.5, 0.5, 1.0, 1.0, 1.0]) if soc in group.members)
                   for group in new.groups) == [2.5, 2.5]
     assert event.kind == "re-balanced"

@@ -1,1 +1,1 @@
-"""Clients of split training: edges with a cloud in the same process or far away."""
+"""Clients of split training: edges whose cloud half is in the same process or on a remote machine."""

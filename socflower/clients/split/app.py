@@ -1,4 +1,4 @@
-"""The wrapper that makes a Flower ClientApp of the edges of a split training."""
+"""Makes a Flower ClientApp for the edges of a split training."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,11 +9,11 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from numpy.typing import NDArray
 
-from socflower.clients.privacy_mods import fitted
+from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import answer_query
 from socflower.clients.saved_training import StateFiles
 from socflower.clients.settings import ReadSettings
-from socflower.clients.split.in_process import SpanOutcome, SplitSettings, train_here
+from socflower.clients.split.in_process import SpanOutcome, SplitSettings, train_in_process
 from socflower.clients.split.remote_cloud import CloudLink, train_with_cloud
 from socflower.clients.split.saved_halves import SplitState
 from socflower.edgecloud.program import SplitProgram
@@ -41,22 +41,22 @@ def make_split_client_app(
     Parameters
     ----------
     program_fn : (context) -> SplitProgram
-        The model, where it can be cut, and how it is trained. The cloud makes it from the same code.
+        The model, its possible cuts, and how it is trained. The cloud builds it from the same code.
     samples_fn : (context, party, num_parties) -> Samples
-        What a party holds. Where no cloud is named, one node may be asked for all parties'.
+        The samples of a party. Without a cloud, one node may be asked for those of all parties.
     cloud_samples_fn : same form, optional
-        What the cloud has of the same samples in a reverse split, for training in one process.
+        The cloud's inputs for the same samples in a reverse split, for training in one process.
     settings_fn : (context) -> SplitSettings
-        What is made of features and gradients on their way.
+        How features and gradients are encoded for transfer.
     link_fn : (context) -> CloudLink
-        How this node reaches the cloud: certificates, shaping, patience.
+        How this node connects to the cloud: certificates, shaping, timeouts.
     state_folder : (context) -> Path or None, optional
-        Where halves are kept in files between rounds, beside `context.state`, so that a training can be resumed.
+        Folder in which halves are saved between rounds, besides `context.state`, so that a training can be resumed.
     extra_keys : sequence of str
-        As of `make_client_app`: what `mods` or functions of yours read.
+        As in `make_client_app`: keys that `mods` or functions of yours read.
     """
     read = ReadSettings(maker="make_split_client_app", mods=mods, extra_keys=extra_keys)
-    app = ClientApp(mods=[fitted(mod) for mod in mods])
+    app = ClientApp(mods=[adapt_mod(mod) for mod in mods])
 
     @app.query(QUERY_ACTION)
     def query(message: Message, context: Context) -> Message:
@@ -85,7 +85,7 @@ def make_split_client_app(
                 samples = [samples_fn(context, party, task.num_parties) for party in task.parties]
                 others = [cloud_samples_fn(context, party, task.num_parties) for party in task.parties] \
                     if cloud_samples_fn is not None and task.reverse else None
-                outcome = train_here(program, task, arrays, samples, others, state, settings_fn(context))
+                outcome = train_in_process(program, task, arrays, samples, others, state, settings_fn(context))
         return _reply(message, outcome)
 
     return app

@@ -1,4 +1,4 @@
-"""The cloud's side of a split training: what makes its halves, and how a ServerApp has them made and fetches them."""
+"""The cloud's side of a split training: builds its halves, and lets a ServerApp open and fetch them."""
 
 import secrets
 import time
@@ -31,9 +31,9 @@ def session_factory(
     program: SplitProgram, *, settings: SplitSettings | None = None,
     samples_fn: CloudSamplesFn | None = None,
 ) -> SessionFactory:
-    """Return what makes the cloud's half of each run of one program.
+    """Return a factory of the cloud's halves of one program.
 
-    `samples_fn(party, num_parties)` is what the cloud has of a party's samples in a reverse split.
+    `samples_fn(party, num_parties)` returns the cloud's inputs for a party's samples in a reverse split.
     """
 
     def make(terms: SessionTerms, weights: Weights) -> CloudHalf:
@@ -64,9 +64,9 @@ def session_factory(
 class CloudClient:
     """The sessions of one training in one cloud, for `SplitReplay`.
 
-    `name` begins the sessions' names, so that trainings do not get into each other's; a random one where missing.
-    A cloud that does not answer may be starting again, and is waited for `patience_s`. Raises `SplitLost` where that
-    was too short, and `SplitRefused` for what the cloud does not want.
+    `name` is the prefix of the sessions' names, which keeps trainings apart; random by default. Calls are retried for
+    `patience_s` if the cloud does not answer, since it may be restarting. Raises `SplitLost` if it still does not
+    answer, and `SplitRefused` if the cloud refuses a request.
     """
 
     def __init__(self, operator: Operator, program: SplitProgram, *, address: str = "", name: str = "",
@@ -78,26 +78,26 @@ class CloudClient:
 
     @property
     def name(self) -> str:
-        """What the sessions' names begin with."""
+        """The prefix of the sessions' names."""
         return self._name
 
     def open(self, task: SplitTask, weights: Arrays) -> SplitTask:
-        """Have the cloud's half for a task's parties ready; see `CloudSessions.open`.
+        """Prepare the cloud's half for a task's parties; see `CloudSessions.open`.
 
-        A session that some batches went by, since the edge trained them alone, begins anew too.
+        A session that missed batches, because the edge trained them alone, is restarted too.
         """
         run = self._name if task.mode in (JOINED, TURNS) else f"{self._name}-{task.parties[0]}"
         known = self._open.get(run)
         averaged = task.mode == OWN and task.num_parties > 1
         if known is not None and (known.first_batch == task.first_batch or (
                 not averaged and known.first_batch + known.num_batches == task.first_batch)):
-            self._open[run] = _at(task, known)
+            self._open[run] = _with_session_of(task, known)
             return self._open[run]
         token = new_token()
         opened = replace(task, address=self._address, run=run, token=token, session_first=task.first_batch)
-        # Not of `opened`: what the cloud writes down has no token.
+        # From `task`, not `opened`: the cloud saves these settings, and they must not contain the token.
         settings = {**task.encode(), "session-first": task.first_batch}
-        self._reach(lambda: open_session(
+        self._call_with_retry(lambda: open_session(
             self._operator, run_id=run, edge_token=token, fingerprint=task.fingerprint,
             weights=named_without(self._program.cloud_prefix, weights), settings={_TASK: settings},
             joined=task.mode == JOINED, num_parties=1 if task.mode == OWN else task.num_parties, reverse=task.reverse,
@@ -108,10 +108,10 @@ class CloudClient:
     def fetch(self, run: str) -> dict[str, NDArray[Any]]:
         """Return the weights of a session's half by their names in the whole model.
 
-        Raises `SplitRefused` where they are not those of the end of the round: its cloud was started anew without all
-        of its files.
+        Raises `SplitRefused` if they are not those of the end of the round: the cloud was restarted without all of its
+        files.
         """
-        batch, weights = self._reach(lambda: fetch_weights(self._operator, run))
+        batch, weights = self._call_with_retry(lambda: fetch_weights(self._operator, run))
         task = self._open[run]
         if task.session_first + batch != (stop := task.first_batch + task.num_batches):
             raise SplitRefused(f"run {run}: the cloud's half is at batch {task.session_first + batch} and its edges at "
@@ -119,13 +119,13 @@ class CloudClient:
         return {f"{self._program.cloud_prefix}{name}": array for name, array in weights.items()}
 
     def close(self) -> None:
-        """Close all sessions. What they came to is fetched by now, so a cloud that is gone is no harm."""
+        """Close all sessions. Their results are fetched by now, so an unreachable cloud is ignored."""
         for run in list(self._open):
             with suppress(SplitLost, SplitRefused):
                 close_session(self._operator, run)
             del self._open[run]
 
-    def _reach(self, call: Callable[[], _Answer]) -> _Answer:
+    def _call_with_retry(self, call: Callable[[], _Answer]) -> _Answer:
         deadline_s = time.monotonic() + self._patience_s
         while True:
             try:
@@ -141,5 +141,5 @@ def _load(half: PlacedHalf[Any], weights: Weights) -> None:
         half.half.load(weights)
 
 
-def _at(task: SplitTask, known: SplitTask) -> SplitTask:
+def _with_session_of(task: SplitTask, known: SplitTask) -> SplitTask:
     return replace(task, address=known.address, run=known.run, token=known.token, session_first=known.session_first)

@@ -1,4 +1,4 @@
-"""Both halves of a split training in one process: real gradients, in the order that virtual time has them come."""
+"""Both halves of a split training in one process: real gradients, in the order of the simulated schedule."""
 
 import math
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ Backs: TypeAlias = Sequence[PlacedHalf[TorchBack]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitSettings:
-    """What is made of features and gradients on their way; equal on all engines."""
+    """How features and gradients are encoded for transfer; the same on all engines."""
 
     feedback: Form = "none"
     grouping: Grouping = "tensor"
-    delta_bytes: int = 0  # memory for delta coding at either end; 0: without
-    window: WindowSchedule | None = None  # K by part of training, on a real link; the task's where missing
-    checkpoint_batches: int = 0  # on a real link, between two barriers; 0: only at the ends of a round
+    delta_bytes: int = 0  # memory for delta coding at each end; 0: no delta coding
+    window: WindowSchedule | None = None  # K by progress of training, on a real link; default: the task's
+    checkpoint_batches: int = 0  # on a real link, between two checkpoints; 0: only at the end of a round
 
     def __post_init__(self) -> None:
         if self.delta_bytes and self.feedback != "none":
@@ -44,18 +44,18 @@ class SplitSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpanOutcome:
-    """What a client's part of a round came to."""
+    """The result of a client's part of a round."""
 
     arrays: Arrays
     mean_loss: float
     num_samples: int
-    report: SplitReport | None = None  # of a real link
+    report: SplitReport | None = None  # on a real link
     events: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class _BothSides:
-    """The cloud's inputs in a reverse split, and the labels that an edge with all layers compares with."""
+class _ReverseSplitSamples:
+    """The cloud's inputs in a reverse split, with the labels that an edge with all layers trains on."""
 
     cloud: Samples
     edge: Samples
@@ -70,50 +70,52 @@ class _BothSides:
         return self.edge.labels(rows)
 
 
-def train_here(
+def train_in_process(
     program: SplitProgram, task: SplitTask, arrays: Arrays, samples: Sequence[Samples],
     cloud_samples: Sequence[Samples] | None, state: SplitState, settings: SplitSettings,
 ) -> SpanOutcome:
     """Train all of the task's parties and their cloud halves; `arrays` are those of the whole model.
 
-    Parties that take turns are averaged at the end, by samples; whoever trains alone or joined keeps its optimisers.
+    Parties that take turns are averaged at the end, by samples; a single party or joined parties keep their optimisers.
     """
     batches = [party_batches(task, party, own) for party, own in zip(task.parties, samples, strict=True)]
     fronts, backs = _halves(program, task, batches, cloud_samples)
-    keeps = kept_halves(task, fronts, backs)
-    events = resume(keeps, state)
+    resumed = resumed_halves(task, fronts, backs)
+    events = resume(resumed, state)
     for front in fronts:
         front.load(arrays)
     for back in backs:
         back.load(arrays)
     reports = run_actions(
-        _own_numbers(task), [half.half for half in fronts], [half.half for half in backs],
+        _renumbered_actions(task), [half.half for half in fronts], [half.half for half in backs],
         joined=task.mode == JOINED, feedback=settings.feedback, grouping=settings.grouping,
         delta_bytes=settings.delta_bytes, gradient_bits=task.gradient_bits)
-    if keeps:
-        state.keep([half.half.save() for half in keeps], [place_of(front) for front in fronts])
+    if resumed:
+        state.save([half.half.save() for half in resumed], [cut_of(front) for front in fronts])
     losses = [loss for report in reports for loss in report.losses.values()]
-    return SpanOutcome(arrays=_whole(task, fronts, backs, batches), mean_loss=math.fsum(losses) / len(losses),
+    return SpanOutcome(arrays=_full_model(task, fronts, backs, batches), mean_loss=math.fsum(losses) / len(losses),
                        num_samples=sum(_num_samples(task, each)
                                        for each in (batches[:1] if task.mode == JOINED else batches)), events=events)
 
 
 def party_batches(task: SplitTask, party: int, samples: Samples, *, first: int = 0) -> PartyBatches:
-    """Return a party's batches, of which `first` is called 0; joined parties have the same samples in the same order.
+    """Return a party's batches, numbered from `first` as 0; joined parties have the same samples in the same order.
     """
     return PartyBatches(samples, BatchOrder(len(samples), task.batches_per_epoch, task.seed,
                                             0 if task.mode == JOINED else party), first)
 
 
-def kept_halves(task: SplitTask, fronts: Fronts, backs: Backs) -> list[PlacedHalf[TorchFront] | PlacedHalf[TorchBack]]:
-    """Return the halves that no averaging changes, whose optimisers therefore go on."""
+def resumed_halves(
+    task: SplitTask, fronts: Fronts, backs: Backs,
+) -> list[PlacedHalf[TorchFront] | PlacedHalf[TorchBack]]:
+    """Return the halves that are not averaged with others, whose optimiser state is therefore kept."""
     if task.num_parties == 1 or task.mode == JOINED:
         return [*fronts, *backs]
     return [] if task.mode == OWN else list(backs)
 
 
 def resume(halves: Sequence[PlacedHalf[Any]], state: SplitState) -> tuple[str, ...]:
-    """Restore the halves that were kept; return a line where they should have been and are not."""
+    """Restore the saved halves; return an event text if they are missing."""
     if not halves:
         return ()
     saved = state.read()
@@ -126,13 +128,13 @@ def resume(halves: Sequence[PlacedHalf[Any]], state: SplitState) -> tuple[str, .
     return ()
 
 
-def span_of(task: SplitTask) -> range:
+def batch_range(task: SplitTask) -> range:
     """Return the batches of a task, counted from the start of training."""
     return range(task.first_batch, task.first_batch + task.num_batches)
 
 
-def place_of(half: PlacedHalf[Any]) -> int:
-    """Return where a half is cut, as tasks say it."""
+def cut_of(half: PlacedHalf[Any]) -> int:
+    """Return a half's cut, as encoded in tasks."""
     return EDGE_ALONE if half.half.cut == half.half.everything else half.half.cut
 
 
@@ -141,7 +143,7 @@ def _halves(
 ) -> tuple[Fronts, Backs]:
     cuts = [None if cut == EDGE_ALONE else cut for cut in task.cuts]
     sources = batches if cloud_samples is None else [
-        party_batches(task, party, _BothSides(cloud, own.samples))
+        party_batches(task, party, _ReverseSplitSamples(cloud, own.samples))
         for party, cloud, own in zip(task.parties, cloud_samples, batches, strict=True)]
     fronts = [program.front(party, cut, source)
               for party, cut, source in zip(task.parties, cuts, sources, strict=True)]
@@ -150,22 +152,22 @@ def _halves(
     return fronts, backs if task.mode == OWN else backs[:1]
 
 
-def _whole(
+def _full_model(
     task: SplitTask, fronts: Fronts, backs: Backs, batches: Sequence[PartyBatches],
 ) -> dict[str, NDArray[Any]]:
-    """Return the whole model: joined parties have a part each, and those that take turns are averaged (F8)."""
+    """Return the whole model: joined parties each have a part; parties that take turns are averaged (F8)."""
     parts = [front.arrays() for front in fronts]
     if task.mode != JOINED:
         parts = [weighted_average(parts, [float(_num_samples(task, each)) for each in batches])]
     return {name: array for half in (*(back.arrays() for back in backs), *parts) for name, array in half.items()}
 
 
-def _own_numbers(task: SplitTask) -> list[Action]:
-    """Return the actions with parties numbered as they stand in the task."""
+def _renumbered_actions(task: SplitTask) -> list[Action]:
+    """Return the actions with parties numbered by their position in the task."""
     place = {party: index for index, party in enumerate(task.parties)}
     return [replace(action, party=place[action.party]) for action in decode_actions(task.actions)]
 
 
 def _num_samples(task: SplitTask, batches: PartyBatches) -> int:
     """Return how many samples a party trains on in the task's span."""
-    return sum(len(batches.order.rows(batch)) for batch in span_of(task))
+    return sum(len(batches.order.rows(batch)) for batch in batch_range(task))

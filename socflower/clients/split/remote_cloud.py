@@ -1,4 +1,4 @@
-"""An edge's part of a round with the cloud far away: its half, the stream, and what came of both."""
+"""An edge's part of a round with a remote cloud: its half, the stream, and the report."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -8,7 +8,14 @@ from typing import Any
 
 from flwr.app import Context
 
-from socflower.clients.split.in_process import SpanOutcome, SplitSettings, kept_halves, party_batches, resume, span_of
+from socflower.clients.split.in_process import (
+    SpanOutcome,
+    SplitSettings,
+    batch_range,
+    party_batches,
+    resume,
+    resumed_halves,
+)
 from socflower.clients.split.saved_halves import SplitState
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
 from socflower.edgecloud.links.bandwidth_profile import LinkRates, LinkTrace
@@ -32,11 +39,11 @@ _TLS_KEYS = ("cloud-ca", "cloud-certificate", "cloud-key")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloudLink:
-    """How a node reaches the cloud.
+    """How a node connects to the cloud.
 
-    `shaped_as` makes the line as slow as a trace, as scenarios do on one machine; `decider` may move the cut. The edge
-    keeps its half in `folder` at every barrier (in a temporary one by default), so that it can go back when the cloud
-    was killed.
+    `shaped_as` limits the link to a bandwidth profile, as scenarios do on one machine; `decider` may move the cut. The
+    edge saves its half in `folder` at every checkpoint (in a temporary one by default), so that it can roll back after
+    the cloud was killed.
     """
 
     tls: SplitTls | None = None
@@ -49,9 +56,9 @@ class CloudLink:
 
 
 def cloud_link(context: Context) -> CloudLink:
-    """Return what a node config says of the way to the cloud: `cloud-ca`, `cloud-certificate`, `cloud-key` (PEM files),
-    `cloud-insecure` (true: plain text beyond private addresses), `cloud-folder` (for barriers; by default a temporary
-    one).
+    """Return the cloud settings of a node config: `cloud-ca`, `cloud-certificate`, `cloud-key` (PEM files),
+    `cloud-insecure` (true: plain text on public addresses too), `cloud-folder` (for checkpoints; by default a
+    temporary one).
     """
     config = context.node_config
     ca, certificate, key = (Path(str(config[name])) if config.get(name) else None for name in _TLS_KEYS)
@@ -64,7 +71,7 @@ def cloud_link(context: Context) -> CloudLink:
 
 
 class MeasuredDecider:
-    """Shows an engine what the link carries: by messages that have crossed it, and by those that are late."""
+    """Gives a decider the link's measured bandwidth, from completed messages and from messages in transit."""
 
     def __init__(self, decider: Decider, trace: LinkTrace | None, settings: SplitSettings, total_batches: int,
                  first_batch: int) -> None:
@@ -74,7 +81,7 @@ class MeasuredDecider:
         self._first_rates = trace.rates(0.0) if trace is not None else None
 
     def __call__(self, situation: Situation) -> SplitPlan | None:
-        """Return where to move to, or None to stay."""
+        """Return the new split plan, or None to keep the current one."""
         for transfer in situation.transfers:
             if self._meter is None:
                 self._meter = self._begin(transfer.num_bytes / max(transfer.seconds, 1e-9))
@@ -108,8 +115,8 @@ def train_with_cloud(
     batches = party_batches(task, party, samples, first=offset)
     own = program.beginning_at(offset)
     half: PlacedHalf[Any] = own.back(task.cuts[0], batches) if task.reverse else own.front(party, task.cuts[0], batches)
-    keeps = kept_halves(task, [], [half]) if task.reverse else kept_halves(task, [half], [])
-    events = resume(keeps, state)
+    resumed = resumed_halves(task, [], [half]) if task.reverse else resumed_halves(task, [half], [])
+    events = resume(resumed, state)
     half.load(arrays)
     shape = link.shaped_as
     up, down = (None, None) if shape is None else (TokenBucket(shape, "up"), TokenBucket(shape, "down"))
@@ -129,15 +136,15 @@ def train_with_cloud(
         for bucket in (up, down):
             if bucket is not None:
                 bucket.close()
-    if keeps:
-        state.keep([one.half.save() for one in keeps], [half.half.cut])
+    if resumed:
+        state.save([one.half.save() for one in resumed], [half.half.cut])
     return SpanOutcome(
         arrays=half.arrays(), mean_loss=mean_loss(report), report=_report(report, half.half.cut, task, events),
-        num_samples=sum(len(batches.order.rows(batch)) for batch in span_of(task)))
+        num_samples=sum(len(batches.order.rows(batch)) for batch in batch_range(task)))
 
 
 def front_plan(task: SplitTask, settings: SplitSettings, link: CloudLink | None = None) -> FrontPlan:
-    """Return how a front half is driven, at the edge or, in a reverse split, in the cloud."""
+    """Return the settings of a front half's loop, at the edge or, in a reverse split, in the cloud."""
     schedule, total, offset = settings.window, task.total_batches, task.session_first
     decider = None if link is None or link.decider is None else MeasuredDecider(
         link.decider, link.shaped_as, settings, total, offset)

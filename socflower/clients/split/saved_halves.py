@@ -1,4 +1,4 @@
-"""Where the halves of a split training stay between rounds, with their optimisers: in memory, and in files."""
+"""Saves the halves of a split training between rounds, with their optimisers: in the Flower context, and in files."""
 
 import json
 import struct
@@ -18,13 +18,12 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class SplitState:
-    """The saved halves of one client's part of a training, by the batch that comes next, and by where they were cut.
+    """The saved halves of one client's part of a training, identified by the next batch and the cuts.
 
-    What was kept with both halves here is nothing for an edge whose other half is in the cloud, nor the other way
-    round.
+    Halves that were saved with both halves here do not fit an edge whose other half is in the cloud, nor vice versa.
 
-    Only halves that no other client's are averaged into have a state: after an averaging, momentum is of other weights
-    than it is applied to, so such halves begin each round with a new optimiser, as clients of FedAvg do.
+    Only halves that are not averaged with those of other clients have a state: momentum does not fit averaged weights,
+    so averaged halves start each round with a new optimiser, as clients of FedAvg do.
     """
 
     task: SplitTask
@@ -32,36 +31,36 @@ class SplitState:
     files: StateFiles | None = None
 
     def read(self) -> list[bytes] | None:
-        """Return what `keep` kept for the task's first batch and its cuts; None if nothing did."""
+        """Return what `save` saved for the task's first batch and its cuts, or None."""
         if self.task.first_batch == 0:
             if self.files is not None:
-                self.files.forget(self.task.parties[0])
+                self.files.delete(self.task.parties[0])
             return None
         begin = self._position(self.task.first_batch)
         kept = self.context.state.config_records.get(_RECORD)
         if kept and kept["position"] == list(begin):
-            return self._fitting(cast(bytes, kept["halves"]))
+            return self._if_same_cuts(cast(bytes, kept["halves"]))
         if self.files is None:
             return None
         try:
             found = self.files.read(begin)
         except DamagedFile:
             return None
-        return None if found is None or found.state is None else self._fitting(found.state)
+        return None if found is None or found.state is None else self._if_same_cuts(found.state)
 
-    def keep(self, halves: Sequence[bytes], cuts: Sequence[int]) -> None:
-        """Keep the halves of the task's end, and where each party was cut there."""
+    def save(self, halves: Sequence[bytes], cuts: Sequence[int]) -> None:
+        """Save the halves of the task's end, with each party's cut."""
         position = self._position(self.task.first_batch + self.task.num_batches)
-        packed = _packed([self._place(cuts), *halves])
+        packed = _packed([self._cut_record(cuts), *halves])
         self.context.state[_RECORD] = ConfigRecord({"halves": packed, "position": list(position)})
         if self.files is not None:
             self.files.write(position, packed)
 
-    def _fitting(self, packed: bytes) -> list[bytes] | None:
+    def _if_same_cuts(self, packed: bytes) -> list[bytes] | None:
         place, *halves = _unpacked(packed)
-        return halves if place == self._place(self.task.cuts) else None
+        return halves if place == self._cut_record(self.task.cuts) else None
 
-    def _place(self, cuts: Sequence[int]) -> bytes:
+    def _cut_record(self, cuts: Sequence[int]) -> bytes:
         return json.dumps({"cuts": list(cuts), "cloud": bool(self.task.address)}).encode()
 
     def _position(self, batch: int) -> Position:

@@ -1,1 +1,1 @@
-"""Gradient exchange in fewer bytes than float32 sums."""
+"""Gradient compression: exchange in fewer bytes than float32 sums."""

@@ -1,4 +1,4 @@
-"""Deep gradient compression: only the largest accumulated gradients travel (Lin et al., ICLR 2018)."""
+"""Deep gradient compression: only the largest accumulated gradients are sent (Lin et al., ICLR 2018)."""
 
 import math
 from typing import TypeAlias
@@ -18,33 +18,34 @@ _Indices: TypeAlias = npt.NDArray[np.uint32]
 
 
 class DeepGradientCompression(GradientCompression):
-    """Each member sends its largest accumulated gradients, and keeps adding to the others.
+    """Each member sends its largest accumulated gradients, and accumulates the others further.
 
     In each step, with momentum m and a member's weighted gradient g:
 
         u = m·u + g,  v = v + u                 (momentum correction, local accumulation)
         send v where |v| is largest; v = 0, u = 0 there   (momentum factor masking)
 
-    so the optimiser's own momentum must be 0. Where so much is sent that sums of all values cost no more, all are
-    sent, and u stays: with a ratio of 1 this is SGD with momentum. What a member has not sent is lost with it.
+    so the optimiser's own momentum must be 0. If an all-reduce of all values costs no more bytes, all are sent, and
+    u is kept: with a ratio of 1 this is SGD with momentum. If a member is lost, so are its unsent values.
 
     Parameters
     ----------
     momentum : float
         m, at least 0 and below 1.
     ratio : float
-        Part of a bucket's values that travels, above 0 and at most 1; at least one does.
+        Fraction of a bucket's values that is sent, above 0 and at most 1; at least one value is sent.
     warm_up_steps : int
-        So many steps lead from 1/4 over 1/16, 1/64, … to `ratio`, in stages of equal length; the paper takes 4 epochs.
+        Number of steps from a ratio of 1/4 over 1/16, 1/64, … to `ratio`, in stages of equal length; 4 epochs in the
+        paper.
     clip_norm : float, optional
         Scale a bucket's gradient down to a norm of clip_norm/√n in each of the n members, before it is added.
     half_values : bool
-        Send values as float16, in units of each member's own: 6 bytes a value instead of 8. What that rounds off is
-        kept too.
+        Send values as float16, in a unit of each member: 6 bytes per value instead of 8. The rounding error is kept
+        as a residual.
     """
 
     name = "dgc"
-    owns_momentum = True
+    applies_momentum = True
 
     def __init__(
         self, *, momentum: float = 0.0, ratio: float = 0.001, warm_up_steps: int = 0, clip_norm: float | None = None,
@@ -68,7 +69,7 @@ class DeepGradientCompression(GradientCompression):
     def _exchange(self, ring: Collective, bucket: int, gradient: Tensor, poll: Poll) -> tuple[Tensor, ...]:
         if self._clip_norm is not None:
             _clip(gradient, self._clip_norm / math.sqrt(ring.size))
-        velocity, unsent = self._left_behind(bucket, gradient, 2)
+        velocity, unsent = self._residuals(bucket, gradient, 2)
         velocity = torch.add(gradient, velocity, alpha=self._momentum)
         unsent = unsent + velocity
         num_sent = self.num_sent(gradient.numel(), ring.size)
@@ -86,13 +87,13 @@ class DeepGradientCompression(GradientCompression):
             raise ConfigError(f"dgc: members sent {min(lengths)} to {max(lengths)} bytes for the same bucket; give all "
                               "of them the same ratio, warm-up and kind of values")
         gradient.zero_()
-        for payload in payloads:  # in the order of the ranks, so that all members round alike
+        for payload in payloads:  # in rank order, so that all members get the same bits
             where, values = self._decoded(payload)
             gradient.numpy()[where] += values
         return velocity, unsent
 
     def num_sent(self, num_elements: int, size: int) -> int:
-        """Return how many of a bucket's values each of `size` members sends in the current step."""
+        """Return the number of a bucket's values that each of `size` members sends in the current step."""
         num_sent = max(1, math.ceil(self._current_ratio() * num_elements))
         gathered = (size - 1) * self._payload_bytes(num_sent)
         return num_elements if gathered >= all_reduce_bytes(4 * num_elements, size) else num_sent
@@ -121,12 +122,12 @@ class DeepGradientCompression(GradientCompression):
             return indices.tobytes() + chosen.astype("<f4").tobytes()
         largest = float(np.abs(chosen).max())
         exponent = max(-126, min(126, 15 - math.frexp(largest)[1])) if math.isfinite(largest) and largest else 0
-        with np.errstate(over="ignore"):  # only beside what is infinite already
+        with np.errstate(over="ignore"):  # only next to values that are already infinite
             halves = (chosen * np.float32(2.0 ** exponent)).astype("<f2")
         return np.int32(exponent).astype("<i4").tobytes() + indices.tobytes() + halves.tobytes()
 
     def _decoded(self, payload: bytes) -> tuple[_Indices, _Floats]:
-        """Return a payload's indices, none twice, and its values as float32."""
+        """Return a payload's indices, without duplicates, and its values as float32."""
         if not self._half_values:
             middle = len(payload) // 2
             return np.frombuffer(payload[:middle], "<u4"), np.frombuffer(payload[middle:], "<f4")
@@ -136,10 +137,10 @@ class DeepGradientCompression(GradientCompression):
         return indices, np.frombuffer(payload, "<f2", offset=4 + 4 * num_values).astype(np.float32) * scale
 
     def _rounded_off(self, payload: bytes, chosen: _Floats) -> _Floats:
-        """Return what of the chosen values did not travel: exactly, since halves are the values' leading bits."""
+        """Return the rounding errors of the chosen values, which are exact: halves are the values' leading bits."""
         with np.errstate(invalid="ignore"):
             rest = chosen - self._decoded(payload)[1]
-        rest[~np.isfinite(rest)] = 0  # infinities were seen by all; here they would only become NaN
+        rest[~np.isfinite(rest)] = 0  # infinities were sent to all; as residuals they would become NaN
         return rest
 
 
@@ -152,5 +153,5 @@ def _largest(values: Tensor, count: int) -> _Indices:
 
 def _clip(gradient: Tensor, limit: float) -> None:
     norm = float(torch.linalg.vector_norm(gradient))
-    if math.isfinite(norm) and norm > limit:  # what diverges must be seen to
+    if math.isfinite(norm) and norm > limit:  # a non-finite norm is not clipped, so that divergence is detected
         gradient.mul_(limit / norm)

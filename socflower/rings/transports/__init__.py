@@ -1,1 +1,1 @@
-"""What carries the bytes of a ring: gloo, gRPC with TLS, or memory of this process."""
+"""Transports of a ring: gloo, gRPC with TLS, or queues within one process."""

@@ -1,7 +1,7 @@
-"""A ring over torch.distributed's gloo, the fastest, for networks whose every machine is trusted: gloo has no TLS.
+"""A ring over torch.distributed's gloo, the fastest transport, for trusted networks only: gloo has no TLS.
 
-Gloo needs a store through which members tell each other their addresses. It is kept by the generation's first member
-and reached through the authenticated ring ports, so that no other port stands open for strangers' keys.
+Gloo needs a store through which members exchange their addresses. It is hosted by the generation's first member and
+accessed through the authenticated ring ports, so that no other port is open to unauthenticated clients.
 """
 
 import json
@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from socflower.rings.collective import POLL_INTERVAL_S, Collective, PeerLost, Poll, never
+from socflower.rings.collective import POLL_INTERVAL_S, Collective, PeerLost, Poll, no_poll
 from socflower.rings.transports.port import Caller, PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable, RingPort
 from socflower.rings.transports.security import require_private, split_address
 
-_GROUP_TIMEOUT = timedelta(minutes=10)  # no member is given up before; that is the callers' polls' business
+_GROUP_TIMEOUT = timedelta(minutes=10)  # longer than any wait: lost members are detected by the callers' polls
 _METHOD = "rendezvous"
-_HOLD_S = 0.2
+_LONG_POLL_S = 0.2
 _RETRY_S = 0.02
 _DEVICE_KEY = "device-port-{}"
 
@@ -34,10 +34,10 @@ _Result = TypeVar("_Result")
 class GlooRing(Collective):
     """One generation of a ring among the members `ranks` of a port's addresses, in ring order.
 
-    Returns at once; the group is built in the background, and operations begin when it is. `heartbeat_s` is how long
-    the first member may take for an answer meanwhile. A member that dies breaks the ring, one that hangs or is slow
-    does not. Raises `ConfigError` if an address is not private and the port not trusted. A process is one member: its
-    connections are told from those of another member in the same process by nothing.
+    Returns at once; the group is built in the background, and operations begin when it is ready. `heartbeat_s` is how
+    long the first member may take to answer meanwhile. A member that dies breaks the ring, one that hangs or is slow
+    does not. Raises `ConfigError` if an address is not private and the port is not trusted. A process can only be one
+    member, since connections of several members in one process cannot be told apart.
     """
 
     def __init__(self, port: RingPort, ranks: Sequence[int], generation: int, heartbeat_s: float) -> None:
@@ -61,7 +61,7 @@ class GlooRing(Collective):
         """Begin to sum a buffer over all members, in place."""
         return self._begin(lambda group: (group.allreduce([buffer]), lambda: None))
 
-    def all_gather(self, payload: bytes, poll: Poll = never) -> list[bytes]:
+    def all_gather(self, payload: bytes, poll: Poll = no_poll) -> list[bytes]:
         """Return every member's payload, by rank."""
         lengths = [int(length) for length in self._gather(torch.tensor([len(payload)]), poll)]
         padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
@@ -69,24 +69,24 @@ class GlooRing(Collective):
         gathered = self._gather(padded, poll)
         return [part[:length].numpy().tobytes() for part, length in zip(gathered, lengths, strict=True)]
 
-    def broadcast(self, payload: bytes | None, source: int, poll: Poll = never) -> bytes:
+    def broadcast(self, payload: bytes | None, source: int, poll: Poll = no_poll) -> bytes:
         """Return the payload of rank `source`."""
         length = torch.tensor([0 if payload is None else len(payload)])
-        self._spread(length, source, poll)
+        self._broadcast_tensor(length, source, poll)
         content = torch.zeros(int(length), dtype=torch.uint8) if payload is None else _tensor(payload)
         if len(content):
-            self._spread(content, source, poll)
+            self._broadcast_tensor(content, source, poll)
         return content.numpy().tobytes()
 
     def close(self) -> None:
-        """Leave at once; what is under way ends with `PeerLost`."""
+        """Leave at once; pending operations end with `PeerLost`."""
         self._fail("the ring has been left")
 
     def _gather(self, own: Tensor, poll: Poll) -> list[Tensor]:
         parts = [torch.empty_like(own) for _ in range(self.size)]
         return self._begin(lambda group: (group.allgather([parts], [own]), lambda: parts)).result(poll)
 
-    def _spread(self, content: Tensor, source: int, poll: Poll) -> None:
+    def _broadcast_tensor(self, content: Tensor, source: int, poll: Poll) -> None:
         self._begin(lambda group: (group.broadcast(content, source), lambda: None)).result(poll)
 
     def _begin(self, operation: Callable[[Any], tuple[Any, Callable[[], _Result]]]) -> "_Operation[_Result]":
@@ -111,18 +111,18 @@ class GlooRing(Collective):
             group = dist.ProcessGroupGloo(self._store, self.rank, self.size, options)
             ports = frozenset(
                 port for rank in range(self.size) for port in json.loads(self._store.get(_DEVICE_KEY.format(rank))))
-        except Exception as failure:  # gloo has but RuntimeError, with what the store raised inside
+        except Exception as failure:  # gloo only raises RuntimeError, which contains the exception of the store
             self._fail(self._store.failure or f"the ring could not be built: {str(failure).splitlines()[0]}")
-            return self._store.give_up()
+            return self._store.abandon()
         with self._lock:
             self._group, self._ports = group, ports
-            # The loser of the race against `close` ends here what it has built.
+            # If `close` was called meanwhile, the new group is shut down here.
             closed = self._failure is not None
             for work in self._waiting:
                 work.begin(group)
             self._waiting.clear()
         if closed:
-            self._hang_up()
+            self._shut_down_group()
 
     def _fail(self, why: str) -> None:
         with self._lock:
@@ -131,23 +131,23 @@ class GlooRing(Collective):
                 work.fail(self._failure)
             self._waiting.clear()
         self._store.close()
-        self._hang_up()
+        self._shut_down_group()
 
-    def _hang_up(self) -> None:
-        """Shut the group's connections and drop it; with connections to a hung member it would wait for minutes."""
+    def _shut_down_group(self) -> None:
+        """Shut down the group's connections and drop it; open connections to a hung member would block for minutes."""
         with self._lock:
             group, self._group = self._group, None
         if group is None:
             return
-        if not self._ports:  # without /proc the connections cannot be found, and waiting is worse than a leak
+        if not self._ports:  # without /proc the connections cannot be found, and a leak is better than blocking
             _LEAKED.append(group)
             return
         for fd in _sockets():
-            _shut_if_among(fd, self._ports)
+            _shut_down_if_connected(fd, self._ports)
 
 
 class _Operation(Generic[_Result]):
-    """An operation that begins when there is a group; the owner of the ring waits for it."""
+    """An operation that begins once the group is built; the owner of the ring waits for it."""
 
     def __init__(self, operation: Callable[[Any], tuple[Any, Callable[[], _Result]]]) -> None:
         self._operation = operation
@@ -167,7 +167,7 @@ class _Operation(Generic[_Result]):
         self._failure = why
         self._begun.set()
 
-    def wait(self, poll: Poll = never) -> None:
+    def wait(self, poll: Poll = no_poll) -> None:
         """Return when it is done; raise `PeerLost`, or what `poll` raises."""
         while not self._begun.wait(POLL_INTERVAL_S):
             poll()
@@ -176,7 +176,7 @@ class _Operation(Generic[_Result]):
                 self._work.wait(timedelta(seconds=POLL_INTERVAL_S))
                 return
             except RuntimeError as failure:
-                # Only the slice may be over. Whether the operation has ended is no sign: it may have done so since.
+                # Perhaps only this wait timed out. `is_completed` cannot tell: the operation may have completed since.
                 if "timed out" in str(failure).lower() and not self._has_failed():
                     poll()
                 else:
@@ -187,33 +187,33 @@ class _Operation(Generic[_Result]):
         return bool(self._work.is_completed()) and not self._work.is_success()
 
     def result(self, poll: Poll) -> _Result:
-        """Wait for it and return what it came to."""
+        """Wait for the operation and return its result."""
         self.wait(poll)
         return self._finish()
 
 
 class _PortStore(dist.Store):
-    """Keys of one generation, kept by its first member."""
+    """The key-value store of one generation, hosted by its first member."""
 
-    def __init__(self, port: RingPort, keeper: int, generation: int, heartbeat_s: float) -> None:
+    def __init__(self, port: RingPort, host_rank: int, generation: int, heartbeat_s: float) -> None:
         super().__init__()
         self.failure: str | None = None
         self._port = port
-        self._keeper = keeper
+        self._host_rank = host_rank
         self._generation = generation
         self._heartbeat_s = heartbeat_s
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
         self._closed = False
-        self._missing = ""
+        self._abandoned_by = ""
         port.handle(_METHOD, self._answer)
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._ask("set", key, value.encode() if isinstance(value, str) else bytes(value))
+        self._send_request("set", key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
         while True:
-            answer = self._ask("get", key)
+            answer = self._send_request("get", key)
             if answer[:1] == b"1":
                 return answer[1:]
 
@@ -222,41 +222,41 @@ class _PortStore(dist.Store):
             self.get(key)
 
     def check(self, keys: list[str]) -> bool:
-        return all(self._ask("check", key)[:1] == b"1" for key in keys)
+        return all(self._send_request("check", key)[:1] == b"1" for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask("add", key, str(amount).encode()))
+        return int(self._send_request("add", key, str(amount).encode()))
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    def give_up(self) -> None:
-        """Tell the others that this member will not come; else they would wait for its keys."""
-        if self._port.rank != self._keeper:
+    def abandon(self) -> None:
+        """Announce that this member will not join; else the others would wait for its keys."""
+        if self._port.rank != self._host_rank:
             with suppress(PeerUnreachable, PeerSilent, PeerRefused):
-                self._port.call(self._keeper, _METHOD, self._request("give-up", ""), timeout_s=self._heartbeat_s)
+                self._port.call(self._host_rank, _METHOD, self._request("give-up", ""), timeout_s=self._heartbeat_s)
 
     def _request(self, what: str, key: str) -> bytes:
         return json.dumps([self._generation, what, key]).encode() + b"\n"
 
-    def _ask(self, what: str, key: str, value: bytes = b"") -> bytes:
+    def _send_request(self, what: str, key: str, value: bytes = b"") -> bytes:
         request = self._request(what, key) + value
         deadline_s: float | None = None
         while not self._closed:
-            if self._port.rank == self._keeper:
+            if self._port.rank == self._host_rank:
                 try:
-                    return self._keep(what, key, value, lambda: True)
+                    return self._apply(what, key, value, lambda: True)
                 except PeerRefused as failure:
                     self.failure = str(failure)
                     raise
             try:
-                return self._port.call(self._keeper, _METHOD, request, timeout_s=self._heartbeat_s + _HOLD_S)
+                return self._port.call(self._host_rank, _METHOD, request, timeout_s=self._heartbeat_s + _LONG_POLL_S)
             except PeerNotReady:
                 deadline_s = None
             except PeerUnreachable as failure:
-                # Its port was there when the ring's members were agreed on; a connection may need a second attempt.
+                # Its port was reachable when the members agreed on the ring; a connection may need a second attempt.
                 deadline_s = deadline_s or time.monotonic() + self._heartbeat_s
                 if time.monotonic() > deadline_s:
                     self.failure = str(failure)
@@ -277,12 +277,12 @@ class _PortStore(dist.Store):
             raise PeerRefused(f"generation {generation} is over")
         if what == "give-up":
             with self._changed:
-                self._missing = f"rank {caller.rank} left while the ring opened"
+                self._abandoned_by = f"rank {caller.rank} left while the ring opened"
                 self._changed.notify_all()
             return b""
-        return self._keep(what, key, value, caller.is_active)
+        return self._apply(what, key, value, caller.is_active)
 
-    def _keep(self, what: str, key: str, value: bytes, is_wanted: Callable[[], bool]) -> bytes:
+    def _apply(self, what: str, key: str, value: bytes, is_active: Callable[[], bool]) -> bytes:
         with self._changed:
             if what == "set":
                 self._values[key] = value
@@ -290,11 +290,11 @@ class _PortStore(dist.Store):
                 self._values[key] = str(int(self._values.get(key, b"0")) + int(value)).encode()
             elif what == "get":
                 self._changed.wait_for(
-                    lambda: self._closed or self._missing or key in self._values or not is_wanted(), _HOLD_S)
+                    lambda: self._closed or self._abandoned_by or key in self._values or not is_active(), _LONG_POLL_S)
             self._changed.notify_all()
             found = self._values.get(key)
-            if found is None and self._missing:
-                raise PeerRefused(self._missing)
+            if found is None and self._abandoned_by:
+                raise PeerRefused(self._abandoned_by)
             if what == "add":
                 return found or b""
             return b"0" if found is None else b"1" + found
@@ -328,10 +328,10 @@ def _listening_port(fd: int) -> int | None:
     return None
 
 
-def _shut_if_among(fd: int, ports: frozenset[int]) -> None:
-    """Shut a connection to or from one of these listening ports; never the listening socket, or gloo ends the process.
+def _shut_down_if_connected(fd: int, ports: frozenset[int]) -> None:
+    """Shut down a connection to or from one of these listening ports.
 
-    The socket stays gloo's to close.
+    The listening socket is left open, or gloo would end the process. Gloo itself closes the sockets.
     """
     with suppress(OSError):
         view = socket.socket(fileno=fd)

@@ -1,4 +1,4 @@
-"""A ring over gRPC streams, for any network: with TLS every byte is encrypted, and both ends have certificates."""
+"""A ring over gRPC streams, for any network: with TLS, all bytes are encrypted and both ends have certificates."""
 
 import struct
 import threading
@@ -22,7 +22,7 @@ from socflower.rings.transports.port import (
 )
 
 _METHOD = "exchange"
-_HEADER = struct.Struct("!IQI")  # generation, number of the chunk, length of what follows: 16 bytes
+_HEADER = struct.Struct("!IQI")  # generation, number of the chunk, length of the payload: 16 bytes
 _RETRY_S = 0.02
 
 
@@ -30,8 +30,8 @@ class GrpcRing(LinkedRing):
     """One generation of a ring among the members `ranks` of a port's addresses, in ring order.
 
     Each member keeps one stream open to the next. Returns at once; the stream opens as soon as the next member is in
-    the same generation. `heartbeat_s` is how long it may be unreachable meanwhile. A neighbour that dies or hangs
-    breaks the ring, one that is slow does not.
+    the same generation. `heartbeat_s` is how long that member may be unreachable meanwhile. A neighbour that dies or
+    hangs breaks the ring, one that is slow does not.
     """
 
     def __init__(self, port: RingPort, ranks: Sequence[int], generation: int, heartbeat_s: float) -> None:
@@ -40,9 +40,10 @@ class GrpcRing(LinkedRing):
 
 
 class _StreamLinks:
-    """The stream to the next member and the one from the member before.
+    """The stream to the next member and the one from the previous member.
 
-    `_broken` ends everything at once; `_next_left` and `_previous_left` only sending, and receiving what is not there.
+    `_broken` ends all operations at once. `_next_left` ends sending; `_previous_left` ends receiving once the queue is
+    empty.
     """
 
     def __init__(self, port: RingPort, ranks: tuple[int, ...], generation: int, heartbeat_s: float) -> None:
@@ -52,7 +53,7 @@ class _StreamLinks:
         self._previous = ranks[position - 1]
         self._generation = generation
         self._ranks = ranks
-        self._patience_s = heartbeat_s
+        self._heartbeat_s = heartbeat_s
         self._num_sent = 0
         self._changed = threading.Condition()
         self._stream: OutgoingStream | None = None
@@ -69,7 +70,7 @@ class _StreamLinks:
     def send(self, chunk: memoryview) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._broken or self._next_left or self._stream)
-            self._require(not self._next_left, f"rank {self._next} has left the ring")
+            self._require_open(not self._next_left, f"rank {self._next} has left the ring")
             stream = self._stream
         if stream is None:
             raise PeerLost("the stream has not opened")
@@ -83,25 +84,25 @@ class _StreamLinks:
     def receive(self, num_bytes: int) -> memoryview:
         with self._changed:
             self._changed.wait_for(lambda: self._broken or self._arrived or self._previous_left)
-            self._require(bool(self._arrived), f"rank {self._previous} has left the ring")
+            self._require_open(bool(self._arrived), f"rank {self._previous} has left the ring")
             chunk = self._arrived.popleft()
             self._changed.notify_all()
         if chunk.nbytes != num_bytes:
-            self._refuse(f"a chunk of {chunk.nbytes} bytes where {num_bytes} belong")
+            self._reject_chunk(f"a chunk of {chunk.nbytes} bytes where {num_bytes} belong")
         return chunk
 
-    def close(self, in_peace: bool) -> None:
+    def close(self, graceful: bool) -> None:
         with self._changed:
             if self._left:
                 return
             self._left = True
             stream, self._stream = self._stream, None
-            if not in_peace:
+            if not graceful:
                 self._broken = self._broken or f"rank {self._port.rank} has left the ring"
             self._next_left = self._previous_left = True
             self._changed.notify_all()
         if stream is not None:
-            if in_peace:
+            if graceful:
                 stream.finish()
             else:
                 stream.cancel()
@@ -117,10 +118,10 @@ class _StreamLinks:
             except PeerNotReady:
                 unreachable_since_s = None
             except PeerUnreachable as failure:
-                # Its port was there when the ring's members were agreed on; a connection may need a second attempt.
+                # Its port was reachable when the members agreed on the ring; a connection may need a second attempt.
                 now_s = time.monotonic()
                 unreachable_since_s = unreachable_since_s or now_s
-                if now_s > unreachable_since_s + self._patience_s:
+                if now_s > unreachable_since_s + self._heartbeat_s:
                     return self._break(str(failure))
             except (PeerSilent, PeerRefused) as failure:
                 return self._break(str(failure))
@@ -163,17 +164,17 @@ class _StreamLinks:
                 self._is_read = True
         if what is not None:
             what = f"{what} (rank {caller.rank})"
-            self._port.refused(caller.address, what)
+            self._port.report_refused(caller.address, what)
             raise PeerRefused(f"refused {what}")
         return self
 
     def read(self, messages: Iterator[bytes]) -> None:
-        """Take what the member before sends; a chunk that is not the next one breaks the ring."""
-        num_taken = 0
+        """Receive the previous member's chunks; a chunk out of order breaks the ring."""
+        num_accepted = 0
         try:
             for message in messages:
-                self._take(message, num_taken)
-                num_taken += 1
+                self._accept_chunk(message, num_accepted)
+                num_accepted += 1
             with self._changed:
                 self._previous_left = True
                 self._changed.notify_all()
@@ -183,29 +184,29 @@ class _StreamLinks:
             self._break(str(lost))
 
     def wait(self) -> None:
-        """Hold the stream open until its sender ends it or this member leaves."""
+        """Keep the stream open until its sender ends it or this member leaves."""
         with self._changed:
             self._changed.wait_for(lambda: self._broken or self._previous_left)
             if self._broken:
                 raise PeerRefused(self._broken)
 
-    def _take(self, message: bytes, number: int) -> None:
+    def _accept_chunk(self, message: bytes, number: int) -> None:
         payload = memoryview(message)[_HEADER.size:]
         if not 0 < payload.nbytes <= MAX_CHUNK_BYTES:
-            self._refuse(f"a message of {len(message)} bytes")
+            self._reject_chunk(f"a message of {len(message)} bytes")
         if _HEADER.unpack_from(message) != (self._generation, number, payload.nbytes):
-            self._refuse("a chunk out of order or of a wrong length")
+            self._reject_chunk("a chunk out of order or of a wrong length")
         with self._changed:
             self._changed.wait_for(lambda: self._broken or self._left or len(self._arrived) < SEND_AHEAD)
-            self._require(not self._left, "the ring has been left")
+            self._require_open(not self._left, "the ring has been left")
             self._arrived.append(payload)
             self._changed.notify_all()
 
-    def _refuse(self, what: str) -> NoReturn:
-        self._port.refused(self._port.addresses[self._previous], f"{what} of rank {self._previous}")
+    def _reject_chunk(self, what: str) -> NoReturn:
+        self._port.report_refused(self._port.addresses[self._previous], f"{what} of rank {self._previous}")
         raise PeerLost(f"rank {self._previous} sent {what}")
 
-    def _require(self, condition: bool, otherwise: str) -> None:
+    def _require_open(self, condition: bool, otherwise: str) -> None:
         if self._broken or not condition:
             raise PeerLost(self._broken or otherwise)
 

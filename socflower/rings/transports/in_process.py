@@ -1,4 +1,4 @@
-"""Rings among threads of one process: the reference the others are held against, bit for bit."""
+"""Rings among threads of one process: the reference with which the other transports are compared, bit for bit."""
 
 from collections import deque
 from threading import Condition
@@ -9,14 +9,14 @@ from socflower.rings.transports.links import LinkedRing
 
 
 def in_process_rings(size: int) -> list[Collective]:
-    """Return the members' ends of one ring, by rank, each for a thread of its own."""
+    """Return the members' ends of one ring, by rank, each to be used in its own thread."""
     queues = [_Queue() for _ in range(size)]  # queue r leads from rank r - 1 to rank r
     return [LinkedRing(_QueueLinks(queues[(rank + 1) % size], queues[rank]), rank, size, "in-process")
             for rank in range(size)]
 
 
 class _Queue:
-    """A bounded queue of chunks that either end can close; what is in it can still be had, unless it was broken."""
+    """A bounded queue of chunks that either end can close; after a graceful close, its content can still be read."""
 
     def __init__(self) -> None:
         self._chunks: deque[bytes] = deque()
@@ -40,10 +40,10 @@ class _Queue:
             self._changed.notify_all()
             return chunk
 
-    def close(self, in_peace: bool) -> None:
+    def close(self, graceful: bool) -> None:
         with self._changed:
             self._closed = True
-            if not in_peace:
+            if not graceful:
                 self._chunks.clear()
             self._changed.notify_all()
 
@@ -54,7 +54,7 @@ class _QueueLinks:
         self._from_previous = from_previous
 
     def send(self, chunk: memoryview) -> None:
-        # A copy: the neighbour may read it after its sender's operation has ended.
+        # A copy: the neighbour may read it after this operation has ended.
         self._to_next.put(chunk.tobytes())
 
     def receive(self, num_bytes: int) -> memoryview:
@@ -63,6 +63,6 @@ class _QueueLinks:
             raise PeerLost(f"the member before sent {len(chunk)} bytes where {num_bytes} belong")
         return memoryview(chunk)
 
-    def close(self, in_peace: bool) -> None:
-        self._to_next.close(in_peace)
-        self._from_previous.close(in_peace)
+    def close(self, graceful: bool) -> None:
+        self._to_next.close(graceful)
+        self._from_previous.close(graceful)

@@ -1,4 +1,4 @@
-"""A ring over two links, to the next member and from the one before: one thread runs its operations, in order."""
+"""A ring over two links, to the next member and from the previous one; a thread runs its operations in order."""
 
 import threading
 from collections.abc import Callable
@@ -8,25 +8,25 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor
 
 from socflower.rings import all_reduce as ring_algorithm
-from socflower.rings.collective import POLL_INTERVAL_S, Collective, PeerLost, Poll, never
+from socflower.rings.collective import POLL_INTERVAL_S, Collective, PeerLost, Poll, no_poll
 
 _Result = TypeVar("_Result")
 
 
 class ClosableLinks(ring_algorithm.Links, Protocol):
-    """Links whose `send` and `receive` raise `PeerLost` once they were closed or a neighbour is gone."""
+    """Links whose `send` and `receive` raise `PeerLost` after they were closed or a neighbour is lost."""
 
-    def close(self, in_peace: bool) -> None:
-        """End them at once; may be called twice and from another thread.
+    def close(self, graceful: bool) -> None:
+        """Close the links at once; may be called twice and from another thread.
 
-        In peace, all that was sent still arrives, and a neighbour misses this member only where it needs it again.
-        Otherwise both neighbours see them broken.
+        A graceful close still delivers all chunks that were sent, and a neighbour fails only if it needs more.
+        Otherwise both neighbours fail at once.
         """
         ...
 
 
 class LinkedRing(Collective):
-    """A member's end of a ring; the thread that owns it begins operations, another one carries them out."""
+    """A member's end of a ring; its owner's thread begins operations, and another thread runs them."""
 
     def __init__(self, links: ClosableLinks, rank: int, size: int, transport: str) -> None:
         self.rank = rank
@@ -34,7 +34,7 @@ class LinkedRing(Collective):
         self.transport = transport
         self._links = links
         self._works: SimpleQueue[_Operation[object] | None] = SimpleQueue()
-        self._newest: _Operation[object] | None = None
+        self._latest: _Operation[object] | None = None
         self._closed = False
         self._failed: PeerLost | None = None
         if size > 1:
@@ -47,19 +47,19 @@ class LinkedRing(Collective):
             raise ValueError("a ring sums contiguous buffers of one dimension")
         return self._begin(lambda: ring_algorithm.all_reduce(array, self.rank, self.size, self._links))
 
-    def all_gather(self, payload: bytes, poll: Poll = never) -> list[bytes]:
+    def all_gather(self, payload: bytes, poll: Poll = no_poll) -> list[bytes]:
         """Return every member's payload, by rank."""
         return self._begin(lambda: ring_algorithm.all_gather(payload, self.rank, self.size, self._links)).result(poll)
 
-    def broadcast(self, payload: bytes | None, source: int, poll: Poll = never) -> bytes:
+    def broadcast(self, payload: bytes | None, source: int, poll: Poll = no_poll) -> bytes:
         """Return the payload of rank `source`."""
         return self._begin(lambda: ring_algorithm.broadcast(
             payload, source, self.rank, self.size, self._links)).result(poll)
 
     def close(self) -> None:
-        """Leave at once: what is under way here ends with `PeerLost`; what has ended here ends at the neighbours."""
+        """Leave at once: pending operations end with `PeerLost`; completed ones complete at the neighbours too."""
         self._closed = True
-        self._links.close(in_peace=self._newest is None or self._newest.has_succeeded())
+        self._links.close(graceful=self._latest is None or self._latest.has_succeeded())
         self._works.put(None)
 
     def _begin(self, operation: Callable[[], _Result]) -> "_Operation[_Result]":
@@ -69,8 +69,8 @@ class LinkedRing(Collective):
         if self.size == 1:
             work.run(None)
         else:
-            self._newest = work  # type: ignore[assignment]
-            self._works.put(self._newest)
+            self._latest = work  # type: ignore[assignment]
+            self._works.put(self._latest)
         return work
 
     def _run(self) -> None:
@@ -78,10 +78,10 @@ class LinkedRing(Collective):
             work = self._works.get()
             if work is None:
                 break
-            # Neighbours count messages: after one failure nothing that follows could be told apart.
+            # Neighbours count messages, so after one failure later messages could not be assigned.
             self._failed = work.run(self._failed)
             if self._failed:
-                self._links.close(in_peace=False)
+                self._links.close(graceful=False)
         while not self._works.empty():
             work = self._works.get()
             if work is not None:
@@ -96,7 +96,7 @@ class _Operation(Generic[_Result]):
         self._failure: BaseException | None = None
 
     def run(self, failed: PeerLost | None) -> PeerLost | None:
-        """Carry it out, unless the ring has failed; return why it did."""
+        """Run the operation, unless the ring has failed; return the failure, if any."""
         try:
             if failed:
                 raise PeerLost(str(failed))
@@ -109,10 +109,10 @@ class _Operation(Generic[_Result]):
         return None
 
     def has_succeeded(self) -> bool:
-        """Whether it has ended, and well; then those before it have, too."""
+        """Whether it has completed without failure; then all earlier ones have too."""
         return self._done.is_set() and self._failure is None
 
-    def wait(self, poll: Poll = never) -> None:
+    def wait(self, poll: Poll = no_poll) -> None:
         """Return when it is done; raise `PeerLost`, or what `poll` raises."""
         while not self._done.wait(POLL_INTERVAL_S):
             poll()
@@ -120,6 +120,6 @@ class _Operation(Generic[_Result]):
             raise self._failure
 
     def result(self, poll: Poll) -> _Result:
-        """Wait for it and return what it came to."""
+        """Wait for the operation and return its result."""
         self.wait(poll)
         return self._result

@@ -45,7 +45,7 @@ _REMEDY = "the ring has no TLS; give ring-ca, ring-certificate and ring-key, or 
 
 
 def require_private(address: str, remedy: str = _REMEDY) -> None:
-    """Raise `ConfigError` unless whoever can reach the address is near: loopback, link-local or private range."""
+    """Raise `ConfigError` unless the address is loopback, link-local or in a private range."""
     host, _ = split_address(address)
     for resolved in _resolve(host, address):
         ip = ip_address(resolved.partition("%")[0])

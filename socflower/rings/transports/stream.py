@@ -1,6 +1,6 @@
-"""A member's stream to another: messages go in order, and wait while the other side does not read.
+"""A member's stream of messages to another member, in order and with flow control.
 
-Also the three ways in which a call can fail: the other member is dead, hangs, or refuses.
+Also the ways in which a call can fail: the other member is dead, hangs, or refuses.
 """
 
 from collections import deque
@@ -12,23 +12,23 @@ import grpc
 
 
 class PeerUnreachable(Exception):
-    """Nobody listens there, or the connection broke: it has not begun yet, or it is dead."""
+    """The peer does not listen, or the connection broke: it has not started yet, or it is dead."""
 
 
 class PeerNotReady(PeerUnreachable):
-    """It listens but does not take this call yet; try again."""
+    """The peer listens but does not accept this call yet; try again."""
 
 
 class PeerSilent(Exception):
-    """It does not answer: the time was up, or its machine or process hangs."""
+    """The peer does not answer: a timeout, or its machine or process hangs."""
 
 
 class PeerRefused(Exception):
-    """It answered that it does not want this; the text says why. Handlers raise it to say so."""
+    """The peer refused the call; the text says why. Handlers raise this to refuse a call."""
 
 
 def failure_of(peer: str, error: Any) -> Exception:
-    """Return what the status of an ended gRPC call means."""
+    """Return the exception for the status of an ended gRPC call."""
     code, details = error.code(), error.details() or ""
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED,
                 grpc.StatusCode.INVALID_ARGUMENT):
@@ -39,18 +39,18 @@ def failure_of(peer: str, error: Any) -> Exception:
         return PeerRefused(f"{peer} failed: {details}")
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return PeerSilent(f"{peer} did not answer in time")
-    # gRPC has one code for "refused", "broken" and "hangs"; only its words tell them apart.
+    # gRPC has one code for "refused", "broken" and "hangs"; only the text distinguishes them.
     if any(word in details.lower() for word in ("keepalive", "ping timeout", "timeout", "timed out")):
         return PeerSilent(f"{peer} hangs ({details})")
     return PeerUnreachable(f"{peer} cannot be reached ({details})")
 
 
-_QUEUED_MESSAGES = 2  # besides the one on its way
+_QUEUED_MESSAGES = 2  # besides the one being sent
 _STATUS_S = 1.0
 
 
 class OutgoingStream:
-    """A stream of messages to one member, in order; what is written waits while the member does not read."""
+    """A stream of messages to one member, in order; `write` blocks while the member does not read."""
 
     def __init__(self, peer: str, method: grpc.StreamUnaryMultiCallable, metadata: Any) -> None:
         self._peer = peer
@@ -61,10 +61,10 @@ class OutgoingStream:
         self._call = method.future(self._messages(), metadata=metadata)
         self._call.add_done_callback(self._end)
 
-    def agreement(self) -> Any:
-        """Wait for the other side's answer to the opening and return its metadata; raise what `call` raises."""
+    def wait_accepted(self) -> Any:
+        """Wait until the peer has accepted the stream and return its metadata; raise what `call` raises."""
         metadata = self._call.initial_metadata()
-        if not metadata:  # gRPC reports this a little before it reports that, and why, the call has failed
+        if not metadata:  # gRPC returns this slightly before it reports that, and why, the call has failed
             with self._changed:
                 self._changed.wait_for(lambda: self._ended, _STATUS_S)
         if self._ended:
@@ -81,27 +81,27 @@ class OutgoingStream:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Write no more: the other side reads what was written, and then the end."""
+        """End the stream after the messages that were written."""
         with self._changed:
             self._finishing = True
             self._changed.notify_all()
 
     def wait_finished(self, timeout_s: float) -> None:
-        """Wait, but not long, until a stream that was finished has been read to its end."""
+        """Wait up to `timeout_s` until a finished stream has been read to its end."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or not self._finishing, max(0.0, timeout_s))
 
     def has_ended(self) -> bool:
-        """Whether it is over, for whatever reason."""
+        """Whether the stream has ended, for any reason."""
         return self._ended is not None
 
-    def on_end(self, look: Callable[[Exception | None], None]) -> None:
-        """Have `look` called, once, when the stream has ended: with what broke it, None if that was in peace."""
+    def on_end(self, callback: Callable[[Exception | None], None]) -> None:
+        """Call `callback` once when the stream has ended, with its failure, or None if it ended normally."""
         self._call.add_done_callback(
-            lambda _: look(None if self._call.code() == grpc.StatusCode.OK else failure_of(self._peer, self._call)))
+            lambda _: callback(None if self._call.code() == grpc.StatusCode.OK else failure_of(self._peer, self._call)))
 
     def cancel(self) -> None:
-        """End it at once."""
+        """End the stream at once."""
         self._call.cancel()
 
     def _messages(self) -> Iterator[bytes]:

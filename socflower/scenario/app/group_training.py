@@ -94,7 +94,7 @@ class _Training:
 
         def dropped() -> list[int]:
             events = strategy.reports[-1].events if strategy.reports else ()
-            return sorted({event.group_id for event in events if event.kind in DROPPING} | strategy.led_by_others)
+            return sorted({event.group_id for event in events if event.kind in DROPPING} | strategy.leader_replaced)
 
         def own_state() -> dict[str, Any]:
             return {"without_state": dropped(), "away": list(strategy.away),

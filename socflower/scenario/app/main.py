@@ -17,7 +17,7 @@ from flwr.supercore import log
 from torch import nn
 
 from socflower.clients.app import make_client_app
-from socflower.clients.fault_injection import Fault, suffer
+from socflower.clients.fault_injection import Fault, inject
 from socflower.clients.heat_mod import node_heat_mod
 from socflower.engines.app_files import NUM_NODES_KEY, RUN_FOLDER_KEY
 from socflower.engines.run_folder import RunFolder
@@ -81,7 +81,7 @@ def scenario_client_app(folder_of: FolderOf) -> ClientApp:
         return trainer(scenario_of(context), soc=int(context.node_config[PARTITION_ID]))
 
     def faults(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        return suffer([Fault(kind=event.kind, soc=event.soc, server_round=event.round, num_rounds=event.rounds,
+        return inject([Fault(kind=event.kind, soc=event.soc, server_round=event.round, num_rounds=event.rounds,
                              at=event.at) for event in scenario_of(context).events], message, context, call_next)
 
     def state_folder(context: Context) -> Path | None:

@@ -1,4 +1,4 @@
-"""The client of a split training: what it is asked, what it keeps between rounds, and weights of local training."""
+"""The client of a split training: what it is asked, what it stateful between rounds, and weights of local training."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -267,7 +267,7 @@ def test_a_state_is_what_was_kept_in_memory_as_in_files(tmp_path_factory: Any, h
     context = new_context()
     first = SplitTask(**task_settings())
     second = replace(first, first_batch=4)
-    SplitState(first, context, files).keep(halves, [0])
+    SplitState(first, context, files).save(halves, [0])
     assert SplitState(second, context).read() == halves
     assert SplitState(second, new_context(), files).read() == halves
     assert SplitState(second, new_context()).read() is None
@@ -277,7 +277,7 @@ def test_a_state_is_what_was_kept_in_memory_as_in_files(tmp_path_factory: Any, h
 def test_a_state_of_another_place_is_not_used_and_a_new_training_forgets_all(tmp_path: Path) -> None:
     context, files = new_context(), StateFiles(tmp_path)
     first = SplitTask(**task_settings())
-    SplitState(first, context, files).keep([b"half"], [0])
+    SplitState(first, context, files).save([b"half"], [0])
     assert SplitState(replace(first, first_batch=3, num_batches=1), context, files).read() is None
     assert SplitState(first, context, files).read() is None
     assert SplitState(replace(first, total_batches=9, first_batch=4), context, files).read() is None
@@ -286,14 +286,14 @@ def test_a_state_of_another_place_is_not_used_and_a_new_training_forgets_all(tmp
 @pytest.mark.parametrize("changes", [{"cuts": (1,)}, {"cuts": (-1,)}, {"address": "127.0.0.1:1"}])
 def test_halves_that_were_cut_elsewhere_or_had_another_other_half_are_not_taken(changes: dict[str, Any]) -> None:
     context, first = new_context(), SplitTask(**task_settings())
-    SplitState(first, context).keep([b"half"], [0])
+    SplitState(first, context).save([b"half"], [0])
     assert SplitState(replace(first, first_batch=4), context).read() == [b"half"]
     assert SplitState(replace(first, first_batch=4, **changes), context).read() is None
 
 
 def test_a_damaged_file_is_as_none(tmp_path: Path) -> None:
     first = SplitTask(**task_settings())
-    SplitState(first, new_context(), StateFiles(tmp_path)).keep([b"half" * 100], [0])
+    SplitState(first, new_context(), StateFiles(tmp_path)).save([b"half" * 100], [0])
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-9])
     assert SplitState(replace(first, first_batch=4), new_context(), StateFiles(tmp_path)).read() is None

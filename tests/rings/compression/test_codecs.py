@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from socflower.errors import ConfigError
-from socflower.rings.collective import Collective, PeerLost, Poll, Work, never
+from socflower.rings.collective import Collective, PeerLost, Poll, Work, no_poll
 from socflower.rings.compression import codecs as module
 from socflower.rings.compression.codecs import COMPRESSIONS, GradientCompression, all_reduce_bytes, make_compression
 from socflower.rings.compression.top_k import DeepGradientCompression
@@ -71,7 +71,7 @@ class Group:
         assert len({one.numpy().tobytes() for one in sums}) == 1
         return sums[0]
 
-    def left_behind(self, tensor: int = -1) -> Tensor:
+    def residuals(self, tensor: int = -1) -> Tensor:
         """Return the sum over members of what they have not sent."""
         return torch.stack([member._kept[0][tensor] for member in self.members]).sum(0)
 
@@ -96,7 +96,7 @@ def test_all_members_end_with_the_same_bits_near_the_sum(name: str, size: int) -
         exchanged += group.step(step, gradients)
         total += torch.stack(gradients).sum(0)
     if group.members[0]._kept:
-        exchanged += group.left_behind()
+        exchanged += group.residuals()
     tolerance = 0.2 if name == "int8-stochastic" else 1e-3
     assert torch.linalg.vector_norm(exchanged - total) < tolerance * torch.linalg.vector_norm(total)
 
@@ -172,13 +172,13 @@ class Counting(Collective):
         self.num_bytes += 2 * (self.size - 1) / self.size * buffer.numel() * buffer.element_size()
         return self._ring.all_reduce(buffer)
 
-    def all_gather(self, payload: bytes, poll: Poll = never) -> list[bytes]:
+    def all_gather(self, payload: bytes, poll: Poll = no_poll) -> list[bytes]:
         payloads = self._ring.all_gather(payload, poll)
         # A member passes on all payloads but the one that ends with it.
         self.num_bytes += sum(map(len, payloads)) - len(payloads[(self.rank + 1) % self.size])
         return payloads
 
-    def broadcast(self, payload: bytes | None, source: int, poll: Poll = never) -> bytes:
+    def broadcast(self, payload: bytes | None, source: int, poll: Poll = no_poll) -> bytes:
         raise AssertionError("no exchange broadcasts")
 
     def close(self) -> None:
@@ -342,7 +342,7 @@ def test_what_was_rounded_off_is_sent_later_so_that_feedback_beats_noise() -> No
             off += group.step(step, gradients) - torch.stack(gradients).sum(0)
             step_size = torch.maximum(step_size, eight_bit_step(gradients))
         if name == "int8":
-            assert torch.allclose(off, -group.left_behind(), atol=1e-4)
+            assert torch.allclose(off, -group.residuals(), atol=1e-4)
             # The next magnitudes include what is left: at most a percent more.
             assert (off.abs() <= size / 2 * step_size * 1.02 + 1e-4).all()
         errors[name] = float(off.square().mean().sqrt())
@@ -378,7 +378,7 @@ def test_what_was_not_sent_is_kept_to_the_last_bit() -> None:
         gradients = [torch.randint(-1000, 1000, (1000,), generator=random).float() for _ in range(3)]
         total += torch.stack(gradients).sum(0)
         exchanged += group.step(step, gradients)
-        assert torch.equal(exchanged + group.left_behind(), total)
+        assert torch.equal(exchanged + group.residuals(), total)
     assert int((exchanged != 0).sum()) > 100
 
 
@@ -388,10 +388,10 @@ def test_halves_of_the_largest_values_and_their_rest_are_the_value(seed: int, ex
     gradient = random_gradients(1, 300, seed, spread)[0] * 2.0 ** exponent
     group = Group("dgc", 3, ratio=0.1, half_values=True)
     exchanged = group.step(0, [gradient, torch.zeros(300), torch.zeros(300)])
-    assert torch.equal(exchanged.double() + group.left_behind().double(), gradient.double())
+    assert torch.equal(exchanged.double() + group.residuals().double(), gradient.double())
     sent = exchanged != 0
     # A half rounds by 2^-12 of the value, or underflows.
-    assert (group.left_behind()[sent].abs() <= gradient[sent].abs() * 2.0 ** -11).all() or spread > 4
+    assert (group.residuals()[sent].abs() <= gradient[sent].abs() * 2.0 ** -11).all() or spread > 4
 
 
 def test_the_largest_accumulated_values_go_first() -> None:
@@ -399,7 +399,7 @@ def test_the_largest_accumulated_values_go_first() -> None:
     gradients = [torch.tensor([0.0, 3.0, 1.0, -2.0, 0, 0, 0, 0, 0, 0]), torch.tensor([0.0, 0, 2.0, -3.0] + 6 * [0.0])]
     assert group.step(0, gradients).tolist() == [0, 3, 0, -3, 0, 0, 0, 0, 0, 0]
     assert group.step(1, gradients).tolist() == [0, 0, 4, -4, 0, 0, 0, 0, 0, 0]  # 2 + 2 has overtaken 3
-    assert group.left_behind().tolist() == [0, 3, 2, -3, 0, 0, 0, 0, 0, 0]
+    assert group.residuals().tolist() == [0, 3, 2, -3, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("half_values", [False, True])
@@ -418,7 +418,7 @@ def test_all_of_the_values_with_momentum_are_momentum_sgd(half_values: bool) -> 
 
 def test_momentum_is_corrected_and_masked() -> None:
     group = Group("dgc", 3, ratio=0.1, momentum=0.5)
-    assert group.members[0].owns_momentum
+    assert group.members[0].applies_momentum
     first = [torch.tensor([8.0, 1.0] + 8 * [0.0])] + 2 * [torch.zeros(10)]
     assert group.step(0, first).tolist()[:2] == [8, 0]
     assert group.step(1, [torch.zeros(10)] * 3).tolist()[:2] == [0, 1.5]  # 1 + 1/2: its momentum has gone on

@@ -20,7 +20,7 @@ def test_every_type_sums(transport: str) -> None:
 
 @both_transports
 def test_leaving_in_peace_takes_nothing_from_others(transport: str) -> None:
-    ring_contract.check_leaving_in_peace(transport)
+    ring_contract.check_graceful_close(transport)
 
 
 @both_transports

@@ -13,7 +13,7 @@ from socflower.rings.transports.port import PeerRefused, RingPort
 from tests.rings import transport_contract as ring_contract
 from tests.rings.certificates import Authority
 from tests.rings.peers import TOKEN, free_addresses
-from tests.rings.transport_contract import on_all, reduce_several, ring_of_threads, wait_patiently
+from tests.rings.transport_contract import on_all, reduce_several, ring_of_threads, wait_with_timeout
 
 
 def test_a_member_that_is_slow_is_not_lost() -> None:
@@ -21,8 +21,8 @@ def test_a_member_that_is_slow_is_not_lost() -> None:
         early, late = torch.ones(1000), torch.ones(1000)
         work = rings[0].all_reduce(early)
         time.sleep(1.0)
-        wait_patiently(rings[1].all_reduce(late))
-        wait_patiently(work)
+        wait_with_timeout(rings[1].all_reduce(late))
+        wait_with_timeout(work)
         assert float(early[0]) == float(late[0]) == 2.0
 
 
@@ -43,7 +43,7 @@ def test_a_first_member_that_never_comes_is_lost() -> None:
     ring = open_ring("gloo", port, [0, 1], 1, 0.5)
     try:
         with pytest.raises(PeerLost, match="cannot be reached"):
-            wait_patiently(ring.all_reduce(torch.ones(4)))
+            wait_with_timeout(ring.all_reduce(torch.ones(4)))
     finally:
         ring.close()
         port.close()
@@ -56,7 +56,7 @@ def test_a_ring_whose_other_member_never_comes_can_be_left() -> None:
     work = ring.all_reduce(torch.ones(4))
     ring.close()
     with pytest.raises(PeerLost, match="has been left"):
-        wait_patiently(work)
+        wait_with_timeout(work)
     port.close()
 
 

@@ -16,7 +16,7 @@ from socflower.rings.transports.port import OutgoingStream, PeerNotReady, PeerRe
 from tests.rings import transport_contract as ring_contract
 from tests.rings.certificates import Authority
 from tests.rings.peers import TOKEN, free_addresses
-from tests.rings.transport_contract import on_all, reduce_several, ring_of_threads, wait_patiently
+from tests.rings.transport_contract import on_all, reduce_several, ring_of_threads, wait_with_timeout
 
 
 def test_operations_over_tls(tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_a_member_that_computes_longer_than_the_heartbeat_is_not_lost() -> None:
         work = rings[0].all_reduce(early)
         time.sleep(2.5)
         late = torch.ones(3_000_000)
-        wait_patiently(rings[1].all_reduce(late))
-        wait_patiently(work)
+        wait_with_timeout(rings[1].all_reduce(late))
+        wait_with_timeout(work)
         assert float(early[0]) == float(late[-1]) == 2.0
     finally:
         for end in (*rings, *ports):
@@ -122,7 +122,7 @@ def test_a_wrong_chunk_of_the_neighbour_ends_the_ring(message: bytes, line: str 
         work = ring.all_reduce(torch.ones(20))  # two parts of 40 bytes
         stream.write(message)
         with pytest.raises(PeerLost):
-            wait_patiently(work)
+            wait_with_timeout(work)
     finally:
         for end in (ring, partner, *ports):
             end.close()
@@ -151,7 +151,7 @@ def test_a_neighbour_that_never_comes_is_lost() -> None:
     ring = open_ring("grpc", port, [0, 1], 1, 0.5)
     try:
         with pytest.raises(PeerLost, match="cannot be reached"):
-            wait_patiently(ring.all_reduce(torch.ones(4)))
+            wait_with_timeout(ring.all_reduce(torch.ones(4)))
     finally:
         ring.close()
         port.close()

@@ -426,18 +426,18 @@ def test_missing_and_unreadable_certificates_are_named(ports: Ports, tmp_path: P
 def test_a_killed_callee_is_unreachable(ports: Ports, tmp_path: Path, with_tls: bool) -> None:
     tls = Authority(tmp_path).member("member") if with_tls else None
     with Peer("hold", 0, ports.addresses, tls=tls) as peer:
-        assert peer.said() == "ready"
+        assert peer.read_line() == "ready"
         member = ports.open(1, tls=tls)
-        threading.Thread(target=lambda: (peer.said(), peer.kill())).start()
+        threading.Thread(target=lambda: (peer.read_line(), peer.kill())).start()
         with pytest.raises(PeerUnreachable):
             member.call(0, "hold", timeout_s=10 * PATIENCE_S)
 
 
 def test_a_stopped_callee_is_silent_though_its_time_is_not_up(ports: Ports) -> None:
     with Peer("hold", 0, ports.addresses) as peer:
-        assert peer.said() == "ready"
+        assert peer.read_line() == "ready"
         member = ports.open(1, heartbeat_s=2.0)
-        threading.Thread(target=lambda: (peer.said(), peer.stop())).start()
+        threading.Thread(target=lambda: (peer.read_line(), peer.stop())).start()
         with pytest.raises(PeerSilent):
             member.call(0, "hold", timeout_s=10 * PATIENCE_S)
         with pytest.raises(PeerSilent):  # also where the connection is new

@@ -1,9 +1,9 @@
-"""Who is turned away at a ring port: calls that are refused, and connections on which no call is ever made.
+"""Reports refused calls at a ring port, and unidentified connections, which never make a call.
 
-gRPC hangs up on the latter and tells nobody, so the kernel is asked: its table of connections has those that are open,
-and for a minute those that gRPC has closed. One whose other end did not make a call, not even a refused one, within
-some seconds is a stranger's. What comes and goes by itself between two looks is not seen, nor is anything on platforms
-without /proc/net/tcp.
+gRPC closes the latter without notice, so they are found in the kernel's connection table, which has open connections
+and, for a minute, those that gRPC has closed. A connection is unidentified if its other end did not make a call, not
+even a refused one, within some seconds. Connections that open and close between two polls are not detected, nor any on
+platforms without /proc/net/tcp.
 """
 
 import sys
@@ -26,58 +26,58 @@ def warn(line: str) -> None:
 
 
 class RingRefusals:
-    """Reports refusals through `log_line`; from several threads."""
+    """Reports refusals through `log_line`; thread-safe."""
 
     def __init__(self, log_line: Log = warn, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = RefusalLog(log_line, what="ring port", lines_per_period=_LINES_PER_MINUTE, clock=clock)
 
     def report(self, peer: str, what: str) -> None:
-        """Say that `what` of `peer` (an address, with or without a port) was refused, unless too much was said."""
+        """Log that `what` of `peer` (an address, with or without a port) was refused, subject to a rate limit."""
         self._log.report(peer, f"ring port: refused {what} from {peer}; the run is unharmed")
 
     def close(self) -> None:
-        """Say how many refusals were only counted."""
+        """Log the number of refusals that were not logged one by one."""
         self._log.flush(everything=True)
 
 
-_LOOK_S = 1.0
-_PATIENCE_S = 3.0
+_POLL_INTERVAL_S = 1.0
+_CALL_TIMEOUT_S = 3.0
 
 
-class StrangerWatch:
-    """Reports each stranger once, as `report(address)`, from a thread, until it is closed."""
+class UnidentifiedConnectionWatch:
+    """Reports each unidentified connection once, by `report(address)` from a thread, until it is closed."""
 
     def __init__(self, port: int, report: Callable[[str], object]) -> None:
         self._port = port
         self._report = report
         self._callers: set[str] = set()
         self._lock = threading.Lock()
-        # The process before had this port; its connections linger in the table.
+        # Connections of the previous process on this port remain in the table for a while.
         self._seen_s: dict[str, float] = dict.fromkeys(_other_ends(port), float("inf"))
         self._closed = threading.Event()
-        threading.Thread(target=self._watch, name="ring-strangers", daemon=True).start()
+        threading.Thread(target=self._watch, name="ring-connection-watch", daemon=True).start()
 
-    def called(self, peer: str) -> None:
-        """Take note of who makes a call, named as gRPC does it: ipv4:10.0.0.3:50000."""
+    def on_call(self, peer: str) -> None:
+        """Record the peer of a call, in gRPC's notation: ipv4:10.0.0.3:50000."""
         host, _, port = unquote(peer).partition(":")[2].rpartition(":")
         with self._lock:
             self._callers.add(f"{host.strip('[]')}:{port}")
 
     def close(self) -> None:
-        """End it; may be called twice."""
+        """Stop the watch; may be called twice."""
         self._closed.set()
 
     def _watch(self) -> None:
-        while not self._closed.wait(_LOOK_S):
+        while not self._closed.wait(_POLL_INTERVAL_S):
             now_s = time.monotonic()
             present = set(_other_ends(self._port))
             with self._lock:
-                # What is gone is forgotten, for its port may come again.
+                # Closed connections are removed, since their ports may be reused.
                 self._callers -= self._seen_s.keys() - present
                 callers = set(self._callers)
             self._seen_s = {end: self._seen_s.get(end, now_s) for end in present}
             for end, since_s in self._seen_s.items():
-                if now_s > since_s + _PATIENCE_S and end not in callers:
+                if now_s > since_s + _CALL_TIMEOUT_S and end not in callers:
                     self._seen_s[end] = float("inf")
                     self._report(end)
 
@@ -89,7 +89,7 @@ def _other_ends(port: int) -> Iterator[str]:
             next(rows, None)
             for row in rows:
                 here, there, state = row.split()[1:4]
-                if int(here.rpartition(":")[2], 16) == port and state != "0A":  # a listening one has no other end
+                if int(here.rpartition(":")[2], 16) == port and state != "0A":  # 0A is a listening socket
                     host, _, number = there.rpartition(":")
                     yield f"{_host(host)}:{int(number, 16)}"
 

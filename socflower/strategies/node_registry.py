@@ -1,4 +1,4 @@
-"""Which node is which SoC, which of them are there, and what they say of themselves."""
+"""Maps Flower nodes to SoCs, and tracks which nodes are connected and available."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -20,14 +20,14 @@ from socflower.wire.message_keys import (
 )
 
 QUERY_TYPE = f"{MessageType.QUERY}.{QUERY_ACTION}"
-_ANSWER_TIMEOUT_S = 180.0  # a process starts for the question, on every node at once
+_QUERY_TIMEOUT_S = 180.0  # every node starts a process to answer a query
 
 
-class Roster:
-    """The nodes of a training, by SoC.
+class NodeRegistry:
+    """The nodes of a training run, by SoC.
 
-    Nodes are matched with SoCs by the board and slot of their node config; where they name none, in ascending order of
-    their ids.
+    Nodes are matched with SoCs by the board and slot in their node config, or, if no node config has them, in ascending
+    order of node ids.
     """
 
     def __init__(self, cluster: Cluster, socs: Sequence[int]) -> None:
@@ -35,11 +35,11 @@ class Roster:
         self._node_of: dict[int, int] = {}
         self._status: dict[int, NodeStatus] = {}  # by SoC
         self._away: set[int] = set()
-        self._asked_anew: set[int] = set()  # nodes that were asked which SoC they are
+        self._queried_new_nodes: set[int] = set()  # unknown nodes that were asked for their board and slot
 
     @property
     def node_of(self) -> Mapping[int, int]:
-        """Node ids by SoC, of all that have ever been there."""
+        """Node ids by SoC, including nodes that have disconnected since."""
         return self._node_of
 
     @property
@@ -48,7 +48,7 @@ class Roster:
         return {soc: status.ring for soc, status in self._status.items() if status.ring}
 
     def transport(self, wanted: str) -> str:
-        """Return a transport that all nodes allow, the wanted one unless that is "auto"."""
+        """Return a transport that all nodes allow: `wanted`, or any if that is "auto"."""
         offered = [status.transports for status in self._status.values()]
         for transport in offered[0]:
             if wanted in ("auto", transport.partition("+")[0]) and all(transport in each for each in offered):
@@ -57,26 +57,26 @@ class Roster:
                           f"{', '.join(sorted({'/'.join(each) for each in offered}))}); give all of them certificates, "
                           "or none, and the same ring-transport")
 
-    def first_look(self, grid: Grid, *, ask: bool) -> None:
-        """Match nodes with SoCs, asking them who they are if `ask`; `InfeasiblePlan` for too few."""
+    def match_nodes(self, grid: Grid, *, query: bool) -> None:
+        """Match nodes with SoCs, by their answers to a status query if `query`; `InfeasiblePlan` for too few nodes."""
         nodes = sorted(grid.get_node_ids())
         if len(nodes) < len(self._socs):
             raise InfeasiblePlan(f"SoCFlow: the plan needs {len(self._socs)} nodes and Flower has {len(nodes)}; start "
                                  f"more SuperNodes, or plan with num_socs={len(nodes)}")
-        told = self._ask(grid, nodes) if ask else {}
-        if any(status.ring for status in told.values()):
-            # Who has died over the question may well live: it has a new process by now.
-            told |= self._ask(grid, [node for node in nodes if node not in told])
-        placed = {node: status for node, status in told.items() if status.board >= 0 and status.slot >= 0}
+        statuses = self._query_nodes(grid, nodes) if query else {}
+        if any(status.ring for status in statuses.values()):
+            # A node whose process died during the query may have a new process by now.
+            statuses |= self._query_nodes(grid, [node for node in nodes if node not in statuses])
+        placed = {node: status for node, status in statuses.items() if status.board >= 0 and status.slot >= 0}
         if placed:
-            self._match_by_place(nodes, placed)
+            self._match_by_slot(nodes, placed)
         else:
             self._node_of = dict(zip(self._socs, nodes, strict=False))
-        self._status = {soc: told[node] for soc, node in self._node_of.items() if node in told}
+        self._status = {soc: statuses[node] for soc, node in self._node_of.items() if node in statuses}
         without = [node for soc, node in self._node_of.items() if soc not in self.ring_address_of]
         if self.ring_address_of and without:
             raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, without))} have no ring in their node config, or "
-                              f"did not answer within {_ANSWER_TIMEOUT_S:g} s, and others have one; start all "
+                              f"did not answer within {_QUERY_TIMEOUT_S:g} s, and others have one; start all "
                               "SuperNodes with --node-config 'ring=\"host:port\"', or none")
         addresses = list(self.ring_address_of.values())
         twice = {address for address in addresses if addresses.count(address) > 1}
@@ -85,33 +85,33 @@ class Roster:
         self._away |= {soc for soc, status in self._status.items() if status.preempted}
 
     def present(self, grid: Grid) -> tuple[int, ...]:
-        """Return the SoCs whose nodes are there and free, ascending."""
-        there = set(grid.get_node_ids())
+        """Return the SoCs whose nodes are connected and available, ascending."""
+        connected = set(grid.get_node_ids())
         return tuple(soc for soc in self._socs
-                     if self._node_of.get(soc) in there and soc not in self._away)
+                     if self._node_of.get(soc) in connected and soc not in self._away)
 
-    def questions(self, grid: Grid, server_round: int, asked: Collection[int] = ()) -> list[Message]:
-        """Return messages that ask the nodes which are away whether they are back, and new ones who they are.
+    def status_queries(self, grid: Grid, server_round: int, pending: Collection[int] = ()) -> list[Message]:
+        """Return status queries to the nodes that are away, and to new nodes.
 
-        They go out with a round's work, and their answers count from the next round on. Nodes that were `asked` and
-        have not answered yet are not asked again.
+        They are sent with a round's work, and the answers take effect in the next round. Nodes in `pending` have an
+        unanswered query and are not queried again.
         """
-        there = set(grid.get_node_ids()) - set(asked)
-        away = [self._node_of[soc] for soc in sorted(self._away) if self._node_of[soc] in there]
+        connected = set(grid.get_node_ids()) - set(pending)
+        away = [self._node_of[soc] for soc in sorted(self._away) if self._node_of[soc] in connected]
         known = set(self._node_of.values())
-        new = sorted(there - known - self._asked_anew) if self.ring_address_of else []
-        self._asked_anew |= set(new)
-        return [_question(node, server_round) for node in (*away, *new)]
+        new = sorted(connected - known - self._queried_new_nodes) if self.ring_address_of else []
+        self._queried_new_nodes |= set(new)
+        return [_status_query(node, server_round) for node in (*away, *new)]
 
-    def hear(self, reply: Message) -> list[int]:
-        """Take in the answer to a question; return the SoCs that are back."""
+    def on_reply(self, reply: Message) -> list[int]:
+        """Record the answer to a status query; return the SoCs that are available again."""
         if not reply.has_content() or STATUS not in reply.content.config_records:
             return []
         status = decode(NodeStatus, reply.content.config_records[STATUS], "status")
         node = reply.metadata.src_node_id
         soc = next((soc for soc, known in self._node_of.items() if known == node), None)
         if soc is None:
-            # A SuperNode that was started anew has a new id, but sits where it sat.
+            # A restarted SuperNode has a new id, but the same board and slot.
             soc = self._soc_at(status)
             if soc is None or soc not in self._socs:
                 return []
@@ -123,23 +123,23 @@ class Roster:
         self._away.discard(soc)
         return [soc]
 
-    def leave(self, socs: Collection[int]) -> None:
-        """Note that these SoCs are not to be planned with until they say that they are free."""
+    def mark_away(self, socs: Collection[int]) -> None:
+        """Exclude these SoCs from plans until their nodes answer that they are available."""
         self._away.update(socs)
 
     @property
     def away(self) -> tuple[int, ...]:
-        """SoCs that are not planned with: users have them, or their rings went on without them; ascending."""
+        """SoCs excluded from plans, ascending: preempted by their users, or dropped by their rings."""
         return tuple(sorted(self._away))
 
-    def _ask(self, grid: Grid, nodes: Sequence[int]) -> dict[int, NodeStatus]:
+    def _query_nodes(self, grid: Grid, nodes: Sequence[int]) -> dict[int, NodeStatus]:
         if not nodes:
             return {}
-        replies = grid.send_and_receive([_question(node, 0) for node in nodes], timeout=_ANSWER_TIMEOUT_S)
+        replies = grid.send_and_receive([_status_query(node, 0) for node in nodes], timeout=_QUERY_TIMEOUT_S)
         return {reply.metadata.src_node_id: decode(NodeStatus, reply.content.config_records[STATUS], "status")
                 for reply in replies if reply.has_content() and STATUS in reply.content.config_records}
 
-    def _match_by_place(self, nodes: Sequence[int], placed: Mapping[int, NodeStatus]) -> None:
+    def _match_by_slot(self, nodes: Sequence[int], placed: Mapping[int, NodeStatus]) -> None:
         unplaced = [node for node in nodes if node not in placed]
         if unplaced:
             raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, unplaced))} have no board and slot in their node "
@@ -167,11 +167,11 @@ class Roster:
         return socs[status.slot] if 0 <= status.slot < len(socs) else None
 
 
-def _question(node: int, server_round: int) -> Message:
+def _status_query(node: int, server_round: int) -> Message:
     return Message(RecordDict({CONFIG: ConfigRecord({ASK: ASK_STATUS, SERVER_ROUND: server_round, PRICED: True})}),
                    node, QUERY_TYPE, group_id=str(server_round))
 
 
-def is_question(message: Message) -> bool:
-    """Return whether a message is one of `Roster.questions`."""
+def is_query(message: Message) -> bool:
+    """Return whether a message is a query, such as those of `NodeRegistry.status_queries`."""
     return message.metadata.message_type == QUERY_TYPE

@@ -8,15 +8,15 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict
 
 from socflower.cluster import parse_cluster
 from socflower.errors import ConfigError, InfeasiblePlan
-from socflower.strategies.roster import Roster, is_question
+from socflower.strategies.node_registry import NodeRegistry, is_query
 from socflower.wire.message_keys import STATUS, NodeStatus, encode
 
 CLUSTER = parse_cluster({"boards": [2, 3]})
 SOCS = range(5)
 
 
-class AskedGrid:
-    """Nodes that answer questions; None is a ClientApp that does not know them."""
+class QueriedGrid:
+    """Nodes that answer status_queries; None is a ClientApp that does not know them."""
 
     def __init__(self, statuses: Mapping[int, NodeStatus | None]) -> None:
         self.statuses = dict(statuses)
@@ -29,7 +29,7 @@ class AskedGrid:
         return [self.answer(message) for message in messages]
 
     def answer(self, message: Message) -> Message:
-        assert is_question(message)
+        assert is_query(message)
         node = message.metadata.dst_node_id
         self.asked.append(node)
         status = self.statuses[node]
@@ -46,21 +46,21 @@ def at(board: int, slot: int, port: int = 0, **changes: Any) -> NodeStatus:
 PLACES = [at(1, 2), at(0, 1), at(1, 0), at(0, 0), at(1, 1)]
 
 
-def roster_of(statuses: Iterable[NodeStatus | None]) -> tuple[Roster, AskedGrid]:
-    grid = AskedGrid({100 + index: status for index, status in enumerate(statuses)})
-    roster = Roster(CLUSTER, SOCS)
-    roster.first_look(grid, ask=True)  # type: ignore[arg-type]
-    return roster, grid
+def registry_of(statuses: Iterable[NodeStatus | None]) -> tuple[NodeRegistry, QueriedGrid]:
+    grid = QueriedGrid({100 + index: status for index, status in enumerate(statuses)})
+    registry = NodeRegistry(CLUSTER, SOCS)
+    registry.match_nodes(grid, query=True)  # type: ignore[arg-type]
+    return registry, grid
 
 
 def test_nodes_are_matched_by_where_they_sit() -> None:
-    roster, _ = roster_of(PLACES)
-    assert dict(roster.node_of) == {4: 100, 1: 101, 2: 102, 0: 103, 3: 104}
-    assert roster.ring_address_of[2] == "10.0.0.11:28200"
+    registry, _ = registry_of(PLACES)
+    assert dict(registry.node_of) == {4: 100, 1: 101, 2: 102, 0: 103, 3: 104}
+    assert registry.ring_address_of[2] == "10.0.0.11:28200"
 
 
-def test_who_dies_over_the_first_question_is_asked_again() -> None:
-    class DyingOnce(AskedGrid):
+def test_a_node_that_dies_during_the_first_query_is_asked_again() -> None:
+    class DyingOnce(QueriedGrid):
         def answer(self, message: Message) -> Message:
             if message.metadata.dst_node_id == 102 and 102 not in self.asked:
                 self.asked.append(102)
@@ -68,17 +68,17 @@ def test_who_dies_over_the_first_question_is_asked_again() -> None:
             return super().answer(message)
 
     grid = DyingOnce({100 + index: status for index, status in enumerate(PLACES)})
-    roster = Roster(CLUSTER, SOCS)
-    roster.first_look(grid, ask=True)  # type: ignore[arg-type]
-    assert roster.node_of[2] == 102
+    registry = NodeRegistry(CLUSTER, SOCS)
+    registry.match_nodes(grid, query=True)  # type: ignore[arg-type]
+    assert registry.node_of[2] == 102
     assert grid.asked.count(102) == 2 and grid.asked.count(100) == 1
 
 
 def test_apps_that_do_not_answer_are_matched_in_order_and_form_no_rings() -> None:
-    roster, grid = roster_of([None] * 5)
-    assert dict(roster.node_of) == {soc: 100 + soc for soc in SOCS}
-    assert not roster.ring_address_of
-    assert roster.present(grid) == tuple(SOCS)  # type: ignore[arg-type]
+    registry, grid = registry_of([None] * 5)
+    assert dict(registry.node_of) == {soc: 100 + soc for soc in SOCS}
+    assert not registry.ring_address_of
+    assert registry.present(grid) == tuple(SOCS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("statuses", "says"), [
@@ -91,12 +91,12 @@ def test_apps_that_do_not_answer_are_matched_in_order_and_form_no_rings() -> Non
 ])
 def test_contradictions_are_named(statuses: list[NodeStatus], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        roster_of(statuses)
+        registry_of(statuses)
 
 
 def test_too_few_nodes_are_refused_with_both_numbers() -> None:
     with pytest.raises(InfeasiblePlan, match="needs 5 nodes and Flower has 4"):
-        roster_of(PLACES[:4])
+        registry_of(PLACES[:4])
 
 
 @pytest.mark.parametrize(("offered", "wanted", "chosen"), [
@@ -108,42 +108,42 @@ def test_too_few_nodes_are_refused_with_both_numbers() -> None:
 def test_a_transport_is_one_that_all_nodes_allow(
     offered: list[tuple[str, ...]], wanted: str, chosen: str | None,
 ) -> None:
-    roster, _ = roster_of([at(place.board, place.slot, transports=each)
+    registry, _ = registry_of([at(place.board, place.slot, transports=each)
                            for place, each in zip(PLACES, offered, strict=True)])
     if chosen is None:
         with pytest.raises(ConfigError, match="no common ring transport"):
-            roster.transport(wanted)
+            registry.transport(wanted)
     else:
-        assert roster.transport(wanted) == chosen
+        assert registry.transport(wanted) == chosen
 
 
 def test_who_is_away_is_asked_every_round_until_it_is_free() -> None:
-    roster, grid = roster_of(PLACES)
-    roster.leave([2])
-    assert roster.present(grid) == (0, 1, 3, 4)  # type: ignore[arg-type]
+    registry, grid = registry_of(PLACES)
+    registry.mark_away([2])
+    assert registry.present(grid) == (0, 1, 3, 4)  # type: ignore[arg-type]
     grid.statuses[102] = at(1, 0, preempted=True)
     for status, back in ((at(1, 0, preempted=True), []), (at(1, 0), [2])):
         grid.statuses[102] = status
-        (question,) = roster.questions(grid, 3)  # type: ignore[arg-type]
+        (question,) = registry.status_queries(grid, 3)  # type: ignore[arg-type]
         assert question.metadata.dst_node_id == 102
-        assert roster.hear(grid.answer(question)) == back
-    assert roster.present(grid) == tuple(SOCS)  # type: ignore[arg-type]
-    assert roster.questions(grid, 4) == []  # type: ignore[arg-type]
+        assert registry.on_reply(grid.answer(question)) == back
+    assert registry.present(grid) == tuple(SOCS)  # type: ignore[arg-type]
+    assert registry.status_queries(grid, 4) == []  # type: ignore[arg-type]
 
 
 def test_a_node_that_vanished_may_come_back_under_another_id() -> None:
-    roster, grid = roster_of(PLACES)
+    registry, grid = registry_of(PLACES)
     del grid.statuses[102]
-    assert roster.present(grid) == (0, 1, 3, 4)  # type: ignore[arg-type]
+    assert registry.present(grid) == (0, 1, 3, 4)  # type: ignore[arg-type]
     grid.statuses[900] = at(1, 0, 28300)
-    (question,) = roster.questions(grid, 3)  # type: ignore[arg-type]
-    assert roster.hear(grid.answer(question)) == [2]
-    assert roster.node_of[2] == 900
-    assert roster.ring_address_of[2].endswith(":28300")
-    assert roster.questions(grid, 4) == []  # type: ignore[arg-type]
+    (question,) = registry.status_queries(grid, 3)  # type: ignore[arg-type]
+    assert registry.on_reply(grid.answer(question)) == [2]
+    assert registry.node_of[2] == 900
+    assert registry.ring_address_of[2].endswith(":28300")
+    assert registry.status_queries(grid, 4) == []  # type: ignore[arg-type]
 
 
 def test_a_node_that_is_preempted_when_training_begins_is_planned_without() -> None:
-    roster, grid = roster_of([*PLACES[:4], at(1, 1, preempted=True)])
-    assert roster.away == (3,)
-    assert roster.present(grid) == (0, 1, 2, 4)  # type: ignore[arg-type]
+    registry, grid = registry_of([*PLACES[:4], at(1, 1, preempted=True)])
+    assert registry.away == (3,)
+    assert registry.present(grid) == (0, 1, 2, 4)  # type: ignore[arg-type]

@@ -1,0 +1,108 @@
+"""Plans each round for the SoCs that are available, and for their measured speeds."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from socflower.cluster import Cluster, Usage, VirtualClock
+from socflower.errors import InfeasiblePlan, TrainingFailed
+from socflower.hierarchy import GroupPlan, Rebalancing, plan_without
+from socflower.quantities import counted
+from socflower.strategies.node_registry import NodeRegistry
+from socflower.strategies.rebalancing import Balancer
+from socflower.strategies.replies import ReplyEvent
+
+
+class RoundPlanner:
+    """Holds the plan of the current round, and makes the plan of the next one.
+
+    `rates` are the SoCs' nominal capacities. A SoC keeps its participant number, by which data and rings identify it,
+    when groups are re-formed.
+    """
+
+    def __init__(
+        self, cluster: Cluster, plan: GroupPlan, rates: Sequence[float], rebalancing: Rebalancing | None,
+    ) -> None:
+        self._cluster, self._rates = cluster, rates
+        self.full_plan = self.plan = plan
+        self.participant_of = {soc: index for index, soc in enumerate(plan.participants)}
+        self.registry = NodeRegistry(cluster, plan.participants)
+        self.balancer = Balancer(cluster, rates, rebalancing)
+        self.events: list[ReplyEvent] = []  # since the last `drain_events`
+        self._idle_usage = Usage()
+
+    @property
+    def planned_without(self) -> tuple[int, ...]:
+        """SoCs that the current round was planned without, ascending."""
+        return tuple(sorted(set(self.full_plan.participants) - set(self.plan.participants)))
+
+    def plan_round(self, grid: Grid, clock: VirtualClock | None) -> GroupPlan:
+        """Return the next round's plan, for the SoCs that are available, with groups re-balanced by measured speed.
+
+        In virtual time, waits idle while users occupy every SoC. Raises `TrainingFailed` if no SoC is available.
+        """
+        if not self.registry.node_of:
+            self.registry.match_nodes(getattr(grid, "inner", grid), query=not getattr(grid, "in_one_process", False))
+        self._replan(self._wait_for_free_socs(self.registry.present(grid), clock))
+        self.balancer.update_speeds(clock, self.plan.participants)
+        self.plan, events = self.balancer.rebalance_groups(self.plan)
+        self.events += events
+        return self.plan
+
+    def restore(self, *, away: Collection[int], planned_without: Collection[int], balance: Mapping[str, Any]) -> None:
+        """Restore the planning state of an interrupted training; `balance` is its `balancer.state`."""
+        plan = plan_without(self.full_plan, self._cluster, self._rates, planned_without)
+        self.plan = self.balancer.restore(balance, plan)
+        self.registry.mark_away(away)
+
+    def on_reply(self, reply: Message) -> None:
+        """Process the answer to a status query of the registry."""
+        for soc in self.registry.on_reply(reply):
+            self.events.append(ReplyEvent(kind="returned", group_id=0, text=f"SoC {soc} is back, and takes part from "
+                                                                            "the next synchronisation on"))
+
+    def remove(self, socs: Collection[int]) -> None:
+        """Record SoCs that left their groups within the round."""
+        self.registry.mark_away(socs)
+        for soc in sorted(socs):
+            group = next(group for group in self.plan.groups if soc in group.members)
+            self.events.append(ReplyEvent(
+                kind="preempted", group_id=group.group_id,
+                text=f"group {group.group_id}: SoC {soc} has left for its user's own work"))
+
+    def drain_events(self) -> list[ReplyEvent]:
+        """Return and clear the events since the last call."""
+        events, self.events = self.events, []
+        return events
+
+    def drain_idle(self) -> Usage:
+        """Return and clear the usage of idle waiting since the last call."""
+        usage, self._idle_usage = self._idle_usage, Usage()
+        return usage
+
+    def _wait_for_free_socs(self, present: Sequence[int], clock: VirtualClock | None) -> Sequence[int]:
+        """Return the SoCs that no user occupies; in virtual time, wait idle until there is one."""
+        if clock is None or not clock.changes:
+            return present
+        while True:
+            taken = set(clock.taken_socs())
+            free = [soc for soc in present if soc not in taken]
+            if free or not present:
+                return free
+            self._idle_usage += clock.rest(self.full_plan.participants)
+
+    def _replan(self, present: Sequence[int]) -> None:
+        """Plan for the SoCs that are present: fewer SoCs form fewer groups, each with more data and as many steps."""
+        if set(present) == set(self.plan.participants):
+            return
+        away = sorted(set(self.full_plan.participants) - set(present))
+        try:
+            self.plan = plan_without(self.full_plan, self._cluster, self._rates, away)
+        except InfeasiblePlan as error:
+            raise TrainingFailed(f"SoCFlow: {error}") from None
+        self.events.append(ReplyEvent(
+            kind="planned-anew", group_id=0,
+            text=f"planned anew: {counted(len(self.plan.groups), 'group')} of {counted(len(present), 'SoC')}"
+                 + (f", without {', '.join(map(str, away))}" if away else "")))
