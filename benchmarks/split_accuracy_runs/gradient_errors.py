@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from socflower.capture.cut_points import trace_split
+from socflower.capture.cut_points import capture_split
 from socflower.edgecloud.codec.error_feedback import FORMS, SCALES, ErrorFeedback
 from socflower.edgecloud.codec.quantisation import GROUPINGS, decode, encode
 from socflower.edgecloud.halves import Array
@@ -31,11 +31,11 @@ def gradient_errors(
     which pixel of a window the gradient goes to.
     """
     own = copy.deepcopy(model)
-    split = trace_split(own, tuple(images.inputs.shape[1:]))
+    split = capture_split(own, tuple(images.inputs.shape[1:]))
     behind = own.get_submodule(str(int(cut) + 1))
     assert isinstance(behind, nn.MaxPool2d) and behind.kernel_size == 2, behind
     # Both halves as in training: what BatchNorm makes of a batch is part of the gradient.
-    split.enter_training()
+    split.set_training_mode()
     front, back = split.front(split.cut_named(cut)), split.back(split.cut_named(cut))
     batches = []
     for start in range(0, batch_size * num_batches, batch_size):

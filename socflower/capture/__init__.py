@@ -1,1 +1,1 @@
-"""A torch model read once: its layer profile, its operations, the places where it can be cut, its halves."""
+"""A torch model read once: layer profile, operations, cut points, and the two halves at a cut."""

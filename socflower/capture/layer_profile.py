@@ -1,4 +1,4 @@
-"""Layer profiles of torch modules, from one forward pass in which nothing is computed."""
+"""Layer profiles of torch modules, from one forward pass on the meta device, which computes no values."""
 
 import copy
 import math
@@ -19,17 +19,17 @@ from socflower.errors import ConfigError
 
 FLOAT32_BYTES = 4
 
-_IDENTITIES = (nn.Identity, nn.Sequential)  # without children, a Sequential hands on what it gets
+_IDENTITIES = (nn.Identity, nn.Sequential)  # without children, a Sequential returns its input
 
 
 @dataclass(slots=True)
 class _Tally:
-    """What one module has been seen to do, for the whole batch."""
+    """FLOPs and outputs of one module, for the whole batch."""
 
     flops: int = 0
-    output_elements: int = 0  # of what it returned
+    output_elements: int = 0  # of its returned tensors
     made_elements: Counter[str] = field(default_factory=Counter)
-    """Of tensors that it made outside the modules within it, by the leaf that ended last before; "" for none."""
+    """Of tensors made outside its submodules, by the leaf module that returned last before; "" for none."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _OpenCall:
 
 
 @dataclass(slots=True)
-class _Trace:
+class _ForwardRecord:
     """Tallies by module name in the order in which the modules first ran."""
 
     counter: FlopCounterMode
@@ -50,16 +50,16 @@ class _Trace:
     stack: list[_OpenCall] = field(default_factory=list)
     last_leaf: str = ""
 
-    def enter(self, name: str) -> None:
+    def begin_call(self, name: str) -> None:
         self.tallies.setdefault(name, _Tally())
         self.stack.append(_OpenCall(name, self.counter.get_total_flops()))
 
-    def make(self, num_elements: int) -> None:
+    def count_tensor(self, num_elements: int) -> None:
         """Count a new tensor for the innermost call; none is open while inputs are prepared."""
         if self.stack:
             self.tallies[self.stack[-1].name].made_elements[self.last_leaf] += num_elements
 
-    def leave(self, name: str, output: Any, *, is_leaf: bool) -> None:
+    def end_call(self, name: str, output: Any, *, is_leaf: bool) -> None:
         call = self.stack.pop()
         flops = self.counter.get_total_flops() - call.flops_before
         if self.stack:
@@ -72,11 +72,11 @@ class _Trace:
 
 
 class _MadeTensors(TorchDispatchMode):
-    """Tells a trace of every tensor of numbers that an operation makes; views and what is written in place are none."""
+    """Counts every floating-point tensor that an operation makes; views and in-place results are not counted."""
 
-    def __init__(self, trace: _Trace) -> None:
+    def __init__(self, record: _ForwardRecord) -> None:
         TorchDispatchMode.__init__(self)
-        self._trace = trace
+        self._record = record
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
@@ -85,24 +85,24 @@ class _MadeTensors(TorchDispatchMode):
         given = [tensor.untyped_storage() for tensor in _tensors_in((args, kwargs))]
         for tensor in _tensors_in(result):
             if tensor.is_floating_point() and not any(tensor.untyped_storage() is storage for storage in given):
-                self._trace.make(tensor.numel())
+                self._record.count_tensor(tensor.numel())
         return result
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors that a module returned, alone or in whatever it packed them into, each once."""
+    """Return the tensors that a module returned, alone or inside a container, each once."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
 
-    def look(one: Any) -> None:
+    def collect(one: Any) -> None:
         if isinstance(one, torch.Tensor):
             found[id(one)] = one
         elif id(one) not in seen:
             seen.add(id(one))
             for part in _parts(one):
-                look(part)
+                collect(part)
 
-    look(value)
+    collect(value)
     return list(found.values())
 
 
@@ -119,35 +119,35 @@ def _parts(value: Any) -> Iterator[Any]:
 def profile_module(module: nn.Module, example_input: torch.Tensor | tuple[int, ...], name: str) -> ModelProfile:
     """Return the layers of `module` in the order in which they first run, with their costs per sample.
 
-    `example_input` is a batch, whose values do not matter, or the shape of one float32 sample without the batch
+`example_input` is a batch, whose values do not matter, or the shape of one float32 sample without the batch
     dimension. A copy without values runs in evaluation mode: the module, its mode, its buffers and the random
-    state stay as they are, and nothing is multiplied.
+    state are unchanged, and no values are computed.
 
     A layer is a module without children. FLOPs are those of matrix products and convolutions, without biases, as
     `FlopCounterMode` counts them; element-wise layers have none. A module that runs twice counts twice in FLOPs
     and output bytes but once in weights; tied weights also count once, where they first run. Only weights that
     are trained count, at their own precision. A module with children becomes a layer where it owns weights or
     multiplies outside its children. Weights of modules that never run follow at the end, so that the sum over
-    layers is the size of a gradient exchange. Identities are no layers.
+    layers is the size of a gradient exchange. Identities do not count as layers.
 
-    Output bytes of torch's own layers are those of the tensors that they return, in whatever container. Of other
-    modules, and of those with children such as `nn.MultiheadAttention`, they are those of all tensors of numbers that
-    the module's own operations make: scores of an attention, sums of residuals, results of functions. Where a module
-    is no layer itself, they are counted with the layer that ran before them.
+    Output bytes of torch's own layers are those of the tensors that they return, in any container. For other modules,
+    and those with children such as `nn.MultiheadAttention`, they are those of all floating-point tensors that the
+    module's own operations make: attention scores, residual sums, results of functions. Where such a module is not a
+    layer itself, they count with the layer that ran before them.
 
     Raises ConfigError where the forward pass fails for that input, with the reason.
     """
     skeleton, inputs = _without_values(module, example_input, name)
-    trace = _Trace(FlopCounterMode(display=False))
-    _observe(skeleton, trace)
+    record = _ForwardRecord(FlopCounterMode(display=False))
+    _observe(skeleton, record)
     try:
-        # Tensors that a forward function makes for itself join the meta device, and draw no random numbers.
-        with forked_generator(), torch.device("meta"), torch.no_grad(), trace.counter, _MadeTensors(trace):
+        # Tensors made inside a forward function are on the meta device too, and draw no random numbers.
+        with forked_generator(), torch.device("meta"), torch.no_grad(), record.counter, _MadeTensors(record):
             skeleton(inputs)
     except Exception as error:  # a user's forward function may raise anything
         shape = tuple(inputs.shape)
         raise ConfigError(f"model {name}: forward pass for inputs {shape} failed: {_reason(error)}") from error
-    layers = _layers(skeleton, trace.tallies, num_samples=inputs.shape[0])
+    layers = _layers(skeleton, record.tallies, num_samples=inputs.shape[0])
     sample_elements = math.prod(inputs.shape[1:])
     return ModelProfile(name=name, layers=layers, input_bytes=float(sample_elements * FLOAT32_BYTES))
 
@@ -155,7 +155,7 @@ def profile_module(module: nn.Module, example_input: torch.Tensor | tuple[int, .
 def _without_values(
     module: nn.Module, example_input: torch.Tensor | tuple[int, ...], name: str
 ) -> tuple[nn.Module, torch.Tensor]:
-    """Return a copy of the module and its input on the meta device, which knows shapes but holds no numbers."""
+    """Return a copy of the module and its input on the meta device, which keeps shapes but no values."""
     if isinstance(example_input, torch.Tensor):
         if example_input.ndim == 0 or example_input.shape[0] == 0:
             shape = tuple(example_input.shape)
@@ -165,7 +165,7 @@ def _without_values(
         inputs = torch.empty_like(example_input, device="meta", requires_grad=False)
     else:
         inputs = torch.empty((1, *example_input), device="meta")
-    # Entered in the memo as already copied, the values are never copied: a model may fill half the memory.
+    # Tensors entered in the memo are not copied: a model may fill half the memory.
     memo: dict[int, Any] = {}
     for weight in module.parameters():
         memo[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
@@ -173,19 +173,19 @@ def _without_values(
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     try:
         skeleton = copy.deepcopy(module, memo)
-    except Exception as error:  # attributes such as locks, files and process groups refuse in their own ways
+    except Exception as error:  # locks, files, process groups and others raise various types
         raise ConfigError(f"model {name}: cannot be copied: {_reason(error)}") from error
     return skeleton.eval(), inputs
 
 
-def _observe(skeleton: nn.Module, trace: _Trace) -> None:
-    """Report every call of every module to the trace, for as long as the skeleton lives."""
+def _observe(skeleton: nn.Module, record: _ForwardRecord) -> None:
+    """Report every call of every module to the record, during the lifetime of the skeleton."""
 
     def observe(name: str, module: nn.Module) -> None:
-        # First before, and last after, the module's own hooks: their work belongs to the module.
-        module.register_forward_pre_hook(lambda *_: trace.enter(name), prepend=True)
+        # Outermost hooks, so that the work of the module's own hooks is counted with the module.
+        module.register_forward_pre_hook(lambda *_: record.begin_call(name), prepend=True)
         is_leaf = next(module.children(), None) is None
-        module.register_forward_hook(lambda _module, _inputs, output: trace.leave(name, output, is_leaf=is_leaf))
+        module.register_forward_hook(lambda _module, _inputs, output: record.end_call(name, output, is_leaf=is_leaf))
 
     for name, module in skeleton.named_modules():
         observe(name, module)
@@ -198,7 +198,7 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], num_samples: int) -
     names: list[str] = []
     layers: list[LayerProfile] = []
     output_elements: Counter[str] = Counter()
-    unclaimed: Counter[str] = Counter()  # made by modules that are no layers, by the leaf before
+    unclaimed: Counter[str] = Counter()  # made by modules that are not layers, by the leaf before
     for name in [*tallies, *never_run]:
         module = modules[name]
         tally = tallies.get(name, _Tally())
@@ -225,7 +225,7 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], num_samples: int) -
         )
         names.append(name)
     for leaf, num_elements in unclaimed.items():
-        # An identity is no layer, and before the first layer there is none.
+        # Neither identities nor operations before the first layer have a layer to be counted with.
         output_elements[leaf if leaf in output_elements else names[0]] += num_elements
     return tuple(replace(layer, output_bytes=output_elements[name] / num_samples * FLOAT32_BYTES)
                  for name, layer in zip(names, layers, strict=True))

@@ -1,7 +1,7 @@
-"""What torch.fx says of a model: its operations in order, what each yields, and between which of them it may be cut.
+"""The operations of a model as torch.fx captures them: their order, their results, and where the model may be cut.
 
-torch.fx changes `nn.Module` for the whole process while it follows a model. A forward pass of another thread would then
-run into the tracer, so passes share a gate (`GATE`), and whoever captures has it alone.
+torch.fx changes `nn.Module` for the whole process while it captures a model. A forward pass of another thread would
+then be captured too, so forward passes hold `CAPTURE_LOCK` shared, and a capture holds it exclusively.
 """
 
 import copy
@@ -24,57 +24,57 @@ from socflower.capture.random_state import forked_generator
 from socflower.errors import ConfigError
 
 
-class TracingGate:
-    """Many may be within who compute, or one who traces; who waits to trace goes before those who come later."""
+class CaptureLock:
+    """A readers-writer lock: forward passes share it, a capture holds it alone and has precedence over later passes."""
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._num_computing = 0
-        self._num_wanting = 0
-        self._tracing = False
+        self._num_readers = 0
+        self._num_waiting = 0
+        self._is_capturing = False
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Be within with others who compute. Not to be entered twice by one thread."""
+    def shared(self) -> Iterator[None]:
+        """Hold the lock together with other forward passes. Not reentrant."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._tracing and not self._num_wanting)
-            self._num_computing += 1
+            self._changed.wait_for(lambda: not self._is_capturing and not self._num_waiting)
+            self._num_readers += 1
         try:
             yield
         finally:
             with self._changed:
-                self._num_computing -= 1
+                self._num_readers -= 1
                 self._changed.notify_all()
 
     @contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Be within alone. Not to be entered twice by one thread."""
+    def exclusive(self) -> Iterator[None]:
+        """Hold the lock alone, for a capture. Not reentrant."""
         with self._changed:
-            self._num_wanting += 1
+            self._num_waiting += 1
             try:
-                self._changed.wait_for(lambda: not self._tracing and not self._num_computing)
-                self._tracing = True
+                self._changed.wait_for(lambda: not self._is_capturing and not self._num_readers)
+                self._is_capturing = True
             finally:
-                self._num_wanting -= 1
+                self._num_waiting -= 1
                 self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
-                self._tracing = False
+                self._is_capturing = False
                 self._changed.notify_all()
 
 
-GATE = TracingGate()
-"""The process's, as what is changed is the process's."""
+CAPTURE_LOCK = CaptureLock()
+"""One lock per process, since torch.fx changes `nn.Module` for the whole process."""
 
 
-NUM_SAMPLES = 3  # of the pass that observes shapes: a leading dimension of 3 is hardly one by chance
+NUM_SAMPLES = 3  # batch size of the pass that observes shapes: a leading dimension of 3 is rarely a coincidence
 
 _MODULES: tuple[type[nn.Module], ...] = (
-    # Attention is filed under activations too, but yields two values.
+    # torch lists attention under activations, but it returns two values.
     *(getattr(activation, name) for name in activation.__all__ if name != "MultiheadAttention"),
-    # Unpooling takes a second value, the places of the maxima.
+    # Unpooling takes a second input, the indices of the maxima.
     *(getattr(pooling, name) for name in pooling.__all__ if not name.startswith("MaxUnpool")),
     *(getattr(normalization, name) for name in normalization.__all__),
     nn.modules.batchnorm._NormBase,
@@ -95,26 +95,26 @@ _TORCH = Path(torch.__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
-    """What one operation of the graph did in a pass."""
+class Observation:
+    """The observed behaviour of one operation of the graph in a forward pass."""
 
-    shape: tuple[int, ...] | None  # None: its result is no tensor
+    shape: tuple[int, ...] | None  # None: the result is not a tensor
     dtype: torch.dtype | None
     layout: tuple[int, ...]  # dimensions from the outermost in memory to the innermost
-    draws: bool  # it moved the random state
-    is_constant: bool  # it depends on no input: a weight by name, a constant tensor
+    draws: bool  # it changed the random state
+    is_constant: bool  # it depends on no input: a weight read by name, a constant tensor
 
 
-class Reading:
-    """A model's graph with what was seen in it; nodes keep their order, in which all effects happen."""
+class CapturedGraph:
+    """A model's graph with its observations; nodes keep their order of execution, and so the order of side effects."""
 
     def __init__(self, model: nn.Module, name: str, example: torch.Tensor | tuple[int, ...]) -> None:
         self.model = model
         self.name = name
-        self.graph = _trace(model, name, training=True)
+        self.graph = _capture_graph(model, name, training=True)
         self.nodes = tuple(self.graph.nodes)
         self.position = {node: number for number, node in enumerate(self.nodes)}
-        self.seen = _observe(model, self.graph, first_samples(model, example, name), name)
+        self.observations = _observe(model, self.graph, first_samples(model, example, name), name)
         self._owned = {node: frozenset(map(id, _own_tensors(model, node))) for node in self.nodes}
 
     def places(self) -> list[fx.Node]:
@@ -123,12 +123,12 @@ class Reading:
                 if (_is_place(self.model, node) or self._ends_block(node)) and self._can_cut(node)]
 
     def front(self, place: fx.Node) -> list[fx.Node]:
-        """Return the operations up to and including a place, and the constants that they need, in order."""
+        """Return the operations up to and including a node, and the constants that they need, in order."""
         position = self.position[place]
         return self._with_constants(n for n in self.nodes if self.position[n] <= position)
 
     def back(self, place: fx.Node) -> list[fx.Node]:
-        """Return the operations behind a place, and the constants that they need, in order."""
+        """Return the operations after a node, and the constants that they need, in order."""
         position = self.position[place]
         return self._with_constants(n for n in self.nodes if self.position[n] > position)
 
@@ -137,14 +137,14 @@ class Reading:
         return set().union(*(self._owned[node] for node in nodes))
 
     def layer(self, node: fx.Node) -> str:
-        """Return the path of the module that does this operation."""
+        """Return the path of the module that performs this operation."""
         if node.op == "call_module":
             return str(node.target)
         stack = list(node.meta.get("nn_module_stack", {}).values())
         return str(stack[-1][0]) if stack else ""
 
     def cut_name(self, node: fx.Node) -> str:
-        """Return the path of a module; with the number of the call if it is not its first; a function's as fx says."""
+        """Return the module's path (with `@n` for its n-th call, n > 1), or fx's name of a function call."""
         if node.op != "call_module":
             return node.name
         calls = [other for other in self.nodes if other.op == "call_module" and other.target == node.target]
@@ -153,41 +153,42 @@ class Reading:
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether any operation may overwrite what it is given, such as `nn.ReLU(inplace=True)`."""
+        """Whether any operation may overwrite its input, such as `nn.ReLU(inplace=True)`."""
         return any(_writes_in_place(self.model, node) for node in self.nodes)
 
     def evaluating(self) -> dict[fx.Node, fx.Node]:
-        """Return what each operation is in evaluation mode, where functions such as dropout are told not to draw."""
-        other = tuple(_trace(self.model, self.name, training=False).nodes)
+        """Return each operation's counterpart in evaluation mode, where functions such as dropout draw nothing."""
+        other = tuple(_capture_graph(self.model, self.name, training=False).nodes)
         if [(n.op, n.target) for n in other] != [(n.op, n.target) for n in self.nodes]:
-            raise ConfigError(f"model {self.name}: does other things in training than in evaluation, so no part of it "
-                              "can be frozen; use modules such as nn.Dropout in place of `if self.training`")
+            raise ConfigError(f"model {self.name}: runs other operations in training than in evaluation, so no part of "
+                              "it can be frozen; use modules such as nn.Dropout in place of `if self.training`")
         return dict(zip(self.nodes, other, strict=True))
 
     def _with_constants(self, chosen: Iterable[fx.Node]) -> list[fx.Node]:
-        nodes = {node for node in chosen if not self.seen[node].is_constant}
-        # Backwards, so that what a constant is made of is found behind it.
+        nodes = {node for node in chosen if not self.observations[node].is_constant}
+        # In reverse order, so that the inputs of a constant are visited after the constant.
         for node in reversed(self.nodes):
-            if self.seen[node].is_constant and any(user in nodes for user in node.users):
+            if self.observations[node].is_constant and any(user in nodes for user in node.users):
                 nodes.add(node)
         return [node for node in self.nodes if node in nodes]
 
     def _ends_block(self, node: fx.Node) -> bool:
-        """Return whether a residual block ends with this sum; one that an activation or a norm follows ends there."""
+        """Return whether a residual block ends with this sum; a block's activation or norm is its end instead."""
         parts = [other for other in node.all_input_nodes
-                 if self.seen[other].shape is not None and not self.seen[other].is_constant]
-        followed = any(_is_place(self.model, user) and self.seen[user].shape == self.seen[node].shape
+                 if self.observations[other].shape is not None and not self.observations[other].is_constant]
+        followed = any(_is_place(self.model, user) and self.observations[user].shape == self.observations[node].shape
                        for user in node.users) and len(node.users) == 1
         return _function_name(node) in _SUMS and len(parts) > 1 and not followed
 
     def _can_cut(self, place: fx.Node) -> bool:
-        seen = self.seen[place]
-        if seen.is_constant or seen.dtype is not torch.float32 or not seen.shape or seen.shape[0] != NUM_SAMPLES:
+        observed = self.observations[place]
+        if (observed.is_constant or observed.dtype is not torch.float32 or not observed.shape
+                or observed.shape[0] != NUM_SAMPLES):
             return False
         front, back = self.front(place), self.back(place)
         before, behind = set(front), set(back)
         crossing = {node for node in before - behind if any(user in behind for user in node.users)}
-        if crossing != {place} or any(self.seen[node].draws for node in before & behind):
+        if crossing != {place} or any(self.observations[node].draws for node in before & behind):
             return False
         front_ids, back_ids = self.tensor_ids(front), self.tensor_ids(back)
         weights = {id(weight) for weight in self.model.parameters()}
@@ -202,7 +203,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def first_samples(
     model: nn.Module, example: torch.Tensor | tuple[int, ...], name: str, num_samples: int = NUM_SAMPLES,
 ) -> torch.Tensor:
-    """Return a batch of so many where the model is; `example` is a batch or the shape of one float32 sample."""
+    """Return a batch on the model's device; `example` is a batch or the shape of one float32 sample."""
     device = next((tensor.device for tensor in tensors_of(model).values()), torch.device("cpu"))
     if not isinstance(example, torch.Tensor):
         return torch.zeros(num_samples, *example, device=device)
@@ -213,8 +214,8 @@ def first_samples(
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run the model in training mode within; modes, buffers and random state are afterwards what they were."""
+def training_mode_pass(model: nn.Module) -> Iterator[None]:
+    """Context in which the model is in training mode; modes, buffers and random state are restored at exit."""
     modes = {module: module.training for module in model.modules()}
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     cuda = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
@@ -240,7 +241,7 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _trace(model: nn.Module, name: str, *, training: bool) -> fx.Graph:
+def _capture_graph(model: nn.Module, name: str, *, training: bool) -> fx.Graph:
     modes = {module: module.training for module in model.modules()}
     model.train(training)
     try:
@@ -258,33 +259,33 @@ def _trace(model: nn.Module, name: str, *, training: bool) -> fx.Graph:
 
 
 def _where(error: BaseException) -> str:
-    """Return the innermost line that is not torch's own."""
+    """Return the innermost traceback line outside torch."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
               if not Path(frame.filename).is_relative_to(_TORCH) and frame.filename != __file__]
     return f"{frames[-1].name} at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "it"
 
 
 class _Observer(fx.Interpreter):
-    """Runs a graph and notes what each operation yields."""
+    """Runs a graph and records an `Observation` of each operation."""
 
     def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
         super().__init__(module)
         self.extra_traceback = False
-        self.seen: dict[str, Seen] = {}
+        self.observations: dict[str, Observation] = {}
         self._device = device
 
     def run_node(self, n: fx.Node) -> Any:
         before = self._random_state()
         result = super().run_node(n)
         tensor = result if isinstance(result, torch.Tensor) else None
-        self.seen[n.name] = Seen(
+        self.observations[n.name] = Observation(
             shape=None if tensor is None else tuple(tensor.shape),
             dtype=None if tensor is None else tensor.dtype,
             layout=() if tensor is None else layout_of(tensor),
             draws=not all(map(torch.equal, before, self._random_state())),
             is_constant=n.op not in ("placeholder", "output")
-            and all(self.seen[other.name].is_constant for other in n.all_input_nodes)
-            # A module is called for its effects and weights, whatever it is given.
+            and all(self.observations[other.name].is_constant for other in n.all_input_nodes)
+            # A module call is never constant: it has effects and weights of its own.
             and n.op != "call_module",
         )
         return result
@@ -294,15 +295,15 @@ class _Observer(fx.Interpreter):
         return [*states, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else states
 
 
-def _observe(model: nn.Module, graph: fx.Graph, samples: torch.Tensor, name: str) -> dict[fx.Node, Seen]:
+def _observe(model: nn.Module, graph: fx.Graph, samples: torch.Tensor, name: str) -> dict[fx.Node, Observation]:
     observer = _Observer(fx.GraphModule(model, graph), samples.device)
     try:
-        with undisturbed(model):
+        with training_mode_pass(model):
             observer.run(samples)
-    except Exception as error:  # whatever a layer says to a shape
+    except Exception as error:  # layers raise various types for a wrong shape
         shape = tuple(samples.shape[1:])
         raise ConfigError(f"model {name}: does not take samples of shape {shape}: {reason(error)}") from error
-    return {node: observer.seen[node.name] for node in graph.nodes}
+    return {node: observer.observations[node.name] for node in graph.nodes}
 
 
 def _is_place(model: nn.Module, node: fx.Node) -> bool:
@@ -312,7 +313,7 @@ def _is_place(model: nn.Module, node: fx.Node) -> bool:
 
 
 def _function_name(node: fx.Node) -> str:
-    """Return the name of the function or tensor method that is called, without underscores; a stranger has none."""
+    """Return the name of the function or tensor method that is called, without underscores; "" for others."""
     if node.op == "call_method":
         return str(node.target).strip("_")
     if node.op != "call_function":
@@ -345,5 +346,5 @@ def _own_tensors(model: nn.Module, node: fx.Node) -> list[torch.Tensor]:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a model with weights of its own."""
+    """Return a deep copy of a model, with its own weights."""
     return copy.deepcopy(model)

@@ -1,7 +1,7 @@
-"""Torch's global random generator, which all threads of a process share: who needs it for a while is alone with it.
+"""Torch's global random generator, shared by all threads of a process; a lock gives one thread exclusive use.
 
-Layers draw their first weights and their masks from it, whatever a caller would like. Without a lock a thread that
-seeds it, or puts it back to where it was, changes what another thread draws meanwhile.
+Layers always draw their initial weights and their masks from it. Without a lock, a thread that seeds or restores it
+changes the numbers that another thread draws at the same time.
 """
 
 import threading
@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 import torch
 
-_ALONE = threading.RLock()
+_LOCK = threading.RLock()
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -20,31 +20,31 @@ _T = TypeVar("_T")
 
 @contextmanager
 def forked_generator(seed: int | None = None, *, cuda: Sequence[int | torch.device] = ()) -> Iterator[None]:
-    """Be alone with the global generator; afterwards it stands where it stood. With a seed it begins there within.
+    """Use the global generator exclusively, seeded with `seed` if given; its state is restored at exit.
 
-    `cuda` are devices whose generators are put back, too. Code within must not wait for a thread that forks as well.
+    The generators of the devices in `cuda` are restored too. Code inside must not wait for another thread that forks.
     """
-    with _ALONE, torch.random.fork_rng(devices=list(cuda)):
+    with _LOCK, torch.random.fork_rng(devices=list(cuda)):
         if seed is not None:
             torch.manual_seed(seed)
         yield
 
 
-def built_alone(build: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Return what a user's function builds, which may seed the global generator and draw weights from it.
+def build_exclusively(build: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Return the result of a user's function, which may seed the global generator and draw weights from it.
 
-    No other thread forks the generator meanwhile; what the function leaves of it, stays.
+    No other thread forks the generator meanwhile; the state in which the function leaves it is kept.
     """
-    with _ALONE:
+    with _LOCK:
         return build(*args, **kwargs)
 
 
 @contextmanager
 def own_random_state(*key: int) -> Iterator[None]:
-    """Draw torch's random numbers (dropout's, say) from a seed of the whole numbers in `key`, and leave no trace.
+    """Draw torch's random numbers (dropout masks) from a seed made of the integers in `key`; restore the state at exit.
 
-    With a key of seed, group and first step an interval of training repeats alone, in any process. The generator is the
-    process's, and members of a ring wait for each other: in threads of one process their masks depend on who was first.
+    With a key of seed, group and first step, an interval of training is reproducible in any process. The generator is
+    shared by the process, and ring members wait for each other: as threads of one process they draw in varying order.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]))

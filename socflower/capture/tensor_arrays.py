@@ -1,4 +1,4 @@
-"""Tensors as the arrays that travel, and back, in the memory layout that the layers expect."""
+"""Conversion between tensors and the NumPy arrays that are sent, in the memory layout that the layers expect."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,19 +11,19 @@ from socflower.errors import ConfigError
 
 
 def to_array(tensor: torch.Tensor, *, copy: bool = True) -> NDArray[Any]:
-    """Return a tensor's values in C order; without `copy` perhaps the tensor's own memory."""
+    """Return a tensor's values in C order; without `copy` the array may share the tensor's memory."""
     if tensor.dtype is torch.bfloat16:
         raise ConfigError("model: bfloat16 tensors have no NumPy form; convert the model with .float()")
     array: NDArray[Any] = tensor.detach().cpu().numpy()
-    # ascontiguousarray would make vectors of scalars.
+    # ascontiguousarray would turn scalars into vectors.
     return np.array(array, order="C", copy=True) if copy or not array.flags.c_contiguous else array
 
 
 def to_tensor(array: NDArray[Any], device: torch.device, layout: Sequence[int] = ()) -> torch.Tensor:
-    """Return an array as a tensor, with its own memory where the array's may not be written or lies otherwise.
+    """Return an array as a tensor, with its own memory where the array is read-only or in another layout.
 
-    Layers choose other algorithms for other layouts, so that only tensors which lie in memory as in the undivided model
-    give its very bits.
+    Layers choose their algorithm by memory layout, so that only tensors with the layout of the undivided model give
+    bit-identical results.
     """
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
         array = np.array(array)
@@ -35,10 +35,10 @@ def to_tensor(array: NDArray[Any], device: torch.device, layout: Sequence[int] =
 
 
 def to_tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
-    """Return arrays as tensors of their own."""
+    """Return copies of arrays as tensors."""
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
 
-def form_of(tensor: torch.Tensor) -> torch.Tensor:
+def spec_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return shape, strides and type of a tensor, without its values."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

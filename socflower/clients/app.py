@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from torch import nn
 
-from socflower.capture.random_state import built_alone, own_random_state
+from socflower.capture.random_state import build_exclusively, own_random_state
 from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import MemberTraining, answer_query, member_reply, server_round_of
 from socflower.clients.saved_training import StateFiles, TrainerState
@@ -102,7 +102,7 @@ def make_client_app(
         return cast(Trainer, trainer) if hasattr(trainer, "start") else trainer(context)
 
     def model_of(context: Context) -> nn.Module:
-        return built_alone(model_fn, context)
+        return build_exclusively(model_fn, context)
 
     @app.query(QUERY_ACTION)
     def query(message: Message, context: Context) -> Message:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from socflower.capture.cut_points import SplitModel, trace_split, whole_back, whole_front
-from socflower.capture.random_state import built_alone
+from socflower.capture.cut_points import SplitModel, capture_split, whole_back, whole_front
+from socflower.capture.random_state import build_exclusively
 from socflower.cluster.cost_model import ModelProfile
 from socflower.edgecloud.plan.device_costs import CutShape
 from socflower.edgecloud.runtime.back import TorchBack
@@ -136,11 +136,11 @@ class LayeredProgram(SplitProgram):
     @cached_property
     def split(self) -> SplitModel:
         """The model and its cuts; halves are made of copies."""
-        return trace_split(built_alone(self.model_fn), self.example, frozen=self.frozen)
+        return capture_split(build_exclusively(self.model_fn), self.example, frozen=self.frozen)
 
     def model(self) -> nn.Module:
         """Return the whole model."""
-        return built_alone(self.model_fn)
+        return build_exclusively(self.model_fn)
 
     def cut_names(self, party: int = 0) -> tuple[str, ...]:
         """Return the names of all cuts."""
@@ -206,7 +206,7 @@ class JoinedProgram(SplitProgram):
 
     def model(self) -> nn.Module:
         """Return the whole model."""
-        return built_alone(self.model_fn)
+        return build_exclusively(self.model_fn)
 
     def cut_names(self, party: int = 0) -> tuple[str, ...]:
         """Return the bottom's name: its end is where the model is cut."""
@@ -214,19 +214,19 @@ class JoinedProgram(SplitProgram):
 
     def front(self, party: int, cut: int | None, batches: BatchSource) -> PlacedHalf[TorchFront]:
         """Return a party's bottom model."""
-        split = whole_front(built_alone(self.model_fn).get_submodule(self.bottoms[party]), self.examples[party])
+        split = whole_front(build_exclusively(self.model_fn).get_submodule(self.bottoms[party]), self.examples[party])
         return PlacedHalf(TorchFront(split, _only(cut), batches, self.optimizer, schedule=self.schedule,
                                      seed=self.seed + party), f"{self.bottoms[party]}.")
 
     def back(self, cut: int | None, batches: PartyBatches | None = None) -> PlacedHalf[TorchBack]:
         """Return the top model."""
-        split = whole_back(built_alone(self.model_fn).get_submodule(self.top))
+        split = whole_back(build_exclusively(self.model_fn).get_submodule(self.top))
         return PlacedHalf(TorchBack(split, _only(cut), self.optimizer, self.loss, schedule=self.schedule,
                                     seed=self.seed), self.cloud_prefix)
 
     def fingerprint(self) -> str:
         """Return a digest of all names and shapes."""
-        state = built_alone(self.model_fn).state_dict()
+        state = build_exclusively(self.model_fn).state_dict()
         layout = ";".join(f"{name}:{tensor.dtype}{tuple(tensor.shape)}" for name, tensor in state.items())
         return hashlib.sha256(f"{'|'.join(self.bottoms)}|{self.top}|{layout}".encode()).hexdigest()
 
@@ -236,7 +236,8 @@ class JoinedProgram(SplitProgram):
 
     def front_names(self, party: int, cut: int | None) -> Collection[str]:
         """Return what a party's bottom has."""
-        return [name for name in built_alone(self.model_fn).state_dict() if name.startswith(f"{self.bottoms[party]}.")]
+        state = build_exclusively(self.model_fn).state_dict()
+        return [name for name in state if name.startswith(f"{self.bottoms[party]}.")]
 
 
 def _later(schedule: Schedule, seed: int, batch: int) -> dict[str, Any]:

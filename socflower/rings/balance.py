@@ -80,7 +80,7 @@ class RingBalance:
         self._timer = timer
         guard = current_guard()
         if guard is not None:
-            guard.take_over()  # a throttled member gets fewer samples instead of delaying the others
+            guard.take_over_pacing()  # a throttled member gets fewer samples instead of delaying the others
 
     def capacities(self, present: Sequence[int]) -> list[float]:
         """Return the capacities of the present members, to which their shares are proportional."""

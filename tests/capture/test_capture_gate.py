@@ -1,4 +1,4 @@
-"""A model is traced while another one trains in another thread: neither disturbs the other."""
+"""A model is captured while another one trains in another thread; neither affects the other."""
 
 import threading
 import time
@@ -6,13 +6,13 @@ import time
 import pytest
 import torch
 
-from socflower.capture.cut_points import trace_split, whole_front
-from socflower.capture.operations import TracingGate
+from socflower.capture.cut_points import capture_split, whole_front
+from socflower.capture.operations import CaptureLock
 from tests.edgecloud.runtime.split_training import adam, chain, chain_split, halves, one_batch
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_training_goes_on_as_if_nothing_had_been_while_other_models_are_built_and_traced(dropout: float) -> None:
+def test_training_goes_on_as_if_nothing_had_been_while_other_models_are_built_and_captured(dropout: float) -> None:
     def train() -> list[float]:
         front, back = halves(chain_split(dropout=dropout), 2, adam)
         return [one_batch(front, back, batch) for batch in range(25)]
@@ -20,35 +20,35 @@ def test_training_goes_on_as_if_nothing_had_been_while_other_models_are_built_an
     expected = train()
     ended, errors = threading.Event(), list[Exception]()
 
-    def trace() -> None:
+    def capture() -> None:
         while not ended.wait(0.01):
             try:
-                trace_split(chain(1), (6,)).copy()
-                # It puts the global generator back to where it was, which the other thread's dropout draws from.
+                capture_split(chain(1), (6,)).copy()
+                # It restores the global generator, from which the other thread's dropout draws.
                 whole_front(chain(2), (6,))
             except Exception as error:
                 errors.append(error)
 
-    tracers = [threading.Thread(target=trace, daemon=True) for _ in range(2)]
-    for tracer in tracers:
-        tracer.start()
+    capturers = [threading.Thread(target=capture, daemon=True) for _ in range(2)]
+    for capturer in capturers:
+        capturer.start()
     try:
         found = train()
     finally:
         ended.set()
-        for tracer in tracers:
-            tracer.join(30)
+        for capturer in capturers:
+            capturer.join(30)
     assert errors == [] and found == expected
     assert torch.nn.Module.__call__.__name__ == "_wrapped_call_impl"
 
 
-def test_who_traces_is_alone_and_who_computes_is_not() -> None:
-    gate, inside, most, together = TracingGate(), [0, 0], [0, 0], []
+def test_a_capture_is_alone_and_forward_passes_are_not() -> None:
+    capture_lock, inside, most, together = CaptureLock(), [0, 0], [0, 0], []
     lock = threading.Lock()
 
     def visit(kind: int) -> None:
         for _ in range(30):
-            with gate.tracing() if kind else gate.computing():
+            with capture_lock.exclusive() if kind else capture_lock.shared():
                 with lock:
                     inside[kind] += 1
                     most[kind] = max(most[kind], inside[kind])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from socflower.capture.cut_points import SplitModel, trace_split, whole_back, whole_front
+from socflower.capture.cut_points import SplitModel, capture_split, whole_back, whole_front
 from socflower.capture.layer_profile import profile_module
 from socflower.capture.random_state import forked_generator
 from socflower.edgecloud.program import cut_shapes
@@ -33,7 +33,7 @@ def one_thread() -> Iterator[None]:
 def split_of(name: str) -> tuple[nn.Module, SplitModel]:
     channels, size, _ = IMAGES[name]
     model = build_model(name, in_channels=channels, image_size=size, num_classes=10, seed=3)
-    return model, trace_split(model, IMAGES[name], name=name)
+    return model, capture_split(model, IMAGES[name], name=name)
 
 
 class Block(nn.Module):
@@ -95,9 +95,9 @@ def test_a_chain_is_cut_after_each_activation_norm_or_pooling_with_weights_on_bo
     model = nn.Sequential(*(layers[kind]() for kind in kinds))
     if not expected:
         with pytest.raises(ConfigError, match="has no place to cut it"):
-            trace_split(model, (4,))
+            capture_split(model, (4,))
         return
-    split = trace_split(model, (4,))
+    split = capture_split(model, (4,))
     assert len(split.cuts) == len(expected)
     for point, place in zip(split.cuts, expected, strict=True):
         assert point.name == str(place) if kinds[place] != "block" else point.name.startswith("relu")
@@ -121,7 +121,7 @@ def test_vgg_19_sends_after_each_layer_what_the_paper_measured() -> None:
     published = [8.0, 2.0, 4.0, 1.0, *[2.0] * 3, 0.5, *[1.0] * 3, *[0.25] * 4, 0.06, 0.5, 0.5]
     with torch.device("meta"):
         model = vgg19()
-    split = trace_split(model.to_empty(device="cpu"), (3, 32, 32))
+    split = capture_split(model.to_empty(device="cpu"), (3, 32, 32))
     weighty = [number for number, layer in enumerate(model) if isinstance(layer, (nn.Conv2d, nn.Linear))]
     # Of each layer the last cut before the next layer begins.
     sizes = [[point for point in split.cuts if before <= int(point.name) < after][-1].feature_elements * 32 * 4 / 2**20
@@ -168,7 +168,7 @@ class GlobalMean(nn.Module):
 def test_functions_and_blocks_that_end_with_their_sum_are_cuts_too(
     model: nn.Module, expected: Mapping[str, tuple[int, ...]],
 ) -> None:
-    split = trace_split(model, (1, 12, 12))
+    split = capture_split(model, (1, 12, 12))
     assert {point.name: point.feature_shape for point in split.cuts} == expected
     for cut in range(split.num_cuts):
         with forked_generator(0):  # dropout as a function draws
@@ -188,7 +188,7 @@ def test_places_of_maxima_go_with_the_features_so_there_is_no_cut_between_them()
             return self.last(functional.max_unpool2d(torch.tanh(hidden), places, 2))
 
     with pytest.raises(ConfigError, match="has no place to cut it"):
-        trace_split(Unpooling(), (1, 8, 8))
+        capture_split(Unpooling(), (1, 8, 8))
 
 
 def test_a_layer_profile_knows_how_many_layers_a_front_half_has() -> None:
@@ -249,20 +249,20 @@ class Forgotten(nn.Module):
 @pytest.mark.parametrize(("model", "shape"), [(Tied(), (4,)), (SizeFromInput(), (1, 4, 4)), (HalfPrecision(), (4,))])
 def test_tied_weights_second_values_and_other_types_forbid_a_cut(model: nn.Module, shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="has no place to cut it"):
-        trace_split(model, shape)
+        capture_split(model, shape)
 
 
 def test_what_is_done_in_place_stays_on_its_side() -> None:
     model = Forgotten()
-    split = trace_split(model, (4,))
+    split = capture_split(model, (4,))
     inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
     assert torch.equal(split.back(0)(split.front(0)(inputs)), model(inputs)) and split.writes_in_place
-    assert not trace_split(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), (4,)).writes_in_place
+    assert not capture_split(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), (4,)).writes_in_place
 
 
 def test_a_shared_activation_is_cut_at_every_call() -> None:
     relu = nn.ReLU()
-    split = trace_split(nn.Sequential(nn.Linear(4, 4), relu, nn.Linear(4, 4), relu, nn.Linear(4, 4)), (4,))
+    split = capture_split(nn.Sequential(nn.Linear(4, 4), relu, nn.Linear(4, 4), relu, nn.Linear(4, 4)), (4,))
     assert [point.name for point in split.cuts] == ["1", "1@2"]
 
 
@@ -280,7 +280,7 @@ class TwoInputs(nn.Module):
 
 def test_a_model_with_control_flow_is_refused_with_the_line() -> None:
     with pytest.raises(ConfigError, match=r"branchy: torch.fx cannot follow forward at test_cut_points.py:\d+: Tra"):
-        trace_split(nn.Sequential(nn.Linear(4, 4), Branching()), (4,), name="branchy")
+        capture_split(nn.Sequential(nn.Linear(4, 4), Branching()), (4,), name="branchy")
 
 
 @pytest.mark.parametrize(("model", "example", "match"), [
@@ -291,15 +291,15 @@ def test_a_model_with_control_flow_is_refused_with_the_line() -> None:
 ])
 def test_what_cannot_be_cut_is_refused(model: nn.Module, example: torch.Tensor | tuple[int, ...], match: str) -> None:
     with pytest.raises(ConfigError, match=match) as error:
-        trace_split(model, example)
+        capture_split(model, example)
     assert "\n" not in str(error.value)
 
 
-def test_tracing_leaves_model_and_random_state_as_they_were() -> None:
+def test_capturing_leaves_model_and_random_state_as_they_were() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4)).eval()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    trace_split(model, (4,))
+    capture_split(model, (4,))
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(module.training for module in model.modules())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -311,19 +311,19 @@ def test_a_fingerprint_tells_graphs_settings_and_freezing_apart_but_not_values()
             nn.Linear(4, width), nn.LeakyReLU(slope), nn.Linear(width, 4), nn.ReLU(), nn.Linear(4, 2)), seed)
 
     with torch.random.fork_rng():
-        prints = [trace_split(model, (4,), frozen=frozen).fingerprint() for model, frozen in (
+        prints = [capture_split(model, (4,), frozen=frozen).fingerprint() for model, frozen in (
             (chain(0), None), (chain(0, width=5), None), (chain(0, slope=0.2), None), (chain(0), 0), (chain(0), 1))]
         assert len(set(prints)) == len(prints)
-        other = trace_split(chain(1), (4,))
+        other = capture_split(chain(1), (4,))
         assert other.fingerprint() == prints[0] == other.copy().fingerprint()
 
 
 def test_freezing_by_cut_layer_or_block_is_the_same_where_they_end_together() -> None:
-    by = [trace_split(split_of("resnet8")[0], IMAGES["resnet8"], frozen=frozen) for frozen in (2, "3.relu", "3")]
+    by = [capture_split(split_of("resnet8")[0], IMAGES["resnet8"], frozen=frozen) for frozen in (2, "3.relu", "3")]
     assert len({split.fingerprint() for split in by}) == 1
     split = by[0]
     assert [point.front_trains for point in split.cuts] == [False, False, False, True, True, True]
-    split.enter_training()
+    split.set_training_mode()
     modes = {path: module.training for path, module in split.model.named_modules()
              if not isinstance(module, nn.Sequential) and not list(module.children())}
     assert not any(mode for path, mode in modes.items() if path[0] in "0123") and modes["4.relu"] and modes["8"]
@@ -336,15 +336,15 @@ def test_freezing_by_cut_layer_or_block_is_the_same_where_they_end_together() ->
 def test_what_cannot_be_frozen_is_refused(frozen: int | str, match: str) -> None:
     model = split_of("lenet5")[0]
     with pytest.raises(ConfigError, match=match):
-        trace_split(model, IMAGES["lenet5"], frozen=frozen)
+        capture_split(model, IMAGES["lenet5"], frozen=frozen)
     assert all(weight.requires_grad for weight in model.parameters())
 
 
 def test_a_cut_that_is_not_there_is_refused() -> None:
     split = split_of("lenet5")[1]
     assert split.cut_named("8") == 4
-    for call, match in ((lambda: split.front(7), "cut = 7 is not there; use 0 to 5, or 6"),
-                        (lambda: split.back(6), "nothing is behind cut 6"), (lambda: split.back(-1), "cut = -1 is not"),
+    for call, match in ((lambda: split.front(7), "cut = 7 does not exist; use 0 to 5, or 6"),
+                        (lambda: split.back(6), "nothing is behind cut 6"), (lambda: split.back(-1), "cut = -1"),
                         (lambda: split.cut_named("7"), "has no cut '7'; there are 1, 2, 4, 5, 8, 10")):
         with pytest.raises(ConfigError, match=match):
             call()
@@ -370,9 +370,9 @@ def test_a_layer_that_its_maker_keeps_in_evaluation_mode_has_to_be_frozen() -> N
     kept = network()
     kept[0].eval()
     with pytest.raises(ConfigError, match=r"layer '0' is in evaluation mode, but the model is in training mode"):
-        trace_split(kept, (1, 6, 6))
+        capture_split(kept, (1, 6, 6))
     with pytest.raises(ConfigError, match="layer '0' is in evaluation mode"):
         whole_front(kept, (1, 6, 6))
-    split = trace_split(kept, (1, 6, 6), frozen="0")
+    split = capture_split(kept, (1, 6, 6), frozen="0")
     assert split.copy().frozen_layers == split.frozen_layers
-    trace_split(network().eval(), (1, 6, 6))  # as libraries hand out pretrained models: it trains as a whole
+    capture_split(network().eval(), (1, 6, 6))  # as libraries hand out pretrained models: it trains as a whole

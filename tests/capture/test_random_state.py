@@ -5,7 +5,7 @@ import threading
 import torch
 from torch import nn
 
-from socflower.capture.random_state import built_alone, forked_generator
+from socflower.capture.random_state import build_exclusively, forked_generator
 
 
 def drawn(seed: int) -> list[float]:
@@ -37,7 +37,7 @@ def test_another_thread_waits_until_the_generator_is_free() -> None:
             inside.set()
 
     def build() -> None:
-        built_alone(lambda: (torch.manual_seed(8), nn.Linear(30, 30), inside.set()))
+        build_exclusively(lambda: (torch.manual_seed(8), nn.Linear(30, 30), inside.set()))
 
     for other in (disturb, build):
         inside.clear()

@@ -11,7 +11,7 @@ from torch import nn
 
 from socflower.capture.cut_points import SplitModel
 from socflower.capture.halves import random_streams
-from socflower.capture.operations import GATE
+from socflower.capture.operations import CAPTURE_LOCK
 from socflower.capture.tensor_arrays import to_array, to_tensor, to_tensors
 from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.runtime.half_optimizer import SEPARATOR, HalfOptimizer, OptimizerFactory, Schedule
@@ -42,7 +42,7 @@ class TorchHalf:
         self._device = torch.device(device)
         self._optimizer = HalfOptimizer(optimizer, schedule)
         self._tensors = split.tensors()
-        if any(tensor.shape != split.forms[name].shape for name, tensor in self._tensors.items()):
+        if any(tensor.shape != split.specs[name].shape for name, tensor in self._tensors.items()):
             raise ConfigError(f"model {split.name}: is another half's already; give each half a copy() of the split "
                               "model")
         self._let_go(set(self._tensors) - set(self._names(cut)))
@@ -184,17 +184,17 @@ class TorchHalf:
         """Return what this half's layers make of their argument, in training mode, by the streams of a batch."""
         layers = self._layers()
         if not self._split.random_layers:
-            with GATE.computing():
+            with CAPTURE_LOCK.shared():
                 return layers(argument)
         # In this order: who has the gate alone forks the generator, and would wait for a half that waits at the gate.
-        with GATE.computing(), random_streams(self._seed, batch, self._device):
+        with CAPTURE_LOCK.shared(), random_streams(self._seed, batch, self._device):
             return layers(argument)
 
     def _layers(self) -> nn.Module:
         if self._module is None:
             front = self._side == "front"
             self._module = self._split.front(self._cut) if front else self._split.back(self._cut)
-        self._split.enter_training()
+        self._split.set_training_mode()
         return self._module
 
     def _check_tensors(self, arrays: Weights, names: Sequence[str]) -> None:
@@ -204,7 +204,7 @@ class TorchHalf:
             wrong = f"{min(missing)!r} is missing" if missing else f"{min(strange)!r} is of other layers"
             raise ConfigError(f"model {model}: the {self._side} half needs {len(names)} tensors; {wrong}")
         for name, array in arrays.items():
-            form = self._split.forms[name]
+            form = self._split.specs[name]
             # Only of an empty array, since the values may be many.
             dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype if array.dtype.kind in "biufc" else array.dtype
             if tuple(array.shape) != tuple(form.shape) or dtype != form.dtype:
@@ -215,7 +215,7 @@ class TorchHalf:
         return to_array(self._tensors[name])
 
     def _fill(self, name: str, array: NDArray[Any]) -> None:
-        tensor, form = self._tensors[name], self._split.forms[name]
+        tensor, form = self._tensors[name], self._split.specs[name]
         if tensor.shape != form.shape:
             tensor.data = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=self._device)
         tensor.data.copy_(to_tensor(array, self._device))

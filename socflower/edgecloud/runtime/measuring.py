@@ -106,7 +106,7 @@ def measure_costs(
             edge_memory_bytes=(point.front_weight_bytes + trained_bytes + runs[index].state_bytes
                                + output_bytes * how.batch_size),
             front_trains=point.front_trains))
-    all_bytes = float(sum(form.numel() * form.element_size() for form in split.forms.values()))
+    all_bytes = float(sum(form.numel() * form.element_size() for form in split.specs.values()))
     return SplitCosts(
         model=split.name, batch_size=how.batch_size, cuts=tuple(cuts), edge_only_s=training_s[-1],
         label_bytes=label_bytes * how.batch_size,
@@ -127,7 +127,7 @@ def measure_cloud(split: SplitModel, how: Measuring) -> tuple[float, ...]:
         def train(layers: nn.Module = layers, step: Callable[[], None] = step, features: torch.Tensor = features,
                   trains: bool = point.front_trains) -> None:
             leaf = features.clone().requires_grad_(trains)
-            work.enter_training()
+            work.set_training_mode()
             layers(leaf).square().mean().backward()
             step()
 
@@ -209,7 +209,7 @@ def _front_run(work: SplitModel, cut: int, samples: torch.Tensor, how: Measuring
     layers, names = work.front(cut), work.front_names(cut)
 
     def forward() -> Any:
-        work.enter_training()
+        work.set_training_mode()
         with torch.no_grad():
             return layers(samples)
 
@@ -220,7 +220,7 @@ def _front_run(work: SplitModel, cut: int, samples: torch.Tensor, how: Measuring
     step = _Updater(work, names, how)
 
     def train() -> None:
-        work.enter_training()
+        work.set_training_mode()
         features = layers(samples)
         if gradient is None:
             features.square().mean().backward()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from socflower.capture.cut_points import SplitModel, trace_split
+from socflower.capture.cut_points import SplitModel, capture_split
 from socflower.capture.halves import random_streams, start_stream
 from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.runtime.back import TorchBack
@@ -110,7 +110,7 @@ def halves(split: SplitModel, cut: int, optimizer: Optimizer, source: Callable[[
 
 
 def chain_split(**settings: bool | float) -> SplitModel:
-    return trace_split(chain(**settings), (6,))  # type: ignore[arg-type]
+    return capture_split(chain(**settings), (6,))  # type: ignore[arg-type]
 
 
 def assert_same(weights: Weights, expected: dict[str, torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from socflower.capture.cut_points import trace_split
+from socflower.capture.cut_points import capture_split
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.split_training import (
     Source,
@@ -32,7 +32,7 @@ def one_thread() -> Iterator[None]:
 
 
 def test_training_behind_frozen_layers_is_local_training_at_every_cut() -> None:
-    split = trace_split(chain(), (6,), frozen="4")
+    split = capture_split(chain(), (6,), frozen="4")
     losses, expected = train_locally(split, 5, adam, evaluating=[str(layer) for layer in range(5)])
     first = split.model.state_dict()
     assert all(torch.equal(expected[name], first[name]) for name in first if int(name.partition(".")[0]) <= 4)
@@ -48,7 +48,7 @@ def test_training_behind_frozen_layers_is_local_training_at_every_cut() -> None:
 
 def test_the_cut_may_move_over_the_end_of_the_frozen_layers() -> None:
     model, shape = image_model("resnet8")
-    split = trace_split(model, shape, frozen="3")
+    split = capture_split(model, shape, frozen="3")
     source = Source(shape, 10)
     losses, expected = train_locally(split, 4, adam, source=source, evaluating=["0", "1", "2", "3.residual.1",
                                                                                 "3.residual.4"])
@@ -62,7 +62,7 @@ def test_the_cut_may_move_over_the_end_of_the_frozen_layers() -> None:
 
 
 def test_no_gradient_is_made_for_frozen_layers_and_none_is_taken() -> None:
-    split = trace_split(chain(), (6,), frozen=2)
+    split = capture_split(chain(), (6,), frozen=2)
     front, back = halves(split, 2, adam)
     features = front.forward(0, keep_graph=True)
     gradients, _ = back.step(0, [features], front.labels(0))
@@ -87,7 +87,7 @@ class FunctionalDropout(nn.Module):
 
 
 def test_frozen_functions_do_what_they_do_in_evaluation() -> None:
-    split = trace_split(FunctionalDropout(), (6,), frozen="tanh")
+    split = capture_split(FunctionalDropout(), (6,), frozen="tanh")
     inputs = Source()(0)[0]
     whole = split.front(split.num_cuts)
     model = split.model.eval()
@@ -104,6 +104,6 @@ class OnlyInTraining(nn.Module):
 
 def test_layers_that_are_others_in_training_cannot_be_frozen() -> None:
     model = nn.Sequential(nn.Linear(6, 6), OnlyInTraining(), nn.ReLU(), nn.Linear(6, 3), nn.ReLU(), nn.Linear(3, 3))
-    assert trace_split(model, (6,)).random_layers
-    with pytest.raises(ConfigError, match="does other things in training than in evaluation, so no part of it can be"):
-        trace_split(model, (6,), frozen=0)
+    assert capture_split(model, (6,)).random_layers
+    with pytest.raises(ConfigError, match="runs other operations in training than in evaluation, so no part of"):
+        capture_split(model, (6,), frozen=0)

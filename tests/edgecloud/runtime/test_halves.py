@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from socflower.capture.cut_points import trace_split
+from socflower.capture.cut_points import capture_split
 from socflower.capture.halves import random_streams
 from socflower.capture.random_state import forked_generator
 from socflower.edgecloud.runtime.back import TorchBack
@@ -74,7 +74,7 @@ class PooledByFunctions(nn.Module):
 def test_window_0_is_local_training_of_image_models(name: str, layout: torch.memory_format) -> None:
     """At every cut: after convolutions' activations and norms, after pooling, and where one pixel is left."""
     model, shape = (PooledByFunctions(), (3, 16, 16)) if name == "functions" else image_model(name)
-    split = trace_split(model.to(memory_format=layout), shape)
+    split = capture_split(model.to(memory_format=layout), shape)
     source = Source(shape, 10)
     losses, expected = train_locally(split, 3, sgd, source=source)
     for cut in range(split.num_cuts):
@@ -94,7 +94,7 @@ def test_a_late_gradient_is_applied_to_the_features_of_its_batch_by_present_weig
         now.load_state_dict({**now.state_dict(), **{k: torch.from_numpy(v) for k, v in front.weights().items()}})
         now.train()
         names = [name for name in split.front_names(2) if name in dict(now.named_parameters())]
-        features = trace_split(now, (6,)).front(2)(Source()(batch)[0])
+        features = capture_split(now, (6,)).front(2)(Source()(batch)[0])
         expected = torch.autograd.grad(features, [dict(now.named_parameters())[name] for name in names],
                                        torch.from_numpy(gradients[batch]))
         before = front.weights()
@@ -158,11 +158,11 @@ def test_each_half_holds_its_own_layers_only() -> None:
     front, back = halves(split, 1, sgd)
     for half, names in ((front, split.front_names(1)), (back, split.back_names(1))):
         held = half.split.tensors()
-        assert {name for name, tensor in held.items() if tensor.shape == split.forms[name].shape} == set(names)
+        assert {name for name, tensor in held.items() if tensor.shape == split.specs[name].shape} == set(names)
         assert all(not tensor.numel() for name, tensor in held.items() if name not in names)
         with pytest.raises(ConfigError, match=r"is another half's already; give each half a copy\(\)"):
             TorchFront(half.split, 0, Source(), sgd)
-        with pytest.raises(ConfigError, match="is a half's, which let go of some layers; copy it before"):
+        with pytest.raises(ConfigError, match="belongs to a half, which has released some layers; copy it before"):
             half.split.copy()
 
 
@@ -200,7 +200,7 @@ def test_a_front_half_saved_with_a_batch_under_way_can_still_apply_its_gradient(
 def test_what_was_not_saved_by_this_half_of_this_model_is_refused_and_changes_nothing() -> None:
     split = chain_split()
     front, back = halves(split, 1, sgd)
-    other, _ = halves(trace_split(nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3)), (6,)), 0, sgd)
+    other, _ = halves(capture_split(nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3)), (6,)), 0, sgd)
     saved = front.save()
     for content, match in ((b"", "cannot be read"), (saved[:-40], "cannot be read"), (b"junk", "cannot be read"),
                            (back.save(), "saved is the back half of model"), (other.save(), "saved is the front half")):
@@ -214,7 +214,7 @@ def test_what_was_not_saved_by_this_half_of_this_model_is_refused_and_changes_no
 
 
 def test_loading_sets_own_weights_only() -> None:
-    split, other = chain_split(), trace_split(chain_split(seed=9).model, (6,))
+    split, other = chain_split(), capture_split(chain_split(seed=9).model, (6,))
     front, _ = halves(split, 2, sgd)
     whole = {name: value.numpy() for name, value in other.model.state_dict().items()}
     front.load(whole)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.capture.cut_points import trace_split
+from socflower.capture.cut_points import capture_split
 from socflower.edgecloud.runtime.measuring import (
     Measuring,
     from_document,
@@ -78,7 +78,7 @@ def test_what_counts_is_the_median_of_the_repeats_after_warm_ups() -> None:
 
 def test_costs_of_a_small_model_are_complete_and_leave_it_as_it_was() -> None:
     model, shape = image_model("lenet5")
-    split = trace_split(model, shape, name="lenet5")
+    split = capture_split(model, shape, name="lenet5")
     before = {key: value.clone() for key, value in model.state_dict().items()}
     costs = measure_costs(split, HOW, bits=(4, 8, 32), feedback="diagonal")
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -99,7 +99,7 @@ def test_costs_of_a_small_model_are_complete_and_leave_it_as_it_was() -> None:
 
 
 def test_frozen_layers_have_no_backward_pass_and_no_activations_to_keep() -> None:
-    costs = measure_costs(trace_split(chain(), (6,), frozen=1), HOW)
+    costs = measure_costs(capture_split(chain(), (6,), frozen=1), HOW)
     free = measure_costs(chain_split(), HOW)
     assert [cut.front_trains for cut in costs.cuts][:3] == [False, False, True]
     assert [cut.edge_backward_s for cut in costs.cuts[:2]] == [0.0, 0.0]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from socflower.capture.cut_points import trace_split
+from socflower.capture.cut_points import capture_split
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.split_training import (
     adam,
@@ -91,7 +91,7 @@ def test_layers_that_do_not_fit_are_refused_and_change_nothing() -> None:
     for call, match in ((lambda: front.give(3), "the front half, cut at 1, cannot give away layers by moving to 3"),
                         (lambda: front.take(0, {}), "cannot take layers by moving to 0"),
                         (lambda: back.give(0), "the back half, cut at 2, cannot give away"),
-                        (lambda: front.give(17), "cut = 17 is not there")):
+                        (lambda: front.give(17), "cut = 17 does not exist")):
         with pytest.raises(ConfigError, match=match):
             call()
 
@@ -100,7 +100,7 @@ def test_a_tied_weight_moves_with_both_its_names() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(),
                           nn.Linear(8, 3))
     model[4].weight = model[2].weight
-    split = trace_split(model, (6,))
+    split = capture_split(model, (6,))
     assert [point.name for point in split.cuts] == ["1", "5"]
     _, expected = train_locally(split, 4, sgd)
     front, back = halves(split, 0, sgd)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from socflower.capture.cut_points import trace_split
+from socflower.capture.cut_points import capture_split
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.in_process import constant_staleness, run_actions
@@ -47,7 +47,7 @@ def with_targets(batch: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
 
 
 def test_a_reverse_split_with_window_0_is_local_training() -> None:
-    split = trace_split(decoder(), (5,))
+    split = capture_split(decoder(), (5,))
     losses, expected = train_locally(split, NUM_BATCHES, adam, source=with_targets, loss=nn.functional.mse_loss)
     for cut in range(split.num_cuts):
         front = TorchFront(split.copy(), cut, codes, adam, schedule=falling)
