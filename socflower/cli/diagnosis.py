@@ -140,7 +140,7 @@ def _sensors() -> dict[str, Any]:
         return _finding("temperature sensors", "ok", f"{line}; now {reading.temperature_c:.1f} °C")
     if found.temperatures:
         return _finding("temperature sensors", "missing", line, f"{found.temperatures[0].name} "
-                        f"{found.temperatures[0].trouble}; `socflower heat` shows them all")
+                        f"{found.temperatures[0].rejection}; `socflower heat` shows them all")
     return _finding("temperature sensors", "missing", line, "none on most virtual machines; step times show heat there")
 
 

@@ -19,7 +19,7 @@ from socflower.thermal.sensors.linux import LinuxSensors, SensorKind, SensorsFou
 from socflower.thermal.sensors.reading import Reading
 from socflower.thermal.sensors.recording import Recorder, as_object, readings_of
 
-_KINDS = {SensorKind.SOC: "soc", SensorKind.UNNAMED: "unnamed", SensorKind.BESIDE: "beside"}
+_KINDS = {SensorKind.SOC: "soc", SensorKind.UNNAMED: "unnamed", SensorKind.OTHER: "beside"}
 _BETWEEN_LOOKS_S = 0.6
 """Load and event counters are differences: one reading takes two looks."""
 
@@ -72,7 +72,7 @@ def heat_document(found: SensorsFound, reading: Reading) -> dict[str, Any]:
         "schema": 1,
         "sensors": {
             "temperatures": [{"name": sensor.name, "kind": _KINDS[sensor.kind], "temperature_c": sensor.temperature_c,
-                              "trouble": sensor.trouble} for sensor in found.temperatures],
+                              "trouble": sensor.rejection} for sensor in found.temperatures],
             "num_clock_policies": found.num_clock_policies, "throttle_sources": list(found.throttle_sources),
             "batteries": list(found.batteries), "load_known": found.load_known,
         },
@@ -116,7 +116,7 @@ def _print_found(console: Console, found: SensorsFound) -> None:
     for sensor in found.temperatures:
         shown = f"{sensor.temperature_c:6.1f} °C" if sensor.temperature_c is not None else f"{'–':>6}   "
         _print(console, f"  {shown}  {_KINDS[sensor.kind]:8}{sensor.name}"
-                        f"{f': {sensor.trouble}' if sensor.trouble else ''}")
+                        f"{f': {sensor.rejection}' if sensor.rejection else ''}")
 
 
 def _print_reading(console: Console, reading: Reading, *, timed: bool) -> None:

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from socflower.clients.node_config import NodeConfig
 from socflower.errors import ConfigError
 from socflower.thermal.limits import HeatGuard, HeatLimits, Pause, current_guard, guarding, next_pause
-from socflower.thermal.sensors.guarded import CarefulSource
+from socflower.thermal.sensors.guarded import GuardedSource
 from socflower.thermal.sensors.reading import HeatSource, Reading
 from socflower.thermal.sensors.step_times import StepTiming
 from socflower.wire.message_keys import (
@@ -59,7 +59,7 @@ _DEFAULT_LIMITS = HeatLimits()
 
 def heat_mod(
     source: HeatSource | SourceFn | None = None, limits: HeatLimits = _DEFAULT_LIMITS, *,
-    shrink_keys: Sequence[str] = ("local-epochs",), sample_interval_s: float = 1.0, look_interval_s: float = 2.0,
+    shrink_keys: Sequence[str] = ("local-epochs",), sample_interval_s: float = 1.0, poll_interval_s: float = 2.0,
     read_timeout_s: float = 5.0, sleep: Callable[[float], object] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Mod:
@@ -73,7 +73,7 @@ def heat_mod(
     shrink_keys : sequence of str
         Keys of a TRAIN message's config records whose integer values set the amount of work. On a warm device they
         are scaled down, never below 1, in a copy.
-    sample_interval_s, look_interval_s : float
+    sample_interval_s, poll_interval_s : float
         How often the source is read while a message is processed, and the maximum age of a reading for a decision.
     read_timeout_s : float
         How long a source may take to answer before the device's state counts as unknown.
@@ -85,14 +85,14 @@ def heat_mod(
     TRAIN messages of groups and rings are never held: the SoC leaves before the first step, as if preempted, and the
     others continue. A device that may not train reports itself as preempted in status replies.
     """
-    for name, value in (("sample_interval_s", sample_interval_s), ("look_interval_s", look_interval_s),
+    for name, value in (("sample_interval_s", sample_interval_s), ("poll_interval_s", poll_interval_s),
                         ("read_timeout_s", read_timeout_s)):
         if not 0.0 < value < float("inf"):
             raise ConfigError(f"heat_mod: {name} = {value} must be a number of seconds above 0")
     if isinstance(shrink_keys, str):
         raise ConfigError(f"heat_mod: shrink_keys = {shrink_keys!r} is one text; give a list, [{shrink_keys!r}]")
     return _HeatMod(source, limits, shrink_keys=tuple(shrink_keys), sample_interval_s=sample_interval_s,
-                    look_interval_s=look_interval_s, read_timeout_s=read_timeout_s, sleep=sleep, clock=clock)
+                    poll_interval_s=poll_interval_s, read_timeout_s=read_timeout_s, sleep=sleep, clock=clock)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,13 +107,13 @@ class _HeatCheck:
 class _HeatMod:
     def __init__(
         self, source: HeatSource | SourceFn | None, limits: HeatLimits, *, shrink_keys: tuple[str, ...],
-        sample_interval_s: float, look_interval_s: float, read_timeout_s: float, sleep: Callable[[float], object],
+        sample_interval_s: float, poll_interval_s: float, read_timeout_s: float, sleep: Callable[[float], object],
         clock: Callable[[], float],
     ) -> None:
         self._source, self._limits, self._shrink_keys = source, limits, shrink_keys
-        self._sample_interval_s, self._look_interval_s = sample_interval_s, look_interval_s
+        self._sample_interval_s, self._poll_interval_s = sample_interval_s, poll_interval_s
         self._read_timeout_s, self._sleep, self._clock = read_timeout_s, sleep, clock
-        self._careful: dict[int | None, CarefulSource] = {}  # by node, or one for all
+        self._careful: dict[int | None, GuardedSource] = {}  # by node, or one for all
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         category = message.metadata.message_type.partition(".")[0]
@@ -137,10 +137,10 @@ class _HeatMod:
         with _limited_threads(share if alone else 1.0) as thread_share:
             timing = _timing(context)
             guard = HeatGuard(careful, self._limits, check.reading, timing=timing, thread_share=thread_share,
-                              look_interval_s=self._look_interval_s, sleep=self._sleep, clock=self._clock)
+                              poll_interval_s=self._poll_interval_s, sleep=self._sleep, clock=self._clock)
             with guarding(guard), _sampled(guard, self._sample_interval_s), _pauses_between_steps(alone):
                 reply = call_next(message, context)
-        guard.last_look()
+        guard.final_poll()
         _keep_timing(context, timing)
         if reply.has_content():
             records = reply.content.config_records
@@ -149,7 +149,7 @@ class _HeatMod:
             reply.content[HEAT] = ConfigRecord(guard.report(paused_s=paused_s, notes=check.notes).encode())
         return reply
 
-    def _careful_source(self, context: Context) -> CarefulSource:
+    def _careful_source(self, context: Context) -> GuardedSource:
         source = self._source
         of_node = source is not None and not hasattr(source, "read")
         key = context.node_id if of_node else None
@@ -157,10 +157,10 @@ class _HeatMod:
             def make() -> HeatSource:
                 return _prepared(cast(SourceFn, source)(context) if of_node else cast(HeatSource | None, source))
 
-            self._careful[key] = CarefulSource(make, timeout_s=self._read_timeout_s, clock=self._clock)
+            self._careful[key] = GuardedSource(make, timeout_s=self._read_timeout_s, clock=self._clock)
         return self._careful[key]
 
-    def _hold(self, check: _HeatCheck, careful: CarefulSource, context: Context) -> tuple[_HeatCheck, float]:
+    def _hold(self, check: _HeatCheck, careful: GuardedSource, context: Context) -> tuple[_HeatCheck, float]:
         """Repeat the check until the device may train or `max_pause_s` are over; return the seconds held too."""
         began_s, slept_s = self._clock(), 0.0
         while True:
@@ -168,12 +168,12 @@ class _HeatMod:
             left_s = self._limits.max_pause_s - held_s
             if check.refusal is None or left_s <= 0.0:
                 return check, held_s
-            wait_s = min(left_s, self._look_interval_s)
+            wait_s = min(left_s, self._poll_interval_s)
             self._sleep(wait_s)
             slept_s += wait_s
             check = self._check_heat(careful, context)
 
-    def _check_heat(self, careful: CarefulSource, context: Context) -> _HeatCheck:
+    def _check_heat(self, careful: GuardedSource, context: Context) -> _HeatCheck:
         """Read the device, and record in its node's state whether it is paused because of heat."""
         reading, now_s = careful.read(), self._clock()
         record = context.state.config_records.get(_PAUSE)
@@ -299,7 +299,7 @@ def _sampled(guard: HeatGuard, interval_s: float) -> Iterator[None]:
 
     def sample() -> None:
         while not ended.wait(interval_s):
-            guard.look()
+            guard.poll()
 
     thread = Thread(target=sample, name="heat-sampler", daemon=True)
     try:

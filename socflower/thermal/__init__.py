@@ -1,1 +1,1 @@
-"""Heat: sensors, thermal model, fans, and limits of what a device gives to training. Needs no torch."""
+"""Heat: sensors, thermal model, fans, and limits on how much of a device training may use. Does not import torch."""

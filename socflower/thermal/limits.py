@@ -1,9 +1,9 @@
-"""What a device may give to training now: limits of heat, of its battery and of its user's own work.
+"""Limits on a device's training by heat, by its battery and by its user's own load.
 
-A device that is warm does less (`HeatLimits.share`), one that is hot, short of charge or in use rests (`next_pause`,
-`HeatLimits.refusal`). While a message is answered a `HeatGuard` looks at the device; training code finds it with
-`current_guard`. What a source does not say is unknown, and unknown never stops training;
-it only ends no rest before `stuck_s`.
+A warm device trains less (`HeatLimits.share`). A device that is hot, low on charge or in use pauses (`next_pause`,
+`HeatLimits.refusal`). While a message is handled, a `HeatGuard` polls the device; training code gets it from
+`current_guard`. Values that a source does not provide are unknown. Unknown values never stop training, and they end a
+pause only after `stuck_s`.
 """
 
 import threading
@@ -23,29 +23,29 @@ from socflower.wire.message_keys import HeatReport
 _Batch = TypeVar("_Batch")
 
 _SLOW_CLOCK = 0.95
-"""A mean clock below this part of the highest is a slow device, whether or not it says why."""
+"""A device with a mean clock below this fraction of the highest counts as slow, with or without a reported reason."""
 
-_LOOKS_OF_STUCK = 3
-"""So many equal temperatures, at least, make a sensor that is stuck."""
+_MIN_STUCK_READINGS = 3
+"""Fewest equal temperatures for a sensor to count as stuck."""
 
 _MOST_NOTES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeatLimits:
-    """When a device does less, when it rests, and for how long a message may wait for it.
+    """When a device trains less, when it pauses, and how long a message may wait for it.
 
     The temperatures suit boards that throttle at 80 to 85 °C, as a Raspberry Pi does; set them for your device.
     """
 
-    resume_c: float = 65.0  # a device that rests because of heat trains again from here down
-    shrink_c: float = 70.0  # from here up it does less
-    pause_c: float = 85.0  # from here up it rests
-    min_battery_fraction: float = 0.3  # on battery with less charge it is not trained on
-    max_user_load: float = 0.5  # where others use more of its processors it is not trained on
-    max_pause_s: float = 120.0  # for how long a message is held until its work may begin
-    min_share: float = 0.1  # of its power, which even a hot device gives once it trains
-    stuck_s: float = 60.0  # a temperature that has not changed at all after so much rest is a stuck sensor's
+    resume_c: float = 65.0  # a device that pauses because of heat trains again at or below this
+    shrink_c: float = 70.0  # at or above this it trains less
+    pause_c: float = 85.0  # at or above this it pauses
+    min_battery_fraction: float = 0.3  # no training on battery below this charge
+    max_user_load: float = 0.5  # no training while others use more of its processors
+    max_pause_s: float = 120.0  # longest time for which a message waits before its work starts
+    min_share: float = 0.1  # smallest share of a training device's power, even when hot
+    stuck_s: float = 60.0  # a temperature still unchanged after so long a pause is from a stuck sensor
 
     def __post_init__(self) -> None:
         if not COLDEST_C <= self.resume_c < self.shrink_c <= self.pause_c <= HOTTEST_C:
@@ -62,9 +62,9 @@ class HeatLimits:
             raise ConfigError(f"heat limits: stuck_s = {self.stuck_s} must be a number of seconds above 0")
 
     def share(self, reading: Reading) -> float:
-        """Return what part of its power the device may give, `min_share` to 1.
+        """Return the share of its power that the device may use, `min_share` to 1.
 
-        1 below `shrink_c`, then linearly down to `min_share` at `pause_c`, times what others leave of the processors.
+        1 below `shrink_c`, then linearly down to `min_share` at `pause_c`, times the processor share that others leave.
         """
         share, now_c = 1.0, reading.temperature_c
         if now_c is not None and now_c >= self.pause_c:
@@ -77,7 +77,7 @@ class HeatLimits:
         return min(1.0, max(self.min_share, share))
 
     def refusal(self, reading: Reading, *, rests: bool) -> str | None:
-        """Return why the device must not be trained on now, None if it may be; `rests` is whether heat keeps it."""
+        """Return why the device must not train now, or None; `rests` is whether it pauses because of heat."""
         charge, load = reading.battery_fraction, reading.user_load
         if rests:
             now_c = reading.temperature_c
@@ -92,24 +92,24 @@ class HeatLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pause:
-    """A device rests because of heat. It outlives the process of a message, so it is plain enough for a record."""
+    """A device's pause because of heat. It outlives a message's process, so its fields are plain record values."""
 
     since_s: float  # on the machine's monotonic clock
-    temperature_c: float  # at its first look
+    temperature_c: float  # at its first reading
     num_looks: int = 1
-    moved: bool = False  # whether any look since saw another temperature
-    unknown_since_s: tuple[float, ...] = ()  # the first look of those now that see none
+    moved: bool = False  # whether any later reading had another temperature
+    unknown_since_s: tuple[float, ...] = ()  # time of the first of the present readings without a temperature
 
     def stuck(self, limits: HeatLimits, now_s: float) -> bool:
-        """Whether the sensor must be stuck: nothing that cools keeps its temperature to the last digit."""
-        return not self.moved and self.num_looks >= _LOOKS_OF_STUCK and now_s - self.since_s >= limits.stuck_s
+        """Whether the sensor must be stuck: a cooling device does not keep exactly the same temperature."""
+        return not self.moved and self.num_looks >= _MIN_STUCK_READINGS and now_s - self.since_s >= limits.stuck_s
 
 
 def next_pause(limits: HeatLimits, pause: Pause | None, reading: Reading, now_s: float) -> Pause | None:
-    """Return the pause after a look: begun at `pause_c`, gone at `resume_c`.
+    """Return the pause after a reading: it starts at `pause_c` and ends at `resume_c`.
 
-    It is gone as well where the temperature has been unknown for `stuck_s`: a sensor that fails while a device is hot
-    does not make it cool, but must not keep it from training for ever.
+    It also ends where the temperature has been unknown for `stuck_s`: a sensor failure on a hot device does not mean
+    that the device is cool, but must not stop its training for good.
     """
     now_c = reading.temperature_c
     if now_c is None and pause is not None and pause.since_s <= now_s:
@@ -117,34 +117,34 @@ def next_pause(limits: HeatLimits, pause: Pause | None, reading: Reading, now_s:
         return None if now_s - since_s[0] >= limits.stuck_s else replace(pause, unknown_since_s=since_s)
     if now_c is None or (now_c < limits.pause_c if pause is None else now_c <= limits.resume_c):
         return None
-    if pause is None or pause.since_s > now_s:  # the clock began anew: so did the machine
+    if pause is None or pause.since_s > now_s:  # the clock restarted, and so did the machine
         return Pause(since_s=now_s, temperature_c=now_c)
     return replace(pause, num_looks=pause.num_looks + 1, moved=pause.moved or now_c != pause.temperature_c,
                    unknown_since_s=())
 
 
 class HeatGuard:
-    """Looks at a device while it answers one message, and says how much it may do.
+    """Polls a device while it handles one message, and decides how much it may train.
 
-    Several threads may look: one that samples, and the one that trains. `first` is a look that was had already.
-    `timing` judges the clock by the steps of the training where the source cannot tell it.
+    Several threads may poll: a sampling thread and the training thread. `first` is a reading taken before.
+    `timing` estimates the clock from training steps where the source does not provide it.
     """
 
     def __init__(
         self, source: HeatSource, limits: HeatLimits, first: Reading, *, timing: StepTiming, thread_share: float = 1.0,
-        look_interval_s: float = 2.0, sleep: Callable[[float], object] = time.sleep,
+        poll_interval_s: float = 2.0, sleep: Callable[[float], object] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source, self._limits = source, limits
-        self._thread_share, self._look_interval_s = thread_share, look_interval_s
+        self._thread_share, self._poll_interval_s = thread_share, poll_interval_s
         self._sleep, self._clock = sleep, clock
         self._timing = timing
-        self._steps: deque[tuple[float, int]] = deque()  # seconds and samples of those that `timing` does not know yet
+        self._steps: deque[tuple[float, int]] = deque()  # seconds and samples of steps not yet added to `timing`
         self._lock = threading.Lock()
         self._taken_over = False
-        self._idle = True  # an idle device's clock is low to save power, which says nothing of heat
+        self._idle = True  # an idle device's clock is low to save power, not because of heat
         self._worked_since_s: float | None = None
-        self._looked_s, self._last = clock(), first
+        self._polled_s, self._last = clock(), first
         self._peak_c: float | None = None
         self._throttled_s: float | None = None
         self._clocks: list[float] = []
@@ -153,57 +153,57 @@ class HeatGuard:
         self._tally(first, 0.0)
         self._idle = False
 
-    def look(self) -> Reading:
-        """Read the source now, while the message is answered."""
+    def poll(self) -> Reading:
+        """Read the source now, while the message is handled."""
         reading = self._source.read()
         with self._lock:
             while self._steps:
-                self._timing.note(*self._steps.popleft())
-            reading = TimedSource(_Said(reading), self._timing).read()
+                self._timing.add_step(*self._steps.popleft())
+            reading = TimedSource(_FixedSource(reading), self._timing).read()
             now_s = self._clock()
-            self._tally(reading, max(0.0, now_s - self._looked_s))
-            self._looked_s, self._last = now_s, reading
+            self._tally(reading, max(0.0, now_s - self._polled_s))
+            self._polled_s, self._last = now_s, reading
         return reading
 
-    def last_look(self) -> Reading:
-        """Read the source after the work; its clock counts only if there was no look meanwhile."""
+    def final_poll(self) -> Reading:
+        """Read the source after the work; its clock counts only if there was no poll during the work."""
         self._idle = bool(self._clocks)
-        return self.look()
+        return self.poll()
 
     def share(self) -> float:
-        """Return what part of its power the device may give now; reads the source if the last look is old."""
+        """Return the share of its power that the device may use now; reads the source if the last reading is old."""
         with self._lock:
-            old, share = self._clock() - self._looked_s >= self._look_interval_s, self._shares[-1]
-        return self._limits.share(self.look()) if old else share
+            old, share = self._clock() - self._polled_s >= self._poll_interval_s, self._shares[-1]
+        return self._limits.share(self.poll()) if old else share
 
-    def take_over(self) -> None:
-        """Say that the caller rests between its batches by itself, and chooses its own threads."""
+    def take_over_pacing(self) -> None:
+        """Declare that the caller itself rests between batches and chooses its number of threads."""
         self._taken_over = True
 
     def rest_after(self, step_s: float) -> float:
-        """Rest after `step_s` seconds of work so long that the working part of the time is `share()`; return seconds.
+        """Rest after `step_s` seconds of work until the working part of the time is `share()`; return the rest.
 
-        It looks while it rests: a device that has cooled goes on earlier, one that got hotter later.
+        It polls while it rests: a device that has cooled continues earlier, one that got hotter later.
         """
         return self._rest(step_s, 1.0)
 
     def step_done(self) -> None:
-        """Rest after a training step of code that knows nothing of guards; the time since its last one was work.
+        """Rest after a training step of code without guard support; the time since its last step counts as work.
 
-        The threads that it has to do without are part of the share already: only the rest of it is rested for.
+        A reduced number of threads already gives part of the share, so the rest covers only the remainder.
         """
         if self._taken_over:
             return
-        if self._worked_since_s is not None:  # what came before the first step was loading
+        if self._worked_since_s is not None:  # the time before the first step is loading
             step_s = self._clock() - self._worked_since_s
-            if self._thread_share == 1.0:  # fewer threads are slow without any heat
+            if self._thread_share == 1.0:  # fewer threads are slow without heat, too
                 self._steps.append((step_s, 1))
             self._rest(step_s, self._thread_share)
         self._worked_since_s = self._clock()
 
     def paced(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
         """Yield `batches`, and rest after the work on each."""
-        self.take_over()
+        self.take_over_pacing()
         for batch in batches:
             began_s = self._clock()
             yield batch
@@ -212,7 +212,7 @@ class HeatGuard:
             self.rest_after(step_s)
 
     def report(self, *, paused_s: float = 0.0, notes: Iterable[str] = ()) -> HeatReport:
-        """Return what all looks so far have seen."""
+        """Return a summary of all readings so far."""
         with self._lock:
             last = self._last
             factor = min(1.0, sum(self._clocks) / len(self._clocks)) if self._clocks else None
@@ -233,13 +233,13 @@ class HeatGuard:
             if left_s <= 0.0:
                 self._idle = False
                 return rested_s
-            nap_s = min(left_s, self._look_interval_s)
+            nap_s = min(left_s, self._poll_interval_s)
             self._idle = True
             self._sleep(nap_s)
             rested_s += nap_s
 
     def _tally(self, reading: Reading, since_s: float) -> None:
-        """Note a look, `since_s` seconds after the one before it; half of that time was as either."""
+        """Record a reading, `since_s` after the previous one; each of the two counts for half of that time."""
         if reading.temperature_c is not None:
             self._peak_c = max(reading.temperature_c, self._peak_c if self._peak_c is not None else COLDEST_C)
         if reading.throttled is not None:
@@ -253,8 +253,8 @@ class HeatGuard:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """A source whose one answer is there already."""
+class _FixedSource:
+    """A source that always returns a given reading."""
 
     reading: Reading
 
@@ -266,13 +266,13 @@ _GUARD: ContextVar[HeatGuard | None] = ContextVar("socflower_heat_guard", defaul
 
 
 def current_guard() -> HeatGuard | None:
-    """Return the guard of the message that this thread answers; None without a heat mod, and in other threads."""
+    """Return the guard of the message that this thread handles; None without a heat mod, and in other threads."""
     return _GUARD.get()
 
 
 @contextmanager
 def guarding(guard: HeatGuard) -> Iterator[None]:
-    """Make `guard` the current one."""
+    """Context in which `guard` is the current guard."""
     token = _GUARD.set(guard)
     try:
         yield
@@ -281,6 +281,6 @@ def guarding(guard: HeatGuard) -> Iterator[None]:
 
 
 def paced(batches: Iterable[_Batch]) -> Iterator[_Batch]:
-    """Yield `batches`, with the rests between them that the current guard, if there is one, asks for."""
+    """Yield `batches`, with the rests between them that the current guard, if any, requires."""
     guard = current_guard()
     return iter(batches) if guard is None else guard.paced(batches)

@@ -115,7 +115,7 @@ def heat_of(reply: Message) -> HeatReport:
 # ------------------------------------------------------------------------------------------------- settings
 @pytest.mark.parametrize(("changes", "text"), [
     ({"sample_interval_s": 0.0}, "heat_mod: sample_interval_s = 0.0 must be a number of seconds above 0"),
-    ({"look_interval_s": math.nan}, "heat_mod: look_interval_s = nan must be a number of seconds above 0"),
+    ({"poll_interval_s": math.nan}, "heat_mod: poll_interval_s = nan must be a number of seconds above 0"),
     ({"read_timeout_s": math.inf}, "heat_mod: read_timeout_s = inf must be a number of seconds above 0"),
     ({"shrink_keys": "epochs"}, "heat_mod: shrink_keys = 'epochs' is one text; give a list, ['epochs']"),
 ])
@@ -278,7 +278,7 @@ def test_any_torch_app_rests_between_its_steps() -> None:
     try:
         when = Time()
         app = ForeignApp(mod_of(lambda now_s: {"temperature_c": 76.25 if now_s < 107.0 else 50.0}, when=when,
-                                shrink_keys=(), look_interval_s=0.5), on_step=lambda: when.work(1.0))
+                                shrink_keys=(), poll_interval_s=0.5), on_step=lambda: when.work(1.0))
         app(**{"local-epochs": 8})
         assert 2.5 <= when.slept_s <= 3.5
     finally:

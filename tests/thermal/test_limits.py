@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
 from socflower.thermal.limits import HeatGuard, HeatLimits, Pause, current_guard, guarding, next_pause, paced
-from socflower.thermal.sensors.guarded import CarefulSource
+from socflower.thermal.sensors.guarded import GuardedSource
 from socflower.thermal.sensors.reading import Reading
 from socflower.thermal.sensors.step_times import StepTiming
 from socflower.wire.message_keys import HeatReport
@@ -222,7 +222,7 @@ def forged(**values: Any) -> Reading:
     lambda: forged(notes=None), lambda: forged(at_s="now"),
 ], ids=lambda read: "")
 def test_what_fails_is_unknown_and_said_once(read: Callable[[], Any], warned: list[str]) -> None:
-    careful = CarefulSource(lambda: Calls(read), timeout_s=DEADLINE_S)
+    careful = GuardedSource(lambda: Calls(read), timeout_s=DEADLINE_S)
     seen = [careful.read() for _ in range(3)]
     assert all(one.temperature_c is None and one.user_load is None for one in seen)
     assert len(warned) == 1 and warned[0].startswith("heat source Calls: ") and "\n" not in warned[0]
@@ -232,7 +232,7 @@ def test_what_fails_is_unknown_and_said_once(read: Callable[[], Any], warned: li
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_without_a_text_is_unknown_too(warned: list[str]) -> None:
-    assert CarefulSource(lambda: Calls(raising(UnprintableError())), timeout_s=1.0).read().temperature_c is None
+    assert GuardedSource(lambda: Calls(raising(UnprintableError())), timeout_s=1.0).read().temperature_c is None
     assert len(warned) == 1
 
 
@@ -245,7 +245,7 @@ def test_a_source_that_cannot_be_made_is_tried_again(warned: list[str]) -> None:
             raise ImportError("no sensors here")
         return Calls(lambda: reading(temperature_c=41.0))
 
-    careful = CarefulSource(make, timeout_s=DEADLINE_S)
+    careful = GuardedSource(make, timeout_s=DEADLINE_S)
     assert [careful.read().temperature_c for _ in range(4)] == [None, None, 41.0, 41.0]
     assert len(tries) == 3 and warned == ["heat source: ImportError: no sensors here; what it does not say is unknown"]
 
@@ -259,7 +259,7 @@ def test_a_source_that_fails_again_after_it_was_well_is_warned_of_again(warned: 
             raise OSError("gone")
         return reading(temperature_c=41.0)
 
-    careful = CarefulSource(lambda: Calls(read), timeout_s=DEADLINE_S, clock=lambda: now_s[0])
+    careful = GuardedSource(lambda: Calls(read), timeout_s=DEADLINE_S, clock=lambda: now_s[0])
     for now_s[0], fails[0] in ((0.0, True), (1.0, False), (2.0, True), (90.0, True), (91.0, False)):
         assert (careful.read().temperature_c is None) == fails[0]
     assert len(warned) == 1  # once a minute, and a source that still fails is no news
@@ -277,7 +277,7 @@ def test_a_source_that_hangs_is_waited_for_once_and_heard_again_later(warned: li
             goes_on.wait(DEADLINE_S)
         return reading(temperature_c=41.0)
 
-    careful = CarefulSource(lambda: Calls(read), timeout_s=0.2)
+    careful = GuardedSource(lambda: Calls(read), timeout_s=0.2)
     threads = threading.active_count()
     assert [careful.read().temperature_c for _ in range(5)] == [None] * 5
     assert threading.active_count() <= threads + 1
@@ -291,7 +291,7 @@ def test_a_source_that_hangs_is_waited_for_once_and_heard_again_later(warned: li
 
 
 def test_a_good_reading_comes_through_in_plain_types() -> None:
-    careful = CarefulSource(lambda: Calls(lambda: forged(
+    careful = GuardedSource(lambda: Calls(lambda: forged(
         temperature_c=np.float32(41.5), throttled=np.True_, user_load=np.float64(0.25),
         notes=["zone \udcff", "two\nlines"])), timeout_s=DEADLINE_S)
     seen = careful.read()
@@ -329,7 +329,7 @@ def test_a_device_that_cools_while_it_rests_goes_on_earlier() -> None:
 def test_a_source_is_read_at_most_every_look_interval(looks: list[float]) -> None:
     when = Time()
     source = Source(lambda now_s: {"temperature_c": 75.0}, when)
-    guard = HeatGuard(source, LIMITS, source.read(), timing=StepTiming(), look_interval_s=2.0, sleep=when.sleep,
+    guard = HeatGuard(source, LIMITS, source.read(), timing=StepTiming(), poll_interval_s=2.0, sleep=when.sleep,
                       clock=when.clock)
     for pause_s in looks:
         when.work(pause_s)
@@ -347,7 +347,7 @@ def test_foreign_steps_rest_for_what_their_threads_have_not_given_up_yet() -> No
         when.work(3.0)
         guard.step_done()
         assert when.slept_s == pytest.approx(number * 3.0)  # 0.4 = 0.8 of the threads half of the time
-    guard.take_over()
+    guard.take_over_pacing()
     when.work(3.0)
     guard.step_done()
     assert when.slept_s == pytest.approx(9.0)
@@ -394,9 +394,9 @@ def test_where_no_sensor_tells_the_clock_steps_do(takes_over: bool) -> None:
                 guard.step_done()
 
     steps(10, 1.0)
-    assert guard.look().clock_factor == pytest.approx(1.0)
+    assert guard.poll().clock_factor == pytest.approx(1.0)
     steps(10, 2.0)
-    slow = guard.look()
+    slow = guard.poll()
     assert slow.clock_factor == pytest.approx(0.5) and slow.throttled is True
     report = guard.report()
     assert report.triggered and report.throttled_s is not None and 0.0 < report.throttled_s <= 20.0
@@ -408,7 +408,7 @@ def test_a_clock_that_is_told_goes_before_steps() -> None:
     for number in range(20):
         when.work(1.0 + number)
         guard.step_done()
-    assert guard.look().clock_factor == 0.75
+    assert guard.poll().clock_factor == 0.75
 
 
 def test_steps_on_fewer_threads_are_not_taken_for_a_slow_clock() -> None:
@@ -417,7 +417,7 @@ def test_steps_on_fewer_threads_are_not_taken_for_a_slow_clock() -> None:
     for number in range(20):
         when.work(1.0 + number)
         guard.step_done()
-    assert guard.look().clock_factor is None
+    assert guard.poll().clock_factor is None
 
 
 # -------------------------------------------------------------------------------------------------- reports
@@ -432,7 +432,7 @@ def test_a_report_is_of_all_looks(
     guard = guard_of(lambda now_s: next(say), when)
     for *_, pause_s in seen[1:]:
         when.work(pause_s)
-        guard.look()
+        guard.poll()
     report = guard.report(paused_s=3.0)
     known = [now_c for now_c, *_ in seen if now_c is not None]
     assert (report.temperature_c, report.peak_c) == (seen[-1][0], max(known, default=None))
@@ -457,7 +457,7 @@ def test_a_report_is_of_all_looks(
 ])
 def test_a_slow_device_asks_for_a_new_balance(values: dict[str, Any], triggered: bool) -> None:
     guard = guard_of(lambda now_s: values, Time())
-    guard.look()
+    guard.poll()
     assert guard.report().triggered is triggered
 
 
@@ -469,13 +469,13 @@ def test_the_clock_of_an_idle_device_does_not_count() -> None:
     for _ in range(3):
         working = True
         when.work(3.0)
-        guard.look()
+        guard.poll()
         working = False
         guard.rest_after(3.0)
-    guard.last_look()
+    guard.final_poll()
     assert guard.report().clock_factor == 1.0
     short = guard_of(lambda now_s: {"clock_factor": 0.9}, when)
-    short.last_look()
+    short.final_poll()
     assert short.report().clock_factor == 0.9
 
 
@@ -484,7 +484,7 @@ def test_many_notes_are_few_lines() -> None:
     number = iter(range(1000))
     guard = guard_of(lambda now_s: {"notes": (f"zone {next(number)} lies", "the same")}, when)
     for _ in range(100):
-        guard.look()
+        guard.poll()
     notes = guard.report(notes=("stuck",)).notes
     assert notes[:3] == ("stuck", "zone 0 lies", "the same") and len(notes) == 16
 

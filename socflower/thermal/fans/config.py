@@ -42,19 +42,19 @@ class FanTable(ABC):
 
     @abstractmethod
     def outputs(self) -> list[FanOutput]:
-        """Return the fans; nothing is written to them yet. Raises `ConfigError` where they are not there."""
+        """Return the fans without writing to them. Raises `ConfigError` for fans that do not exist."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DutyTable(FanTable):
-    """Outputs that are told a part of full power."""
+    """Outputs that are set by duty, a fraction of full power."""
 
     min_duty_percent: float = 20.0
     curve_percent: tuple[int, ...] = ()
     curve_rpm: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        # Not by `super()`, which a dataclass with slots takes for that of the class without them.
+        # `super()` fails here: slots=True makes a new class, and `super()` still refers to the original one.
         FanTable.__post_init__(self)
         if not 1.0 <= self.min_duty_percent < 100.0:
             raise ConfigError(f"[fan] min_duty_percent = {self.min_duty_percent:g} must be 1 or more and below 100; 20 "
@@ -73,7 +73,7 @@ class _DutyTable(FanTable):
 
     @property
     def duty_settings(self) -> dict[str, Any]:
-        """What `HwmonPwm` and `IpmiCommand` want to know of speeds."""
+        """The speed arguments of `HwmonPwm` and `IpmiCommand`."""
         return {"min_rpm": self.min_rpm, "max_rpm": self.max_rpm, "min_duty": self.min_duty_percent / 100.0,
                 "curve": self.curve()}
 
@@ -135,7 +135,7 @@ class CommandTable(_DutyTable):
     timeout_s: float = 10.0
 
     def outputs(self) -> list[FanOutput]:
-        """Return what the program sets as one fan."""
+        """Return the fans behind the program as one."""
         return [IpmiCommand(self.set, begin=self.begin, restore=self.restore, measure=self.measure,
                             timeout_s=self.timeout_s, **self.duty_settings)]
 
@@ -146,7 +146,7 @@ class SimulatedTable(FanTable):
 
     num_fans: int = 1
     rpm_per_s: float = 2000.0
-    failure: str = ""  # of the first
+    failure: str = ""  # of the first fan
 
     def outputs(self) -> list[FanOutput]:
         """Return the fans, the first of which may be broken."""
@@ -170,7 +170,7 @@ class SourceTable(ABC):
 
     @abstractmethod
     def source(self) -> HeatSource:
-        """Return where readings come from."""
+        """Return the source of readings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +210,7 @@ class HttpTable(SourceTable):
             raise ConfigError(f"[[source]] url = {self.url!r}: give an address such as http://10.0.0.11:8080/heat")
 
     def source(self) -> HeatSource:
-        """Return what the machine answers."""
+        """Return the source that reads the machine's answers."""
         return HttpSource(self.url, timeout_s=self.timeout_s)
 
 
@@ -225,7 +225,7 @@ class FileTable(SourceTable):
         _absolute("[[source]] path", self.path)
 
     def source(self) -> HeatSource:
-        """Return what the file says."""
+        """Return the source that reads the file."""
         return FileSource(Path(self.path), max_age_s=self.max_age_s)
 
 
@@ -251,7 +251,7 @@ class FanFile:
 
 
 def read_fan_file(path: Path) -> FanFile:
-    """Return the configuration; `ConfigError` names the file and what in it cannot be."""
+    """Return the configuration; `ConfigError` names the file and the invalid value."""
     document = read_toml(path, "fan configuration")
     try:
         return _fan_file(document)
@@ -282,7 +282,7 @@ def _fan_file(document: Mapping[str, Any]) -> FanFile:
             raise ConfigError(f"{where} soc = {soc}: give each source another number, from 0 on")
         sources[soc] = source
     if not sources:
-        raise ConfigError('there is no [[source]], so nobody would know how hot it is; add one, such as kind = "local"')
+        raise ConfigError('there is no [[source]], so no temperature would be known; add one, such as kind = "local"')
     without = [soc for soc, source in sources.items() if source.board is None]
     if without and len(without) < len(sources):
         raise ConfigError(f"[[source]] soc = {without[0]} has no board, but others have; give all sources their board, "

@@ -1,4 +1,4 @@
-"""The loop that keeps fans at what a policy wants, whatever sensors, policy and fans do: they never stand still."""
+"""The control loop that sets fans by a policy, with a fail-safe speed for failing sensors, policies and fans."""
 
 import logging
 import math
@@ -14,15 +14,15 @@ from typing import Any
 
 from socflower.errors import ConfigError
 from socflower.thermal.fans.outputs import FanOutput
-from socflower.thermal.fans.policies import FanObservation, FanPolicy, ForesightedPolicy
-from socflower.thermal.fans.quorum import STUCK_AFTER_S, BelievedTemperatures, Quorum, Troubles, is_number
+from socflower.thermal.fans.policies import FanObservation, FanPolicy, PredictingPolicy
+from socflower.thermal.fans.quorum import STUCK_AFTER_S, Alerts, FilteredTemperatures, Quorum, is_number
 from socflower.thermal.sensors.reading import HeatSource
 
 SPIN_UP_S = 15.0
-"""A fan that still shows no turn this long after it was set does not turn."""
+"""A fan that still measures 0 rpm this long after it was set counts as stopped."""
 
 _EXPECTED_C = 3.0
-"""How far the hottest SoC should have moved, by the policy's plan, before sensors that all stand still are doubted:
+"""How far the hottest SoC should have moved, by the policy's plan, before constant readings of all count as stuck:
 more than two steps of the coarsest sensors."""
 
 _log = logging.getLogger(__name__)
@@ -30,52 +30,55 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FanState:
-    """What a look found, and what was done."""
+    """What one step measured and set."""
 
     at_s: float
-    temperatures_c: Mapping[int, float | None]  # by SoC; None: not believed
+    temperatures_c: Mapping[int, float | None]  # by SoC; None: rejected
     hottest_c: float | None
-    rpm: float  # what the fans are to turn at, within the limits
-    failsafe: bool  # whether that is the fail-safe speed, because nothing better is known
+    rpm: float  # the target speed, within the limits
+    failsafe: bool  # whether that is the fail-safe speed, for lack of a valid one
     set_rpm: tuple[float, ...]  # what was written, fan by fan
-    measured_rpm: tuple[float | None, ...]  # before that
-    num_output_errors: int  # since the control began
-    notes: tuple[str, ...]  # what is wrong, a line each
+    measured_rpm: tuple[float | None, ...]  # before they were set
+    num_output_errors: int  # since the control started
+    notes: tuple[str, ...]  # present alerts, one line each
 
     @property
     def num_unknown(self) -> int:
-        """How many SoCs say nothing that can be believed."""
+        """Number of SoCs without an accepted temperature."""
         return sum(temperature_c is None for temperature_c in self.temperatures_c.values())
 
 
 class FanControl:
-    """Keeps fans at the speed that a policy wants for the hottest SoC; a context manager that gives them back.
+    """Sets fans to the speed that a policy chooses for the hottest SoC; a context manager that restores them at exit.
 
-    Every speed that is written lies between `min_rpm` and `max_rpm`. The fail-safe speed is written instead of the
-    policy's until enough SoCs are believed for the first time, after too few were for `max_silence_s` until enough are
-    for as long, and whenever the policy raises or wants what is no speed. Enough are half of all, and one of each
-    board (`Quorum`).
+    Every speed that is written lies between `min_rpm` and `max_rpm`. The fail-safe speed replaces the policy's
+
+    - until enough SoCs have an accepted temperature for the first time;
+    - when too few have had one for `max_silence_s`, until enough have had one for as long;
+    - while the policy raises an exception or returns no valid speed.
+
+    Enough are half of all SoCs, and one of each board (`Quorum`).
 
     Parameters
     ----------
     sources : Mapping
         Sources by SoC.
     policy : FanPolicy
-        Asked once a step.
+        Called once a step.
     output : FanOutput or a sequence of them
         One fan or several. If one of several does not turn, the others turn at `max_rpm`.
     min_rpm, max_rpm, failsafe_rpm : float
         Need 0 < min_rpm <= failsafe_rpm <= max_rpm.
     period_s : float
-        Seconds between two looks of `run`.
+        Seconds between two steps of `run`.
     boards : Mapping, optional
         Each SoC's board; by default all are on one.
     max_silence_s, stuck_after_s : float
-        When sources are no longer believed: see `BelievedTemperatures`.
+        When the readings of a source are rejected: see `FilteredTemperatures`.
     clock : Callable
         Seconds; only goes forward.
     say : Callable
-        Gets a line when something goes wrong or well again; by default the log does.
+        Called with one line when an alert begins or ends; by default the line is logged.
     """
 
     def __init__(
@@ -101,110 +104,110 @@ class FanControl:
         self._policy, self._clock = policy, clock
         self._min_rpm, self._max_rpm, self._failsafe_rpm = min_rpm, max_rpm, failsafe_rpm
         self._period_s, self._spin_up_s = period_s, spin_up_s
-        self._troubles = Troubles(say)
-        self._temperatures = BelievedTemperatures(
-            sources, max_silence_s=max_silence_s, stuck_after_s=stuck_after_s, clock=clock, troubles=self._troubles)
+        self._alerts = Alerts(say)
+        self._temperatures = FilteredTemperatures(
+            sources, max_silence_s=max_silence_s, stuck_after_s=stuck_after_s, clock=clock, alerts=self._alerts)
         self._quorum = Quorum(boards or dict.fromkeys(sources, 0), patience_s=max_silence_s)
-        self._expectation = _Expectation(policy)
+        self._constant_check = _ConstantReadingCheck(policy)
         self._rpm = failsafe_rpm
-        # What the policy wanted, while only the limits made something else of it: one that asks for more than the fans
-        # can give, and looks whether it is cooling already, must find its own speed.
-        self._asked_rpm = failsafe_rpm
+        # The policy's speed before it is clipped to the limits: a policy that asks for more than the fans can give, and
+        # checks whether it already cools, must see the speed that it asked for.
+        self._policy_rpm = failsafe_rpm
         self._num_errors = 0
-        self._still_since_s: list[float | None] = [None] * len(self._outputs)
+        self._stopped_since_s: list[float | None] = [None] * len(self._outputs)
         self._stopped = [False] * len(self._outputs)
 
     def __enter__(self) -> "FanControl":
-        """Begin; nothing is written before the first step."""
+        """Start; nothing is written before the first step."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give every fan back to what controlled it before, or if that fails leave it at the fail-safe speed."""
+        """Restore the previous control of every fan, or if that fails set the fail-safe speed."""
         for index, output in enumerate(self._outputs):
             try:
                 output.restore()
                 continue
             except Exception as error:
-                self._trouble(("restore", index), f"fan {self._name(index)}: has no automatic control now ({error}); "
+                self._set_alert(("restore", index), f"fan {self._name(index)}: has no automatic control now ({error}); "
                                                   f"it is left at {self._failsafe_rpm:g} rpm")
             try:
                 output.set_rpm(self._failsafe_rpm)
             except Exception as error:
-                self._trouble(("leave", index), f"fan {self._name(index)}: nothing controls it, and it cannot be set "
+                self._set_alert(("leave", index), f"fan {self._name(index)}: nothing controls it, and it cannot be set "
                                                 f"to {self._failsafe_rpm:g} rpm ({error})")
 
     def step(self) -> FanState:
-        """Look at all SoCs, ask the policy, and set the fans. Never raises; what goes wrong is in the notes."""
+        """Read all SoCs, call the policy, and set the fans. Never raises; errors are in the notes."""
         now_s = self._clock()
-        temperatures_c = self._temperatures.look(
-            may_all_stand_still=self._expectation.may_stand_still(now_s, self._rpm))
-        believed = {soc: value for soc, value in temperatures_c.items() if value is not None}
-        hottest_c = max(believed.values(), default=None)
-        self._expectation.note(now_s, hottest_c, self._temperatures.still_since_s)
-        lost = not self._quorum.holds(now_s, believed)
-        missing = self._quorum.missing(believed)
-        self._trouble("sight", f"{missing}; the fans {'turn at' if lost else 'go to'} the fail-safe speed"
+        temperatures_c = self._temperatures.poll(
+            all_may_be_constant=self._constant_check.may_be_constant(now_s, self._rpm))
+        filtered = {soc: value for soc, value in temperatures_c.items() if value is not None}
+        hottest_c = max(filtered.values(), default=None)
+        self._constant_check.update(now_s, hottest_c, self._temperatures.constant_since_s)
+        lost = not self._quorum.holds(now_s, filtered)
+        missing = self._quorum.missing(filtered)
+        self._set_alert("quorum", f"{missing}; the fans {'turn at' if lost else 'go to'} the fail-safe speed"
                                f"{'' if lost else ' if that lasts'}" if missing else None,
                       well="enough temperatures are known again")
-        wanted_rpm = self._ask(FanObservation(
-            at_s=now_s, hottest_c=hottest_c, rpm=self._asked_rpm, num_unknown=len(temperatures_c) - len(believed),
+        wanted_rpm = self._wanted_rpm(FanObservation(
+            at_s=now_s, hottest_c=hottest_c, rpm=self._policy_rpm, num_unknown=len(temperatures_c) - len(filtered),
             num_socs=len(temperatures_c)))
         failsafe = lost or wanted_rpm is None
         rpm = self._failsafe_rpm if lost or wanted_rpm is None else wanted_rpm
-        self._asked_rpm = rpm
+        self._policy_rpm = rpm
         self._rpm = min(max(rpm, self._min_rpm), self._max_rpm)
         measured_rpm = tuple(self._measure(index, now_s) for index in range(len(self._outputs)))
         set_rpm = tuple(self._set(index) for index in range(len(self._outputs)))
         return FanState(
             at_s=now_s, temperatures_c=temperatures_c, hottest_c=hottest_c, rpm=self._rpm, failsafe=failsafe,
             set_rpm=set_rpm, measured_rpm=measured_rpm, num_output_errors=self._num_errors,
-            notes=self._troubles.notes)
+            notes=self._alerts.notes)
 
     def run(self, wait: Callable[[float], bool], on_step: Callable[[FanState], object] = lambda state: None) -> None:
-        """Step until `wait`, given the seconds to the next look, returns True, such as `StopSignals.wait`."""
+        """Step until `wait`, called with the seconds to the next step, returns True, such as `StopSignals.wait`."""
         while True:
             state = self.step()
             try:
                 on_step(state)
-                self._trouble("on_step", None)
+                self._set_alert("on_step", None)
             except Exception as error:
-                self._trouble("on_step", f"what was done cannot be reported ({error})")
+                self._set_alert("on_step", f"what was done cannot be reported ({error})")
             if wait(self._period_s):
                 return
 
-    def _ask(self, observation: FanObservation) -> float | None:
-        """Return what the policy wants, or None if that is no speed."""
+    def _wanted_rpm(self, observation: FanObservation) -> float | None:
+        """Return the policy's speed, or None if it is not valid."""
         try:
             wanted_rpm: Any = self._policy.rpm(observation)
         except Exception as error:
-            self._trouble("policy", f"the policy fails ({type(error).__name__}: {error}); the fans turn at the "
+            self._set_alert("policy", f"the policy fails ({type(error).__name__}: {error}); the fans turn at the "
                                     "fail-safe speed")
             return None
         if not is_number(wanted_rpm) or wanted_rpm <= 0.0:
-            self._trouble("policy", "the policy wants what is no speed; the fans turn at the fail-safe speed")
+            self._set_alert("policy", "the policy gives no valid speed; the fans turn at the fail-safe speed")
             return None
-        self._trouble("policy", None, well="the policy works again")
+        self._set_alert("policy", None, well="the policy works again")
         return float(wanted_rpm)
 
     def _measure(self, index: int, now_s: float) -> float | None:
-        """Return how fast a fan turns, and take in whether it does."""
+        """Return a fan's measured speed, and update whether it counts as stopped."""
         try:
             rpm = self._outputs[index].measured_rpm()
         except Exception:
             rpm = None
         if rpm is None or not is_number(rpm) or rpm < 0.0:
-            return None  # what was known of it stands
+            return None  # its state is unchanged
         if rpm > 0.0:
-            self._still_since_s[index] = None
+            self._stopped_since_s[index] = None
             self._stopped[index] = False
         else:
-            since_s = self._still_since_s[index]
+            since_s = self._stopped_since_s[index]
             if since_s is None:
-                self._still_since_s[index] = now_s
+                self._stopped_since_s[index] = now_s
             elif now_s - since_s >= self._spin_up_s:
                 self._stopped[index] = True
         others = "; the others turn at full speed" if len(self._outputs) > 1 else ""
-        self._trouble(("stopped", index), f"fan {self._name(index)}: is set and does not turn; see to it{others}"
+        self._set_alert(("stopped", index), f"fan {self._name(index)}: is set and does not turn; see to it{others}"
                       if self._stopped[index] else None, well=f"fan {self._name(index)}: turns again")
         return float(rpm)
 
@@ -216,10 +219,10 @@ class FanControl:
             self._outputs[index].set_rpm(rpm)
         except Exception as error:
             self._num_errors += 1
-            self._trouble(("output", index), f"fan {self._name(index)}: cannot be set ({error}); tried again at every "
-                                             "look")
+            self._set_alert(("output", index), f"fan {self._name(index)}: cannot be set ({error}); tried again at "
+                                              "every step")
         else:
-            self._trouble(("output", index), None, well=f"fan {self._name(index)}: can be set again")
+            self._set_alert(("output", index), None, well=f"fan {self._name(index)}: can be set again")
         return rpm
 
     def _name(self, index: int) -> str:
@@ -228,50 +231,50 @@ class FanControl:
         except Exception:
             return str(index)
 
-    def _trouble(self, key: object, text: str | None, *, well: str = "") -> None:
-        self._troubles.set(key, text, self._clock(), well=well)
+    def _set_alert(self, key: object, text: str | None, *, well: str = "") -> None:
+        self._alerts.set(key, text, self._clock(), well=well)
 
 
-class _Expectation:
-    """Whether temperatures that all stand still do what the policy's plan expects; without a plan they do not.
+class _ConstantReadingCheck:
+    """Decides whether constant readings of all SoCs agree with the policy's prediction; without one they do not.
 
-    The plan's prediction starts at what was shown when they came to rest, and goes by the speeds of the fans since.
+    The prediction starts at the temperature at which the readings became constant, and follows the fan speeds since.
     """
 
     def __init__(self, policy: FanPolicy) -> None:
-        self._policy = policy if isinstance(policy, ForesightedPolicy) else None
+        self._policy = policy if isinstance(policy, PredictingPolicy) else None
         self._since_s: float | None = None
         self._at_s = 0.0
         self._shown_c: float | None = None
-        self._expected_c: float | None = None  # None: nothing is known to speak for standing still
-        self._should_have_moved = False  # at some time since they came to rest
+        self._expected_c: float | None = None  # None: no prediction
+        self._should_have_changed = False  # at some time since the readings became constant
 
-    def may_stand_still(self, now_s: float, rpm: float) -> bool:
-        """Return whether they may, having passed the time since the last `note` at this speed."""
+    def may_be_constant(self, now_s: float, rpm: float) -> bool:
+        """Return whether they may be constant, after the time since the last `update` at this speed."""
         if self._policy is None or self._expected_c is None or self._shown_c is None:
             return False
         try:
             self._expected_c = self._policy.expected_c(
                 self._expected_c, rpm=rpm, at_s=now_s, duration_s=max(0.0, now_s - self._at_s))
-        except Exception:  # that the policy fails is said where it is asked for a speed
+        except Exception:  # `_wanted_rpm` reports a failing policy
             self._expected_c = None
         self._at_s = now_s
         if self._expected_c is None or not abs(self._expected_c - self._shown_c) < _EXPECTED_C:
-            self._should_have_moved = True
-        return not self._should_have_moved
+            self._should_have_changed = True
+        return not self._should_have_changed
 
-    def note(self, now_s: float, hottest_c: float | None, still_since_s: float | None) -> None:
-        """Take in a look; a movement begins the prediction anew."""
-        if still_since_s != self._since_s:
-            self._since_s, self._shown_c, self._expected_c = still_since_s, hottest_c, hottest_c
-            self._should_have_moved = False
+    def update(self, now_s: float, hottest_c: float | None, constant_since_s: float | None) -> None:
+        """Record a reading; a change of temperature restarts the prediction."""
+        if constant_since_s != self._since_s:
+            self._since_s, self._shown_c, self._expected_c = constant_since_s, hottest_c, hottest_c
+            self._should_have_changed = False
         self._at_s = now_s
 
 
 class StopSignals:
-    """Turns SIGTERM, SIGINT and SIGHUP into the end of a wait, so that a fan is given back first; a context manager.
+    """Ends a wait on SIGTERM, SIGINT or SIGHUP, so that fans are restored before exit; a context manager.
 
-    Only a process's main thread may catch signals: elsewhere `wait` only waits.
+    Only the main thread of a process can catch signals; in other threads `wait` only waits.
     """
 
     def __init__(self) -> None:
@@ -279,8 +282,8 @@ class StopSignals:
         self._stopped = False
 
     def __enter__(self) -> "StopSignals":
-        """Catch the signals."""
-        # A handler may interrupt any line, also one within a lock: writing to a pipe is all that it does.
+        """Install the signal handlers."""
+        # A handler may interrupt any line, even inside a lock, so it only writes to a pipe.
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         with suppress(ValueError):
@@ -289,7 +292,7 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the signals back."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -297,7 +300,7 @@ class StopSignals:
         os.close(self._write_end)
 
     def wait(self, seconds: float) -> bool:
-        """Wait, and return whether a signal asked for the end, then or before."""
+        """Wait, and return whether a stop signal has arrived, during the wait or before."""
         if not self._stopped:
             select.select([self._read_end], [], [], max(0.0, seconds))
         return self._stopped

@@ -23,10 +23,10 @@ from socflower.wire.saved_state import write_whole
 PolicyMaker = Callable[[str, Mapping[str, object]], FanPolicy]
 
 _FIRST_ANSWERS_S = 5.0
-"""How long the sources may take for their first answers, before the first look."""
+"""Longest wait for the sources' first answers, before the first step."""
 
 _NEWS = 0.05
-"""Speeds that change by more than this part are worth a line."""
+"""A relative change of speed above this is printed."""
 
 _CALIBRATION_DUTIES = tuple(percent / 100.0 for percent in range(100, 0, -10))
 
@@ -36,31 +36,31 @@ def run_fan(
     as_json: bool = False, make_policy: PolicyMaker | None = None, show: Callable[[str], object] | None = None,
     say: Callable[[str], object] | None = None,
 ) -> bool:
-    """Control the fans until SIGTERM, SIGINT or SIGHUP, and give them back.
+    """Control the fans until SIGTERM, SIGINT or SIGHUP, then restore their previous control.
 
     Parameters
     ----------
     config : Path
-        The configuration; `ConfigError`, before any fan is touched, for what cannot be in it.
+        The configuration; an invalid one raises `ConfigError` before any fan is touched.
     once : bool
-        Look once, set the fans, print what was found and give them back.
+        Do one step: read, set the fans, print the state, and restore the fans.
     dry_run : bool
         Set nothing.
     restore : bool
-        Only give the fans back, as after a daemon that was killed.
+        Only restore the fans' previous control, as after a daemon that was killed.
     calibrate_fans : bool
-        Only measure how fast the fans turn at which duty, and print the keys of `[fan]` that say so.
+        Only measure the fans' speeds by duty, and print the keys of `[fan]` for them.
     as_json : bool
-        Print a JSON document a look.
+        Print one JSON document per step.
     make_policy : Callable, optional
         Makes the policy of `[policy]`; by default `socflower.thermal.fans.policies.make_policy`.
     show, say : Callable, optional
-        Where results and news go, by lines; by default to standard output and standard error.
+        Called with each line of results and of messages; by default they print to standard output and standard error.
 
     Returns
     -------
     bool
-        False if `once` found too few temperatures or could not set a fan, or `restore` could not give one back.
+        False if `once` found too few temperatures or could not set a fan, or `restore` failed for one.
     """
     show, say = show or _print, say or _print_error
     if sum((once, restore, calibrate_fans)) > 1:
@@ -81,13 +81,13 @@ def run_fan(
             sources = {soc: _in_background(table.source(), table.max_age_s, loaded, stack)
                        for soc, table in loaded.sources.items()} if not restore else {}
             settings = loaded.fan
-            trouble_lines: list[str] = []
+            alert_lines: list[str] = []
 
             def tell(line: str) -> None:
-                trouble_lines.append(line)
+                alert_lines.append(line)
                 say(line)
 
-            # Policies see seconds since the daemon began: by them a planned load is written in a file.
+            # Policies see seconds since the daemon started; a planned load in a file uses the same clock.
             began_s = time.monotonic()
             control = FanControl(
                 sources or {0: _NoSource()}, policy, outputs, min_rpm=settings.min_rpm, max_rpm=settings.max_rpm,
@@ -98,7 +98,7 @@ def run_fan(
             if restore:
                 with control:
                     pass
-                return not trouble_lines
+                return not alert_lines
             deadline_s = time.monotonic() + _FIRST_ANSWERS_S
             for source in sources.values():
                 source.wait_for_first(deadline_s - time.monotonic())
@@ -113,7 +113,7 @@ def run_fan(
                     return not state.num_output_errors and not state.failsafe and state.hottest_c is not None
 
                 def on_step(state: FanState) -> None:
-                    _notify("READY=1\nWATCHDOG=1")  # the watchdog's patience begins anew
+                    _notify("READY=1\nWATCHDOG=1")  # resets the watchdog's timeout
                     reporter.note(state)
 
                 control.run(stop.wait, on_step)
@@ -122,7 +122,7 @@ def run_fan(
 
 
 class _Reporter:
-    """Writes the status file, and says when the speed changes."""
+    """Writes the status file, and prints a line when the speed changes."""
 
     def __init__(
         self, loaded: FanFile, outputs: list[FanOutput], dry_run: bool, show: Callable[[str], object] | None,
@@ -133,7 +133,7 @@ class _Reporter:
         self._complained = False
 
     def note(self, state: FanState) -> dict[str, Any]:
-        """Take in what a look found; return it as a document."""
+        """Report the state of a step; return it as a document."""
         document = self._document(state)
         if self._said_rpm is None or abs(state.rpm - self._said_rpm) > _NEWS * self._said_rpm:
             hottest = "no SoC's temperature is known" if state.hottest_c is None else \
@@ -146,7 +146,7 @@ class _Reporter:
                 self._complained = False
             except OSError as error:
                 if not self._complained:
-                    self._say(f"{self._loaded.status_file}: cannot be written ({error.strerror}); the fans do not mind")
+                    self._say(f"{self._loaded.status_file}: cannot be written ({error.strerror}); fan control goes on")
                 self._complained = True
         if self._show is not None:
             self._show(json.dumps(document))
@@ -167,7 +167,7 @@ class _Reporter:
 
 @dataclass(frozen=True, slots=True)
 class _DryRun:
-    """A fan that is looked at and never set."""
+    """A fan that is measured and never set."""
 
     output: FanOutput
 
@@ -175,30 +175,30 @@ class _DryRun:
         """Do nothing."""
 
     def measured_rpm(self) -> float | None:
-        """Return how fast it turns."""
+        """Return the measured speed."""
         return self.output.measured_rpm()
 
     def restore(self) -> None:
         """Do nothing."""
 
     def describe(self) -> str:
-        """Return what fan this is."""
+        """Return the fan's description."""
         return f"{self.output.describe()}, not touched"
 
 
 class _NoSource:
-    """Stands for sources where nothing is read."""
+    """Placeholder source for `restore`, which reads nothing."""
 
     def read(self) -> Any:
         """Refuse."""
-        raise AssertionError("fans are only given back")
+        raise AssertionError("only restoring fans")
 
 
 def _calibrate(
     outputs: list[FanOutput], loaded: FanFile, stop: StopSignals, show: Callable[[str], object],
     say: Callable[[str], object],
 ) -> None:
-    """Print each fan's curve as keys of `[fan]`. Every fan is given back, or runs at full power."""
+    """Print each fan's curve as keys of `[fan]`. Every fan is restored, or left at full power."""
     def sleep(seconds: float) -> None:
         if stop.wait(seconds):
             raise KeyboardInterrupt
@@ -223,7 +223,7 @@ def _calibrate(
 
 
 def _lock_file(config: Path, loaded: FanFile) -> Path:
-    """Return the file that keeps a second daemon off the same fans; a daemon may write where its status goes."""
+    """Return the lock file against a second daemon on the same fans; it lies in the status file's folder, if any."""
     beside = loaded.status_file or config
     return beside.with_name(f".{beside.name}.lock")
 
@@ -235,7 +235,7 @@ def _in_background(source: Any, max_age_s: float, loaded: FanFile, stack: ExitSt
 
 
 def _lines(document: Mapping[str, Any]) -> list[str]:
-    """Return for people what a look found."""
+    """Return the state of a step as readable lines."""
     lines = [f"SoC {soc}: {'not known' if value is None else f'{value:.1f} °C'}"
              for soc, value in document["temperatures_c"].items()]
     for fan in document["fans"]:
@@ -251,7 +251,7 @@ def _policy_maker() -> PolicyMaker:
 
 
 def _notify(state: str) -> None:
-    """Tell systemd, where it started this process and wants to know (sd_notify)."""
+    """Send a state to systemd if it started this process with a notify socket (sd_notify)."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:

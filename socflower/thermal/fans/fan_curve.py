@@ -1,4 +1,4 @@
-"""What a fan speed costs in watts, and how much heat it carries out of the rack."""
+"""Power and thermal conductance of a rack's fans by speed."""
 
 import math
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ class FanCurve:
     """The fans of a rack, all at one speed.
 
     Conductance to the ambient air: `still + flow * sqrt(rpm^2 - threshold^2)`, only `still` below the threshold. The
-    pressure of a fan grows with the square of its speed; what exceeds the back pressure drives a flow that resists with
-    its own square, and flow carries heat in proportion. Why a threshold: in SoCFlow+ Table 2 nothing changes up to
-    5,700 rpm. Watts: `drag * rpm + air * rpm^3`, the fan laws' cube.
+    pressure of a fan grows with the square of its speed. Pressure above the back pressure drives a flow whose
+    resistance grows with the square of the flow; heat is proportional to flow. The threshold follows from SoCFlow+
+    Table 2, where nothing changes up to 5,700 rpm. Watts: `drag * rpm + air * rpm^3`, the cube of the fan laws.
     """
 
     still_w_per_k: float
@@ -35,7 +35,7 @@ class FanCurve:
             raise ConfigError(f"fan: need 0 < min_rpm < max_rpm, got {self.min_rpm} and {self.max_rpm}")
 
     def conductance_w_per_k(self, rpm: float, working: float = 1.0) -> float:
-        """Return watts carried away for each kelvin above the ambient air; `working` is the part of fans that turn."""
+        """Return W/K from the chassis to the ambient air; `working` is the fraction of fans that turn."""
         return self.still_w_per_k + working * self.flow_w_per_k_rpm * math.sqrt(
             max(0.0, rpm * rpm - self.threshold_rpm * self.threshold_rpm))
 
@@ -44,7 +44,7 @@ class FanCurve:
         return working * (self.drag_w_per_rpm * rpm + self.air_w_per_rpm3 * rpm**3)
 
     def rpm_for(self, conductance_w_per_k: float) -> float:
-        """Return the lowest speed with at least this conductance, within what the fans can do."""
+        """Return the lowest speed with at least this conductance, within the fans' limits."""
         flow = max(0.0, conductance_w_per_k - self.still_w_per_k)
         if not flow:
             return self.min_rpm
@@ -55,7 +55,7 @@ class FanCurve:
 
 
 def rack_fans() -> FanCurve:
-    """Return the fans of the SoC-Cluster, by `constants.toml`."""
+    """Return the fans of the SoC-Cluster, from `constants.toml`."""
     names = ("still_w_per_k", "threshold_rpm", "flow_w_per_k_rpm", "drag_w_per_rpm", "air_w_per_rpm3", "min_rpm",
              "max_rpm")
     return FanCurve(**{name: constant("fan", name) for name in names})

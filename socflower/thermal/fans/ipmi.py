@@ -1,4 +1,4 @@
-"""Fans behind a command: a baseboard controller by ipmitool, or whatever program sets them."""
+"""Fans set by a command: a baseboard controller through ipmitool, or any other program."""
 
 import math
 import os
@@ -18,18 +18,18 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 class IpmiCommand:
-    """A fan behind a command, such as `ipmitool raw 0x30 0x70 0x66 0x01 0x00 {percent}`; no shell is involved.
+    """A fan set by a command, such as `ipmitool raw 0x30 0x70 0x66 0x01 0x00 {percent}`; no shell is involved.
 
     Parameters
     ----------
     template : str
         The command; `{percent}` stands for the duty, `{rpm}` for the speed, both as whole numbers.
     begin, restore : str
-        Commands that take the fan from the firmware, before the first speed, and give it back.
+        Commands that take control from the firmware, before the first speed, and return it.
     measure : str
         A command; the last number that it prints is the speed.
     timeout_s : float
-        How long a command may take; then it is killed with all that it started, and that is a failure.
+        Timeout of a command; after it the command and all its child processes are killed, which counts as a failure.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class IpmiCommand:
         self._begun = False
 
     def set_rpm(self, rpm: float) -> None:
-        """Run the command for this speed. Raises `FanFailure` with what it said."""
+        """Run the command for this speed. Raises `FanFailure` with its output."""
         rpm = checked_speed(rpm)
         self._run_for(self.curve.duty(rpm), rpm)
 
     def set_duty(self, duty: float) -> None:
-        """Run the command for a part of full power. Raises `FanFailure`."""
+        """Run the command for a fraction of full power. Raises `FanFailure`."""
         self._run_for(duty, self.curve.points[-1][1] * duty)
 
     def measured_rpm(self) -> float | None:
-        """Return the last number that the command prints; None without one, and where it fails."""
+        """Return the last number that the command prints; None if it fails or prints none."""
         if not self._measure:
             return None
         try:
@@ -70,10 +70,10 @@ class IpmiCommand:
         return rpm if rpm >= 0 else None
 
     def restore(self) -> None:
-        """Run the command that gives the fan back. Raises `FanFailure` if it fails or there is none."""
+        """Run the restore command. Raises `FanFailure` if it fails or there is none."""
         self._begun = False
         if not self._restore:
-            raise FanFailure(f"{self.describe()}: no command was given that gives it back")
+            raise FanFailure(f"{self.describe()}: no command was given that restores its control")
         self._run(self._restore)
 
     def describe(self) -> str:
@@ -85,13 +85,13 @@ class IpmiCommand:
         values = {"percent": str(percent), "rpm": str(math.ceil(rpm))}
         if self._begin and not self._begun:
             self._run(self._begin)
-        # A controller that failed may have started anew, and forgotten that the fan is ours.
+        # A controller that failed may have restarted, and needs the `begin` command again.
         self._begun = False
         self._run([_PLACEHOLDER.sub(lambda found: values[found[1]], word) for word in self._set])
         self._begun = True
 
     def _run(self, words: Sequence[str]) -> str:
-        """Return what the command printed."""
+        """Return the command's output."""
         name = " ".join(words)
         try:
             process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -104,7 +104,7 @@ class IpmiCommand:
             raise FanFailure(f"{name}: did not end within {self._timeout_s:g} s") from None
         finally:
             if process.returncode is None:
-                # Its children too: one that kept the pipe open would keep us waiting.
+                # Its children too: a child that keeps the pipe open would block this process.
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -118,7 +118,7 @@ class IpmiCommand:
 
 
 def _words(template: str, key: str, allowed: Sequence[str]) -> list[str]:
-    """Return the words of a command; `ConfigError` if it cannot be one."""
+    """Return the words of a command; `ConfigError` if it is not valid."""
     try:
         words = shlex.split(template)
     except ValueError as error:

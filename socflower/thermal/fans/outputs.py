@@ -1,7 +1,7 @@
-"""What a fan can be told, whatever it is; how speed and duty belong together; a fan in a simulation.
+"""The interface of fan outputs, the relation of speed and duty, and a simulated fan.
 
-Real ones are in `hwmon_pwm` and `ipmi_command`. None of them is ever told to stand still: a duty below `min_duty` is
-not written, whatever speed is asked for.
+Real outputs are in `hwmon_pwm` and `ipmi`. No output ever stops a fan: a duty below `min_duty` is not written,
+whatever speed is requested.
 """
 
 import math
@@ -14,39 +14,39 @@ from typing import Protocol, runtime_checkable
 from socflower.errors import ConfigError
 
 MIN_DUTY = 0.2
-"""Below about this part of full power many fans stop, and some do not start again."""
+"""Below about this fraction of full power many fans stop, and some do not start again."""
 
 _SETTLE_S = 6.0
 _CALIBRATION_DUTIES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
 class FanFailure(Exception):
-    """A fan that could not be set, measured or given back; the text says which one and why."""
+    """A fan could not be set, measured or restored; the text names the fan and the reason."""
 
 
 class FanOutput(Protocol):
-    """A fan, or several that turn alike."""
+    """A fan, or several that are set together."""
 
     def set_rpm(self, rpm: float) -> None:
         """Make the fan turn at about this speed, above 0. Raises `FanFailure`."""
         ...
 
     def measured_rpm(self) -> float | None:
-        """Return how fast it turns, None where that is not known. Never raises."""
+        """Return the measured speed, None where it is not known. Never raises."""
         ...
 
     def restore(self) -> None:
-        """Give the fan back to what controlled it before. Raises `FanFailure`, also where there was nothing."""
+        """Restore the fan's previous control. Raises `FanFailure`, also if there was none."""
         ...
 
     def describe(self) -> str:
-        """Return what fan this is, in a few words."""
+        """Return a short description of the fan."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DutyCurve:
-    """How fast a fan turns at which part of full power, as points (duty, rpm); straight lines between them."""
+    """A fan's speed by duty (fraction of full power): points (duty, rpm), interpolated linearly."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -70,25 +70,25 @@ class DutyCurve:
         return cls(((checked_min_duty(min_duty), min_rpm), (1.0, max_rpm)))
 
     def duty(self, rpm: float) -> float:
-        """Return the part of full power for a speed; the ends of the curve for what lies beyond them."""
+        """Return the duty for a speed, clipped to the ends of the curve."""
         speeds = [speed for _, speed in self.points]
         after = min(max(bisect_left(speeds, rpm), 1), len(speeds) - 1)
         (low, slow), (high, fast) = self.points[after - 1], self.points[after]
         part = min(max((rpm - slow) / (fast - slow), 0.0), 1.0)
-        return min(low + (high - low) * part, high)  # rounding must not lead beyond the end
+        return min(low + (high - low) * part, high)  # rounding must not exceed the end
 
 
 class SimulatedFan:
-    """A fan in a simulation: it needs time to change its speed, and breaks when told to.
+    """A simulated fan, with a limited rate of change and configurable failures.
 
     Parameters
     ----------
     max_rpm : float
-        Its fastest; what it turns at when given back, as a rack's firmware lets it.
+        Highest speed; also its speed after `restore`, as with a rack's firmware.
     rpm_per_s : float
-        How fast its speed can change.
+        Highest rate of change of its speed.
     failure : str
-        "" for a whole fan, "stopped" for one that stands still, "stuck" for one that keeps the speed it has.
+        "" for a working fan, "stopped" for one that does not turn, "stuck" for one that keeps its present speed.
     clock : Callable
         Seconds; only goes forward.
     """
@@ -107,28 +107,28 @@ class SimulatedFan:
         self.fail(failure)
 
     def fail(self, failure: str) -> None:
-        """Break, or with "" be whole again."""
+        """Start a failure, or with "" end it."""
         if failure not in ("", "stopped", "stuck"):
             raise ConfigError(f"simulated fan: failure = {failure!r} is unknown; use stopped, stuck or nothing")
         self._advance()
         self._failure = failure
 
     def set_rpm(self, rpm: float) -> None:
-        """Turn towards this speed, or the fastest."""
+        """Change towards this speed, at most `max_rpm`."""
         self._advance()
         self._target_rpm = min(checked_speed(rpm), self._max_rpm)
 
     def measured_rpm(self) -> float:
-        """Return how fast it turns now."""
+        """Return its present speed."""
         self._advance()
         return self._rpm
 
     def restore(self) -> None:
-        """Turn towards the fastest speed."""
+        """Change towards the highest speed."""
         self.set_rpm(self._max_rpm)
 
     def describe(self) -> str:
-        """Return what it is."""
+        """Return its description."""
         return f"simulated fan{f', {self._failure}' if self._failure else ''}"
 
     def _advance(self) -> None:
@@ -142,10 +142,10 @@ class SimulatedFan:
 
 @runtime_checkable
 class DutyOutput(FanOutput, Protocol):
-    """A fan whose part of full power can be set too: `HwmonPwm`, `IpmiCommand`."""
+    """A fan that can also be set by duty: `HwmonPwm`, `IpmiCommand`."""
 
     def set_duty(self, duty: float) -> None:
-        """Set a part of full power. Raises `FanFailure`."""
+        """Set a fraction of full power. Raises `FanFailure`."""
         ...
 
 
@@ -153,11 +153,11 @@ def calibrate(
     output: DutyOutput, *, duties: Sequence[float] = _CALIBRATION_DUTIES, settle_s: float = _SETTLE_S,
     sleep: Callable[[float], object] = time.sleep,
 ) -> DutyCurve:
-    """Return the speeds that the fan really turns at, duty by duty from the fastest; it turns at full power after that.
+    """Return the measured speeds by duty, from the highest down; the fan is left at full power.
 
-    Ends at the first duty at which the fan stands still: lower ones would only keep it so. Where a lower duty is not
-    slower, as below what a fan obeys, its point is left out. Raises `FanFailure` where no speed is shown or none
-    changes. To be done while nothing is hot.
+    Stops at the first duty at which the fan does not turn, since it would not turn at lower ones either. A point whose
+    lower duty is not slower, as below the range of a fan, is left out. Raises `FanFailure` where no speed is measured,
+    or the speed does not change. Run it only while nothing is hot.
     """
     points: list[tuple[float, float]] = []
     try:
@@ -180,19 +180,19 @@ def calibrate(
 
 
 def checked_speed(rpm: float) -> float:
-    """Return a speed that a fan may be told; `FanFailure` for any other."""
+    """Return the speed if it is valid for a fan; raise `FanFailure` otherwise."""
     if not 0.0 < rpm < math.inf:
         raise FanFailure(f"a fan was to turn at {rpm} rpm, which is not above 0 and finite")
     return rpm
 
 
 def checked_min_duty(min_duty: float) -> float:
-    """Return the part of full power below which nothing is set; `ConfigError` if it is none."""
+    """Return the lowest duty if it is valid; raise `ConfigError` otherwise."""
     if not 0.0 < min_duty < 1.0:
         raise ConfigError(f"fan: min_duty = {min_duty:g} must lie between 0 and 1; {MIN_DUTY} suits most fans")
     return min_duty
 
 
 def reason(error: Exception) -> str:
-    """Return in a few words why a file or a program could not be used."""
+    """Return a short reason why a file or a program could not be used."""
     return (error.strerror or type(error).__name__).lower() if isinstance(error, OSError) else str(error)

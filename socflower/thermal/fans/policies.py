@@ -1,4 +1,4 @@
-"""How fast the fans shall turn: fixed speeds, the paper's passive cooling (F19), and one that knows the load."""
+"""Fan policies: fixed speed, the paper's passive cooling (F19), and predictive cooling for a planned load."""
 
 import math
 from collections.abc import Mapping
@@ -12,28 +12,28 @@ from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.model.constants import constant
 
 _FASTER = 1.005
-"""By how much fans get faster from look to look while what should suffice does not; a look takes seconds."""
+"""Factor by which fans speed up per step while the planned speed is not enough; a step takes seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FanObservation:
-    """What a policy decides on."""
+    """The input of a policy's decision."""
 
-    at_s: float  # on any clock that only goes forward
-    hottest_c: float | None  # the hottest SoC that is believed; None: nobody knows
+    at_s: float  # on any monotonic clock
+    hottest_c: float | None  # the hottest SoC with an accepted temperature; None: unknown
     rpm: float  # at present
-    num_unknown: int = 0  # SoCs whose sensors say nothing that can be believed
+    num_unknown: int = 0  # SoCs without an accepted temperature
     num_socs: int = 0  # in all
-    num_throttled: int = 0  # SoCs that say that heat holds their clocks down
+    num_throttled: int = 0  # SoCs that report throttling by heat
 
     @property
-    def is_blind(self) -> bool:
-        """Whether nobody knows how hot the SoCs are: no temperature is believed, or fewer than half of them."""
+    def lacks_temperatures(self) -> bool:
+        """Whether the temperatures do not suffice: none is accepted, or fewer than half of the SoCs have one."""
         return self.hottest_c is None or math.isnan(self.hottest_c) or 2 * self.num_unknown > self.num_socs
 
 
 class FanPolicy(Protocol):
-    """Decides on a fan speed; all that it remembers is in the observation."""
+    """Decides on a fan speed from an observation alone, without state."""
 
     def rpm(self, observation: FanObservation) -> float:
         """Return the wanted speed, above 0."""
@@ -41,17 +41,17 @@ class FanPolicy(Protocol):
 
 
 @runtime_checkable
-class ForesightedPolicy(FanPolicy, Protocol):
-    """A policy that knows what heat is to come, and so whether sensors may stand still."""
+class PredictingPolicy(FanPolicy, Protocol):
+    """A policy that predicts temperatures, and so whether constant readings are plausible."""
 
     def expected_c(self, hottest_c: float, *, rpm: float, at_s: float, duration_s: float) -> float | None:
-        """Return what the hottest SoC should have after `duration_s` at this speed, up to `at_s`; None: not known."""
+        """Return the predicted temperature of the hottest SoC at `at_s`, after `duration_s` at this speed, or None."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedSpeed:
-    """One speed for ever."""
+    """A constant speed."""
 
     fixed_rpm: float
 
@@ -67,13 +67,13 @@ class FixedSpeed:
 class PassiveCooling:
     """Slow until the hottest SoC passes `hot_c`, then fast until it has come down to `cool_c` (F19).
 
-    Where nobody knows how hot the SoCs are, or how hot more than half of them are, fast.
+    Fast, too, where the temperature of no SoC, or of fewer than half of them, is known.
     """
 
     low_rpm: float = field(default_factory=lambda: constant("fan", "low_rpm"))
     high_rpm: float = 11000.0
     hot_c: float = 35.0
-    cool_c: float = 33.5  # half a step of the sensors below where clocks come back
+    cool_c: float = 33.5  # half a sensor step below the temperature at which clocks recover
 
     def __post_init__(self) -> None:
         _above_zero("passive", low_rpm=self.low_rpm, high_rpm=self.high_rpm)
@@ -86,21 +86,21 @@ class PassiveCooling:
     def rpm(self, observation: FanObservation) -> float:
         """Return the low or the high speed."""
         hottest_c = observation.hottest_c
-        if observation.is_blind or hottest_c is None or hottest_c >= self.hot_c:
+        if observation.lacks_temperatures or hottest_c is None or hottest_c >= self.hot_c:
             return self.high_rpm
-        # Fans may read back less than they were told, and may not reach the high speed.
+        # Fans may report less than their set speed, and may not reach the high speed.
         cooling = observation.rpm > 0.5 * (self.low_rpm + self.high_rpm)
         return self.high_rpm if cooling and hottest_c > self.cool_c else self.low_rpm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedLoad:
-    """What a plan says of the heat to come, on the clock of the observations."""
+    """The heat that a plan predicts, on the clock of the observations."""
 
     rack_w: float  # mean heat of all SoCs at full clock, while the plan is carried out
-    local_rise_c: float  # how much warmer than the chassis's air the busy SoCs are then
+    local_rise_c: float  # temperature of the busy SoCs above the chassis air
     begin_s: float = 0.0
-    end_s: float = math.inf  # when the work is done, at full clock
+    end_s: float = math.inf  # end of the work, at full clock
 
     def __post_init__(self) -> None:
         if not (0.0 <= self.rack_w < math.inf and 0.0 <= self.local_rise_c < math.inf):
@@ -112,36 +112,36 @@ class PlannedLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictiveCooling:
-    """The cheapest fans that keep the SoCs under a limit, by the planned load.
+    """The fan speed with the least energy that keeps the SoCs below a limit under the planned load.
 
-    Nothing is cooled before it is hot, nor once the work will end before it would be too hot. What holds the limit
-    costs least along the lower hull of watts over conductance. Fans below their threshold cool nothing more than fans
-    at rest, so little cooling is cheapest as turns of slow and `efficient_rpm`; and since power grows with the cube of
-    the speed and cooling only linearly, much cooling is cheapest as one steady speed, the slowest that keeps the limit
-    for the next `horizon_s`, and never more than `high_rpm`.
+    Fans stay slow until the limit is near, and when the work will end before the limit is reached. The cheapest way to
+    hold the limit lies on the lower hull of watts over conductance. Below their threshold, fans cool no more than fans
+    at rest, so little cooling is cheapest by alternating between slow and `efficient_rpm`. Since power grows with the
+    cube of the speed and cooling only linearly, much cooling is cheapest at one steady speed: the slowest that keeps
+    the limit for the next `horizon_s`, at most `high_rpm`.
 
-    With `max_slowdown` above 0 the last part of the work is done one clock step lower, at up to `coast_limit_c`: as
-    long as that costs this fraction of the whole time.
+    With `max_slowdown` above 0 the last part of the work runs one clock step lower, at up to `coast_limit_c`. That part
+    is as long as extends the whole time by this fraction.
 
-    The rack is taken for one heat capacity, the chassis's (F21). What that leaves out, a fan that has failed, a board
-    in bad air, work that takes longer than planned, shows in the temperature, and is corrected at the next look. Where
-    nobody knows how hot the SoCs are, or how hot more than half of them are, fans turn at `high_rpm`.
+    The rack is modelled as one heat capacity, the chassis's (F21). Effects outside this model (a failed fan, a badly
+    ventilated board, work that takes longer than planned) appear in the temperature and are corrected at the next step.
+    Where the temperature of no SoC, or of fewer than half of them, is known, fans turn at `high_rpm`.
     """
 
     load: PlannedLoad
     fans: FanCurve = field(default_factory=rack_fans)
     chassis_j_per_k: float = field(default_factory=lambda: constant("rack", "chassis_j_per_k"))
     ambient_c: float = 25.0
-    limit_c: float = 34.5  # half a step of the sensors below the first trip point
-    resume_c: float = 33.5  # to which a SoC has to cool down that has tripped all the same; half a step below its own
-    band_c: float = 0.5  # that turns cool down
+    limit_c: float = 34.5  # half a sensor step below the first trip point
+    resume_c: float = 33.5  # target for a SoC that has tripped; half a sensor step below its resume point
+    band_c: float = 0.5  # hysteresis of alternating cooling
     horizon_s: float = 120.0
     low_rpm: float = field(default_factory=lambda: constant("fan", "low_rpm"))
     high_rpm: float = 11000.0
     max_slowdown: float = 0.0
     coast_limit_c: float = 39.0
     coast_slowdown: float = 0.102  # of the clock between the first two trip points
-    coast_power: float = 0.85  # part of the heat that is left at that clock
+    coast_power: float = 0.85  # heat at that clock, as a fraction
 
     def __post_init__(self) -> None:
         _above_zero("predictive", horizon_s=self.horizon_s, low_rpm=self.low_rpm, high_rpm=self.high_rpm,
@@ -157,16 +157,16 @@ class PredictiveCooling:
 
     @property
     def efficient_rpm(self) -> float:
-        """The speed that carries away most for each watt more than at the low speed, within the policy's speeds."""
+        """The speed with the most added conductance per added watt over the low speed, within the policy's speeds."""
         return _most_efficient_rpm(self.fans, self.low_rpm, self.high_rpm)
 
     @property
     def coast_begin_s(self) -> float:
-        """When the last, slower part of the work begins."""
+        """Start of the last, slower part of the work."""
         load = self.load
         if not self.max_slowdown or math.isinf(load.end_s):
             return math.inf
-        # x seconds of work take x / (1 - coast_slowdown) there.
+        # x seconds of work at full clock take x / (1 - coast_slowdown) in that part.
         whole_s = load.end_s - load.begin_s
         lost_s = self.max_slowdown * whole_s
         return max(load.begin_s, load.end_s - lost_s * (1.0 - self.coast_slowdown) / self.coast_slowdown)
@@ -174,24 +174,24 @@ class PredictiveCooling:
     def rpm(self, observation: FanObservation) -> float:
         """Return the speed."""
         hottest_c, at_s, load = observation.hottest_c, observation.at_s, self.load
-        if observation.is_blind or hottest_c is None:
+        if observation.lacks_temperatures or hottest_c is None:
             return self.high_rpm
         coasting = at_s >= self.coast_begin_s
         end_s = load.end_s + (self.max_slowdown * (load.end_s - load.begin_s) if coasting else 0.0)
         limit_c = self.coast_limit_c
         if not coasting:
-            # Held at the limit, a SoC that has tripped would stay slow for ever.
+            # If held at the limit, a SoC that has tripped would stay slow.
             limit_c = self.resume_c if observation.num_throttled else self.limit_c
         part = self.coast_power if coasting else 1.0
         rise_c, heat_w = part * load.local_rise_c, part * load.rack_w
-        # Work that goes on after its planned end may do so for long.
+        # Work that passes its planned end may continue for long.
         time_s = min(self.horizon_s, end_s - at_s) if at_s < end_s else self.horizon_s
         wanted_rpm = self._steady_rpm(air_c=hottest_c - rise_c, limit_c=limit_c - rise_c, heat_w=heat_w, time_s=time_s)
         if wanted_rpm <= self.low_rpm and time_s < self.horizon_s:
             return self.low_rpm
         efficient_rpm = self.efficient_rpm
         cooling = observation.rpm > 0.5 * (self.low_rpm + efficient_rpm)
-        # The hottest SoC may be cooled worse than the plan knows: while it stays too hot, fans get faster.
+        # The hottest SoC may be cooled less than planned: while it stays too hot, fans speed up.
         least_rpm = _FASTER * observation.rpm if cooling and hottest_c >= limit_c else 0.0
         if self._holding_rpm(limit_c - rise_c, heat_w) <= efficient_rpm:
             if hottest_c < limit_c and not (cooling and hottest_c > limit_c - self.band_c):
@@ -201,9 +201,9 @@ class PredictiveCooling:
         return min(max(wanted_rpm, least_rpm, self.low_rpm), self.high_rpm)
 
     def expected_c(self, hottest_c: float, *, rpm: float, at_s: float, duration_s: float) -> float | None:
-        """Return what the hottest SoC should have after `duration_s` of the planned load, up to `at_s`.
+        """Return the predicted temperature of the hottest SoC at `at_s`, after `duration_s` of the planned load.
 
-        None outside the planned time: what the rack draws then, the plan does not say.
+        None outside the planned time, for which the plan has no heat.
         """
         load = self.load
         if not load.begin_s <= at_s - duration_s <= at_s <= load.end_s:
@@ -215,7 +215,7 @@ class PredictiveCooling:
         return steady_c + (air_c - steady_c) * math.exp(-duration_s * conductance / self.chassis_j_per_k) + rise_c
 
     def _holding_rpm(self, limit_c: float, heat_w: float) -> float:
-        """Return the steady speed at which the air settles at the limit."""
+        """Return the steady speed at which the air temperature settles at the limit."""
         if limit_c <= self.ambient_c:
             return self.fans.max_rpm
         return self.fans.rpm_for(heat_w / (limit_c - self.ambient_c))
@@ -249,9 +249,9 @@ POLICIES = ("fixed", "passive", "predictive")
 
 
 def make_policy(name: str, settings: Mapping[str, object]) -> FanPolicy:
-    """Return a policy of a configuration file; `ConfigError` for an unknown name or key, or a value that cannot be.
+    """Return a policy of a configuration file; `ConfigError` for an unknown name or key, or an invalid value.
 
-    Keys are those of the classes that are numbers; of "fixed" `rpm`, and of "predictive" also those of its load.
+    Keys are the classes' numeric fields; `rpm` for "fixed", and for "predictive" also those of its load.
     """
     numbers: dict[str, float] = {}
     for key, value in settings.items():

@@ -1,4 +1,4 @@
-"""Background load: games that come and go with the tide of a day, windows for training, and other steps in time."""
+"""Background load: a day's cycle of game sessions, windows for training, and other step functions of time."""
 
 import math
 from bisect import bisect_right
@@ -39,12 +39,12 @@ class Steps(Generic[_Value]):
 
 
 def always(value: _Value) -> Steps[_Value]:
-    """Return what never changes."""
+    """Return a constant function."""
     return Steps((0.0,), (value,))
 
 
 def changes(first: _Value, later: Sequence[tuple[float, _Value]]) -> Steps[_Value]:
-    """Return what is `first` until the first of `later`, which are times and what holds from then on."""
+    """Return the function that starts at `first`; `later` are times and the values from each time on."""
     ordered = sorted(later, key=lambda entry: entry[0])
     if ordered and ordered[0][0] <= 0.0:
         return Steps(tuple(time_s if index else 0.0 for index, (time_s, _) in enumerate(ordered)),
@@ -57,11 +57,11 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackgroundLoad:
-    """What users have of one SoC at a time."""
+    """The users' load on one SoC at a moment."""
 
     share: float = 0.0  # of its processors, 0 to 1; training gets the rest
-    power_w: float = 0.0  # that it draws for them, beside what training draws
-    taken: bool = False  # training has to leave
+    power_w: float = 0.0  # that it draws for users, in addition to training
+    taken: bool = False  # training has to release the SoC
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.share < 1.0 or not 0.0 <= self.power_w < math.inf:
@@ -74,26 +74,26 @@ NOBODY = BackgroundLoad()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Game:
-    """What a co-located game is to a SoC: it takes a share of it, or all of it."""
+    """The load of a co-located game: it takes a share of a SoC, or all of it."""
 
     share: float = 0.5
     power_w: float = 2.5
     takes_soc: bool = False
 
     def __post_init__(self) -> None:
-        BackgroundLoad(share=self.share, power_w=self.power_w, taken=self.takes_soc)  # says itself what cannot be
+        BackgroundLoad(share=self.share, power_w=self.power_w, taken=self.takes_soc)  # raises for invalid values
 
     @property
     def load(self) -> BackgroundLoad:
-        """Return it as a user's load."""
+        """Return the game as a background load."""
         return BackgroundLoad(share=self.share, power_w=self.power_w, taken=self.takes_soc)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tide:
-    """Games over a day, as cloud gaming has them: few before dawn, most in the evening.
+    """Game sessions over a day of cloud gaming: few before dawn, most in the evening.
 
-    The part of SoCs that are in a game follows a cosine between `low` at `low_hour` and `high` twelve hours later;
+    The fraction of SoCs with a game follows a cosine between `low` at `low_hour` and `high` twelve hours later;
     sessions last `mean_session_s` on average, exponentially distributed, and are drawn for each SoC from `seed`.
     """
 
@@ -110,25 +110,25 @@ class Tide:
             raise ConfigError(f"tide: mean_session_s = {self.mean_session_s} must be above 0")
 
     def part_busy(self, hour: float) -> float:
-        """Return the part of SoCs that are in a game at an hour of the day, on average."""
+        """Return the mean fraction of SoCs with a game at an hour of the day."""
         return self.low + (self.high - self.low) * 0.5 * (1.0 - math.cos(2.0 * math.pi * (hour - self.low_hour) / 24.0))
 
     def loads(
         self, num_socs: int, duration_s: float, start_hour: float, seed: int,
     ) -> tuple[Steps[BackgroundLoad], ...]:
-        """Return each SoC's users from `start_hour` on for `duration_s`; equal seeds give equal games."""
+        """Return each SoC's background load for `duration_s` from `start_hour` on; equal seeds give equal sessions."""
         return tuple(self._of_one(np.random.default_rng([seed, soc]), duration_s, start_hour)
                      for soc in range(num_socs))
 
     def _of_one(self, random: np.random.Generator, duration_s: float, start_hour: float) -> Steps[BackgroundLoad]:
-        """A two-state chain whose mean follows the tide: idle times are as long as that takes at their beginning."""
+        """A two-state chain whose mean follows the daily curve: idle times depend on the fraction at their start."""
         busy = bool(random.random() < self.part_busy(start_hour))
         first = self.game.load if busy else NOBODY
         time_s, later = 0.0, list[tuple[float, BackgroundLoad]]()
         while True:
             part = self.part_busy(start_hour + time_s / 3600.0)
             mean_s = self.mean_session_s if busy else self.mean_session_s * (1.0 - part) / max(part, 1e-6)
-            # An idle time is cut at an hour, so that it follows the tide.
+            # An idle time lasts at most an hour, so that it follows the daily curve.
             drawn_s = float(random.exponential(mean_s))
             if not busy and drawn_s > 3600.0:
                 time_s += 3600.0
@@ -144,7 +144,7 @@ class Tide:
 
 
 def idle_windows(windows: Sequence[tuple[float, float]], duration_s: float, start_hour: float) -> Steps[bool]:
-    """Return whether training may run: only within the daily windows, hours (from, to) that may pass midnight.
+    """Return whether training may run: only within the daily windows, as hours (from, to) that may span midnight.
 
     Raises `ConfigError` for hours that are not between 0 and 24.
     """

@@ -1,4 +1,4 @@
-"""Fitting the fan curve and the chassis's heat capacity to SoCFlow+, and predicting what was not fitted (F21)."""
+"""Fitting the fan curve and the chassis's heat capacity to SoCFlow+, and predicting its other rows (F21)."""
 
 import math
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ START_C = 28.0
 """Where SoCFlow+ Fig. 2d begins."""
 
 _SETTLED_S = 3.0 * 3600.0
-_AVERAGED_S = 3600.0  # after that: some swings of the slowest governor
+_AVERAGED_S = 3600.0  # after that: several cycles of the slowest governor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experiment:
-    """A rack under constant load: so many busy SoCs, the others idle, boards filled one after the other."""
+    """A rack under constant load: a number of busy SoCs, the others idle, boards filled one after the other."""
 
     num_busy: int
     busy_w: float  # of one SoC at full clock
     idle_w: float
-    unthrottled_w: float = 0.0  # part of `busy_w` that clocks do not change: another processor
+    unthrottled_w: float = 0.0  # part of `busy_w` that does not depend on the clock: another processor
     num_boards: int = 12
     socs_per_board: int = 5
     ambient_c: float = 25.0
@@ -50,7 +50,7 @@ class Experiment:
 
 
 def fan_table_experiment() -> Experiment:
-    """Return the set-up of SoCFlow+ Table 2."""
+    """Return the experiment of SoCFlow+ Table 2."""
     return Experiment(
         num_busy=int(constant("experiment", "num_busy")), busy_w=constant("experiment", "busy_w"),
         idle_w=constant("experiment", "idle_w"), num_boards=int(constant("experiment", "num_boards")),
@@ -59,14 +59,14 @@ def fan_table_experiment() -> Experiment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settled:
-    """Where an experiment settles: means over the busy SoCs and an hour of swings."""
+    """The steady state of an experiment: means over the busy SoCs and an hour of governor cycles."""
 
     soc_c: float
     decline: float  # of the clocks, 0 to 1
 
 
 def settled(experiment: Experiment, rpm: float, fans: FanCurve | None = None) -> Settled:
-    """Return where constant load at a fixed fan speed leads, by simulation."""
+    """Return the simulated steady state under constant load at a fixed fan speed."""
     rack = RackDynamics(experiment.rack, FixedSpeed(fixed_rpm=rpm), fans=fans, start_c=START_C)
     _run(rack, experiment, _SETTLED_S)
     temperatures, speeds, passed_s = 0.0, 0.0, 0.0
@@ -82,9 +82,9 @@ def settled(experiment: Experiment, rpm: float, fans: FanCurve | None = None) ->
 def fit_fans(rows: Sequence[FanTableRow] | None = None) -> FanCurve:
     """Return the fan curve through three rows of the fan table, slow to fast.
 
-    A row's decline says how much the SoCs still draw (the governor swings between two of its clocks), and its
-    temperature with that how much heat the air carries away for each kelvin. The first row is taken to lie below the
-    threshold, the others give it and the flow. `ConfigError` for rows that no such curve goes through.
+    A row's decline gives the SoCs' power (the governor alternates between two of its clocks); power and temperature
+    give the conductance in W/K. The first row is assumed to lie below the threshold; the others determine the threshold
+    and the flow. `ConfigError` for rows that no such curve fits.
     """
     rows = rows or [row for row in fan_table() if row.rpm in FITTED_RPM]
     if len(rows) != 3 or not rows[0].rpm < rows[1].rpm < rows[2].rpm:
@@ -117,7 +117,7 @@ def conductance_of(row: FanTableRow) -> float:
 
 
 def fit_chassis_j_per_k(fans: FanCurve) -> float:
-    """Return the chassis's heat capacity with which the first trip at low fan speed comes after `ONSET_S`."""
+    """Return the chassis's heat capacity for which the first trip at low fan speed occurs after `ONSET_S`."""
     experiment = fan_table_experiment()
     low, high = 1e3, 1e6
     while high / low > 1.0005:
@@ -130,7 +130,7 @@ def fit_chassis_j_per_k(fans: FanCurve) -> float:
 
 def onset_s(experiment: Experiment, rpm: float, fans: FanCurve | None = None, *, rack: Rack | None = None,
             tick_s: float = 5.0) -> float:
-    """Return after how long constant load first slows a SoC down, from `START_C`; infinity if it never does."""
+    """Return the time from `START_C` until constant load first lowers a SoC's clock; infinity if it never does."""
     dynamics = RackDynamics(rack or experiment.rack, FixedSpeed(fixed_rpm=rpm), fans=fans, start_c=START_C,
                             tick_s=tick_s)
     power_w = experiment.power_w(dynamics.power_factors())
@@ -145,7 +145,7 @@ def onset_s(experiment: Experiment, rpm: float, fans: FanCurve | None = None, *,
 
 
 def cooling_s(experiment: Experiment, rpm: float) -> float:
-    """Return how long fans at `rpm` need to bring all clocks back after the first trip at low fan speed."""
+    """Return how long fans at `rpm` take to restore all clocks after the first trip at low fan speed."""
     begin = RackDynamics(experiment.rack, FixedSpeed(fixed_rpm=constant("fan", "low_rpm")), start_c=START_C)
     begin.advance(onset_s(experiment, constant("fan", "low_rpm")), experiment.power_w(begin.power_factors()))
     rack = RackDynamics(experiment.rack, FixedSpeed(fixed_rpm=rpm))
@@ -182,7 +182,7 @@ def _run(rack: RackDynamics, experiment: Experiment, duration_s: float) -> None:
 
 
 def _mean_power_w(experiment: Experiment, governor: ClockGovernor, decline: float) -> float:
-    """Return a busy SoC's mean watts where the governor swings between the two clocks around a mean decline."""
+    """Return a busy SoC's mean watts where the governor alternates between the two clocks around a mean decline."""
     speeds, powers = governor.clock_factors, governor.power_factors
     speed = 1.0 - decline
     if speed < speeds[-1]:
@@ -207,7 +207,7 @@ def _fit_power(rows: Sequence[FanTableRow]) -> tuple[float, float]:
 
 
 def fitted_constants() -> dict[str, float]:
-    """Return what `constants.toml` says was fitted, fitted again; by key."""
+    """Fit the fitted constants of `constants.toml` again and return them by key."""
     fans = fit_fans()
     return {"still_w_per_k": fans.still_w_per_k, "threshold_rpm": fans.threshold_rpm,
             "flow_w_per_k_rpm": fans.flow_w_per_k_rpm, "drag_w_per_rpm": fans.drag_w_per_rpm,

@@ -1,4 +1,4 @@
-"""The constants of heat: `constants.toml`, read once."""
+"""The constants of the thermal model: `constants.toml`, read once."""
 
 import tomllib
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FanTableRow:
-    """A row of SoCFlow+ Table 2: what a fan speed led to."""
+    """A row of SoCFlow+ Table 2: the effects of a fan speed."""
 
     rpm: float
     fan_w: float
@@ -19,17 +19,17 @@ class FanTableRow:
 
 @cache
 def document() -> dict[str, Any]:
-    """Return the file as it stands, sources included."""
+    """Return the whole file, sources included."""
     return tomllib.loads(resources.files("socflower.thermal.model").joinpath("constants.toml").read_text("utf-8"))
 
 
 def constant(table: str, key: str) -> float:
-    """Return one figure."""
+    """Return one constant."""
     return float(document()[table][key]["value"])
 
 
 def constants(table: str, key: str) -> tuple[float, ...]:
-    """Return a list of figures."""
+    """Return a list of constants."""
     return tuple(float(value) for value in document()[table][key]["value"])
 
 

@@ -1,4 +1,4 @@
-"""A rack under load as time goes by: heat, clocks, fans and users. Implements `socflower.cluster.DeviceDynamics`."""
+"""A rack under load over virtual time: heat, clocks, fans and users. Implements `socflower.cluster.DeviceDynamics`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,29 +16,29 @@ from socflower.thermal.model.governor import ClockGovernor, Levels, snapdragon_g
 from socflower.thermal.model.rack import Rack, ThermalNetwork, Vector
 
 _RPM_STEP = 25.0
-"""Fan speeds are rounded up to it, so that few networks have to be diagonalised."""
+"""Fan speeds are rounded up to a multiple of it, which limits the number of networks to diagonalise."""
 
-_LOOK_AHEAD_S = 1800.0
+_MAX_HORIZON_S = 1800.0
 _LOG_ENTRIES = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What happens to a rack from outside; each holds from the first look at or after a moment of virtual time on."""
+    """External influences on a rack; a change takes effect at the first tick at or after its virtual time."""
 
     ambient_c: Steps[float] = field(default_factory=lambda: always(25.0))
-    fans_working: Steps[float] = field(default_factory=lambda: always(1.0))  # part of the fans that turn
-    background_load: tuple[Steps[BackgroundLoad], ...] = ()  # by SoC; none: nobody
+    fans_working: Steps[float] = field(default_factory=lambda: always(1.0))  # fraction of the fans that turn
+    background_load: tuple[Steps[BackgroundLoad], ...] = ()  # by SoC; empty: no users
     open: Steps[bool] = field(default_factory=lambda: always(True))  # whether training may run at all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RackRecord:
-    """The rack at one moment, for curves."""
+    """The rack at one moment, for plots."""
 
     at_s: float
     hottest_c: float
-    mean_clock: float  # over all SoCs, of the highest
+    mean_clock: float  # over all SoCs, relative to the highest clock
     rpm: float
     fan_w: float
 
@@ -54,8 +54,8 @@ class _State:
 class RackDynamics:
     """Speeds, watts and fans of a cluster's SoCs in one chassis.
 
-    Every `tick_s` the governor looks at each SoC and the fans' policy at the hottest, as its sensor shows it; between
-    looks nothing changes and heat flows exactly. `start_c` is the temperature of everything at the beginning.
+    Every `tick_s` the governor reads each SoC's temperature, and the fan policy the hottest SoC's rounded reading.
+    Between ticks clocks and fans are constant and heat flow is exact. `start_c` is all nodes' initial temperature.
     """
 
     def __init__(
@@ -67,129 +67,131 @@ class RackDynamics:
             raise ConfigError(f"rack: tick_s = {tick_s} must be above 0 and finite")
         self._rack, self._policy = rack, policy
         self._governor, self._fans = governor or snapdragon_governor(), fans or rack_fans()
-        self._around = surroundings or Surroundings()
-        if self._around.background_load and len(self._around.background_load) != rack.num_socs:
-            raise ConfigError(f"rack: users of {len(self._around.background_load)} SoCs, but it has {rack.num_socs}")
+        self._surroundings = surroundings or Surroundings()
+        users = self._surroundings.background_load
+        if users and len(users) != rack.num_socs:
+            raise ConfigError(f"rack: users of {len(users)} SoCs, but it has {rack.num_socs}")
         self._tick_s, self._sensor_step_c = tick_s, sensor_step_c
         self._networks: dict[float, ThermalNetwork] = {}
-        self._state = self._look(_State(
+        self._state = self._update_controls(_State(
             0.0, np.full(rack.num_nodes, start_c), np.zeros(rack.num_socs, np.int64),
             self._fans.min_rpm if start_rpm is None else start_rpm))
         self._log: list[RackRecord] = []
         self._log_every_s = tick_s
         self.cooling_j = 0.0
         self.peak_c = float(start_c)
-        self._note(self._state)
+        self._append_record(self._state)
 
-    # ----------------------------------------------------------------------------------------- what SoCs can do
+    # ------------------------------------------------------------------------------------ speed and availability
 
     def speed_factors(self) -> list[float]:
-        """Return each SoC's clock over its highest, times what users leave of it."""
+        """Return each SoC's clock over its highest, times the share that users leave."""
         clocks = np.array(self._governor.clock_factors)[self._state.levels]
         return [float(clock) * (1.0 - load.share)
                 for clock, load in zip(clocks, self._loads(self._state), strict=True)]
 
     def power_factors(self) -> list[float]:
-        """Return what training draws above idle on each SoC, over what it draws at full clock and alone."""
+        """Return each SoC's training power above idle, relative to that at full clock without users."""
         powers = np.array(self._governor.power_factors)[self._state.levels]
         return [float(power) * (1.0 - load.share)
                 for power, load in zip(powers, self._loads(self._state), strict=True)]
 
     def taken_socs(self) -> frozenset[int]:
-        """Return the SoCs that training has to leave to their users now; all of them outside of its windows."""
-        if not self._around.open.at(self._look_s(self._state)):
+        """Return the SoCs that training must not use now; all of them outside the training windows."""
+        if not self._surroundings.open.at(self._last_tick_s(self._state)):
             return frozenset(range(self._rack.num_socs))
         return frozenset(soc for soc, load in enumerate(self._loads(self._state)) if load.taken)
 
     # ---------------------------------------------------------------------------------------------------- time
 
     def steady_s(self, power_w: Sequence[float]) -> float:
-        """Return how long all of this holds under this load; no more is looked ahead than half an hour."""
+        """Return how long speeds, powers and taken SoCs stay constant under this load; at most half an hour."""
         state = self._state
         node_w, users_w = self._node_power(power_w), self._loads(state)
-        begin_s, factors = state.time_s, self._visible(state)
-        while state.time_s < begin_s + _LOOK_AHEAD_S:
-            state, _ = self._to_next_look(state, node_w, math.inf)
-            if self._visible(state) != factors or self._loads(state) != users_w:
+        begin_s, factors = state.time_s, self._control_state(state)
+        while state.time_s < begin_s + _MAX_HORIZON_S:
+            state, _ = self._to_next_tick(state, node_w, math.inf)
+            if self._control_state(state) != factors or self._loads(state) != users_w:
                 return state.time_s - begin_s
         return state.time_s - begin_s
 
     def advance(self, duration_s: float, power_w: Sequence[float]) -> float:
-        """Let `duration_s` pass under this mean load (watts by SoC, users not counted); return the fans' joules."""
+        """Advance by `duration_s` under this mean load (watts by SoC, without users); return the fans' joules."""
         end_s, state, fan_j = self._state.time_s + duration_s, self._state, 0.0
         node_w = self._node_power(power_w)
         while state.time_s < end_s:
             before = state
-            state, looked = self._to_next_look(state, node_w, end_s)
+            state, ticked = self._to_next_tick(state, node_w, end_s)
             fan_j += self._fan_w(before) * (state.time_s - before.time_s)
-            if looked:
-                self._note(state)
+            if ticked:
+                self._append_record(state)
         self._state = replace(state, time_s=end_s)
         self.cooling_j += fan_j
         return fan_j
 
-    def _to_next_look(self, state: _State, node_w: Vector, end_s: float) -> tuple[_State, bool]:
-        """Return the state at the next look, or at `end_s` if that comes first; and whether there was a look."""
-        number = self._num_looks(state.time_s) + 1
+    def _to_next_tick(self, state: _State, node_w: Vector, end_s: float) -> tuple[_State, bool]:
+        """Return the state at the next tick, or at `end_s` if that comes first, and whether there was a tick."""
+        number = self._num_ticks(state.time_s) + 1
         until_s = min(number * self._tick_s, end_s)
         heat_w = node_w + self._user_w(state)
-        passage = self._network(state).pass_time(
-            state.temperatures_c, heat_w, self._around.ambient_c.at(self._look_s(state)), until_s - state.time_s)
+        ambient_c = self._surroundings.ambient_c.at(self._last_tick_s(state))
+        passage = self._network(state).pass_time(state.temperatures_c, heat_w, ambient_c, until_s - state.time_s)
         state = replace(state, time_s=until_s, temperatures_c=passage.temperatures_c)
-        return (self._look(state), True) if self._num_looks(until_s) >= number else (state, False)
+        return (self._update_controls(state), True) if self._num_ticks(until_s) >= number else (state, False)
 
-    def _num_looks(self, time_s: float) -> int:
-        """Return how many looks there were after the first; sums of times that end a rounding short of one count."""
+    def _num_ticks(self, time_s: float) -> int:
+        """Return the number of ticks after the first, tolerating rounding in sums of times."""
         return math.floor(time_s / self._tick_s + 1e-9)
 
-    def _look_s(self, state: _State) -> float:
-        """Return when the last look was, since when the surroundings are as they were then."""
-        return self._num_looks(state.time_s) * self._tick_s
+    def _last_tick_s(self, state: _State) -> float:
+        """Return the time of the last tick, which also selects the present surroundings."""
+        return self._num_ticks(state.time_s) * self._tick_s
 
-    def _look(self, state: _State) -> _State:
-        """Let governors and fans react to what they see."""
+    def _update_controls(self, state: _State) -> _State:
+        """Return the state after governor and fan policy have read the temperatures."""
         socs_c = state.temperatures_c[:self._rack.num_socs]
         levels = self._governor.next_levels(state.levels, socs_c)
         step_c = self._sensor_step_c
         hottest_c = float(socs_c.max())
-        seen_c = round(hottest_c / step_c) * step_c if step_c else hottest_c
+        sensed_c = round(hottest_c / step_c) * step_c if step_c else hottest_c
         rpm = self._policy.rpm(FanObservation(
-            at_s=state.time_s, hottest_c=seen_c, rpm=state.rpm, num_throttled=int((levels > 0).sum())))
+            at_s=state.time_s, hottest_c=sensed_c, rpm=state.rpm, num_throttled=int((levels > 0).sum())))
         rpm = min(max(math.ceil(rpm / _RPM_STEP) * _RPM_STEP, self._fans.min_rpm), self._fans.max_rpm)
         return replace(state, levels=levels, rpm=rpm)
 
-    def _visible(self, state: _State) -> tuple[bytes, bool]:
-        return state.levels.tobytes(), self._around.open.at(self._look_s(state))
+    def _control_state(self, state: _State) -> tuple[bytes, bool]:
+        return state.levels.tobytes(), self._surroundings.open.at(self._last_tick_s(state))
 
     # ------------------------------------------------------------------------------------------------- details
 
     def _network(self, state: _State) -> ThermalNetwork:
-        conductance = self._fans.conductance_w_per_k(state.rpm, self._around.fans_working.at(self._look_s(state)))
+        working = self._surroundings.fans_working.at(self._last_tick_s(state))
+        conductance = self._fans.conductance_w_per_k(state.rpm, working)
         network = self._networks.get(conductance)
         if network is None:
             network = self._networks[conductance] = self._rack.network(conductance)
         return network
 
     def _fan_w(self, state: _State) -> float:
-        return self._fans.power_w(state.rpm, self._around.fans_working.at(self._look_s(state)))
+        return self._fans.power_w(state.rpm, self._surroundings.fans_working.at(self._last_tick_s(state)))
 
     def _loads(self, state: _State) -> list[BackgroundLoad]:
-        if not self._around.background_load:
-            return [_NOBODY] * self._rack.num_socs
-        look_s = self._look_s(state)
-        return [background_load.at(look_s) for background_load in self._around.background_load]
+        if not self._surroundings.background_load:
+            return [_NO_LOAD] * self._rack.num_socs
+        tick_start_s = self._last_tick_s(state)
+        return [background_load.at(tick_start_s) for background_load in self._surroundings.background_load]
 
     def _node_power(self, power_w: Sequence[float]) -> Vector:
         return np.array(self._rack.node_power_w(power_w))
 
     def _user_w(self, state: _State) -> Vector:
         heat: NDArray[np.float64] = np.zeros(self._rack.num_nodes)
-        look_s = self._look_s(state)
-        for soc, background_load in enumerate(self._around.background_load):
-            heat[soc] = background_load.at(look_s).power_w
+        tick_start_s = self._last_tick_s(state)
+        for soc, background_load in enumerate(self._surroundings.background_load):
+            heat[soc] = background_load.at(tick_start_s).power_w
         return heat
 
-    # ---------------------------------------------------------------------------------------------------- seeing
+    # --------------------------------------------------------------------------------------------------- records
 
     @property
     def temperatures_c(self) -> Vector:
@@ -198,12 +200,12 @@ class RackDynamics:
 
     @property
     def history(self) -> tuple[RackRecord, ...]:
-        """How the rack went through time; long times are thinned out evenly."""
+        """The records over time; a long history is thinned out evenly."""
         return tuple(self._log)
 
     @property
     def present(self) -> RackRecord:
-        """The rack as it is now."""
+        """The rack at the present time."""
         return self._record(self._state)
 
     def _record(self, state: _State) -> RackRecord:
@@ -211,7 +213,7 @@ class RackDynamics:
         return RackRecord(at_s=state.time_s, hottest_c=float(state.temperatures_c[:self._rack.num_socs].max()),
                           mean_clock=float(clocks.mean()), rpm=state.rpm, fan_w=self._fan_w(state))
 
-    def _note(self, state: _State) -> None:
+    def _append_record(self, state: _State) -> None:
         record = self._record(state)
         self.peak_c = max(self.peak_c, record.hottest_c)
         if self._log and state.time_s < self._log[-1].at_s + self._log_every_s - 1e-9:
@@ -224,7 +226,7 @@ class RackDynamics:
     # --------------------------------------------------------------------------------------------- interruptions
 
     def state(self) -> dict[str, Any]:
-        """Return where the rack stands, as plain values that JSON keeps exactly."""
+        """Return the state as plain values that JSON stores exactly."""
         state = self._state
         return {"time_s": state.time_s, "temperatures_c": state.temperatures_c.tolist(),
                 "levels": state.levels.tolist(), "rpm": state.rpm, "cooling_j": self.cooling_j, "peak_c": self.peak_c,
@@ -233,7 +235,7 @@ class RackDynamics:
                         for entry in self._log]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Stand where another rack of the same description stood."""
+        """Restore the state of another rack of the same description."""
         self._state = _State(state["time_s"], np.array(state["temperatures_c"], float),
                              np.array(state["levels"], np.int64), state["rpm"])
         self.cooling_j, self.peak_c, self._log_every_s = state["cooling_j"], state["peak_c"], state["log_every_s"]
@@ -241,4 +243,4 @@ class RackDynamics:
                      for at_s, hottest_c, mean_clock, rpm, fan_w in state["log"]]
 
 
-_NOBODY = BackgroundLoad()
+_NO_LOAD = BackgroundLoad()

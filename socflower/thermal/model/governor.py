@@ -1,4 +1,4 @@
-"""The clock governor of a SoC: trip points with hysteresis, and what a lower clock costs and saves."""
+"""The clock governor of a SoC: trip points with hysteresis, and the speed and power of each clock."""
 
 import math
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from socflower.errors import ConfigError
 from socflower.thermal.model.constants import constant, constants
 
 Levels = NDArray[np.int64]
-"""Each SoC's place in the governor's clocks: 0 is the highest."""
+"""Index of each SoC's clock in the governor's list: 0 is the highest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClockGovernor:
     """Steps a SoC's clock down when it passes a trip point, and up again when it has cooled to the resume point.
 
-    `trip_c[i]` leads from clock i to i + 1, `resume_c[i]` back. One step at a look, as step-wise governors do. Work
-    goes with the clock; watts above idle with `clock ** power_exponent`.
+    `trip_c[i]` leads from clock i to i + 1, `resume_c[i]` back. One step per reading, as step-wise governors do.
+    Speed is proportional to the clock, watts above idle to `clock ** power_exponent`.
     """
 
     clock_hz: tuple[float, ...]
@@ -46,18 +46,18 @@ class ClockGovernor:
 
     @property
     def clock_factors(self) -> tuple[float, ...]:
-        """Each clock over the highest."""
+        """Each clock relative to the highest."""
         return tuple(clock / self.clock_hz[0] for clock in self.clock_hz)
 
     @property
     def power_factors(self) -> tuple[float, ...]:
-        """Watts above idle at each clock, over those at the highest."""
+        """Watts above idle at each clock, relative to those at the highest."""
         return tuple(factor ** self.power_exponent for factor in self.clock_factors)
 
     def next_levels(self, levels: Levels, temperature_c: Sequence[float] | NDArray[np.float64]) -> Levels:
-        """Return the levels after a look at the SoCs' temperatures; NaN changes nothing."""
+        """Return the levels after a reading of the SoCs' temperatures; NaN changes nothing."""
         temperatures = np.asarray(temperature_c, float)
-        # Nothing, not even infinity, leads off either end.
+        # No temperature, not even infinity, leads past either end.
         trips = np.array([*self.trip_c, math.nan])
         resumes = np.array([math.nan, *self.resume_c])
         down = temperatures >= trips[levels]
@@ -67,7 +67,7 @@ class ClockGovernor:
 
 
 def snapdragon_governor() -> ClockGovernor:
-    """Return the governor of the SoC-Cluster's Snapdragon 865, by `constants.toml`."""
+    """Return the governor of the SoC-Cluster's Snapdragon 865, from `constants.toml`."""
     return ClockGovernor(
         clock_hz=constants("governor", "clock_hz"), trip_c=constants("governor", "trip_c"),
         resume_c=constants("governor", "resume_c"), power_exponent=constant("governor", "power_exponent"))

@@ -1,6 +1,6 @@
 """The RC model of F21: a rack as a linear network of heat capacities and conductances, integrated exactly.
 
-SoCs sit on boards, the boards in the chassis's air, and that in the ambient air.
+SoCs are coupled to their board, boards to the chassis air, and the chassis air to the ambient air.
 """
 
 import math
@@ -19,10 +19,10 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passage:
-    """What a time of constant power did to a network."""
+    """The effect of an interval of constant power on a network."""
 
-    temperatures_c: Vector  # of the nodes, at its end
-    mean_c: Vector  # of the nodes, over the time
+    temperatures_c: Vector  # of the nodes, at the end
+    mean_c: Vector  # of the nodes, over the interval
     heat_out_j: float  # into the ambient air
 
 
@@ -31,7 +31,8 @@ class ThermalNetwork:
     """Nodes with heat capacities (J/K), conductances between them and to the ambient air (W/K).
 
     `edges` are (node, node, conductance). C dT/dt = P - G (T - ambient), with the conductance Laplacian G and the
-    ambient conductances on its diagonal. No time step: the matrix is diagonalised once, and any time passes at once.
+    ambient conductances on its diagonal. There is no time step: the matrix is diagonalised once, and any interval is
+    computed in closed form.
     """
 
     capacities_j_per_k: tuple[float, ...]
@@ -77,23 +78,23 @@ class ThermalNetwork:
 
     @property
     def slowest_s(self) -> float:
-        """Time constant of the slowest mode: after five of them any start is forgotten."""
+        """Time constant of the slowest mode; after five of them the initial state has no effect."""
         return 1.0 / self._slowest
 
     def steady_c(self, power_w: Sequence[float] | Vector, ambient_c: float) -> Vector:
-        """Return the temperatures that constant power (watts by node) leads to."""
+        """Return the steady-state temperatures under constant power (watts by node)."""
         steady: Vector = ambient_c + np.linalg.solve(self._matrix, np.asarray(power_w, float))
         return steady
 
     def pass_time(self, temperatures_c: Vector, power_w: Vector, ambient_c: float, duration_s: float) -> Passage:
-        """Let `duration_s` pass under constant power."""
+        """Return the effect of `duration_s` of constant power."""
         rates, to_modes, from_modes = self._decomposition
         capacities = np.array(self.capacities_j_per_k)
         start = to_modes @ (temperatures_c - ambient_c)
         steady = (to_modes @ (power_w / capacities)) / rates
         decay = np.exp(-rates * duration_s)
         end = steady + (start - steady) * decay
-        # The mean of exp(-rate t) over the time; 1 for no time at all.
+        # The mean of exp(-rate t) over the interval; 1 for an empty interval.
         mean_decay = np.where(rates * duration_s > 1e-12, -np.expm1(-rates * duration_s)
                               / np.maximum(rates * duration_s, 1e-300), 1.0)
         mean_c = ambient_c + from_modes @ (steady + (start - steady) * mean_decay)
@@ -102,7 +103,7 @@ class ThermalNetwork:
             heat_out_j=float(np.dot(self.ambient_w_per_k, mean_c - ambient_c)) * duration_s)
 
     def heat_j(self, temperatures_c: Vector, reference_c: float) -> float:
-        """Return the heat that is stored above a reference temperature."""
+        """Return the heat stored above a reference temperature."""
         return float(np.dot(self.capacities_j_per_k, temperatures_c - reference_c))
 
 
@@ -110,8 +111,8 @@ class ThermalNetwork:
 class Rack:
     """One chassis: a node for each SoC, then one for each board, then the chassis with its air (F21).
 
-    `slots_per_board` as in the cluster. `airflow` is the part of its normal conductance that a board has, where that is
-    not 1: behind a cable, under a blocked grille. `coupling` is the same of single SoCs, badly seated ones.
+    `slots_per_board` as in the cluster. `airflow` is a board's conductance relative to normal, where that is not 1:
+    behind a cable, under a blocked grille. `coupling` is the same for single SoCs, such as badly seated ones.
     """
 
     slots_per_board: tuple[int, ...]
@@ -157,7 +158,7 @@ class Rack:
         return tuple(edges)
 
     def network(self, chassis_w_per_k: float) -> ThermalNetwork:
-        """Return the network where the fans carry away so much from the chassis's air."""
+        """Return the network for this conductance from the chassis air to the ambient air."""
         num_boards = len(self.slots_per_board)
         return ThermalNetwork(
             capacities_j_per_k=(*(self.soc_j_per_k,) * self.num_socs, *(self.board_j_per_k,) * num_boards,
@@ -165,11 +166,11 @@ class Rack:
             edges=self._edges, ambient_w_per_k=(*(0.0,) * (self.num_socs + num_boards), chassis_w_per_k))
 
     def local_rise_c(self, soc_w: float, num_busy_on_board: int) -> float:
-        """Return how much warmer than the chassis's air a SoC of a board of equally busy ones settles."""
+        """Return a SoC's steady temperature above the chassis air, for equally busy SoCs on its board."""
         return soc_w / self.soc_to_board_w_per_k + soc_w * num_busy_on_board / self.board_to_air_w_per_k
 
     def node_power_w(self, soc_w: Sequence[float]) -> list[float]:
-        """Return watts by node where only SoCs draw any."""
+        """Return watts by node where only SoCs draw power."""
         if len(soc_w) != self.num_socs:
             raise ConfigError(f"rack: {len(soc_w)} powers for {self.num_socs} SoCs")
         return [*soc_w, *(0.0,) * (len(self.slots_per_board) + 1)]

@@ -1,6 +1,6 @@
-"""Sources of readings that cannot be trusted: whatever they do, a reading comes, and soon.
+"""A guard around unreliable sources: every read returns a reading within a time limit.
 
-A vendor's library may raise, hang or return nonsense. That makes a device unknown; it must never stop its training.
+A vendor's library may raise, hang or return invalid values. The device's state is then unknown; training goes on.
 """
 
 import threading
@@ -12,18 +12,18 @@ from socflower.thermal.sensors.reading import HeatSource, Reading
 from socflower.wire.logs import log
 
 _LONGEST_NOTE, _MOST_NOTES = 200, 16
-_QUIET_S = 60.0  # between two warnings of one kind about a source that comes and goes
+_QUIET_S = 60.0  # between two warnings of one kind about an intermittent source
 
 
-class CarefulSource:
-    """A source whose `read` always returns, and soon; what goes wrong is a note, and a warning when it begins.
+class GuardedSource:
+    """A source whose `read` always returns within a time limit; an error is a note, and a warning when it starts.
 
     Parameters
     ----------
     make : () -> HeatSource
-        Makes the source at the first look; if that raises, nothing is known and the next look tries again.
+        Makes the source at the first read; if that raises, nothing is known and the next read tries again.
     timeout_s : float
-        How long an answer may take. While a source hangs, looks return at once; its thread is left to it.
+        How long an answer may take. While a source hangs, reads return at once; its thread is left running.
     """
 
     def __init__(
@@ -34,51 +34,52 @@ class CarefulSource:
         self._asking: threading.Thread | None = None
         self._lock = threading.Lock()
         self._warned_at_s: dict[str, float] = {}
-        self._is_well = True
+        self._is_working = True
 
     def read(self) -> Reading:
-        """Return the source's reading, or one that knows nothing."""
+        """Return the source's reading, or one without values."""
         with self._lock:
             if self._asking is not None and self._asking.is_alive():
                 return self._unknown("hangs", "still hangs")
             answers: list[Reading | str] = []
-            self._asking = threading.Thread(target=self._ask, args=(answers,), name="heat-source", daemon=True)
+            self._asking = threading.Thread(
+                target=self._read_in_thread, args=(answers,), name="heat-source", daemon=True)
             try:
                 self._asking.start()
-            except RuntimeError as error:  # no more threads, or the interpreter ends
+            except RuntimeError as error:  # no more threads, or the interpreter is shutting down
                 self._asking = None
                 return self._unknown("thread", f"cannot be asked ({error})")
             self._asking.join(self._timeout_s)
             if not answers:
                 return self._unknown("hangs", f"did not answer within {self._timeout_s:g} s")
         if isinstance(answers[0], Reading):
-            self._is_well = True
+            self._is_working = True
             return answers[0]
         return self._unknown("fails", answers[0])
 
-    def _ask(self, answers: list[Reading | str]) -> None:
+    def _read_in_thread(self, answers: list[Reading | str]) -> None:
         try:
             if self._source is None:
                 self._source = self._make()
-            answers.append(_plain(self._source.read()))
-        except BaseException as error:  # whatever a vendor's library does, training goes on
+            answers.append(_validated(self._source.read()))
+        except BaseException as error:  # training goes on, whatever a vendor's library raises
             answers.append(f"{type(error).__name__}: {error}")
 
     def _unknown(self, kind: str, what: str) -> Reading:
         name = "heat source" if self._source is None else f"heat source {type(self._source).__name__}"
         text = _one_line(f"{name}: {what}; what it does not say is unknown")
         now_s = self._clock()
-        if self._is_well:  # what it failed with before it recovered may be said again, but not at every look
+        if self._is_working:  # an error from before the recovery may be reported again, but not at every read
             self._warned_at_s = {one: at_s for one, at_s in self._warned_at_s.items() if now_s < at_s + _QUIET_S}
-            self._is_well = False
+            self._is_working = False
         if kind not in self._warned_at_s:
             self._warned_at_s[kind] = now_s
             log(WARNING, "%s", text)
         return Reading(at_s=now_s, notes=(text,))
 
 
-def _plain(reading: Reading) -> Reading:
-    """Return a reading, checked again, in types that fit into a message; a source may have made it of anything."""
+def _validated(reading: Reading) -> Reading:
+    """Return a reading, validated again, with types that fit into a message; a source may use any types."""
     if not isinstance(reading, Reading):
         raise TypeError(f"read() returned {type(reading).__name__}, not a Reading")
     temperature_c, factor, charge, load = (None if value is None else float(value) for value in (
@@ -91,5 +92,5 @@ def _plain(reading: Reading) -> Reading:
 
 
 def _one_line(text: str) -> str:
-    # Names of files under /sys may have bytes that are no text, and no message carries those.
+    # File names under /sys may contain bytes that are not valid text, which a message cannot carry.
     return " ".join(text.encode("utf-8", "replace").decode("utf-8").split())[:_LONGEST_NOTE]

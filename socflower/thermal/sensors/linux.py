@@ -1,8 +1,9 @@
-"""What a Linux machine says of its heat: thermal zones, hwmon, cpufreq, throttle states, battery, load of others.
+"""Sensors of a Linux machine: thermal zones, hwmon, cpufreq, throttle states, battery, load of others.
 
-Every look searches anew, for sensors come and go with drivers. Nothing below /sys or /proc can make `read` raise.
+Every read searches again, since sensors appear and disappear with drivers. No file below /sys or /proc makes `read`
+raise.
 
-Which temperature is the SoC's is told from the names that kernels and vendors give their sensors.
+The SoC's temperature is recognised by the names that kernels and vendors give their sensors.
 """
 
 import math
@@ -17,22 +18,22 @@ import psutil
 
 from socflower.thermal.sensors.clocks import Clocks, ClockState
 from socflower.thermal.sensors.other_load import OtherLoad
-from socflower.thermal.sensors.plausibility import STUCK_AFTER_S, SensorTrust, TemperatureUnit
+from socflower.thermal.sensors.plausibility import STUCK_AFTER_S, SensorFilter, TemperatureUnit
 from socflower.thermal.sensors.reading import Reading
-from socflower.thermal.sensors.sysfs import Complaints, matches, text_of, whole_number, why
+from socflower.thermal.sensors.sysfs import NoteLog, error_text, matching_paths, read_integer, read_text
 
 
 class SensorKind(IntEnum):
-    """How much a sensor says of the processor that trains; lower is better."""
+    """How closely a sensor measures the training processor; lower is better."""
 
     SOC = 0  # on the die: CPU, GPU, NPU, junction
-    UNNAMED = 1  # a name that says nothing, such as acpitz
-    BESIDE = 2  # battery, skin, board, power chip, radio, disk: warm late, or for reasons of their own
+    UNNAMED = 1  # an uninformative name, such as acpitz
+    OTHER = 2  # battery, skin, board, power chip, radio, disk: delayed, or with other heat sources
 
 
 # Qualcomm lists charge, voltage and current of the battery among its thermal zones; "soc" is the state of charge.
 _NO_TEMPERATURE = re.compile(r"^soc$|[iv]bat|bcl|[-_]lvl\d|current|volt|power$")
-_BESIDE = re.compile(
+_OTHER = re.compile(
     r"batt|^bat\d*\b|bms|skin|shell|case|quiet|xo[-_]?therm|pa[-_]?therm|mmw|pmic|^pm[a-z]?\d|mtktspmic|chg|charg|usb|conn"
     r"|wifi|wlan|iwl|wmt|wcn|modem|mdm|sdr|nvme|drivetemp|^sd[a-z]\b|disk|board|ambient|flash|cam|lcd|display|panel"
     r"|fan[-_]?est|tdiode|mtktsap|mtktspa|btsmdpa|^rf|emmc|ufs|amdgpu|radeon|nouveau|nvidia|^i915|^xe\b|pch|jc42|spd5118"
@@ -43,18 +44,18 @@ _SOC = re.compile(
 
 
 def kind_of(name: str) -> SensorKind | None:
-    """Return what a sensor of this name measures the heat of; None where it is no temperature at all."""
+    """Return the kind of a sensor by its name; None where it is not a temperature."""
     plain = name.strip().lower()
     if _NO_TEMPERATURE.search(plain):
         return None
-    if _BESIDE.search(plain):
-        return SensorKind.BESIDE
+    if _OTHER.search(plain):
+        return SensorKind.OTHER
     return SensorKind.SOC if _SOC.search(plain) else SensorKind.UNNAMED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatteryState:
-    """All batteries of a device as one; None for what they do not say."""
+    """All batteries of a device as one; None for what they do not report."""
 
     fraction: float | None = None  # charge, 0 to 1
     on_battery: bool | None = None
@@ -62,29 +63,28 @@ class BatteryState:
     temperature_files: tuple[Path, ...] = ()  # in tenths of a degree by the kernel's rule
 
 
-def read_battery(root: Path, complaints: Complaints, at_s: float) -> BatteryState:
+def read_battery(root: Path, notes: NoteLog, at_s: float) -> BatteryState:
     """Return the state of the batteries below `root`; never raises.
 
-    Several batteries count by the mean of their charges; one that discharges means that the device runs on it.
-    Batteries of a mouse or a pen (`scope` says Device) are none of the machine's. Where the running system has no
-    /sys, psutil is asked.
+    The charge is the mean of all batteries; if one discharges, the device runs on battery. Batteries of a mouse or a
+    pen (`scope` is Device) do not count. Where the running system has no /sys, psutil is used.
     """
     fractions: list[float] = []
     discharging: list[bool] = []
     names: list[str] = []
     warmth: list[Path] = []
-    for folder in matches(root / "sys/class/power_supply", "*"):
+    for folder in matching_paths(root / "sys/class/power_supply", "*"):
         if _word(folder / "type") != "battery" or _word(folder / "scope") == "device":
             continue
         names.append(folder.name)
-        warmth.extend(matches(folder, "temp"))
+        warmth.extend(matching_paths(folder, "temp"))
         try:
-            percent = whole_number(folder / "capacity")
+            percent = read_integer(folder / "capacity")
             if not 0 <= percent <= 100:
                 raise ValueError(percent)
             fractions.append(percent / 100)
         except (OSError, ValueError) as error:
-            complaints.say(f"battery {folder.name}, charge: {why(error)}; left out", at_s)
+            notes.add(f"battery {folder.name}, charge: {error_text(error)}; left out", at_s)
         status = _word(folder / "status")
         if status in ("charging", "discharging", "not charging", "full"):
             discharging.append(status == "discharging")
@@ -97,7 +97,7 @@ def read_battery(root: Path, complaints: Complaints, at_s: float) -> BatteryStat
 
 def _word(path: Path) -> str:
     try:
-        return text_of(path).lower()
+        return read_text(path).lower()
     except (OSError, ValueError):
         return ""
 
@@ -105,7 +105,7 @@ def _word(path: Path) -> str:
 def _by_psutil() -> BatteryState:
     try:
         battery = psutil.sensors_battery()
-    # It fails in ways of its own on odd systems, and nothing depends on it.
+    # psutil raises various types on unusual systems, and the battery state is optional.
     except (AttributeError, NotImplementedError, OSError, RuntimeError, ValueError):
         battery = None
     if battery is None:
@@ -120,23 +120,23 @@ NO_TEMPERATURE = "no temperature sensor here: only slow steps can show heat"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemperatureSensor:
-    """One temperature sensor as it was at the last look."""
+    """One temperature sensor at the last reading."""
 
     name: str
     kind: SensorKind
-    temperature_c: float | None  # None where it is not believed
-    trouble: str  # why it is not believed; "" where it is
+    temperature_c: float | None  # None where it is rejected
+    rejection: str  # the reason of its rejection; "" if accepted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SensorsFound:
-    """What the last look found."""
+    """The sensors found by the last reading."""
 
     temperatures: tuple[TemperatureSensor, ...]
     num_clock_policies: int
     throttle_sources: tuple[str, ...]
     batteries: tuple[str, ...]
-    load_known: bool  # whether the system says what its processors do
+    load_known: bool  # whether the system reports processor load
 
 
 class LinuxSensors:
@@ -149,9 +149,9 @@ class LinuxSensors:
     clock : callable
         Seconds, monotonic; stamps the readings.
     stuck_after_s : float
-        For how long a temperature may stand still under load while others move, see `SensorTrust`.
+        How long a temperature may stay constant under load while others change, see `SensorFilter`.
     pid, also_ours : int, iterable of str
-        Whose processor time is no user's, see `OtherLoad`.
+        Processes whose time does not count as others' load, see `OtherLoad`.
     """
 
     def __init__(
@@ -159,87 +159,87 @@ class LinuxSensors:
         stuck_after_s: float = STUCK_AFTER_S, pid: int | None = None, also_ours: Iterable[str] = (),
     ) -> None:
         self._root, self._clock = root, clock
-        self._complaints = Complaints()
-        self._trust = SensorTrust(self._complaints, stuck_after_s=stuck_after_s)
+        self._notes = NoteLog()
+        self._filter = SensorFilter(self._notes, stuck_after_s=stuck_after_s)
         self._units: dict[str, TemperatureUnit] = {}
-        self._clocks = Clocks(root, self._complaints)
-        self._load = OtherLoad(root, self._complaints, clock=clock, pid=pid, also_ours=also_ours)
+        self._clocks = Clocks(root, self._notes)
+        self._load = OtherLoad(root, self._notes, clock=clock, pid=pid, also_ours=also_ours)
         self._found: SensorsFound | None = None
 
     @property
     def found(self) -> SensorsFound:
-        """What there is, as of the last look; looks if nobody has yet."""
+        """The sensors found by the last reading; reads if there was none yet."""
         if self._found is None:
-            self._look()
+            self._poll()
         assert self._found is not None
         return self._found
 
     def read(self) -> Reading:
-        """Return how the machine is now. The temperature is that of the hottest believed sensor of the best kind."""
-        at_s, temperature_c, clocks, battery, user_load = self._look()
+        """Return the present reading, with the temperature of the hottest accepted sensor of the best kind."""
+        at_s, temperature_c, clocks, battery, user_load = self._poll()
         return Reading(at_s=at_s, temperature_c=temperature_c, clock_factor=clocks.factor, throttled=clocks.throttled,
                        battery_fraction=battery.fraction, on_battery=battery.on_battery, user_load=user_load,
-                       notes=self._complaints.take())
+                       notes=self._notes.drain())
 
-    def _look(self) -> tuple[float, float | None, ClockState, BatteryState, float | None]:
+    def _poll(self) -> tuple[float, float | None, ClockState, BatteryState, float | None]:
         at_s = self._clock()
         load = self._load.read()
         clocks = self._clocks.read(at_s)
-        battery = read_battery(self._root, self._complaints, at_s)
+        battery = read_battery(self._root, self._notes, at_s)
         kinds: dict[str, SensorKind] = {}
-        said: dict[str, float | str] = {}
+        values: dict[str, float | str] = {}
         for name, kind, path in self._temperature_files(battery):
             kinds[name] = kind
-            said[name] = self._temperature(name, path)
-        believed = self._trust.believed(at_s, said, busy=load.busy)
-        if not said:
-            self._complaints.once(NO_TEMPERATURE)
+            values[name] = self._temperature(name, path)
+        filtered = self._filter.apply(at_s, values, busy=load.busy)
+        if not values:
+            self._notes.add_once(NO_TEMPERATURE)
         self._found = SensorsFound(
-            temperatures=tuple(TemperatureSensor(name=name, kind=kinds[name], temperature_c=believed.get(name),
-                                                 trouble=self._trust.troubles.get(name, ""))
-                               for name in sorted(said, key=lambda name: kinds[name])),
+            temperatures=tuple(TemperatureSensor(name=name, kind=kinds[name], temperature_c=filtered.get(name),
+                                                 rejection=self._filter.rejections.get(name, ""))
+                               for name in sorted(values, key=lambda name: kinds[name])),
             num_clock_policies=clocks.num_policies, throttle_sources=clocks.throttle_sources,
             batteries=battery.names, load_known=load.total is not None)
-        best = min((kinds[name] for name in believed), default=None)
-        hottest_c = max((value for name, value in believed.items() if kinds[name] == best), default=None)
+        best = min((kinds[name] for name in filtered), default=None)
+        hottest_c = max((value for name, value in filtered.items() if kinds[name] == best), default=None)
         return at_s, hottest_c, clocks, battery, load.user
 
     def _temperature(self, name: str, path: Path) -> float | str:
-        """Return °C, or in words why there is none."""
+        """Return °C, or a text why there is none."""
         try:
-            raw = float(text_of(path))
+            raw = float(read_text(path))
             if not math.isfinite(raw):
                 return "shows no number"
             return self._units.setdefault(name, TemperatureUnit()).degrees(raw)
         except OSError as error:
-            return why(error)
+            return error_text(error)
         except ValueError as error:
             text = str(error)
             return text if text.startswith("shows ") else "shows no number"
 
     def _temperature_files(self, battery: BatteryState) -> list[tuple[str, SensorKind, Path]]:
-        """Return name, kind and file of every temperature sensor; a name is unique, and the same at every look."""
+        """Return name, kind and file of every temperature sensor; names are unique and constant."""
         found: list[tuple[str, SensorKind, Path]] = []
-        for folder in matches(self._root / "sys/class/thermal", "thermal_zone*"):
+        for folder in matching_paths(self._root / "sys/class/thermal", "thermal_zone*"):
             label = _label(folder / "type")
             kind = kind_of(label)
             if kind is not None:
                 found.append((f"{label or 'unnamed'} ({folder.name})", kind, folder / "temp"))
         for pattern in ("hwmon*/temp*_input", "hwmon*/device/temp*_input"):
-            for path in matches(self._root / "sys/class/hwmon", pattern):
+            for path in matching_paths(self._root / "sys/class/hwmon", pattern):
                 chip = _label(path.parent / "name")
                 label = _label(path.with_name(path.name.replace("_input", "_label")))
                 kind = kind_of(f"{chip} {label}".strip())
                 if kind is not None:
                     place = path.relative_to(self._root / "sys/class/hwmon").as_posix().removesuffix("_input")
                     found.append((f"{chip or 'unnamed'}{' ' if label else ''}{label} ({place})", kind, path))
-        found.extend((f"battery ({path.parent.name})", SensorKind.BESIDE, path) for path in battery.temperature_files)
+        found.extend((f"battery ({path.parent.name})", SensorKind.OTHER, path) for path in battery.temperature_files)
         return found
 
 
 def _label(path: Path) -> str:
-    """Return a name as the device gives it, fit for one line; "" where it gives none."""
+    """Return the device's name of a sensor as one line of text; "" where there is none."""
     try:
-        return "".join(letter for letter in text_of(path) if letter.isprintable())[:60]
+        return "".join(letter for letter in read_text(path) if letter.isprintable())[:60]
     except (OSError, ValueError):
         return ""

@@ -1,7 +1,7 @@
-"""Which part of the processors others use: games on a phone, a customer's service, whatever is not this training.
+"""The processor load of others: games on a phone, a customer's service, everything except this training.
 
-Others' part is what all processors did, less what our own processes did. So it counts short-lived processes too, those
-outside a container, and what a hypervisor took away (steal).
+It is the load of all processors less that of our own processes. So it includes short-lived processes, processes
+outside a container, and time taken by a hypervisor (steal).
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-from socflower.thermal.sensors.sysfs import Complaints, why
+from socflower.thermal.sensors.sysfs import NoteLog, error_text
 
 _SHORTEST_S = 0.5
 """The kernel counts in hundredths of a second: a shorter span is mostly rounding."""
@@ -20,23 +20,23 @@ _SHORTEST_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The processors between two looks; None before the second one, and where the system does not say."""
+    """The processor load between two reads; None before the second one, and where the system does not report it."""
 
-    user: float | None = None  # part of all processors that others use, 0 to 1
-    total: float | None = None  # part that is in use at all
+    user: float | None = None  # share of all processors that others use, 0 to 1
+    total: float | None = None  # share that is in use in total
     num_processors: int = 1
 
     @property
     def busy(self) -> bool:
-        """Whether at least half a processor worked."""
+        """Whether at least half a processor was busy."""
         return self.total is not None and self.total * self.num_processors >= 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class _Process:
     parent: int
-    own: float  # processor time of the process itself
-    children: float  # of children that ended and were waited for
+    own: float  # processor time of the process without children
+    children: float  # of ended children that were waited for
     started: float
 
     @property
@@ -61,21 +61,21 @@ class OtherLoad:
     ----------
     root : Path
         Where `proc` is.
-    complaints : Complaints
-        Takes what is wrong.
+    notes : NoteLog
+        Receives errors.
     pid : int
-        The process that is ours. Its ancestors up to the topmost one that runs a command of Flower's or ours (a
-        SuperNode) are ours too, with all their descendants; without such an ancestor the process and its descendants.
+        Our own process. Its ancestors up to the topmost one that runs a command of Flower or socflower (a SuperNode)
+        are ours too, with all their descendants; without such an ancestor only the process and its descendants are.
     also_ours : iterable of str
-        Commands whose processes count as ours wherever they run: with ("flower-supernode",) SuperNodes that share a
-        machine are not each other's users.
+        Commands whose processes always count as ours: with ("flower-supernode",) several SuperNodes on one machine do
+        not count as each other's users.
     """
 
     def __init__(
-        self, root: Path, complaints: Complaints, *, clock: Callable[[], float] = time.monotonic,
+        self, root: Path, notes: NoteLog, *, clock: Callable[[], float] = time.monotonic,
         pid: int | None = None, also_ours: Iterable[str] = (),
     ) -> None:
-        self._root, self._complaints, self._clock = root, complaints, clock
+        self._root, self._notes, self._clock = root, notes, clock
         self._pid = os.getpid() if pid is None else pid
         self._also_ours = frozenset(also_ours)
         self._before: _Counts | None = None
@@ -83,7 +83,7 @@ class OtherLoad:
         self._load = Load()
 
     def read(self) -> Load:
-        """Return the load since the last read that lies half a second back or more; never raises."""
+        """Return the load since the latest read at least half a second ago; never raises."""
         now_s = self._clock()
         if self._before is not None and now_s - self._before_s < _SHORTEST_S:
             return self._load
@@ -107,8 +107,8 @@ class OtherLoad:
             busy, total, num_processors = _processor_times((self._root / "proc/stat").read_text("ascii"))
         except FileNotFoundError:
             return self._by_psutil() if self._root == Path("/") else None
-        except (OSError, ValueError) as error:  # Android closes it to apps
-            self._complaints.say(f"load of others, /proc/stat: {why(error)}; not known", now_s)
+        except (OSError, ValueError) as error:  # Android denies apps access
+            self._notes.add(f"load of others, /proc/stat: {error_text(error)}; not known", now_s)
             return None
         processes = dict(_processes(self._root / "proc"))
         return _Counts(busy, total, num_processors, self._ours(processes, self._command))
@@ -140,10 +140,10 @@ class OtherLoad:
         return [word for word in text.split("\0") if word]
 
     def _ours(self, processes: Mapping[int, _Process], command: Callable[[int], list[str]]) -> dict[int, _Process]:
-        """Return our own processes: whole trees below the topmost that are ours."""
+        """Return our own processes: all descendants of our topmost processes."""
         tops = {self._pid}
         pid, seen = self._pid, {0}
-        while pid in processes and pid not in seen:  # a torn snapshot may hold a circle
+        while pid in processes and pid not in seen:  # an inconsistent snapshot may contain a cycle
             seen.add(pid)
             if any(_is_flower(name) for name in _names(command(pid))):
                 tops.add(pid)
@@ -176,10 +176,10 @@ def _part(value: float, total: float) -> float:
 
 
 def _ours_since(before: Mapping[int, _Process], now: Mapping[int, _Process]) -> float:
-    """Return the processor time that our processes spent since the look before.
+    """Return the processor time that our processes spent since the previous read.
 
-    A child that ends and is waited for hands its time to its parent, so the sum over the tree only grows. One that was
-    adopted by init takes its time out of the sum; then at least what the others spent themselves counts.
+    A child that ends and is waited for adds its time to its parent, so the sum over the tree only grows. The time of a
+    child adopted by init leaves the sum; then at least the other processes' own time counts.
     """
     whole = sum(process.time for process in now.values()) - sum(process.time for process in before.values())
     themselves = sum(process.own - before[pid].own for pid, process in now.items()
@@ -212,4 +212,4 @@ def _processes(proc: Path) -> Iterable[tuple[int, _Process]]:
             own, children = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
             yield int(name), _Process(int(fields[1]), float(own), float(children), float(int(fields[19])))
         except (OSError, ValueError, IndexError, OverflowError):
-            continue  # ended meanwhile, or none of our business
+            continue  # ended meanwhile, or not readable

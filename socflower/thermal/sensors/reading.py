@@ -1,4 +1,4 @@
-"""What a device says of its heat, its clocks and who else wants it: one value, whatever the source."""
+"""A device's temperature, clocks, battery and load as one value, independent of its source."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,21 +6,21 @@ from typing import Protocol
 from socflower.errors import ConfigError
 
 COLDEST_C, HOTTEST_C = -40.0, 150.0
-"""A sensor outside this range is broken: no SoC that still computes is colder or hotter."""
+"""A sensor outside this range is broken: no working SoC is colder or hotter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """One look at a device; None where the device does not say, or says what cannot be."""
+    """One reading of a device; None for what it does not report, or reports with an impossible value."""
 
     at_s: float  # on a monotonic clock
-    temperature_c: float | None = None  # of the hottest sensor that is believed
+    temperature_c: float | None = None  # of the hottest accepted sensor
     clock_factor: float | None = None  # present clock over the highest the device can run at, 0 to 1
-    throttled: bool | None = None  # whether the device itself says that heat or power holds its clocks down
+    throttled: bool | None = None  # whether the device itself reports throttling by heat or power
     battery_fraction: float | None = None  # charge, 0 to 1
     on_battery: bool | None = None  # whether it runs on that charge
-    user_load: float | None = None  # part of the processors that others use, 0 to 1
-    notes: tuple[str, ...] = ()  # what is wrong with sensors, a line each
+    user_load: float | None = None  # share of the processors that others use, 0 to 1
+    notes: tuple[str, ...] = ()  # sensor errors, one line each
 
     def __post_init__(self) -> None:
         for key in ("clock_factor", "battery_fraction", "user_load"):
@@ -32,8 +32,8 @@ class Reading:
 
 
 class HeatSource(Protocol):
-    """Where readings come from: a Linux machine, a recording, a simulated SoC."""
+    """A source of readings: a Linux machine, a recording, a simulated SoC."""
 
     def read(self) -> Reading:
-        """Return how the device is now. Never raises for a sensor that is missing or lies: that is None and a note."""
+        """Return the present reading. Never raises for a missing or faulty sensor: its value is None, with a note."""
         ...

@@ -1,4 +1,4 @@
-"""Recordings of readings: a text file with one reading a line, CSV or JSON lines, written as time goes by."""
+"""Recordings of readings: a text file with one reading per line, CSV or JSON lines, written continuously."""
 
 import csv
 import itertools
@@ -17,28 +17,28 @@ from socflower.thermal.sensors.reading import HeatSource, Reading
 _FIELDS = tuple(field.name for field in fields(Reading))
 _NUMBERS = ("at_s", "temperature_c", "clock_factor", "battery_fraction", "user_load")
 _BOOLEANS = {"true": True, "false": False}
-_LONGEST_INTERVAL_S = 1e7  # 116 days; a sleep of more than some centuries is none
+_LONGEST_INTERVAL_S = 1e7  # 116 days; `time.sleep` fails beyond some centuries
 _CSV, _LINES = (".csv",), (".jsonl", ".ndjson", ".json")
 
 
 class RecordedSource:
-    """Replays readings by a clock; before the first it gives the first, after the last it holds the last.
+    """Replays readings by a clock; before the first it returns the first, after the last the last.
 
-    The recording begins with the first `read`; the readings are stamped with the time of the replay. A note is given
-    once, also that of a reading that the replay has skipped.
+    The replay starts at the first `read`; the readings have the time stamps of the replay. Each note is returned once,
+    even if the replay skipped its reading.
 
     Parameters
     ----------
     recording : Path, str or sequence of Reading
-        A file (.csv: a line of column names, empty where the device said nothing; .jsonl, .json, .ndjson: an object a
-        line), or the readings themselves, in the order of `at_s`.
+        A file (.csv: with a header line, cells are empty where the device reported nothing; .jsonl, .json, .ndjson: one
+        object per line), or the readings themselves, in the order of `at_s`.
     clock : callable
         Seconds; only differences count.
 
     Raises
     ------
     ConfigError
-        With file and line: what cannot be read, a column that a `Reading` has not, a value that cannot be.
+        With file and line, for an unreadable file, an unknown column, or an invalid value.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class RecordedSource:
             if not before.at_s <= after.at_s:
                 raise ConfigError(f"recording: at_s = {after.at_s} comes after {before.at_s}; sort by time")
         self._began_s: float | None = None
-        self._next = 0  # the first whose notes nobody was told
+        self._next = 0  # the first reading whose notes were not returned yet
 
     def read(self) -> Reading:
-        """Return the reading that was the latest at this time of the recording."""
+        """Return the latest reading at the present time of the replay."""
         now_s = self._clock()
         if self._began_s is None:
             self._began_s = now_s
@@ -69,7 +69,7 @@ class RecordedSource:
 
 
 class Recorder:
-    """Writes readings to a new file, each line as soon as it is there; a context manager."""
+    """Writes readings to a new file, each line at once; a context manager."""
 
     def __init__(self, path: Path) -> None:
         self._kind = _kind(path)
@@ -91,7 +91,7 @@ class Recorder:
         self._file.close()
 
     def write(self, reading: Reading) -> None:
-        """Append a reading. Raises ConfigError if the file takes no more."""
+        """Append a reading. Raises ConfigError if the file cannot be written."""
         if self._kind == _CSV:
             self._write(",".join(_cell(getattr(reading, name)) for name in _FIELDS))
         else:
@@ -111,8 +111,8 @@ def record(
 ) -> None:
     """Write a reading every `interval_s` to a new file that `RecordedSource` reads.
 
-    Goes on until `num_readings` are written, or without it until interrupted: whole lines are there at any time.
-    Raises ConfigError where the file is there already or cannot be written.
+    Continues until `num_readings` are written, or without it until interrupted; the file always has whole lines.
+    Raises ConfigError where the file exists already or cannot be written.
     """
     readings = readings_of(source, interval_s=interval_s, num_readings=num_readings, sleep=sleep)
     with Recorder(path) as recorder:
@@ -126,7 +126,7 @@ def readings_of(
     source: HeatSource, *, interval_s: float, num_readings: int | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[Reading]:
-    """Return readings every `interval_s`, without end if `num_readings` is not given; ConfigError at once."""
+    """Return readings every `interval_s`, without end if `num_readings` is not given; raises ConfigError at once."""
     if not 0 < interval_s <= _LONGEST_INTERVAL_S:
         raise ConfigError(f"an interval of {interval_s} s between readings: give seconds above 0, at most "
                           f"{_LONGEST_INTERVAL_S:g}")
@@ -141,12 +141,12 @@ def readings_of(
 
 
 def as_object(reading: Reading) -> dict[str, Any]:
-    """Return the reading as an object of JSON: every field, null where the device said nothing."""
+    """Return the reading as an object of JSON: every field, null where the device reported nothing."""
     return {name: list(value) if isinstance(value := getattr(reading, name), tuple) else value for name in _FIELDS}
 
 
 def load_recording(path: Path) -> tuple[Reading, ...]:
-    """Return the readings of a recording; ConfigError with file and line for what cannot be."""
+    """Return the readings of a recording; ConfigError with file and line for invalid content."""
     kind = _kind(path)
     try:
         text = path.read_text("utf-8-sig")
@@ -193,7 +193,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
             if not columns:
                 columns = [cell.strip() for cell in cells]
                 if len(set(columns)) < len(columns):
-                    raise ConfigError(f"{path}, line {reader.line_num}: a column name stands there twice")
+                    raise ConfigError(f"{path}, line {reader.line_num}: a column name appears twice")
                 continue
             if len(cells) != len(columns):
                 raise ConfigError(f"{path}, line {reader.line_num}: {len(cells)} cells under {len(columns)} columns")
@@ -203,7 +203,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _value(name: str, cell: str) -> Any:
-    """Return what a cell of CSV stands for; as text what it cannot stand for, so that the reading refuses it."""
+    """Return the value of a CSV cell; an invalid one stays text, which `_reading` rejects."""
     if name == "notes":
         if cell.startswith("["):
             try:
@@ -222,7 +222,7 @@ def _value(name: str, cell: str) -> Any:
 
 
 def _json_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    # Not splitlines: a note may hold one of the rarer line separators.
+    # Not splitlines: a note may contain one of the rarer line separators.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -255,5 +255,5 @@ def _reading(row: dict[str, Any]) -> Reading:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an int beyond all floats
+    except OverflowError:  # an int beyond the range of floats
         return False

@@ -1,4 +1,4 @@
-"""Sensors of a simulated SoC, as coarse and as noisy as real ones, which lie when they are told to."""
+"""Sensors of a simulated SoC, with the rounding and noise of real ones and configurable faults."""
 
 import math
 import random
@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from socflower.errors import ConfigError
-from socflower.thermal.sensors.plausibility import STUCK_AFTER_S, SensorTrust
+from socflower.thermal.sensors.plausibility import STUCK_AFTER_S, SensorFilter
 from socflower.thermal.sensors.reading import Reading
-from socflower.thermal.sensors.sysfs import Complaints
+from socflower.thermal.sensors.sysfs import NoteLog
 
 FAULTS = ("stuck", "nan", "cold", "missing", "denied")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SensorFault:
-    """How one sensor lies, and when, on the source's clock."""
+    """A fault of one sensor, and its time on the source's clock."""
 
-    kind: str  # "stuck" at its last number, "nan", "cold" (-128 °C), "missing", "denied"
+    kind: str  # "stuck" at its last value, "nan", "cold" (-128 °C), "missing", "denied"
     from_s: float = 0.0
     until_s: float = math.inf
     sensor: int = 0
@@ -33,29 +33,29 @@ class SensorFault:
 
 
 class SimulatedSource:
-    """Implements `HeatSource` over a model's temperature; what its sensors say is judged as a real machine's is.
+    """Implements `HeatSource` over a model's temperature; its sensors pass the same filter as a real machine's.
 
     Parameters
     ----------
     temperature_of : callable
         The SoC's true temperature now, in °C.
     speed_of : callable, optional
-        Its clock now over the highest, 0 to 1; below 1 the device says that it is throttled.
+        Its clock now over the highest, 0 to 1; below 1 the device reports throttling.
     step_c : float
-        What the sensors round to: 0.5 °C as the interface of SoCFlow+ does; 0 for no rounding.
+        Rounding of the sensors: 0.5 °C as in SoCFlow+; 0 for no rounding.
     noise_c : float
-        Standard deviation of a sensor's noise before rounding; drawn anew at every read, from `seed`.
+        Standard deviation of a sensor's noise before rounding; drawn at every read, from `seed`.
     num_sensors : int
-        All of them show the one temperature, each with noise of its own. A stuck one is found only beside another.
+        All measure the same temperature, each with its own noise. A stuck sensor is detected only by comparison.
     busy_of : callable
-        Whether the SoC has work: an idle sensor may stand still for as long as it likes.
+        Whether the SoC has work: an idle SoC's sensor may stay constant without limit.
     faults : sequence of SensorFault
-        Which sensor lies when, and how.
+        Faults of the sensors.
 
     Raises
     ------
     ConfigError
-        For steps or noise below 0, no sensors, or a fault of a sensor that is not there.
+        For steps or noise below 0, no sensors, or a fault of a sensor that does not exist.
     """
 
     def __init__(
@@ -76,37 +76,37 @@ class SimulatedSource:
         self._step_c, self._noise_c = step_c, noise_c
         self._random = random.Random(seed)
         self._faults = tuple(faults)
-        self._complaints = Complaints()
-        self._trust = SensorTrust(self._complaints, stuck_after_s=stuck_after_s)
-        self._shown_c: list[float | None] = [None] * num_sensors  # what a sensor showed while it worked
+        self._notes = NoteLog()
+        self._filter = SensorFilter(self._notes, stuck_after_s=stuck_after_s)
+        self._shown_c: list[float | None] = [None] * num_sensors  # last values without a fault
 
     def read(self) -> Reading:
-        """Return how the SoC seems to be."""
+        """Return the reading that the simulated sensors give."""
         at_s, true_c = self._clock(), self._temperature_of()
-        said: dict[str, float | str] = {}
+        values: dict[str, float | str] = {}
         for sensor in range(len(self._shown_c)):
-            # Drawn also for one that lies, so that the others' noise is the same with and without faults.
-            honest_c = self._round(true_c + self._random.gauss(0.0, self._noise_c))
-            shown = self._shown(sensor, honest_c, at_s)
+            # Also drawn for a faulty sensor, so that the others' noise is the same with and without faults.
+            true_reading_c = self._round(true_c + self._random.gauss(0.0, self._noise_c))
+            shown = self._shown(sensor, true_reading_c, at_s)
             if shown is not None:
-                said[f"simulated {sensor}"] = shown
-        believed = self._trust.believed(at_s, said, busy=self._busy_of())
+                values[f"simulated {sensor}"] = shown
+        filtered = self._filter.apply(at_s, values, busy=self._busy_of())
         factor = None if self._speed_of is None else min(1.0, max(0.0, self._speed_of()))
-        return Reading(at_s=at_s, temperature_c=max(believed.values(), default=None), clock_factor=factor,
-                       throttled=None if factor is None else factor < 1.0, notes=self._complaints.take())
+        return Reading(at_s=at_s, temperature_c=max(filtered.values(), default=None), clock_factor=factor,
+                       throttled=None if factor is None else factor < 1.0, notes=self._notes.drain())
 
-    def _shown(self, sensor: int, honest_c: float, at_s: float) -> float | str | None:
-        """Return what a sensor shows, in words why it shows nothing, or None where it is not there."""
+    def _shown(self, sensor: int, true_reading_c: float, at_s: float) -> float | str | None:
+        """Return a sensor's value, a text why there is none, or None for a missing sensor."""
         for fault in self._faults:
             if fault.sensor != sensor or not fault.from_s <= at_s < fault.until_s:
                 continue
             if fault.kind == "stuck":
                 last_c = self._shown_c[sensor]
-                self._shown_c[sensor] = honest_c if last_c is None else last_c
+                self._shown_c[sensor] = true_reading_c if last_c is None else last_c
                 return self._shown_c[sensor]
             return {"nan": math.nan, "cold": -128.0, "missing": None, "denied": "permission denied"}[fault.kind]
-        self._shown_c[sensor] = honest_c
-        return honest_c
+        self._shown_c[sensor] = true_reading_c
+        return true_reading_c
 
     def _round(self, value_c: float) -> float:
         if not (self._step_c and math.isfinite(value_c)):

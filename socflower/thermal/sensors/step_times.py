@@ -1,7 +1,7 @@
-"""Clocks told from step times: where a device has no sensors, a slow step at a known load is a slow clock.
+"""Clocks estimated from step times: on a device without sensors, a slow step at a known load means a slow clock.
 
 A step takes a fixed time and one per sample, so seconds per sample of different loads must not be compared. Each load
-(number of samples) has a reference of its own, and a step counts by its ratio to it.
+(number of samples) has its own reference, and a step counts by its ratio to it.
 """
 
 import math
@@ -14,29 +14,29 @@ from socflower.errors import ConfigError
 from socflower.thermal.sensors.reading import HeatSource, Reading
 
 _MOST_LOADS = 64
-"""Loads that are remembered; the one that was not used for longest is forgotten."""
+"""Number of loads that are kept; the least recently used one is dropped."""
 
 TIMED = "no clock is readable here: clocks are judged by step times"
 
 
 @dataclass(slots=True)
 class _Load:
-    recent_s: deque[float]  # steps as they were
-    at_full_clock_s: deque[float]  # the same, had the clock been full
+    recent_s: deque[float]  # times of recent steps
+    at_full_clock_s: deque[float]  # the same, scaled to full clock
     reference_s: float | None
 
 
 @dataclass(slots=True)
 class StepTiming:
-    """How fast the clock is, as far as steps show.
+    """An estimate of the clock from step times.
 
-    The reference of a load is the smallest median of `window` successive steps of it: the best rate that held. The
-    present clock is the median over the last `window` steps, of whatever load, of reference over seconds. So one slow
-    step changes nothing, nor does one that a timer made too short.
+    The reference of a load is the smallest median of `window` successive steps of it: the best sustained rate. The
+    present clock is the median over the last `window` steps, of any load, of reference over seconds. So a single step
+    that is slow, or that a timer measures too short, has no effect.
 
-    The first steps of a *new* load are taken to have run at the clock known so far. A device that was slow from its
-    very first step seems full until it gets faster: give `references_s` of an earlier run or a profile, seconds by
-    number of samples, to know better.
+    The first steps of a *new* load are assumed to run at the present estimate. A device that is slow from its first
+    step counts as running at full clock until it gets faster; `references_s` of an earlier run or a profile, seconds
+    by number of samples, avoids this.
     """
 
     window: int = 7
@@ -54,8 +54,8 @@ class StepTiming:
             self._loads[num_samples] = self._new_load(seconds)
         self._ratios = deque(maxlen=self.window)
 
-    def note(self, seconds: float, num_samples: int) -> None:
-        """Take in a step; one without samples, or of a time that cannot be, tells nothing."""
+    def add_step(self, seconds: float, num_samples: int) -> None:
+        """Add a step; one without samples, or with an invalid time, is ignored."""
         if num_samples < 1 or not (math.isfinite(seconds) and seconds > 0.0):
             return
         load = self._loads.setdefault(num_samples, self._new_load(None))
@@ -72,12 +72,12 @@ class StepTiming:
         if load.reference_s is not None:
             self._ratios.append(seconds / load.reference_s)
             if not self._complete and len(load.recent_s) == self.window:
-                # The very first load: the steps that made the reference count too.
+                # First load: the steps that gave the reference count too.
                 self._ratios.extend(step_s / load.reference_s for step_s in list(load.recent_s)[:-1])
 
     @property
     def clock_factor(self) -> float | None:
-        """Present rate over the reference, above 0 and at most 1; None until `window` steps tell."""
+        """Present rate over the reference, above 0 and at most 1; None before `window` steps."""
         if not self._complete:
             return None
         return max(min(1.0, 1.0 / median(self._ratios)), math.ulp(0.0))
@@ -96,10 +96,10 @@ class StepTiming:
 
 
 class TimedSource:
-    """A source whose clock is told by step times where its sensors do not tell it; implements `HeatSource`.
+    """A source that takes its clock from step times where its sensors give none; implements `HeatSource`.
 
-    `throttled_below` is the clock factor under which the device counts as throttled, where it does not say itself:
-    step times scatter by some per cent on a machine that is well.
+    `throttled_below` is the clock factor under which the device counts as throttled, unless it reports that itself:
+    step times vary by some per cent on a machine that is not throttled.
     """
 
     def __init__(self, source: HeatSource, timing: StepTiming, *, throttled_below: float = 0.85) -> None:
@@ -109,7 +109,7 @@ class TimedSource:
         self._said = False
 
     def read(self) -> Reading:
-        """Return the source's reading, with what step times tell in the place of what is missing."""
+        """Return the source's reading, completed with the clock from step times where it is missing."""
         reading = self._source.read()
         factor = self._timing.clock_factor
         if reading.clock_factor is not None or factor is None:

@@ -185,32 +185,34 @@ def test_the_hottest_is_the_hottest_of_those_that_can_be(lie: Any, truth: float)
     assert state.num_unknown == rig.wish.asked[-1].num_unknown == 3 - len(possible)
 
 
-def oracle_believed(history: Sequence[Sequence[float]], now: int, period_s: float, stuck_after_s: float) -> list[bool]:
-    """Return by the definition, over the whole history, which SoCs are believed at look `now`."""
-    num_looks = int(stuck_after_s / period_s)
+def expected_accepted(
+    history: Sequence[Sequence[float]], now: int, period_s: float, stuck_after_s: float,
+) -> list[bool]:
+    """Return by the definition, over the whole history, which SoCs are accepted at step `now`."""
+    num_steps = int(stuck_after_s / period_s)
 
     def moved(soc: int) -> bool:
-        recent = [history[look][soc] for look in range(max(0, now - num_looks), now + 1)]
+        recent = [history[at][soc] for at in range(max(0, now - num_steps), now + 1)]
         return max(recent) - min(recent) >= 5.0
 
     def still(soc: int) -> bool:
-        return now >= num_looks and len({history[look][soc] for look in range(now - num_looks, now + 1)}) == 1
+        return now >= num_steps and len({history[at][soc] for at in range(now - num_steps, now + 1)}) == 1
 
     socs = range(len(history[0]))
     all_still = 10 * sum(not still(soc) for soc in socs) < len(socs)
-    believed = []
+    accepted = []
     for soc in socs:
         others = [other for other in socs if other != soc]
         witnesses = sum(moved(other) for other in others)
-        believed.append(not (still(soc) and (all_still or (others and 2 * witnesses >= len(others)))))
-    return believed
+        accepted.append(not (still(soc) and (all_still or (others and 2 * witnesses >= len(others)))))
+    return accepted
 
 
-def series(num_looks: int) -> st.SearchStrategy[list[float]]:
-    """Return what a SoC shows look by look: the same for a while, again and again."""
+def series(num_steps: int) -> st.SearchStrategy[list[float]]:
+    """Return what a SoC shows step by step: the same for a while, again and again."""
     shown = st.tuples(st.sampled_from([30.0, 30.5, 33.0, 35.0, 40.0]), st.integers(1, 12))
     return st.lists(shown, min_size=1, max_size=8).map(
-        lambda runs: ([value for value, times in runs for _ in range(times)] + [runs[-1][0]] * num_looks)[:num_looks])
+        lambda runs: ([value for value, times in runs for _ in range(times)] + [runs[-1][0]] * num_steps)[:num_steps])
 
 
 @given(history=st.tuples(st.integers(1, 4), st.integers(1, 16)).flatmap(lambda size: st.lists(
@@ -221,7 +223,7 @@ def test_a_soc_is_not_believed_exactly_if_it_stands_still_while_half_of_the_othe
     rig = Rig(num_socs=len(history[0]), stuck_after_s=20.0)
     for now, row in enumerate(history):
         state = rig.step(5.0, **{f"soc{soc}": value for soc, value in enumerate(row)})
-        expected = oracle_believed(history, now, 5.0, 20.0)
+        expected = expected_accepted(history, now, 5.0, 20.0)
         assert [value is not None for value in state.temperatures_c.values()] == expected
 
 
@@ -259,8 +261,8 @@ def test_a_source_without_a_time_is_not_taken_for_one_that_repeats_itself(at_s: 
 
 def test_a_stuck_hot_sensor_does_not_run_the_fans_for_ever_and_is_believed_when_it_moves() -> None:
     rig = Rig(num_socs=3, stuck_after_s=600.0)
-    for look in range(121):
-        state = rig.step(soc0=80.0, soc1=30.0 + look / 20, soc2=31.0 + look / 20)
+    for at in range(121):
+        state = rig.step(soc0=80.0, soc1=30.0 + at / 20, soc2=31.0 + at / 20)
     assert state.hottest_c == 37.0 and state.temperatures_c[0] is None
     assert rig.said == ["SoC 0 stands still while others move; left out until it makes sense"]
     assert rig.step(soc0=79.5).hottest_c == 79.5
@@ -272,9 +274,9 @@ def test_sensors_that_all_stand_still_are_doubted_unless_their_socs_are_idle() -
     assert [rig.step(60.0).num_unknown for _ in range(60)] == [0] * 10 + [3] * 50
     assert rig.step(60.0, soc1=30.5).num_unknown == 0  # one that moves speaks for all
     idle = Rig(num_socs=3, stuck_after_s=600.0)
-    for look in range(60):
+    for at in range(60):
         for sensor in idle.sensors.values():
-            sensor.load = 0.05 + look % 2 / 100
+            sensor.load = 0.05 + at % 2 / 100
         assert idle.step(60.0).num_unknown == 0
 
 
@@ -314,9 +316,9 @@ def test_a_policy_that_gives_no_speed_is_said_once(wants: Any) -> None:
 
 def test_errors_whose_text_differs_every_time_are_said_once_too() -> None:
     rig = Rig()
-    for look in range(10):
-        rig.wish.wants = ValueError(f"at {look}")
-        rig.fans[0].failure = OSError(f"at {look}")
+    for at in range(10):
+        rig.wish.wants = ValueError(f"at {at}")
+        rig.fans[0].failure = OSError(f"at {at}")
         state = rig.step()
     assert len(rig.said) == 2 and len(state.notes) == 2 and state.num_output_errors == 10
 

@@ -145,7 +145,7 @@ def test_a_second_daemon_is_refused_while_the_first_lives(rack: Rack) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_daemon_and_gives_the_fans_back(rack: Rack, number: signal.Signals) -> None:
     with daemon(rack.config()) as process:
-        until(lambda: rack.status().get("rpm") == 3100.0, "the first look")
+        until(lambda: rack.status().get("rpm") == 3100.0, "the first step")
         until(lambda: rack.number("pwm1_enable") == rack.number("pwm2_enable") == 1, "the fans taken")
         assert min(rack.number("pwm1"), rack.number("pwm2")) >= 51
         rack.heat(0, 75.0)
@@ -163,7 +163,7 @@ def test_a_signal_ends_the_daemon_and_gives_the_fans_back(rack: Rack, number: si
 
 def test_sensors_that_die_bring_the_failsafe_speed_and_a_line(rack: Rack) -> None:
     with daemon(rack.config(max_silence_s=0.2)) as process:
-        until(lambda: rack.status().get("rpm") == 3100.0, "the first look")
+        until(lambda: rack.status().get("rpm") == 3100.0, "the first step")
         rack.heat(0, -128)
         rack.soc_file(1).unlink()
         until(lambda: rack.status().get("failsafe"), "the fail-safe speed")
@@ -180,7 +180,7 @@ def test_sensors_that_die_bring_the_failsafe_speed_and_a_line(rack: Rack) -> Non
 def test_a_daemon_that_was_killed_is_followed_by_one_that_gives_the_fans_back(rack: Rack) -> None:
     config = rack.config(automatic_mode=5)
     with daemon(config) as process:
-        until(lambda: rack.number("pwm1_enable") == 1 and rack.status(), "the first look")
+        until(lambda: rack.number("pwm1_enable") == 1 and rack.status(), "the first step")
         process.kill()
         process.wait(timeout=PATIENCE_S)
     assert rack.number("pwm1_enable") == 1
@@ -209,7 +209,7 @@ def test_systemd_hears_that_the_daemon_is_ready_alive_and_stopping(rack: Rack) -
     assert process.returncode == 0
 
 
-# --------------------------------------------------------------------------------------------------- one look
+# --------------------------------------------------------------------------------------------------- one step
 
 
 def test_once_looks_sets_prints_and_gives_back(rack: Rack) -> None:

@@ -1,4 +1,4 @@
-"""Fans of a simulated rack whose sensors fall silent, lie or freeze: both policies end at the fail-safe speed in time.
+"""Fans of a simulated rack whose sensors fail, read wrong or freeze: both policies end at the fail-safe speed in time.
 
 The rack, its heat and its fans are those of the heat model; the control sees it through sensors with noise and steps.
 """
@@ -54,7 +54,7 @@ class World:
     tells_load: bool = False
     seed: int = 0
     start_c: float = 28.0
-    lies: dict[int, object] = field(default_factory=dict)  # by SoC: a temperature, None, an exception, or "frozen"
+    faults: dict[int, object] = field(default_factory=dict)  # by SoC: a temperature, None, an exception, or "frozen"
     now_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -71,20 +71,20 @@ class World:
             clock=lambda: self.now_s, say=lambda line: None)
 
     def read(self, soc: int) -> Reading:
-        lie = self.lies.get(soc)
+        fault = self.faults.get(soc)
         true_c = float(self._temperatures_c[soc]) + self._random.gauss(0.0, self.noise_c)
         load = (0.9 if self.busy[soc] else 0.03) + self._random.uniform(-0.02, 0.02)
-        if soc not in self.lies:
+        if soc not in self.faults:
             self.shown_c[soc] = round(true_c / self.step_c) * self.step_c if self.step_c else true_c
-        elif isinstance(lie, Exception):
-            raise lie
-        elif lie != "frozen":
-            assert lie is None or isinstance(lie, float)
-            return Reading(at_s=self.now_s, temperature_c=lie)
+        elif isinstance(fault, Exception):
+            raise fault
+        elif fault != "frozen":
+            assert fault is None or isinstance(fault, float)
+            return Reading(at_s=self.now_s, temperature_c=fault)
         return Reading(at_s=self.now_s, temperature_c=self.shown_c.setdefault(soc, 28.0),
                        user_load=load if self.tells_load else None)
 
-    def look(self) -> FanState:
+    def poll(self) -> FanState:
         self._temperatures_c = self.truth.temperatures_c
         state = self.control.step()
         self._follow.wanted_rpm = state.rpm
@@ -93,7 +93,7 @@ class World:
     def run(self, seconds: float) -> list[FanState]:
         states = []
         for _ in range(math.ceil(seconds / PERIOD_S)):
-            states.append(self.look())
+            states.append(self.poll())
             self.now_s += PERIOD_S
             factors = self.truth.power_factors()
             self.truth.advance(PERIOD_S, [IDLE_W + factor * (BUSY_W - IDLE_W) if busy else IDLE_W
@@ -113,18 +113,18 @@ class Sensor:
         return self.world.read(self.soc)
 
 
-# ------------------------------------------------------------------------------------------ too few are believed
+# ------------------------------------------------------------------------------------------ too few are accepted
 
 
 @both_policies
-@pytest.mark.parametrize("lie", [OSError(5, "I/O"), None], ids=["raises", "silent"])
+@pytest.mark.parametrize("fault", [OSError(5, "I/O"), None], ids=["raises", "silent"])
 @pytest.mark.parametrize("before_s", [0.0, 300.0])
 def test_one_soc_of_sixty_is_not_enough(
-    make_policy: Callable[[], FanPolicy], lie: Exception | None, before_s: float,
+    make_policy: Callable[[], FanPolicy], fault: Exception | None, before_s: float,
 ) -> None:
     world = World(make_policy(), boards_known=False, noise_c=0.1)
     world.run(before_s)
-    world.lies = {0: 28.0, **dict.fromkeys(range(1, 60), lie)}
+    world.faults = {0: 28.0, **dict.fromkeys(range(1, 60), fault)}
     states = world.run(600.0)
     first = next(number for number, state in enumerate(states) if state.failsafe)
     assert first * PERIOD_S <= 30.0 and all(state.failsafe for state in states[first:])
@@ -137,7 +137,7 @@ def test_policies_alone_turn_fast_where_more_than_half_are_unknown(make_policy: 
     policy = make_policy()
     for num_unknown in range(60):
         seen = FanObservation(at_s=0.0, hottest_c=28.0, rpm=LOW_RPM, num_unknown=num_unknown, num_socs=60)
-        assert (policy.rpm(seen) == 11000.0) == seen.is_blind == (num_unknown > 30)
+        assert (policy.rpm(seen) == 11000.0) == seen.lacks_temperatures == (num_unknown > 30)
 
 
 @both_policies
@@ -147,9 +147,9 @@ def test_a_board_without_a_believed_sensor_is_enough_where_boards_are_known(
     for boards_known in (True, False):
         world = World(make_policy(), boards_known=boards_known, noise_c=0.1)
         world.run(100.0)
-        world.lies = dict.fromkeys(range(10, 14), None)
+        world.faults = dict.fromkeys(range(10, 14), None)
         assert not any(state.failsafe for state in world.run(100.0))
-        world.lies = dict.fromkeys(range(10, 15), None)
+        world.faults = dict.fromkeys(range(10, 15), None)
         last = world.run(100.0)[-1]
         assert last.failsafe == boards_known
         assert any("no temperature of board 2 is known" in note for note in last.notes) == boards_known
@@ -157,24 +157,24 @@ def test_a_board_without_a_believed_sensor_is_enough_where_boards_are_known(
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.data())
 def test_a_quorum_is_half_of_all_and_one_of_each_board(board_of: list[int], data: st.DataObject) -> None:
-    believed = data.draw(st.sets(st.sampled_from(range(len(board_of)))))
-    missing = Quorum(dict(enumerate(board_of)), patience_s=30.0).missing(believed)
-    enough = len(believed) * 2 >= len(board_of) and all(
-        any(board_of[soc] == board for soc in believed) for board in board_of)
+    filtered = data.draw(st.sets(st.sampled_from(range(len(board_of)))))
+    missing = Quorum(dict(enumerate(board_of)), patience_s=30.0).missing(filtered)
+    enough = len(filtered) * 2 >= len(board_of) and all(
+        any(board_of[soc] == board for soc in filtered) for board in board_of)
     assert (missing == "") == enough
 
 
 def test_the_fail_safe_is_left_when_enough_have_been_back_for_as_long_as_they_had_to_be_missing() -> None:
     world = World(PassiveCooling(), noise_c=0.1)
     assert not any(state.failsafe for state in world.run(60.0))
-    world.lies = dict.fromkeys(range(60), None)
+    world.faults = dict.fromkeys(range(60), None)
     assert [state.failsafe for state in world.run(60.0)].index(True) == 5
     for _ in range(10):  # one that comes and goes ends nothing
-        world.lies = {}
+        world.faults = {}
         assert all(state.failsafe for state in world.run(20.0))
-        world.lies = dict.fromkeys(range(40), OSError())
+        world.faults = dict.fromkeys(range(40), OSError())
         assert all(state.failsafe for state in world.run(5.0))
-    world.lies = {}
+    world.faults = {}
     assert [state.failsafe for state in world.run(60.0)] == [True] * 5 + [False] * 7
 
 
@@ -192,18 +192,18 @@ def test_boards_of_other_socs_are_refused() -> None:
 def test_sixty_frozen_sensors_under_load_are_not_believed(
     make_policy: Callable[[], FanPolicy], tells_load: bool,
 ) -> None:
-    world = World(make_policy(), tells_load=tells_load, lies=dict.fromkeys(range(60), "frozen"))
+    world = World(make_policy(), tells_load=tells_load, faults=dict.fromkeys(range(60), "frozen"))
     world.work(range(40))
     states = world.run(2000.0)
     first = next(number for number, state in enumerate(states) if state.failsafe)
     assert first * PERIOD_S <= 700.0 and all(state.failsafe for state in states[first:])
-    world.lies = {}
+    world.faults = {}
     assert not world.run(60.0)[-1].failsafe
 
 
 def test_an_idle_rack_whose_documents_are_all_the_same_for_ever_is_not_believed() -> None:
     """A program that writes what it once read with new times repeats the load as well."""
-    world = World(PassiveCooling(), lies=dict.fromkeys(range(60), 28.0))
+    world = World(PassiveCooling(), faults=dict.fromkeys(range(60), 28.0))
     assert world.run(1300.0)[-1].failsafe
 
 
@@ -213,16 +213,16 @@ def test_an_idle_rack_whose_documents_are_all_the_same_for_ever_is_not_believed(
 def test_if_a_soc_is_too_hot_while_most_sensors_lie_the_fans_turn_fast(
     make_policy: Callable[[], FanPolicy], data: st.DataObject,
 ) -> None:
-    """Whichever sensors lie, low, frozen or silent: the rest shows the heat, or too few are believed."""
+    """Whichever sensors are faulty, low, frozen or silent: the rest shows the heat, or too few are accepted."""
     world = World(make_policy(), noise_c=data.draw(st.sampled_from([0.0, 0.1, 0.3])),
                   seed=data.draw(st.integers(0, 99)), step_c=data.draw(st.sampled_from([0.5, 1.0])),
                   boards_known=data.draw(st.booleans()))
     world.run(data.draw(st.sampled_from([0.0, 200.0])))
-    lying = data.draw(st.sets(st.integers(0, 59), min_size=30, max_size=60))
+    faulty = data.draw(st.sets(st.integers(0, 59), min_size=30, max_size=60))
     kinds = st.sampled_from([None, OSError(5), "frozen", 20.0, 28.0])
     kind = data.draw(st.none() | st.just(kinds))  # one kind of all, or each its own
     common = data.draw(kinds)
-    world.lies = {soc: common if kind is None else data.draw(kinds) for soc in sorted(lying)}
+    world.faults = {soc: common if kind is None else data.draw(kinds) for soc in sorted(faulty)}
     world.work(range(data.draw(st.sampled_from([40, 60]))))
     hot_s = 0.0
     for _ in range(400):

@@ -182,7 +182,7 @@ def test_an_output_that_fails_is_automatic_again(tmp_path: Path, monkeypatch: py
     assert number(folder / "pwm1_enable") == 1
 
 
-@pytest.mark.parametrize(("kept", "says"), [("pwm1_enable", "does not let go"), ("pwm1", "shows 0")])
+@pytest.mark.parametrize(("kept", "says"), [("pwm1_enable", "keeps control"), ("pwm1", "shows 0")])
 def test_an_output_that_ignores_what_is_written_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str, says: str,
 ) -> None:
@@ -289,7 +289,7 @@ def test_a_command_that_fails_says_so_and_begins_anew(tmp_path: Path) -> None:
     flag.unlink()
     fan.set_rpm(2000.0)
     assert (tmp_path / "log").read_text().splitlines() == ["begin", "begin"]
-    with pytest.raises(FanFailure, match="no command was given that gives it back"):
+    with pytest.raises(FanFailure, match="no command was given that restores its control"):
         fan.restore()
 
 

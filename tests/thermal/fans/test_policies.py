@@ -32,7 +32,7 @@ HOTTEST = st.one_of(st.none(), st.floats(-50.0, 200.0), st.sampled_from([math.na
 PLAN = PlannedLoad(rack_w=216.0, local_rise_c=1.5)
 
 
-def look(hottest_c: float | None, rpm: float = 3250.0, at_s: float = 0.0) -> FanObservation:
+def observation(hottest_c: float | None, rpm: float = 3250.0, at_s: float = 0.0) -> FanObservation:
     return FanObservation(at_s=at_s, hottest_c=hottest_c, rpm=rpm)
 
 
@@ -68,7 +68,7 @@ def passive(draw: st.DrawFn) -> PassiveCooling:
 def test_whatever_is_seen_the_speed_is_above_zero_and_finite(
     policy: FanPolicy, hottest_c: float | None, rpm: float, at_s: float,
 ) -> None:
-    wanted = policy.rpm(look(hottest_c, rpm, at_s))
+    wanted = policy.rpm(observation(hottest_c, rpm, at_s))
     assert 0.0 < wanted < math.inf
     if isinstance(policy, PredictiveCooling):
         assert policy.low_rpm <= wanted <= policy.high_rpm
@@ -82,8 +82,8 @@ def test_whatever_is_seen_the_speed_is_above_zero_and_finite(
 def test_where_nobody_knows_how_hot_it_is_fans_turn_fast(
     slow: PassiveCooling, planned: PredictiveCooling, unknown: float | None, rpm: float, at_s: float,
 ) -> None:
-    assert slow.rpm(look(unknown, rpm, at_s)) == slow.high_rpm
-    assert planned.rpm(look(unknown, rpm, at_s)) == planned.high_rpm
+    assert slow.rpm(observation(unknown, rpm, at_s)) == slow.high_rpm
+    assert planned.rpm(observation(unknown, rpm, at_s)) == planned.high_rpm
 
 
 @FEW
@@ -93,7 +93,7 @@ def test_passive_cooling_has_hysteresis(policy: PassiveCooling, temperatures_c: 
     rpm, fast = policy.low_rpm, False
     for hottest_c in temperatures_c:
         fast = hottest_c >= policy.hot_c or (fast and hottest_c > policy.cool_c)
-        rpm = policy.rpm(look(hottest_c, rpm))
+        rpm = policy.rpm(observation(hottest_c, rpm))
         assert rpm == (policy.high_rpm if fast else policy.low_rpm)
 
 
@@ -104,10 +104,10 @@ def test_at_a_constant_temperature_passive_cooling_changes_once_at_most(
 ) -> None:
     """Also where fans turn somewhat slower than they were told to."""
     assume(reached * policy.high_rpm > 0.5 * (policy.low_rpm + policy.high_rpm))
-    speeds = [policy.rpm(look(hottest_c, policy.high_rpm if fast else policy.low_rpm))]
+    speeds = [policy.rpm(observation(hottest_c, policy.high_rpm if fast else policy.low_rpm))]
     for _ in range(6):
         turning = reached * speeds[-1] if speeds[-1] == policy.high_rpm else speeds[-1]
-        speeds.append(policy.rpm(look(hottest_c, turning)))
+        speeds.append(policy.rpm(observation(hottest_c, turning)))
     assert len(set(speeds)) == 1
 
 
@@ -118,7 +118,7 @@ def test_predictive_cooling_is_never_slower_for_a_hotter_rack(
 ) -> None:
     # The air can be no colder than ambient, other than in a rack that came in from the cold.
     assume(hottest_c >= policy.ambient_c + policy.load.local_rise_c)
-    assert policy.rpm(look(hottest_c + hotter_c, rpm)) >= policy.rpm(look(hottest_c, rpm)) * (1.0 - 1e-6)
+    assert policy.rpm(observation(hottest_c + hotter_c, rpm)) >= policy.rpm(observation(hottest_c, rpm)) * (1.0 - 1e-6)
 
 
 @FEW
@@ -154,7 +154,7 @@ def test_a_steady_speed_is_no_faster_than_needed_and_no_slower(
             now_c = (now_c * (1.0 - half * conductance) + 2.0 * half * drive) / (1.0 + half * conductance)
         return now_c
 
-    wanted = policy.rpm(look(hottest_c, policy.low_rpm, at_s))
+    wanted = policy.rpm(observation(hottest_c, policy.low_rpm, at_s))
     for index in range(grid):
         slower = policy.low_rpm + index / grid * (policy.high_rpm - policy.low_rpm)
         if slower < 0.999 * wanted:
@@ -208,23 +208,23 @@ def test_turns_have_hysteresis(policy: PredictiveCooling, temperatures_c: list[f
     rpm, fast = policy.low_rpm, False
     for hottest_c in temperatures_c:
         fast = hottest_c >= policy.limit_c or (fast and hottest_c > policy.limit_c - policy.band_c)
-        rpm = policy.rpm(look(hottest_c, rpm))
+        rpm = policy.rpm(observation(hottest_c, rpm))
         assert rpm <= policy.high_rpm
         assert rpm >= policy.efficient_rpm * (1.0 - 1e-12) if fast else rpm == policy.low_rpm
 
 
 def test_one_speed_only_is_a_speed_too() -> None:
     policy = PredictiveCooling(load=PLAN, low_rpm=5000.0, high_rpm=5000.0)
-    assert {policy.rpm(look(hottest_c)) for hottest_c in (20.0, 34.4, 34.6, 60.0)} == {5000.0}
+    assert {policy.rpm(observation(hottest_c)) for hottest_c in (20.0, 34.4, 34.6, 60.0)} == {5000.0}
 
 
 def test_nothing_is_cooled_once_the_work_will_end_before_it_is_too_hot() -> None:
     load = PlannedLoad(rack_w=216.0, local_rise_c=1.5, end_s=1000.0)
     policy = PredictiveCooling(load=load)
-    assert policy.rpm(look(34.3, at_s=800.0)) > 3250.0
-    assert policy.rpm(look(34.3, at_s=995.0)) == 3250.0
+    assert policy.rpm(observation(34.3, at_s=800.0)) > 3250.0
+    assert policy.rpm(observation(34.3, at_s=995.0)) == 3250.0
     # Work that takes longer than planned is cooled on.
-    assert policy.rpm(look(34.5, at_s=1001.0)) == policy.rpm(look(34.5, at_s=0.0)) > 8000.0
+    assert policy.rpm(observation(34.5, at_s=1001.0)) == policy.rpm(observation(34.5, at_s=0.0)) > 8000.0
 
 
 def test_the_last_part_is_coasted_as_long_as_the_slowdown_allows() -> None:
@@ -233,8 +233,8 @@ def test_the_last_part_is_coasted_as_long_as_the_slowdown_allows() -> None:
     assert policy.coast_begin_s == pytest.approx(1e4 - 100.0 * 0.898 / 0.102)
     coasted_s = 1e4 + 100.0 - policy.coast_begin_s
     assert coasted_s * 0.102 == pytest.approx(100.0)
-    assert policy.rpm(look(36.0, at_s=policy.coast_begin_s - 1.0)) > 8000.0
-    assert policy.rpm(look(36.0, at_s=policy.coast_begin_s + 1.0)) == 3250.0
+    assert policy.rpm(observation(36.0, at_s=policy.coast_begin_s - 1.0)) > 8000.0
+    assert policy.rpm(observation(36.0, at_s=policy.coast_begin_s + 1.0)) == 3250.0
     endless = PredictiveCooling(load=PLAN, max_slowdown=0.01)
     assert endless.coast_begin_s == math.inf
 

@@ -56,10 +56,10 @@ class SmallSteps:
                                     for soc in range(rack.num_socs)])
         self.into_air = np.array([rack.board_to_air_w_per_k * rack.airflow.get(board, 1.0)
                                   for board in range(len(rack.slots_per_board))])
-        self.levels, self.rpm, self.fan_j, self.looks = [0] * rack.num_socs, self.fans.min_rpm, 0.0, 0
-        self.look()
+        self.levels, self.rpm, self.fan_j, self.ticks = [0] * rack.num_socs, self.fans.min_rpm, 0.0, 0
+        self.update_controls()
 
-    def look(self) -> None:
+    def update_controls(self) -> None:
         for soc, hot_c in enumerate(self.socs_c):
             level = self.levels[soc]
             if level < 2 and hot_c >= self.governor.trip_c[level]:
@@ -67,7 +67,7 @@ class SmallSteps:
             elif level and hot_c <= self.governor.resume_c[level - 1]:
                 self.levels[soc] -= 1
         hottest_c = round(float(self.socs_c.max()) / 0.5) * 0.5
-        wanted = self.policy.rpm(FanObservation(at_s=self.looks * self.tick_s, hottest_c=hottest_c, rpm=self.rpm))
+        wanted = self.policy.rpm(FanObservation(at_s=self.ticks * self.tick_s, hottest_c=hottest_c, rpm=self.rpm))
         self.rpm = min(max(25.0 * math.ceil(wanted / 25.0), 1100.0), 14000.0)
 
     def slopes(self, now: Any, watts: Any, chassis: float, ambient_c: float) -> Any:
@@ -79,8 +79,8 @@ class SmallSteps:
                 (out.sum() - chassis * (air_c - ambient_c)) / self.rack.chassis_j_per_k)
 
     def tick(self, watts: list[float]) -> None:
-        """Let the time to the next look pass, and look."""
-        at_s = self.looks * self.tick_s
+        """Advance to the next tick, and update the controls."""
+        at_s = self.ticks * self.tick_s
         users = [load.at(at_s) for load in self.around.background_load] or [NOBODY] * self.rack.num_socs
         working = self.around.fans_working.at(at_s)
         drive = (np.array(watts) + np.array([load.power_w for load in users]),
@@ -97,11 +97,11 @@ class SmallSteps:
             now = [x + h * (a + 2.0 * b + 2.0 * c + d) / 6.0
                    for x, a, b, c, d in zip(now, k1, k2, k3, k4, strict=True)]
         self.socs_c, self.boards_c, self.air_c = now
-        self.looks += 1
-        self.look()
+        self.ticks += 1
+        self.update_controls()
 
     def speed_factors(self) -> list[float]:
-        at_s = self.looks * self.tick_s
+        at_s = self.ticks * self.tick_s
         users = [load.at(at_s) for load in self.around.background_load] or [NOBODY] * self.rack.num_socs
         return [self.governor.clock_hz[level] / self.governor.clock_hz[0] * (1.0 - load.share)
                 for level, load in zip(self.levels, users, strict=True)]
@@ -118,7 +118,7 @@ def everything(rack: RackDynamics) -> tuple[Any, ...]:
 def test_a_rack_goes_as_its_equations_in_small_steps_go(
     around: Surroundings, policy: FanPolicy, watts: list[list[float]], start_c: float, tick_s: float,
 ) -> None:
-    """Temperatures, clocks, fan speeds and joules, look by look; loads change every 15 looks."""
+    """Temperatures, clocks, fan speeds and joules, tick by tick; loads change every 15 ticks."""
     rack = RackDynamics(RACK, policy, surroundings=around, start_c=start_c, tick_s=tick_s)
     brute = SmallSteps(RACK, policy, around, start_c, tick_s)
     for number in range(45):
@@ -186,7 +186,7 @@ def test_no_look_is_lost_to_rounding(tick_s: float, piece_s: float) -> None:
     rack = RackDynamics(RACK, FixedSpeed(fixed_rpm=3250.0), start_c=60.0, tick_s=tick_s)
     for _ in range(round(tick_s / piece_s)):
         rack.advance(piece_s, [5.0] * 3)
-    assert rack.speed_factors() == pytest.approx([1.80 / 2.84] * 3), "the second look, one at the start"
+    assert rack.speed_factors() == pytest.approx([1.80 / 2.84] * 3), "the second tick, one at the start"
 
 
 @FEW

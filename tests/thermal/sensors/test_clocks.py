@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from socflower.thermal.sensors import linux as battery
 from socflower.thermal.sensors.linux import LinuxSensors
 from socflower.thermal.sensors.reading import Reading
-from socflower.thermal.sensors.sysfs import Complaints
+from socflower.thermal.sensors.sysfs import NoteLog
 from tests.thermal.fake_machines import CPU, POWER, Machine, cooling, policy
 
 
@@ -19,7 +19,7 @@ def sensors_of(machine: Machine) -> LinuxSensors:
     return LinuxSensors(machine.root, clock=machine.clock, pid=1)
 
 
-def look(machine: Machine) -> Reading:
+def read_clocks(machine: Machine) -> Reading:
     return sensors_of(machine).read()
 
 
@@ -38,7 +38,7 @@ def test_the_clock_is_the_mean_over_processors_weighted_by_capacity(
         for _ in range(num_cpus):
             done += capacity * min(1.0, present / highest)
             whole += capacity
-    assert look(machine).clock_factor == pytest.approx(done / whole)
+    assert read_clocks(machine).clock_factor == pytest.approx(done / whole)
     shutil.rmtree(machine.root)
 
 
@@ -54,7 +54,7 @@ def test_a_clock_that_cannot_be_is_left_out_with_a_note(tmp_path: Path, present:
 def test_a_clock_whose_processors_are_off_is_no_trouble(tmp_path: Path) -> None:
     machine = Machine(tmp_path, policy(0, 2, 500, 1000), {**policy(2, 2, "<unknown>", 10),
                                                           f"{CPU}/cpufreq/policy2/affected_cpus": ""})
-    reading = look(machine)
+    reading = read_clocks(machine)
     assert reading.clock_factor == 0.5 and not any("policy2" in note for note in reading.notes)
 
 
@@ -75,7 +75,7 @@ def test_without_throttle_states_a_cap_that_sank_says_it(tmp_path: Path) -> None
 def test_cooling_devices_that_slow_down_say_it_and_fans_do_not(
     tmp_path: Path, name: str, state: int, throttled: bool | None,
 ) -> None:
-    assert look(Machine(tmp_path, cooling(0, name, state))).throttled is throttled
+    assert read_clocks(Machine(tmp_path, cooling(0, name, state))).throttled is throttled
 
 
 @pytest.mark.parametrize(("status", "on_battery"), [
@@ -83,7 +83,7 @@ def test_cooling_devices_that_slow_down_say_it_and_fans_do_not(
     ("", None)])
 def test_a_battery_says_whether_it_is_used(tmp_path: Path, status: str, on_battery: bool | None) -> None:
     files = {f"{POWER}/BAT0/type": "Battery", f"{POWER}/BAT0/capacity": 50, f"{POWER}/BAT0/status": status}
-    assert look(Machine(tmp_path, files)).on_battery is on_battery
+    assert read_clocks(Machine(tmp_path, files)).on_battery is on_battery
 
 
 def test_two_batteries_are_one_and_a_mouse_has_none_of_them(tmp_path: Path) -> None:
@@ -91,28 +91,28 @@ def test_two_batteries_are_one_and_a_mouse_has_none_of_them(tmp_path: Path) -> N
         f"{POWER}/BAT0/type": "Battery", f"{POWER}/BAT0/capacity": 90, f"{POWER}/BAT0/status": "Full",
         f"{POWER}/BAT1/type": "Battery", f"{POWER}/BAT1/capacity": 30, f"{POWER}/BAT1/status": "Discharging",
         f"{POWER}/hid-1/type": "Battery", f"{POWER}/hid-1/scope": "Device", f"{POWER}/hid-1/capacity": 1})
-    reading = look(machine)
+    reading = read_clocks(machine)
     assert reading.battery_fraction == pytest.approx(0.6) and reading.on_battery is True
 
 
 @pytest.mark.parametrize("charge", ["101", "-1", "full", ""])
 def test_a_charge_that_cannot_be_is_left_out_with_a_note(tmp_path: Path, charge: str) -> None:
     files = {f"{POWER}/BAT0/type": "Battery", f"{POWER}/BAT0/capacity": charge, f"{POWER}/BAT0/status": "Charging"}
-    reading = look(Machine(tmp_path, files))
+    reading = read_clocks(Machine(tmp_path, files))
     assert reading.battery_fraction is None and reading.on_battery is False
     assert any("charge" in note for note in reading.notes)
 
 
 def test_where_there_is_no_sys_psutil_is_asked_for_the_battery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(battery, "matches", lambda *_: [])
+    monkeypatch.setattr(battery, "matching_paths", lambda *_: [])
     full = type("Battery", (), {"percent": 40.0, "power_plugged": False})()
     monkeypatch.setattr(psutil, "sensors_battery", lambda: full, raising=False)
-    state = battery.read_battery(Path("/"), Complaints(), 0.0)
+    state = battery.read_battery(Path("/"), NoteLog(), 0.0)
     assert (state.fraction, state.on_battery) == (0.4, True)
-    assert battery.read_battery(tmp_path, Complaints(), 0.0).fraction is None  # not of another root
+    assert battery.read_battery(tmp_path, NoteLog(), 0.0).fraction is None  # not of another root
 
     def fails() -> None:
         raise FileNotFoundError(2, "No such file or directory")
 
     monkeypatch.setattr(psutil, "sensors_battery", fails, raising=False)
-    assert battery.read_battery(Path("/"), Complaints(), 0.0).fraction is None
+    assert battery.read_battery(Path("/"), NoteLog(), 0.0).fraction is None

@@ -34,7 +34,7 @@ def sensors_of(machine: Machine, **options: float) -> LinuxSensors:
     return LinuxSensors(machine.root, clock=machine.clock, pid=1, **options)  # type: ignore[arg-type]
 
 
-def look(machine: Machine) -> Reading:
+def read(machine: Machine) -> Reading:
     return sensors_of(machine).read()
 
 
@@ -56,10 +56,10 @@ def test_a_jetson(tmp_path: Path) -> None:
 
 def test_a_raspberry_pi(tmp_path: Path) -> None:
     machine = Machine(tmp_path, RASPBERRY_PI)
-    reading = look(machine)
+    reading = read(machine)
     assert (reading.temperature_c, reading.clock_factor, reading.throttled) == (54.53, 1.0, False)
     machine.write({PI_THROTTLED: "50005"})  # as the file has it: hexadecimal without 0x
-    reading = look(machine)
+    reading = read(machine)
     assert reading.throttled is True and any("voltage is too low" in note for note in reading.notes)
 
 
@@ -70,13 +70,13 @@ def test_of_a_pis_bits_those_of_now_count_and_under_voltage_is_a_note(tmp_path: 
     for history in (0x0, 0xF0000):
         for now in range(16):
             machine.write({PI_THROTTLED: f"{prefix}{history | now:x}"})
-            reading = look(machine)
+            reading = read(machine)
             assert reading.throttled is (now & 0b1110 != 0)
             assert any("voltage" in note for note in reading.notes) is (now & 1 == 1)
 
 
 def test_an_android_phone(tmp_path: Path) -> None:
-    reading = look(Machine(tmp_path, PHONE))
+    reading = read(Machine(tmp_path, PHONE))
     assert reading.temperature_c == 43.7  # not skin, nor the 41.2 °C of the other one; charge is no temperature
     weights = 4 * 256, 3 * 1000, 1024
     assert reading.clock_factor == pytest.approx((weights[0] * 0.5 + weights[1] + weights[2]) / sum(weights))
@@ -86,9 +86,9 @@ def test_an_android_phone(tmp_path: Path) -> None:
 
 def test_a_phone_whose_soc_is_closed_shows_what_is_beside_it(tmp_path: Path) -> None:
     machine = Machine(tmp_path, {name: value for name, value in PHONE.items() if "zone" not in name})
-    assert look(machine).temperature_c == 33.1  # the battery, in tenths
+    assert read(machine).temperature_c == 33.1  # the battery, in tenths
     machine.write(zone(2, "xo_therm", 36))
-    assert look(machine).temperature_c == 36.0
+    assert read(machine).temperature_c == 36.0
 
 
 def test_a_server_with_coretemp(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_sensor_that_flickers_is_told_of_once_an_hour(tmp_path: Path) -> None:
 
 def test_all_sensors_lying_leave_no_temperature(tmp_path: Path) -> None:
     machine = Machine(tmp_path, zone(0, "cpu-thermal", -128_000), {f"{HWMON}/hwmon0/temp1_input": "nan"})
-    reading = look(machine)
+    reading = read(machine)
     assert reading.temperature_c is None and len(reading.notes) == 2
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.thermal.sensors.other_load import OtherLoad
-from socflower.thermal.sensors.sysfs import Complaints
+from socflower.thermal.sensors.sysfs import NoteLog
 from tests.thermal.fake_machines import Machine
 
 SUPERNODE = ["/usr/bin/python", "/home/a/.venv/bin/flower-supernode", "--insecure"]
@@ -50,8 +50,8 @@ class Proc:
             self.machine.write({f"proc/{pid}/stat": f"{pid} ({self.names[pid]}) S {parent} 0 0 0 0 0 0 0 0 0 "
                                                     f"{self.spent[pid]} 0 {self.reaped[pid]} 0 20 0 1 0 {pid} 0 0"})
 
-    def load(self, pid: int, also_ours: tuple[str, ...] = (), complaints: Complaints | None = None) -> OtherLoad:
-        return OtherLoad(self.machine.root, complaints or Complaints(), clock=self.machine.clock, pid=pid,
+    def load(self, pid: int, also_ours: tuple[str, ...] = (), notes: NoteLog | None = None) -> OtherLoad:
+        return OtherLoad(self.machine.root, notes or NoteLog(), clock=self.machine.clock, pid=pid,
                         also_ours=also_ours)
 
 
@@ -143,7 +143,7 @@ def test_a_look_too_soon_gives_the_load_before(proc: Proc) -> None:
 
 def test_what_a_hypervisor_takes_away_is_others(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    load = OtherLoad(tmp_path, Complaints(), clock=machine.clock, pid=1)
+    load = OtherLoad(tmp_path, NoteLog(), clock=machine.clock, pid=1)
     for idle, steal in ((400, 0), (700, 100)):
         machine.write({"proc/stat": f"cpu  0 0 0 {idle} 0 0 0 {steal} 50 0\ncpu0 0 0 0 0"})
         machine.now_s += 1.0
@@ -153,7 +153,7 @@ def test_what_a_hypervisor_takes_away_is_others(tmp_path: Path) -> None:
 
 def test_waiting_for_a_disk_is_no_load(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    load = OtherLoad(tmp_path, Complaints(), clock=machine.clock, pid=1)
+    load = OtherLoad(tmp_path, NoteLog(), clock=machine.clock, pid=1)
     for idle, waiting, user in ((100, 0, 0), (300, 100, 100)):
         machine.write({"proc/stat": f"cpu  {user} 0 0 {idle} {waiting} 0 0 0 0 0\ncpu0 0 0 0 0"})
         machine.now_s += 1.0
@@ -163,12 +163,12 @@ def test_waiting_for_a_disk_is_no_load(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "cpu", "cpu  1 2", "cpu  a b c d", "cpu  -1 0 0 5", "cpu0 1 2 3 4"])
 def test_times_that_cannot_be_are_told_of_once(tmp_path: Path, text: str) -> None:
-    machine, complaints = Machine(tmp_path, {"proc/stat": text}), Complaints()
-    load = OtherLoad(tmp_path, complaints, clock=machine.clock, pid=1)
+    machine, notes = Machine(tmp_path, {"proc/stat": text}), NoteLog()
+    load = OtherLoad(tmp_path, notes, clock=machine.clock, pid=1)
     for _ in range(3):
         machine.now_s += 1.0
         assert load.read().user is None
-    assert len(complaints.take()) == 1
+    assert len(notes.drain()) == 1
 
 
 def test_counters_that_go_back_give_a_load_that_can_be(proc: Proc) -> None:
@@ -212,7 +212,7 @@ def test_where_there_is_no_proc_psutil_is_asked(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(psutil, "cpu_times", cpu_times)
     monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
     monkeypatch.setattr(psutil, "process_iter", process_iter)
-    load = OtherLoad(Missing("/"), Complaints(), clock=lambda: now_s[0], pid=7)
+    load = OtherLoad(Missing("/"), NoteLog(), clock=lambda: now_s[0], pid=7)
     assert load.read().user is None
     now_s[0], round_[0] = 1.0, 1
     assert (load.read().user, load.read().total) == (pytest.approx(0.25), pytest.approx(0.75))
@@ -244,7 +244,7 @@ def spin(seconds: float) -> None:
 
 def test_our_own_children_are_not_others_on_this_machine() -> None:
     """Against what the process itself knows it spent; a loaded machine only adds to what others have."""
-    load = OtherLoad(Path("/"), Complaints())
+    load = OtherLoad(Path("/"), NoteLog())
     if load.read().total is None and not Path("/proc/stat").exists():
         pytest.skip("no /proc/stat here")
     before, start = os.times(), time.monotonic()

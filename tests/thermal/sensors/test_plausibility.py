@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
 from socflower.thermal.sensors.linux import LinuxSensors
-from socflower.thermal.sensors.plausibility import SensorTrust
-from socflower.thermal.sensors.sysfs import Complaints
+from socflower.thermal.sensors.plausibility import SensorFilter
+from socflower.thermal.sensors.sysfs import NoteLog
 from tests.thermal.fake_machines import Machine, zone
 
 
 def looks(path_c: list[float], *, stuck_c: float = 40.0, busy: bool = True, every_s: float = 60.0) -> list[bool]:
-    """Return at every look whether the stuck sensor is believed, beside one that follows the path."""
-    trust = SensorTrust(Complaints(), stuck_after_s=600.0)
-    return ["stuck" in trust.believed(number * every_s, {"stuck": stuck_c, "other": value_c}, busy=busy)
+    """Return at every reading whether the stuck sensor is accepted, next to one that follows the path."""
+    trust = SensorFilter(NoteLog(), stuck_after_s=600.0)
+    return ["stuck" in trust.apply(number * every_s, {"stuck": stuck_c, "other": value_c}, busy=busy)
             for number, value_c in enumerate(path_c)]
 
 
@@ -37,17 +37,17 @@ def test_a_sensor_is_not_stuck_while_nothing_runs(path_c: list[float]) -> None:
 
 @given(path_c=st.lists(st.floats(20.0, 90.0), max_size=30), every_s=st.floats(0.1, 1e4))
 def test_an_only_sensor_is_believed_however_long_it_stands_still(path_c: list[float], every_s: float) -> None:
-    trust = SensorTrust(Complaints())
+    trust = SensorFilter(NoteLog())
     for number in range(len(path_c)):
-        assert trust.believed(number * every_s, {"stuck": 40.0}, busy=True) == {"stuck": 40.0}
+        assert trust.apply(number * every_s, {"stuck": 40.0}, busy=True) == {"stuck": 40.0}
 
 
 @given(path_c=st.lists(st.integers(20, 90), min_size=1, max_size=60))
 def test_a_sensor_that_changes_at_every_look_is_always_believed(path_c: list[int]) -> None:
-    trust = SensorTrust(Complaints(), stuck_after_s=60.0)
+    trust = SensorFilter(NoteLog(), stuck_after_s=60.0)
     for number, other_c in enumerate(path_c):
         shown_c = 50.0 + number % 2
-        assert trust.believed(number * 60.0, {"a": shown_c, "b": float(other_c)}, busy=True)["a"] == shown_c
+        assert trust.apply(number * 60.0, {"a": shown_c, "b": float(other_c)}, busy=True)["a"] == shown_c
 
 
 @pytest.mark.parametrize(("moved_c", "believed"), [(2.9, True), (3.0, False), (-3.0, False)])
@@ -56,12 +56,12 @@ def test_another_sensor_moves_when_it_is_three_degrees_from_where_it_was(moved_c
 
 
 def test_a_sensor_that_was_never_believed_disappears_without_a_word() -> None:
-    complaints = Complaints()
-    trust = SensorTrust(complaints)
-    trust.believed(0.0, {"a": 50.0, "b": "permission denied"}, busy=True)
-    assert len(complaints.take()) == 1
-    assert trust.believed(1.0, {"a": 50.0}, busy=True) == {"a": 50.0}
-    assert complaints.take() == () and trust.troubles == {}
+    notes = NoteLog()
+    trust = SensorFilter(notes)
+    trust.apply(0.0, {"a": 50.0, "b": "permission denied"}, busy=True)
+    assert len(notes.drain()) == 1
+    assert trust.apply(1.0, {"a": 50.0}, busy=True) == {"a": 50.0}
+    assert notes.drain() == () and trust.rejections == {}
 
 
 def test_two_looks_hours_apart_prove_nothing() -> None:
@@ -69,23 +69,23 @@ def test_two_looks_hours_apart_prove_nothing() -> None:
 
 
 def test_idle_time_does_not_count() -> None:
-    trust = SensorTrust(Complaints(), stuck_after_s=600.0)
-    believed = ["stuck" in trust.believed(number * 60.0, {"stuck": 40.0, "other": 40.0 + number}, busy=number % 2 == 0)
+    trust = SensorFilter(NoteLog(), stuck_after_s=600.0)
+    believed = ["stuck" in trust.apply(number * 60.0, {"stuck": 40.0, "other": 40.0 + number}, busy=number % 2 == 0)
                 for number in range(30)]
     assert believed == [True] * 20 + [False] * 10  # every other minute: twice as long
 
 
 def test_a_stuck_sensor_is_taken_back_when_it_moves_and_not_when_it_fails_meanwhile() -> None:
-    complaints = Complaints()
-    trust = SensorTrust(complaints, stuck_after_s=600.0)
+    notes = NoteLog()
+    trust = SensorFilter(notes, stuck_after_s=600.0)
     for number in range(20):
-        trust.believed(number * 60.0, {"stuck": 40.0, "other": 40.0 + number}, busy=True)
-    assert "stuck" in trust.troubles and len(complaints.take()) == 1
-    assert "stuck" not in trust.believed(1300.0, {"stuck": "permission denied", "other": 60.0}, busy=True)
-    assert "stuck" not in trust.believed(1360.0, {"stuck": 40.0, "other": 61.0}, busy=True)
-    assert complaints.take() == ()
-    assert trust.believed(1420.0, {"stuck": 40.5, "other": 62.0}, busy=True)["stuck"] == 40.5
-    assert complaints.take() == ("sensor stuck: makes sense again",)
+        trust.apply(number * 60.0, {"stuck": 40.0, "other": 40.0 + number}, busy=True)
+    assert "stuck" in trust.rejections and len(notes.drain()) == 1
+    assert "stuck" not in trust.apply(1300.0, {"stuck": "permission denied", "other": 60.0}, busy=True)
+    assert "stuck" not in trust.apply(1360.0, {"stuck": 40.0, "other": 61.0}, busy=True)
+    assert notes.drain() == ()
+    assert trust.apply(1420.0, {"stuck": 40.5, "other": 62.0}, busy=True)["stuck"] == 40.5
+    assert notes.drain() == ("sensor stuck: makes sense again",)
 
 
 def hottest_of_a_machine(root: Path, busy_part: float) -> list[float | None]:
@@ -114,4 +114,4 @@ def test_an_idle_machine_calls_no_sensor_stuck(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
 def test_a_time_that_cannot_be_is_refused(seconds: float) -> None:
     with pytest.raises(ConfigError, match="must be above 0"):
-        SensorTrust(Complaints(), stuck_after_s=seconds)
+        SensorFilter(NoteLog(), stuck_after_s=seconds)

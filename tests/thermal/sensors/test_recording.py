@@ -45,7 +45,7 @@ def test_what_is_recorded_is_what_is_replayed(
 def test_a_replay_gives_the_latest_reading_of_its_time_and_every_note_once(
     readings: list[Reading], looks: list[float],
 ) -> None:
-    """Against a search of the whole recording at each look."""
+    """Against a search of the whole recording at each read."""
     now_s = [0.0]
     source = RecordedSource(readings, clock=lambda: now_s[0])
     told: list[str] = []

@@ -21,7 +21,7 @@ def step_s(num_samples: int, clock: float = 1.0) -> float:
 
 def noted(timing: StepTiming, steps: list[tuple[int, float]]) -> StepTiming:
     for num_samples, clock in steps:
-        timing.note(step_s(num_samples, clock), num_samples)
+        timing.add_step(step_s(num_samples, clock), num_samples)
     return timing
 
 
@@ -40,7 +40,7 @@ def test_one_outlier_changes_nothing(fast: float, slowing: float, outlier_s: flo
     plain, disturbed = StepTiming(), StepTiming()
     for number, clock in enumerate(clocks):
         if number == place:
-            disturbed.note(outlier_s, 64)
+            disturbed.add_step(outlier_s, 64)
         noted(plain, [(64, clock)])
         noted(disturbed, [(64, clock)])
         if number % 20 >= 8:
@@ -80,7 +80,7 @@ def test_scatter_alone_does_not_look_throttled() -> None:
     factors = []
     for number in range(2000):
         clock = 1.0 if number < 1000 else 0.6
-        timing.note(step_s(64, clock) * chance.lognormvariate(0.0, 0.03), 64)
+        timing.add_step(step_s(64, clock) * chance.lognormvariate(0.0, 0.03), 64)
         if timing.clock_factor is not None and not 1000 <= number < 1010:
             factors.append((clock, timing.clock_factor))
     assert min(factor for clock, factor in factors if clock == 1.0) > 0.88
@@ -100,9 +100,9 @@ def test_a_device_that_was_slow_from_the_start_is_full_until_it_is_faster_or_a_r
 def test_few_steps_tell_nothing() -> None:
     timing = StepTiming()
     for _ in range(6):
-        timing.note(1.0, 8)
+        timing.add_step(1.0, 8)
         assert timing.clock_factor is None
-    timing.note(1.0, 8)
+    timing.add_step(1.0, 8)
     assert timing.clock_factor == 1.0
 
 
@@ -111,7 +111,7 @@ def test_few_steps_tell_nothing() -> None:
 def test_a_step_that_cannot_be_tells_nothing(seconds: float, num_samples: int) -> None:
     timing = noted(StepTiming(), [(64, 1.0)] * 10 + [(64, 0.5)] * 10)
     for _ in range(20):
-        timing.note(seconds, num_samples)
+        timing.add_step(seconds, num_samples)
     assert timing.clock_factor == pytest.approx(0.5)
 
 
@@ -128,7 +128,7 @@ def test_memory_is_bounded_and_loads_in_use_keep_their_reference() -> None:
 def test_a_factor_lies_above_0_and_at_most_at_1(steps: list[tuple[float, int]], window: int) -> None:
     timing = StepTiming(window=window)
     for seconds, load in steps:
-        timing.note(seconds, load)
+        timing.add_step(seconds, load)
         assert timing.clock_factor is None or 0.0 < timing.clock_factor <= 1.0
     assert all(seconds > 0.0 for seconds in timing.references().values())
 

@@ -14,7 +14,7 @@ from socflower.thermal.sensors.plausibility import TemperatureUnit
                       "cpu_thermal", "bcm2835_thermal", "cv0-thermal", "PLL-therm", "aoss0-usr", "gpuss-0",
                       "GPU-therm"]),
     (SensorKind.UNNAMED, ["acpitz", "acpitz temp1", "", "INT3400 Thermal"]),
-    (SensorKind.BESIDE, ["battery", "bms", "PMIC-Die", "pm8150b_tz", "skin-therm", "xo_therm", "quiet-therm-adc",
+    (SensorKind.OTHER, ["battery", "bms", "PMIC-Die", "pm8150b_tz", "skin-therm", "xo_therm", "quiet-therm-adc",
                          "BAT0", "nvme Composite", "iwlwifi_1", "Tboard_tegra", "Tdiode_tegra", "thermal-fan-est",
                          "mtktspmic", "mtktsAP", "modem0-usr", "usb", "chg_temp", "nct6775 SYSTIN", "amdgpu edge",
                          "pa_therm0", "case_therm", "thermistor_board"]),
