@@ -159,7 +159,7 @@ class _Guard:
     def share(self) -> float:
         return self._share
 
-    def take_over(self) -> None:
+    def take_over_pacing(self) -> None:
         self.num_taken_over += 1
 
 

@@ -326,7 +326,7 @@ def test_a_device_that_cools_while_it_rests_goes_on_earlier() -> None:
 
 
 @given(looks=st.lists(st.floats(0.0, 3.0), max_size=30))
-def test_a_source_is_read_at_most_every_look_interval(looks: list[float]) -> None:
+def test_a_source_is_read_at_most_every_poll_interval(looks: list[float]) -> None:
     when = Time()
     source = Source(lambda now_s: {"temperature_c": 75.0}, when)
     guard = HeatGuard(source, LIMITS, source.read(), timing=StepTiming(), poll_interval_s=2.0, sleep=when.sleep,
