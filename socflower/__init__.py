@@ -22,7 +22,7 @@ _EXPORTS = {
     "clients.split.cloud_sessions": ("CloudClient", "session_factory"),
     "clients.split.in_process": ("SplitSettings",),
     "clients.split.remote_cloud": ("CloudLink", "cloud_link"),
-    "training.trainer": ("ExchangingSession", "SessionEnd", "Trainer", "TrainingSession", "TrainingSpan"),
+    "training.trainer": ("ExchangingSession", "SessionResult", "Trainer", "TrainingSession", "TrainingSpan"),
     "training.fp32": ("FP32Trainer", "cosine_annealing", "sgd"),
     "training.int8": ("Int8Trainer",),
     "training.mixed_precision": ("MixedPrecisionTrainer",),

@@ -54,7 +54,7 @@ from socflower.training.fp32 import FP32Trainer as FP32Trainer, cosine_annealing
 from socflower.training.group import train_group as train_group
 from socflower.training.int8 import Int8Trainer as Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionTrainer as MixedPrecisionTrainer
-from socflower.training.trainer import ExchangingSession as ExchangingSession, SessionEnd as SessionEnd, Trainer as Trainer, TrainingSession as TrainingSession, TrainingSpan as TrainingSpan
+from socflower.training.trainer import ExchangingSession as ExchangingSession, SessionResult as SessionResult, Trainer as Trainer, TrainingSession as TrainingSession, TrainingSpan as TrainingSpan
 from socflower.wire.message_keys import HEAT as HEAT, HeatReport as HeatReport
 from socflower.workloads.dataset import DataSet as DataSet, LabelledData as LabelledData
 from socflower.workloads.evaluation import evaluate as evaluate

@@ -77,7 +77,7 @@ class Ours:
         trainer = FP32Trainer(optimizer=sgd(LEARNING_RATE, MOMENTUM), channels_last=True)
         self._session = trainer.start(model, TrainingSpan())
         # Without the steps in which it would be gentler at first.
-        momentum = self._session.hand_over_momentum() if entry.compression == "dgc" else 0.0
+        momentum = self._session.disable_momentum() if entry.compression == "dgc" else 0.0
         self._compression = make_compression(entry.compression, momentum=momentum)
         self._port, self._size, self._num_steps = port, size, 0
         self._ring = open_ring(entry.transport, port, range(size), 0, _PATIENCE_S)

@@ -21,7 +21,7 @@ from socflower.thermal.limits import paced
 from socflower.training.batches import local_batches
 from socflower.training.fp32 import FP32Trainer
 from socflower.training.group import train_group
-from socflower.training.trainer import SessionEnd, Trainer, TrainingSpan, torch_threads
+from socflower.training.trainer import SessionResult, Trainer, TrainingSpan, torch_threads
 from socflower.wire.message_keys import (
     ARRAYS,
     COMPLETED,
@@ -154,7 +154,7 @@ def make_client_app(
 def _train_as_group(
     model: nn.Module, message: Message, context: Context, data_fn: DataFn, trainer: Trainer,
     state_folder: StateFolderFn | None,
-) -> tuple[Metrics, SessionEnd, RingOutcome]:
+) -> tuple[Metrics, SessionResult, RingOutcome]:
     task = GroupTask.decode(message.content.config_records[GROUP])
     data = [_all_data(task, context, data_fn)] if task.reshuffle else [
         data_fn(context, partition, task.num_partitions) for partition in task.partitions]
@@ -216,7 +216,7 @@ def _departures(message: Message, task: GroupTask) -> dict[int, int]:
 
 def _train_alone(
     model: nn.Module, message: Message, context: Context, data_fn: DataFn, trainer: Trainer,
-) -> tuple[Metrics, SessionEnd]:
+) -> tuple[Metrics, SessionResult]:
     config = message.content.config_records.get(CONFIG, ConfigRecord())
 
     def setting(key: str, default: int) -> int:

@@ -105,11 +105,11 @@ class ReadSettings:
             close = difflib.get_close_matches(plain, _NODE_KEYS, n=1, cutoff=_MIN_SIMILARITY)
             if close or plain.startswith(_OWN_PREFIXES):
                 known = close or [name for name in _NODE_KEYS if name.startswith(plain.partition("-")[0])]
-                raise ConfigError(f"node {context.node_id}: its node config has {key}, which nobody reads; did you "
+                raise ConfigError(f"node {context.node_id}: its node config has {key}, which is not used; did you "
                                   f"mean {' or '.join(known)}? If it is your app's own key, declare it: "
                                   f"{self.maker}(…, extra_keys=[{key!r}])")
         if config.get("heat") is True and "heat" not in self.declared:
-            raise ConfigError(f"node {context.node_id}: its node config has heat=true, but this app would not mind the "
+            raise ConfigError(f"node {context.node_id}: its node config has heat=true, but this app does not limit "
                               f"heat; give {self.maker} mods=[node_heat_mod] of socflower.clients.heat_mod, or, if "
                               "another mod does, extra_keys=['heat']")
 
@@ -117,13 +117,13 @@ class ReadSettings:
         for name in message.content:
             if name not in records and name not in self.declared:
                 raise ConfigError(self._unused_text(
-                    f"message: nobody reads its record {name!r}", name,
+                    f"message: its record {name!r} is not used", name,
                     f"this client reads {', '.join(records)}; leave arrayrecord_key and configrecord_key of the "
                     "strategy as they are"))
         config = message.content.config_records.get(CONFIG, ConfigRecord())
         for key in config:
             if key not in keys and key not in _STRATEGY_KEYS and key not in self.declared:
-                raise ConfigError(self._unused_text(f"{what}: nobody reads {key!r}{_suggestion(key, keys)}", key,
+                raise ConfigError(self._unused_text(f"{what}: {key!r} is not used{_suggestion(key, keys)}", key,
                                                "; ".join(filter(None, (_REMEDIES.get(key), known)))))
 
     def _unused_text(self, text: str, key: str, known: str) -> str:

@@ -60,11 +60,12 @@ class GradientExchange:
         `PeerLost`, or what `poll` raises.
         """
         # A trainer may have changed the model's layout; gradients would have to be transposed in every step.
-        self._buckets = [bucket if bucket.fits() else make_bucket(bucket.parameters) for bucket in self._buckets]
+        self._buckets = [bucket if bucket.has_current_layout() else make_bucket(bucket.parameters)
+                         for bucket in self._buckets]
         if ring is not self._checked_ring:
             self._require_same_layout(ring, poll)
         for bucket in self._buckets:
-            bucket.start()
+            bucket.clear()
         self._step = _Step(ring, poll, overlapped, turn, compression)
 
     def finish(self) -> None:
@@ -76,9 +77,9 @@ class GradientExchange:
         assert step is not None
         try:
             for bucket in self._buckets[step.num_sent:]:
-                for position, taken in enumerate(bucket.taken):
-                    if not taken:
-                        bucket.take(position)
+                for position, stored in enumerate(bucket.stored):
+                    if not stored:
+                        bucket.store_gradient(position)
                 step.send(bucket)
             step.wait()
         finally:
@@ -112,9 +113,9 @@ class GradientExchange:
         step.poll()
         if not step.overlapped:
             return
-        if self._buckets[number].taken[position]:
+        if self._buckets[number].stored[position]:
             raise RuntimeError("a gradient was made twice in one step; begin with overlapped=False where passes add up")
-        self._buckets[number].take(position)
+        self._buckets[number].store_gradient(position)
         while step.num_sent < len(self._buckets) and not self._buckets[step.num_sent].num_missing:
             step.send(self._buckets[step.num_sent])
 

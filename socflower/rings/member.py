@@ -35,7 +35,7 @@ from socflower.rings.transports.in_process import in_process_rings
 from socflower.rings.transports.port import RingPort
 from socflower.rings.uplink_turns import Neighbours, UplinkTurns
 from socflower.training.batches import BatchSchedule, Indices
-from socflower.training.trainer import ExchangingSession, SessionEnd, Trainer, TrainingSpan
+from socflower.training.trainer import ExchangingSession, SessionResult, Trainer, TrainingSpan
 from socflower.wire.logs import log
 from socflower.wire.message_keys import COMPLETED, LEFT_OUT, NO_MODEL, PREEMPTED, GroupTask, RingOutcome, RingTask
 from socflower.workloads import LabelledData
@@ -79,7 +79,7 @@ class MemberResult:
     outcome: RingOutcome
     mean_loss: float  # of the group
     num_samples: int  # of the group
-    end: SessionEnd | None  # None without a model
+    end: SessionResult | None  # None without a model
     compression: bytes = b""  # state of the gradient compression
 
 
@@ -136,7 +136,7 @@ class _MemberSession:
         self._session: ExchangingSession | None = None
         self._state = member.state
         self._has_model = member.has_model
-        self._end: SessionEnd | None = None
+        self._end: SessionResult | None = None
         self._schedule = BatchSchedule(group, [len(member.data)] if group.reshuffle else [])
         self._num_steps = self._num_samples = self._num_own_samples = 0
         self._losses: list[Tensor] = []
@@ -157,7 +157,7 @@ class _MemberSession:
                 self._train()
                 return self._finish()
             except PeerLost as error:
-                log(INFO, "ring: %s; forming it again", error)
+                log(INFO, "ring: %s; re-forming it", error)
                 self._lost_at_s = self._lost_at_s or time.monotonic()
                 self._exchange.abandon()
                 self._close_ring()
@@ -266,7 +266,7 @@ class _MemberSession:
         if not isinstance(session, ExchangingSession):
             raise ConfigError(f"{type(self._member.trainer).__name__} cannot train in a ring: it does not hand out its "
                               "gradients; use FP32Trainer or MixedPrecisionTrainer on real clusters")
-        momentum = session.hand_over_momentum() if self._ring.compression == "dgc" else 0.0
+        momentum = session.disable_momentum() if self._ring.compression == "dgc" else 0.0
         if self._compression is None:
             self._compression = make_compression(
                 self._ring.compression, seed=group.seed, momentum=momentum,

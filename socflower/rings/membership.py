@@ -150,7 +150,7 @@ class Membership:
     def require_complete(self) -> None:
         """Raise `PeerLost` if a member asks for a new generation, since another one is lost."""
         if self._decision is not None and self._requested > self._decision.number:
-            raise PeerLost("the ring is forming again")
+            raise PeerLost("the ring is being re-formed")
 
     def leave(self) -> None:
         """Announce to the others that this member leaves, so that they need not detect it."""
@@ -219,12 +219,12 @@ class Membership:
         the others for dead, and does not do the rest of that interval's work alone.
         """
         if number or time.monotonic() > self._deadline_s:
-            raise LeftOut("the others have gone on to another interval")
+            raise LeftOut("the others are in another interval")
 
     def _accept_decision(self, answer: dict[str, Any]) -> Generation:
         decision = _parse_decision(answer)
         if self._own not in decision.members:
-            raise LeftOut(f"the ring has gone on with participants {', '.join(map(str, decision.members))}")
+            raise LeftOut(f"the ring continued with participants {', '.join(map(str, decision.members))}")
         return decision
 
     def _coordinate(self, number: int, own_state: MemberState, silent: dict[int, int], poll: Poll) -> Generation | None:
@@ -298,10 +298,10 @@ class Membership:
     def _log_absent(self, absent: Sequence[int], number: int) -> None:
         for member in absent:
             if member in self._departed:
-                log(INFO, "ring: participant %d has left; the ring goes on with %d", member, len(self._members))
+                log(INFO, "ring: participant %d has left; the ring continues with %d", member, len(self._members))
                 continue
             why = "did not come to the rendezvous" if number == 0 else "is gone or hangs"
-            self._log.append(f"participant {member} {why}; the ring goes on with {len(self._members)}")
+            self._log.append(f"participant {member} {why}; the ring continues with {len(self._members)}")
             log(WARNING, "ring: %s", self._log[-1])
 
     # ------------------------------------------------------------------------------------- what peers ask of us

@@ -150,10 +150,10 @@ class NodeRegistry:
             where = f"board {placed[node].board}, slot {placed[node].slot}"
             if soc is None:
                 raise ConfigError(f"SoCFlow: node {node} says that it is at {where}, which the cluster does not have; "
-                                  "mend its node config or the cluster file")
+                                  "correct its node config or the cluster file")
             if soc in self._node_of:
                 raise ConfigError(f"SoCFlow: nodes {self._node_of[soc]} and {node} both say that they are at {where}; "
-                                  "mend their node configs")
+                                  "correct their node configs")
             self._node_of[soc] = node
         missing = [soc for soc in self._socs if soc not in self._node_of]
         if missing:

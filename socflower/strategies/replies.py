@@ -88,7 +88,7 @@ def fault_of(reply: Message, group_id: int, where: str) -> ReplyEvent | None:
     content = reply.content
     if OUTCOME in content.config_records and ARRAYS not in content.array_records:
         return ReplyEvent(kind="group-left", group_id=group_id,
-                          text=f"{where}: all of its SoCs have left for their users' own work")
+                          text=f"{where}: all of its SoCs were preempted by their users")
     if ARRAYS not in content.array_records or NUM_EXAMPLES not in content.metric_records.get(METRICS, {}):
         return ReplyEvent(kind="malformed", group_id=group_id,
                           text=f"{where}: its reply lacks {ARRAYS!r} or {METRICS!r} with {NUM_EXAMPLES!r}, dropped")
@@ -134,13 +134,13 @@ def heat_events(reply: Message, ident: int, where: str) -> list[ReplyEvent]:
         return [ReplyEvent(kind="hot", group_id=ident, text=f"{where}: its heat record cannot be read ({error})")]
     if not report.triggered:
         return []
-    told = [
+    parts = [
         f"at {report.temperature_c:.1f} C" if report.temperature_c is not None else "",
         f"at most {report.peak_c:.1f} C" if report.peak_c is not None else "",
         f"clocks at {report.clock_factor:.0%}" if report.clock_factor is not None else "",
-        f"held down for {report.throttled_s:.0f} s" if report.throttled_s else "",
-        f"gave {report.share:.0%} of its power" if report.share < 1.0 else "",
+        f"throttled for {report.throttled_s:.0f} s" if report.throttled_s else "",
+        f"limited to {report.share:.0%} of its power" if report.share < 1.0 else "",
         f"others use {report.user_load:.0%}" if report.user_load else "",
         f"waited {report.paused_s:.0f} s" if report.paused_s else "",
     ]
-    return [ReplyEvent(kind="hot", group_id=ident, text=f"{where}: {', '.join(filter(None, told)) or 'slow clocks'}")]
+    return [ReplyEvent(kind="hot", group_id=ident, text=f"{where}: {', '.join(filter(None, parts)) or 'slow clocks'}")]

@@ -33,7 +33,7 @@ class Resumable(Strategy):
         """Raise `ConfigError` for settings of EVALUATE messages if no such messages are sent."""
         unread = [key for key in evaluate_config or () if key != SERVER_ROUND]
         if unread and not self.asks_clients_to_evaluate:
-            raise ConfigError(f"{type(self).__name__}: nobody reads evaluate_config ({', '.join(unread)}): no client "
+            raise ConfigError(f"{type(self).__name__}: evaluate_config ({', '.join(unread)}) is not used: no client "
                               "is asked to evaluate; evaluate in evaluate_fn, on the server")
 
     def resume_from(self, server_round: int) -> None:

@@ -260,7 +260,8 @@ class RingRound:
         elif outcome.outcome == NO_MODEL:
             entry.without_model.add(soc)
         elif outcome.outcome == LEFT_OUT:
-            self._event("left-out", entry.group, f"SoC {soc} came too late, or was silent; its ring went on without it")
+            self._event("left-out", entry.group, f"SoC {soc} joined too late, or was silent; its ring continued "
+                                                 "without it")
 
     def _accept_model(self, entry: _GroupRound, reply: Message, outcome: RingOutcome) -> None:
         entry.model = reply
@@ -280,7 +281,7 @@ class RingRound:
         self.away.add(soc)
         if soc not in entry.departures_reported:
             entry.departures_reported.add(soc)
-            self._event("preempted", entry.group, f"SoC {soc} has left for its user's own work")
+            self._event("preempted", entry.group, f"SoC {soc} was preempted by its user")
 
     def _on_model_reply(self, entry: _GroupRound, soc: int, reply: Message) -> None:
         if reply.has_error() or ARRAYS not in reply.content.array_records:

@@ -60,7 +60,7 @@ class RoundPlanner:
     def on_reply(self, reply: Message) -> None:
         """Process the answer to a status query of the registry."""
         for soc in self.registry.on_reply(reply):
-            self.events.append(ReplyEvent(kind="returned", group_id=0, text=f"SoC {soc} is back, and takes part from "
+            self.events.append(ReplyEvent(kind="returned", group_id=0, text=f"SoC {soc} is available again from "
                                                                             "the next synchronisation on"))
 
     def remove(self, socs: Collection[int]) -> None:
@@ -70,7 +70,7 @@ class RoundPlanner:
             group = next(group for group in self.plan.groups if soc in group.members)
             self.events.append(ReplyEvent(
                 kind="preempted", group_id=group.group_id,
-                text=f"group {group.group_id}: SoC {soc} has left for its user's own work"))
+                text=f"group {group.group_id}: SoC {soc} was preempted by its user"))
 
     def drain_events(self) -> list[ReplyEvent]:
         """Return and clear the events since the last call."""

@@ -127,7 +127,7 @@ class SoCFlow(Resumable):
         if clock is not None and model_profile is None:
             raise ConfigError("SoCFlow: a clock needs a model_profile to price; make one with profile_module(model, …)")
         if plan is not None and (num_socs is not None or num_groups not in (1, len(plan.groups))):
-            raise ConfigError(f"SoCFlow: nobody reads num_groups = {num_groups}, num_socs = {num_socs} beside a plan, "
+            raise ConfigError(f"SoCFlow: num_groups = {num_groups}, num_socs = {num_socs} are not used with a plan, "
                               f"which has {counted(len(plan.groups), 'group')} of "
                               f"{counted(len(plan.participants), 'SoC')}; leave them out")
         self._model_name = model_profile.name if model_profile else ""

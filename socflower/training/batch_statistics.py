@@ -10,13 +10,13 @@ from socflower.errors import ConfigError
 
 
 def depends_on_batch(model: nn.Module) -> bool:
-    """Return whether a sample's output depends on which samples share its pass (BatchNorm and its kin)."""
+    """Return whether a sample's output depends on the other samples of its pass, as with BatchNorm."""
     return any(isinstance(module, _NormBase) and (module.training or not module.track_running_stats)
                for module in model.modules())
 
 
 def require_batch_statistics(model: nn.Module, trainer: str) -> None:
-    """Raise `ConfigError` if a normalisation of a model that trains is to keep its statistics, which int8 cannot."""
+    """Raise `ConfigError` if a normalisation layer in training has frozen statistics, which int8 does not support."""
     for name, module in model.named_modules():
         if model.training and isinstance(module, _NormBase) and not module.training:
             raise ConfigError(f"{trainer}: {type(module).__name__} {name!r} is in evaluation mode, but int8 training "
@@ -25,10 +25,10 @@ def require_batch_statistics(model: nn.Module, trainer: str) -> None:
 
 
 class MemberBuffers:
-    """Gives each member of a group its own buffers, as on its own machine, while weights are shared.
+    """Gives each member of a group its own buffers, as on separate machines, while weights are shared.
 
-    Normalisation uses the member's samples only, and its running statistics see only those; they are averaged
-    like weights at a synchronisation (F3), weighted by the samples each member has seen.
+    Normalisation and its running statistics use only the member's samples. Running statistics are averaged like weights
+    at a synchronisation (F3), weighted by the samples of each member.
     """
 
     def __init__(self, model: nn.Module, num_members: int) -> None:
@@ -37,7 +37,7 @@ class MemberBuffers:
         self._own = [[buffer.clone() for _, _, buffer in self._slots] for _ in range(num_members)]
         self._samples = [0] * num_members
 
-    def use(self, member: int, num_samples: int) -> None:
+    def activate(self, member: int, num_samples: int) -> None:
         """Make the model read and write this member's buffers, for a pass over `num_samples`."""
         for (module, name, _), buffer in zip(self._slots, self._own[member], strict=True):
             # Assigning through the dictionary skips nn.Module's checks: this runs for every member of every step.
@@ -45,10 +45,10 @@ class MemberBuffers:
         self._samples[member] += num_samples
 
     def average(self) -> None:
-        """Put the members' mean into the model's original buffers and go on from it in every member."""
+        """Write the members' mean to the model's original buffers and to those of every member."""
         total = sum(self._samples)
         if not total:
-            return  # nothing since the last time: every member stands at the mean
+            return  # no samples since the last average: all members have the mean
         weights = [samples / total for samples in self._samples]
         for index, (module, name, shared) in enumerate(self._slots):
             members = [own[index] for own in self._own]
@@ -58,7 +58,7 @@ class MemberBuffers:
                     mean += weight * buffer.double()
                 shared.copy_(mean)
             else:
-                # Counters of batches: every member has seen as many steps as the busiest.
+                # Counters of batches: all members get the maximum.
                 shared.copy_(torch.stack(members).amax(dim=0))
             module._buffers[name] = shared
             for buffer in members:

@@ -1,4 +1,4 @@
-"""Which samples a group trains on in which step: a pure function of the seed, the same on every engine."""
+"""The samples of each step: a pure function of the seed, the same on every engine."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -12,23 +12,23 @@ Indices = NDArray[np.int64]
 
 
 class BatchSchedule:
-    """Which samples each member of a group trains on in each step; every member can compute it alone.
+    """The samples of each member of a group in each step; every member can compute it locally.
 
-    Where data are dealt (`task.reshuffle`), `num_samples` is that of the whole data set alone: `deal_epoch` permutes it
-    and deals it to the groups in nearly equal runs, later epochs permute what the group has, and a step's batch is
-    shared among the members that are present, by capacity (F4). Where data stay, `num_samples` are those of each
-    member's own data, and a step takes its part of each present member's permutation. Either way an epoch uses each
-    sample once, in `steps_per_epoch` batches whose sizes differ by at most one a member.
+    With `task.reshuffle`, `num_samples` is the size of the whole data set: in epoch `deal_epoch` it is permuted and
+    divided among the groups in nearly equal parts, later epochs permute the group's part, and a step's batch is divided
+    among the present members by capacity (F4). Without it, `num_samples` are the sizes of the members' own data, and a
+    step uses a part of each present member's permutation. In both cases an epoch uses each sample once, in
+    `steps_per_epoch` batches whose sizes differ by at most one per member.
     """
 
     def __init__(self, task: GroupTask, num_samples: Sequence[int]) -> None:
         self._task = task
         self._num_samples = tuple(num_samples)
         self._epoch = -1
-        self._batches: list[list[Indices]] = []  # of the epoch: the group's, or each member's, by step
+        self._batches: list[list[Indices]] = []  # of the current epoch, by step; for the group, or per member
 
     def batch(self, step: int) -> list[Indices]:
-        """Return what there is to train on in a step: the group's indices, or each member's of its own data."""
+        """Return a step's indices: one array for the group, or one per member into its own data."""
         epoch, within = divmod(step, self._task.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch = epoch
@@ -40,15 +40,15 @@ class BatchSchedule:
     ) -> list[Indices]:
         """Return a step's indices for each of the present members, which are positions in `task.members`.
 
-        Where data are dealt, `capacities` of the present members take the place of the task's, and those `due`, by
-        their index in `present`, get one sample at least. Where data stay, shares cannot move, and neither counts.
+        With `task.reshuffle`, `capacities` of the present members replace the task's, and members in `due` (indices
+        into `present`) get at least one sample. Without it shares are fixed, and both arguments are ignored.
         """
         batch = self.batch(step)
         if not self._task.reshuffle:
             return [batch[member] for member in present]
         if capacities is None:
             capacities = [self._task.capacities[member] for member in present]
-        sizes = one_at_least(split_batch(len(batch[0]), capacities), due)
+        sizes = ensure_one_sample(split_batch(len(batch[0]), capacities), due)
         return np.split(batch[0], np.cumsum(sizes)[:-1])
 
     def _orders(self, epoch: int) -> list[Indices]:
@@ -62,10 +62,10 @@ class BatchSchedule:
                 else np.random.default_rng([task.seed, epoch, task.group_id]).permutation(dealt)]
 
 
-def one_at_least(sizes: Sequence[int], due: Collection[int]) -> tuple[int, ...]:
-    """Return shares in which those `due` that have no sample get one of the largest share, the first among equals.
+def ensure_one_sample(sizes: Sequence[int], due: Collection[int]) -> tuple[int, ...]:
+    """Return shares in which members in `due` without a sample get one from the largest share, the first among equals.
 
-    Nobody's last sample is taken: in a batch too small for all, some stay without.
+    A member's last sample is never taken: if a batch is too small for all, some members get none.
     """
     changed = list(sizes)
     for member in sorted(due):
@@ -77,7 +77,7 @@ def one_at_least(sizes: Sequence[int], due: Collection[int]) -> tuple[int, ...]:
 
 
 def group_batches(task: GroupTask, num_samples: int) -> Iterator[Indices]:
-    """Yield the indices of each of the task's steps, one array per step, of data that are dealt."""
+    """Yield the indices of each of the task's steps, one array per step, for tasks with `reshuffle`."""
     schedule = BatchSchedule(task, [num_samples])
     for step in range(task.first_step, task.first_step + task.num_steps):
         yield schedule.batch(step)[0]

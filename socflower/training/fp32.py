@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from socflower.errors import ConfigError
 from socflower.training.batch_statistics import MemberBuffers, depends_on_batch
-from socflower.training.sum_order import RingOrder
-from socflower.training.trainer import Part, SessionEnd, TrainingSpan, require_trained_parameters
+from socflower.training.sum_order import RingOrderSum
+from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_trained_parameters
 
 REDUCTIONS = ("auto", "always", "ring")
 
@@ -29,7 +29,7 @@ LossFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 def sgd(learning_rate: float = 0.01, momentum: float = 0.9, weight_decay: float = 0.0) -> OptimizerFn:
     """Return a factory of SGD with momentum, the papers' optimiser.
 
-    Raises `ConfigError` for a learning rate that trains nothing or diverges at once, and for a momentum outside [0, 1).
+    Raises `ConfigError` for a learning rate that is not positive and finite, and for a momentum outside [0, 1).
     """
     if not 0.0 < learning_rate < math.inf:
         raise ConfigError(f"sgd: learning_rate = {learning_rate} must be above 0 and finite, such as 0.01")
@@ -49,15 +49,15 @@ def cosine_annealing(optimizer: torch.optim.Optimizer, total_steps: int) -> LRSc
 class FP32Trainer:
     """Trains in float32.
 
-    `optimizer` is called with the model's parameters and has to hold all trainable ones, since whoever counts on one
-    that no optimiser has would wait for it in vain; frozen ones (`requires_grad` False) may be among them or not.
+    `optimizer` is called with the model's parameters and must hold all trainable ones, or they would silently stay
+    untrained; frozen ones (`requires_grad` False) are optional.
     `scheduler` is called with the optimiser and the total number of steps, and stepped once a batch.
-    `channels_last` turns 4-d weights and inputs into the layout in which convolutions run faster on most CPUs; a model
-    that flattens features by `view` cannot take it. Without it both stay in the layout that they come in.
-    `reduction`: "auto" gives each member a pass of its own only where that changes the result, that is for
-    models with batch-dependent layers; elsewhere one pass over the whole batch has the same gradient (F4).
-    "always" runs every member's pass, as a real ring does; "ring" sums their gradients in a ring's order as well, in
-    `num_buckets` parts, which gives the very bits of a gRPC ring (and of a gloo ring of two).
+    `channels_last` converts 4-d weights and inputs to the layout in which convolutions run faster on most CPUs; models
+    that flatten features by `view` do not support it. Without it, layouts are unchanged.
+    `reduction`: "auto" runs a separate pass per member only if that changes the result, that is for models with
+    batch-dependent layers; otherwise one pass over the whole batch has the same gradient (F4).
+    "always" runs every member's pass, as a real ring does; "ring" also sums their gradients in a ring's order, in
+    `num_buckets` buckets, which gives the same bits as a gRPC ring (and as a gloo ring of two).
     """
 
     optimizer: OptimizerFn = field(default_factory=sgd)
@@ -92,18 +92,18 @@ class FP32Session:
             # Layout first: the optimiser's state takes the layout of the parameters.
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if not model.training:
-            # Else layers in evaluation mode are meant so: a BatchNorm that keeps its statistics.
+            # In a training model, layers in evaluation mode are intended, such as BatchNorm with frozen statistics.
             model.train()
         self._model = model
         self._optimizer = trainer.optimizer(model.parameters())
         _require_trains(self._optimizer, model, scheduled=trainer.scheduler is not None)
-        # Before a state is restored, in which somebody else may have taken it over.
+        # Before a state is restored, in which momentum may be disabled.
         self._momentum = float(self._optimizer.param_groups[0].get("momentum", 0.0))
         self._scheduler = trainer.scheduler(self._optimizer, total_steps) if trainer.scheduler else None
-        each_member_alone = num_members > 1 and (trainer.reduction != "auto" or depends_on_batch(model))
-        self._buffers = MemberBuffers(model, num_members) if each_member_alone else None
-        self._ring_order = RingOrder(model, num_members, trainer.num_buckets) \
-            if each_member_alone and trainer.reduction == "ring" else None
+        separate_passes = num_members > 1 and (trainer.reduction != "auto" or depends_on_batch(model))
+        self._buffers = MemberBuffers(model, num_members) if separate_passes else None
+        self._ring_order = RingOrderSum(model, num_members, trainer.num_buckets) \
+            if separate_passes and trainer.reduction == "ring" else None
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step of the group; see `TrainingSession.step`."""
@@ -114,48 +114,48 @@ class FP32Session:
     final_in_backward = True
 
     def gradients(self, parts: Sequence[Part], num_samples: int) -> Tensor:
-        """Make the gradient of `parts` of a batch of `num_samples`; see `ExchangingSession.gradients`."""
+        """Compute the gradient of `parts` of a batch of `num_samples`; see `ExchangingSession.gradients`."""
         self.begin()
         return self.accumulate(parts, num_samples)
 
     def begin(self) -> None:
-        """Forget the gradients of the last step."""
+        """Clear the gradients of the last step."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, parts: Sequence[Part], num_samples: int) -> Tensor:
         """Add the gradient of the members' parts of a batch of `num_samples`; return their part of its mean loss.
 
-        Parts are in the order of the members; other processors may add the gradients of other samples (F12).
+        Parts are in the order of the members; another processor may add the gradients of further samples (F12).
         """
         present = [part for part in parts if len(part[1])]
         if not present:
             return torch.zeros(())
         if self._buffers is None:
-            inputs, labels = present[0] if len(present) == 1 else _joined(present)
+            inputs, labels = present[0] if len(present) == 1 else _concatenated(present)
             return self._backward(inputs, labels, weight=len(labels) / num_samples)
         loss = torch.zeros(())
         if self._ring_order is not None:
             self._ring_order.begin()
         for member, (inputs, labels) in enumerate(parts):
             if len(labels):
-                self._buffers.use(member, len(labels))
+                self._buffers.activate(member, len(labels))
                 loss = loss + self._backward(inputs, labels, weight=len(labels) / num_samples)
                 if self._ring_order is not None:
-                    self._ring_order.take(member)
+                    self._ring_order.add_member(member)
         if self._ring_order is not None:
-            self._ring_order.finish()
+            self._ring_order.write_sums()
         return loss
 
     def apply(self) -> None:
-        """Let optimiser and schedule do a step with the gradients that are there."""
+        """Step the optimiser and the schedule with the current gradients."""
         self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
 
-    def hand_over_momentum(self) -> float:
-        """Return the optimiser's momentum and set it to 0: whoever asks applies it himself.
+    def disable_momentum(self) -> float:
+        """Return the optimiser's momentum and set it to 0; the caller applies it instead.
 
-        Raises `ConfigError` for an optimiser whose momentum is another one than that of plain SGD.
+        Raises `ConfigError` for an optimiser without the momentum of plain SGD.
         """
         for group in self._optimizer.param_groups:
             if not isinstance(self._optimizer, torch.optim.SGD) or group["nesterov"] or group["dampening"]:
@@ -166,27 +166,27 @@ class FP32Session:
 
     @property
     def learning_rate(self) -> float:
-        """That of the next step, of the optimiser's first group of parameters."""
+        """The learning rate of the next step, of the optimiser's first parameter group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     @property
-    def adds_up_gradients(self) -> bool:
+    def accumulates_gradients(self) -> bool:
         """Whether the optimiser keeps a running mean of gradients: momentum, or Adam's first moment."""
         group = self._optimizer.param_groups[0]
         return bool(self._momentum) or bool(group.get("betas", (0.0,))[0])
 
-    def settle(self) -> None:
+    def average_statistics(self) -> None:
         """Average the members' BatchNorm statistics into the model."""
         if self._buffers is not None:
             self._buffers.average()
 
-    def finish(self) -> SessionEnd:
-        """Settle, and return optimiser and schedule; see `TrainingSession.finish`."""
-        self.settle()
-        return SessionEnd(state=self.state())
+    def finish(self) -> SessionResult:
+        """Average the statistics and return the state; see `TrainingSession.finish`."""
+        self.average_statistics()
+        return SessionResult(state=self.state())
 
     def state(self) -> bytes:
-        """Return optimiser and schedule; see `ExchangingSession.state`."""
+        """Return the state of optimiser and schedule; see `ExchangingSession.state`."""
         state = {"optimizer": self._optimizer.state_dict(),
                  "scheduler": self._scheduler.state_dict() if self._scheduler else None}
         stream = io.BytesIO()
@@ -212,13 +212,13 @@ class FP32Session:
     def advance_schedule(self, num_steps: int) -> None:
         """Move the learning-rate schedule as if `num_steps` steps had been done."""
         with warnings.catch_warnings():
-            # torch warns when a schedule moves before its optimiser has; that is what is wanted here.
+            # torch warns if a schedule is stepped before its optimiser, which is intended here.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
             for _ in range(num_steps if self._scheduler is not None else 0):
                 self._scheduler.step()  # type: ignore[union-attr]
 
     def restore(self, state: bytes) -> None:
-        """Take up optimiser and schedule where `finish` left them."""
+        """Restore optimiser and schedule from a state."""
         saved = torch.load(io.BytesIO(state), weights_only=True)
         self._optimizer.load_state_dict(saved["optimizer"])
         if self._scheduler is not None:
@@ -226,7 +226,7 @@ class FP32Session:
 
 
 def _require_trains(optimizer: torch.optim.Optimizer, model: nn.Module, *, scheduled: bool) -> None:
-    """Raise `ConfigError` for an optimiser that would not move what is to be trained, and all of that."""
+    """Raise `ConfigError` for an optimiser that would not train all trainable parameters."""
     what = f"FP32Trainer: {type(optimizer).__name__}"
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
@@ -250,5 +250,5 @@ def _require_trains(optimizer: torch.optim.Optimizer, model: nn.Module, *, sched
                           "above 0")
 
 
-def _joined(parts: Sequence[Part]) -> Part:
+def _concatenated(parts: Sequence[Part]) -> Part:
     return torch.cat([inputs for inputs, _ in parts]), torch.cat([labels for _, labels in parts])

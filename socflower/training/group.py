@@ -1,4 +1,4 @@
-"""A whole group in one process: every member's share of every step, and the weights a real ring would have."""
+"""Trains a whole group in one process: every member's share of every step, with the weights of a real ring."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from torch import nn
 
 from socflower.capture.random_state import own_random_state
 from socflower.training.batches import BatchSchedule
-from socflower.training.trainer import Part, SessionEnd, Trainer, TrainingSpan
+from socflower.training.trainer import Part, SessionResult, Trainer, TrainingSpan
 from socflower.wire.message_keys import GroupTask
 from socflower.workloads import LabelledData
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupOutcome:
-    """What a group's training came to."""
+    """The result of a group's training."""
 
     mean_loss: float
     num_samples: int
-    end: SessionEnd
+    end: SessionResult
 
 
 def train_group(
@@ -29,25 +29,25 @@ def train_group(
 ) -> GroupOutcome:
     """Train `model` in place through all steps of the task, synchronously over the group's members (F4).
 
-    `data` is the whole data set if the task reshuffles, else each member's own. `state` is that of the end of the
-    interval before (momentum stays local, F3). Random layers draw from the task's seed, group and first step, so that
-    an interval repeats. `departures` says before which of the interval's steps (from 0) a member, by its position,
-    leaves; when all have left, the interval ends there.
+    `data` is the whole data set if the task reshuffles, else each member's own. `state` is from the end of the previous
+    interval (momentum stays local, F3). Random layers are seeded by the task's seed, group and first step, so that an
+    interval is reproducible. `departures` maps a member's position to the interval's step (from 0) before which it
+    leaves; when all have left, the interval ends.
     """
     span = TrainingSpan(num_members=len(task.members), first_step=task.first_step, total_steps=task.total_steps,
                         steps_per_epoch=task.steps_per_epoch, npu_ratios=task.npu_ratios)
     with own_random_state(task.seed, task.group_id, task.first_step):
         session = trainer.start(model, span, state)
         losses, num_samples = [], 0
-        for parts in _shares(data, task, departures or {}):
+        for parts in _step_parts(data, task, departures or {}):
             losses.append(session.step(parts))
             num_samples += sum(len(labels) for _, labels in parts)
-        # One look at the end instead of one a step: reading a tensor's value waits for it.
+        # Read once at the end instead of in every step, since reading a tensor's value synchronises.
         mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
         return GroupOutcome(mean_loss=mean_loss, num_samples=num_samples, end=session.finish())
 
 
-def _shares(
+def _step_parts(
     data: LabelledData | Sequence[LabelledData], task: GroupTask, departures: Mapping[int, int],
 ) -> Iterator[list[Part]]:
     """Yield each step's parts, one for every member; those of members that have left are empty."""

@@ -15,28 +15,28 @@ from socflower.errors import ConfigError
 from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.training.batch_statistics import require_batch_statistics
-from socflower.training.trainer import Part, SessionEnd, TrainingSpan, require_trained_parameters
+from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_trained_parameters
 
 SCHEDULES = ("cosine", "constant")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Trainer:
-    """Trains in int8 (Mandheling); the model it hands back is FP32 with the int8 values in it.
+    """Trains in int8 (Mandheling); the trained model is FP32 with the int8 values.
 
     `learning_rate` is that of the FP32 parameters: biases and BatchNorm under an integer update, everything under an
-    FP32 one. The members of a group share one exponent per tensor and one set of BatchNorm statistics, as they
-    would by all-reducing the maxima and sums: an integer sum over members is exact, so a group's step equals that
-    of one device with the whole batch, bit for bit. Parameters that are frozen (`requires_grad` False) keep their
-    FP32 values to the bit. Dropout draws a number a step from torch's generator, as torch's own does.
+    FP32 one. The members of a group share one exponent per tensor and one set of BatchNorm statistics, as if
+    maxima and sums were all-reduced: an integer sum over members is exact, so a group's step equals that of one
+    device with the whole batch, bit for bit. Parameters that are frozen (`requires_grad` False) keep their
+    FP32 values bit for bit. Dropout draws one seed per step from torch's global generator.
     """
 
     algorithm: TrainingAlgorithm = NITI
     learning_rate: float = 0.01
     schedule: str = "cosine"
     settings: EngineSettings = field(default_factory=EngineSettings)
-    fp32_operators: Sequence[str] = ()  # modules, by their paths in the model, that run in torch FP32
-    unsupported: Literal["refuse", "fp32"] = "refuse"  # what becomes of modules without int8 kernels
+    fp32_operators: Sequence[str] = ()  # paths of modules that run in torch FP32
+    unsupported: Literal["refuse", "fp32"] = "refuse"  # how to handle modules without int8 kernels
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -59,7 +59,7 @@ class Int8Session:
     def __init__(self, trainer: Int8Trainer, model: nn.Module, first_step: int, total_steps: int) -> None:
         self._trainer, self._module = trainer, model
         self._step, self._total_steps = first_step, max(1, total_steps)
-        self._int8: Int8Model | None = None  # made by the first batch, which knows the shape of an image
+        self._int8: Int8Model | None = None  # built at the first batch, which has the shape of the images
         self._state: bytes | None = None
 
     def step(self, parts: Sequence[Part]) -> Tensor:
@@ -81,19 +81,19 @@ class Int8Session:
         )
         return torch.tensor(result.loss)
 
-    def finish(self) -> SessionEnd:
-        """Write the trained values into the module and return what else a next session needs."""
+    def finish(self) -> SessionResult:
+        """Write the trained values to the module and return the state for the next session."""
         if self._int8 is None:
-            return SessionEnd(state=self._state or b"")
+            return SessionResult(state=self._state or b"")
         self._module.load_state_dict(self._int8.state_dict())
         stream = io.BytesIO()
         header = {"trackers": self._int8.trackers_to_json(), "exponents": self._int8.weight_exponents()}
         arrays: dict[str, Any] = {"header": np.array(json.dumps(header)), **self._int8.velocities()}
         np.savez(stream, **arrays)
-        return SessionEnd(state=stream.getvalue())
+        return SessionResult(state=stream.getvalue())
 
     def restore(self, state: bytes) -> None:
-        """Take up exponents and momentum where `finish` left them."""
+        """Restore exponents and momentum from a state."""
         self._state = state
 
     def _start(self, image_shape: Sequence[int]) -> Int8Model:

@@ -1,6 +1,6 @@
 """Training on CPU and NPU at once: a batch is split, FP32 and INT8 train in parallel, gradients merge (SoCFlow+ 3.2).
 
-Every processor is a member of its own (F4): a step's gradient is the mean over all samples, whoever computed them.
+Each processor is like a member of a group (F4): a step's gradient is the mean over all samples of both processors.
 FP32 master weights, momentum and weight decay stay with the CPU (F12). For plain SGD this equals merging the two
 processors' weights by gamma, w = gamma * w_FP32 + (1 - gamma) * w_INT8.
 """
@@ -33,24 +33,24 @@ from socflower.precision.mixed_precision import (
 )
 from socflower.training.batch_statistics import require_batch_statistics
 from socflower.training.fp32 import FP32Session, FP32Trainer
-from socflower.training.trainer import Metric, Part, SessionEnd, TrainingSpan
+from socflower.training.trainer import Metric, Part, SessionResult, TrainingSpan
 from socflower.wire.message_keys import ALPHA, ALPHA_STEPS, CPU_SHARE
 
 _PROFILED_SAMPLES = 32
-"""Of the first batch, on which beta is measured."""
+"""Number of samples of the first batch on which beta is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecisionTrainer:
     """Trains each batch on an FP32 worker (torch) and an INT8 worker (`backend`) in parallel.
 
-    `rule` says how the CPU's share gamma follows from alpha and beta (`precision.mixing`). alpha is measured before
-    each epoch on `held_out` inputs; without any, on the inputs of the epoch's first batch before it is trained on.
-    beta comes from the strategy where it plans with device profiles, else from `npu_ratio`, and is measured here
-    where neither says. `parallel` False runs the two workers one after the other, for machines of one core; it
-    changes no result.
+    `rule` sets how the CPU's share gamma follows from alpha and beta (`precision.mixed_precision`). alpha is measured
+    before each epoch on `held_out` inputs; without them, on the inputs of the epoch's first batch before it is trained
+    on. beta comes from the strategy if it plans with device profiles, else from `npu_ratio`; if neither is given, it is
+    measured here. `parallel` False runs the two workers one after the other, for machines of one core; the result is
+    the same.
 
-    `backend` makes the accelerator, anew in every session.
+    `backend` creates the accelerator backend, a new one in every session.
     """
 
     fp32: FP32Trainer = field(default_factory=FP32Trainer)
@@ -79,11 +79,11 @@ class MixedPrecisionTrainer:
 
 @dataclass(slots=True)
 class _Int8Pass:
-    """What the INT8 worker made of a step; `weight` is what its gradients have yet to be multiplied by."""
+    """The INT8 worker's result of a step; its gradients are still to be multiplied by `weight`."""
 
     gradients: dict[str, Tensor]
     weight: float
-    loss: float  # its part of the batch's mean
+    loss: float  # its part of the batch's mean loss
     num_samples: int
     seconds: float
 
@@ -104,16 +104,16 @@ class MixedPrecisionSession:
         self._events: list[str] = []
         self._alpha: float | None = header.get("alpha")
         self._alpha_epoch: int | None = header.get("alpha_epoch")
-        self._alphas: list[tuple[float, int]] = []  # and for how many steps each held
+        self._alphas: list[tuple[float, int]] = []  # (alpha, number of steps)
         self._ratio = ThroughputRatio(*header["seconds"]) if "seconds" in header else None
         self._shares: list[float] = [1.0] * span.num_members
         self._floor = 0.0
         self._num_samples = self._num_cpu_samples = 0
-        self._made = (0, 0)  # samples of the gradient that is not applied yet, and how many of them the CPU had
-        self._int8_samples_unsettled = self._samples_unsettled = 0
+        self._gradient_samples = (0, 0)  # of the gradient that is not yet applied: samples, and those of the CPU
+        self._int8_samples_since_average = self._samples_since_average = 0
         self._joules_at_start: float | None = None
 
-    final_in_backward = False  # the INT8 worker's part of it comes after the FP32 pass
+    final_in_backward = False  # the INT8 worker's part is added after the FP32 pass
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step on both processors of every member; see `TrainingSession.step`."""
@@ -122,7 +122,7 @@ class MixedPrecisionSession:
         return loss
 
     def gradients(self, parts: Sequence[Part], num_samples: int) -> Tensor:
-        """Make the gradient of `parts` of a batch of `num_samples`; see `ExchangingSession.gradients`."""
+        """Compute the gradient of `parts` of a batch of `num_samples`; see `ExchangingSession.gradients`."""
         num_own = sum(len(labels) for _, labels in parts)
         if num_own and self._trainer.rule != "fp32":
             self._prepare(parts)
@@ -136,28 +136,28 @@ class MixedPrecisionSession:
         loss = self._fp32.accumulate(cpu_parts, num_samples)
         cpu_s = time.perf_counter() - started_s
         if int8 is not None:
-            loss = loss + self._take_in(int8, npu_parts, num_samples, (sum(sizes), cpu_s))
-        self._made = (num_own, num_own if self._dropped else sum(sizes))
+            loss = loss + self._merge_int8(int8, npu_parts, num_samples, (sum(sizes), cpu_s))
+        self._gradient_samples = (num_own, num_own if self._dropped else sum(sizes))
         return loss
 
     def apply(self) -> None:
-        """Let the FP32 optimiser do a step, and count it."""
+        """Do a step of the FP32 optimiser, and count it."""
         self._fp32.apply()
-        num_samples, num_cpu_samples = self._made
+        num_samples, num_cpu_samples = self._gradient_samples
         self._step += 1
         self._num_samples += num_samples
-        self._samples_unsettled += num_samples
+        self._samples_since_average += num_samples
         self._num_cpu_samples += num_cpu_samples
         if self._alpha is not None and self._trainer.rule != "fp32":
             self._note_alpha(self._alpha)
 
-    def hand_over_momentum(self) -> float:
+    def disable_momentum(self) -> float:
         """Return the FP32 optimiser's momentum and set it to 0."""
-        return self._fp32.hand_over_momentum()
+        return self._fp32.disable_momentum()
 
-    def finish(self) -> SessionEnd:
+    def finish(self) -> SessionResult:
         """Average running statistics over members and processors and return optimiser, alpha and timings."""
-        self._settle()
+        self._average_statistics()
         if self._worker is not None:
             self._worker.shutdown()
         metrics: dict[str, Metric] = self._npu_energy()
@@ -166,7 +166,7 @@ class MixedPrecisionSession:
         if self._alphas:
             metrics[ALPHA] = [alpha for alpha, _ in self._alphas]
             metrics[ALPHA_STEPS] = [float(steps) for _, steps in self._alphas]
-        return SessionEnd(state=self.state(), metrics=metrics, events=tuple(self._events))
+        return SessionResult(state=self.state(), metrics=metrics, events=tuple(self._events))
 
     def state(self) -> bytes:
         """Return optimiser, alpha and timings; see `ExchangingSession.state`."""
@@ -178,19 +178,19 @@ class MixedPrecisionSession:
     # ------------------------------------------------------------------------------------------ alpha, beta, gamma
 
     def _prepare(self, parts: Sequence[Part]) -> None:
-        """Before a step: make the backend, measure what is not known yet, set the members' shares."""
+        """Before a step: create the backend, measure alpha and beta if needed, set the members' shares."""
         try:
             if self._backend is None and not self._dropped:
-                self._build(next(inputs for inputs, labels in parts if len(labels)))
+                self._build_backend(next(inputs for inputs, labels in parts if len(labels)))
         except ConfigError:
             raise  # a model or inputs that int8 cannot run: the caller's mistake
         except Exception as error:  # a vendor's runtime may raise anything
-            self._drop(error)
+            self._drop_backend(error)
         try:
             if not self._dropped:
                 self._measure(parts)
         except Exception as error:
-            self._drop(error)
+            self._drop_backend(error)
         if self._dropped:
             return
         assert self._alpha is not None
@@ -198,7 +198,7 @@ class MixedPrecisionSession:
         self._shares = [cpu_share(self._trainer.rule, self._alpha, ratio) for ratio in ratios]
         self._floor = accuracy_floor(self._trainer.rule, self._alpha)
 
-    def _build(self, inputs: Tensor) -> None:
+    def _build_backend(self, inputs: Tensor) -> None:
         if inputs.dim() != 4:
             raise ConfigError(f"mixed precision: int8 training takes images (n, channels, height, width), got inputs "
                               f"of shape {tuple(inputs.shape)}; use FP32Trainer")
@@ -210,30 +210,30 @@ class MixedPrecisionSession:
         channels, height, width = inputs.shape[1:]
         self._backend = self._trainer.backend()
         self._backend.build(self._model, (channels, height, width))
-        if self._fp32.adds_up_gradients and not self._backend.hands_out_gradients:
+        if self._fp32.accumulates_gradients and not self._backend.hands_out_gradients:
             raise ConfigError(f"mixed precision: {self._backend.name} hands out differences of rounded weights, whose "
                               "noise momentum adds up: such a training stays at chance; give the FP32Trainer "
                               "optimizer=sgd(learning_rate, momentum=0.0), or leave the backend at its default, which "
                               "hands out gradients")
-        # In the middle of an epoch alpha is known, so that nothing else would hand over the running statistics.
+        # In the middle of an epoch alpha is known, and no measurement would load the running statistics.
         self._backend.load_weights(self._weights(with_statistics=True), seed=self._seed)
         self._joules_at_start = self._backend.energy_j()
 
     def _measure(self, parts: Sequence[Part]) -> None:
-        """Measure alpha where an epoch begins, and beta where it is needed and nobody knows it."""
+        """Measure alpha at the begin of an epoch, and beta if it is needed and unknown."""
         epoch = self._step // self._span.steps_per_epoch
         if self._alpha_epoch != epoch:
-            self._settle()
+            self._average_statistics()
             if self._dropped:
                 return
             self._alpha, self._alpha_epoch = self._measure_alpha(parts), epoch
         if self._ratio is None and not self._span.npu_ratios and self._trainer.rule in RULES_BY_THROUGHPUT:
-            # The model's random layers must not go on from where a measurement has left them.
+            # The measurement must not advance the generator of the model's random layers.
             with forked_generator():
                 self._ratio = self._measure_ratio(parts)
 
     def _measure_alpha(self, parts: Sequence[Part]) -> float:
-        """Compare the logits of both sides (F9), on the same weights and running statistics."""
+        """Compare the logits of both processors (F9), on the same weights and running statistics."""
         assert self._backend is not None
         held_out = self._trainer.held_out
         inputs = torch.cat([inputs for inputs, _ in parts]) if held_out is None else held_out
@@ -247,12 +247,12 @@ class MixedPrecisionSession:
         return confidence(fp32, self._backend.predict(_images(inputs)))
 
     def _measure_ratio(self, parts: Sequence[Part]) -> ThroughputRatio:
-        """Time both workers at the same time, as they will run, on copies that are thrown away (F10)."""
+        """Time both workers running in parallel, on copies that are discarded (F10)."""
         assert self._backend is not None
         inputs = torch.cat([inputs for inputs, _ in parts])[:_PROFILED_SAMPLES]
         labels = torch.cat([labels for _, labels in parts])[:_PROFILED_SAMPLES]
-        double = copy.deepcopy(self._model)
-        fp32 = self._trainer.fp32.start(double, TrainingSpan())
+        replica = copy.deepcopy(self._model)
+        fp32 = self._trainer.fp32.start(replica, TrainingSpan())
         weights = self._weights(with_statistics=True)
         known = self._backend.samples_per_s(len(labels))
         fastest: list[float] = []
@@ -277,13 +277,13 @@ class MixedPrecisionSession:
         return time.perf_counter() - started_s
 
     def _npu_energy(self) -> dict[str, Metric]:
-        """Return the joules that the accelerator drew in this session, where it tells."""
+        """Return the joules that the accelerator drew in this session, if it measures them."""
         if self._backend is None or self._dropped or self._joules_at_start is None:
             return {}
         try:
             joules = self._backend.energy_j()
         except Exception as error:  # a vendor's runtime may raise anything
-            self._drop(error)
+            self._drop_backend(error)
             return {}
         return {} if joules is None else {"npu-energy-j": joules - self._joules_at_start}
 
@@ -297,7 +297,7 @@ class MixedPrecisionSession:
 
     @property
     def _seed(self) -> int:
-        """Of the rounding: another one each step, the same in all members, so that they round alike."""
+        """The seed of stochastic rounding: different in each step, the same for all members."""
         return self._step
 
     def _start_int8(self, parts: Sequence[Part], num_samples: int) -> "Future[_Int8Pass] | None":
@@ -305,7 +305,7 @@ class MixedPrecisionSession:
         if self._dropped or not present:
             return None
         assert self._backend is not None
-        # Here and not in the worker, beside which the CPU's own random layers draw.
+        # Drawn here and not in the worker, which runs in parallel to the CPU's random layers.
         draws = [int(torch.randint(2**62, ())) if self._backend.draws else None for _ in present]
         return self._submit(lambda: self._int8_work(present, draws, num_samples))
 
@@ -326,7 +326,7 @@ class MixedPrecisionSession:
         started_s = time.perf_counter()
         weights = self._weights()
         others = {*self._aliases, *(name for name, _ in self._model.named_buffers())}
-        rate = self._fp32.learning_rate or 1.0  # at rate 0 no gradient moves anything
+        rate = self._fp32.learning_rate or 1.0  # at rate 0 the weights would not change
         progress = min(1.0, self._step / max(1, self._span.total_steps))
         total: dict[str, Tensor] = {}
         loss, num_done = 0.0, 0
@@ -338,10 +338,10 @@ class MixedPrecisionSession:
             share = len(labels) / num_samples
             for name, array in backend.pseudo_gradient(weights, learning_rate=rate).items():
                 if name in others or not (parameter := self._parameters[name]).requires_grad:
-                    continue  # a frozen one may have moved in the accelerator; it is loaded anew for the next step
+                    continue  # a frozen one may have changed in the accelerator; it is loaded again in the next step
                 gradient = torch.from_numpy(array).to(parameter.dtype).reshape(parameter.shape)
                 if len(present) == 1:
-                    total[name] = gradient  # no copy: it stays as it is until the backend's next step
+                    total[name] = gradient  # no copy: it is unchanged until the backend's next step
                 elif name in total:
                     total[name].add_(gradient, alpha=share)
                 else:
@@ -349,24 +349,24 @@ class MixedPrecisionSession:
             loss += result.loss * share
             num_done += len(labels)
         for name, gradient in total.items():
-            # A sum is finite where all its terms are, and quicker to look at.
+            # Checking the sum is faster than checking all elements.
             if not math.isfinite(float(gradient.sum())):
                 raise TrainingFailed(f"its gradient of {name} is not finite")
         weight = num_done / num_samples if len(present) == 1 else 1.0
         seconds = time.perf_counter() - started_s
-        # A throughput that is told is not that of the machine which plays the accelerator here.
+        # A configured throughput differs from that of this machine, which emulates the accelerator.
         known = backend.samples_per_s(num_done) if self._ratio is not None else None
         return _Int8Pass(total, weight, loss, num_done, num_done / known if known else seconds)
 
-    def _take_in(self, future: "Future[_Int8Pass]", parts: Sequence[Part], num_samples: int,
+    def _merge_int8(self, future: "Future[_Int8Pass]", parts: Sequence[Part], num_samples: int,
                  cpu: tuple[int, float]) -> Tensor:
-        """Add the INT8 gradients to the FP32 ones; if there are none, let the CPU do that share as well."""
+        """Add the INT8 gradients to the FP32 ones; if the backend failed, compute that share on the CPU too."""
         try:
             work = future.result()
             if not math.isfinite(work.loss):
                 raise TrainingFailed(f"its loss is {work.loss}")
         except Exception as error:  # a vendor's runtime may raise anything
-            self._drop(error)
+            self._drop_backend(error)
             return self._fp32.accumulate(parts, num_samples)
         for name, gradient in work.gradients.items():
             parameter = self._parameters[name]
@@ -374,12 +374,12 @@ class MixedPrecisionSession:
                 parameter.grad = gradient * work.weight
             else:
                 parameter.grad.add_(gradient, alpha=work.weight)
-        self._int8_samples_unsettled += work.num_samples
+        self._int8_samples_since_average += work.num_samples
         if self._ratio is not None:
             self._ratio.note(cpu=cpu, npu=(work.num_samples, work.seconds))
         return torch.tensor(work.loss)
 
-    def _drop(self, error: Exception) -> None:
+    def _drop_backend(self, error: Exception) -> None:
         name = self._backend.name if self._backend is not None else "int8 backend"
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         self._dropped = True
@@ -396,23 +396,23 @@ class MixedPrecisionSession:
             weights |= {name: buffer.numpy() for name, buffer in self._model.named_buffers()}
         return weights
 
-    def _settle(self) -> None:
+    def _average_statistics(self) -> None:
         """Average running statistics over members and then processors, by the samples that each has seen (F3)."""
-        self._fp32.settle()
+        self._fp32.average_statistics()
         buffers = {name: buffer for name, buffer in self._model.named_buffers() if buffer.is_floating_point()}
-        if buffers and self._int8_samples_unsettled and self._backend is not None and not self._dropped:
-            share = self._int8_samples_unsettled / self._samples_unsettled
+        if buffers and self._int8_samples_since_average and self._backend is not None and not self._dropped:
+            share = self._int8_samples_since_average / self._samples_since_average
             try:
                 seen = {name: torch.from_numpy(np.array(array)) for name, array in self._backend.weights().items()
                         if name in buffers}
                 if not all(bool(torch.isfinite(statistic).all()) for statistic in seen.values()):
                     raise TrainingFailed("its running statistics are not finite")
-            except Exception as error:  # a vendor's runtime may raise anything; the CPU's statistics do as well
-                self._drop(error)
+            except Exception as error:  # a vendor's runtime may raise anything; then only the CPU's statistics are used
+                self._drop_backend(error)
                 seen = {}
             for name, statistic in seen.items():
                 buffers[name].lerp_(statistic.to(buffers[name].dtype), share)
-        self._int8_samples_unsettled = self._samples_unsettled = 0
+        self._int8_samples_since_average = self._samples_since_average = 0
 
 
 def _images(inputs: Tensor) -> Any:

@@ -1,7 +1,7 @@
-"""The order in which members' gradients are summed: in parts (buckets), each from another member on.
+"""Gradient buckets, and the order in which a ring sums the members' gradients.
 
-A ring all-reduce sums part p of a buffer in the order of the ranks p, p + 1, ..., p - 1. One process that does the same
-has the weights of a ring of machines, bit for bit.
+A ring all-reduce sums part p of a buffer in the order of the ranks p, p + 1, ..., p - 1. One process that sums in the
+same order gets the weights of a ring of machines, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -16,62 +16,62 @@ from torch import Tensor, nn
 
 @dataclass(slots=True)
 class Bucket:
-    """Parameters whose gradients travel together, and the buffer in which they do."""
+    """Parameters whose gradients are exchanged together, with their buffer."""
 
     parameters: list[nn.Parameter]
-    buffer: Tensor  # flat; reduced into, so that a reduction that fails spoils no gradient
+    buffer: Tensor  # flat; separate, so that a failed reduction does not corrupt gradients
     views: list[Tensor]  # of the buffer, one like each parameter
-    strides: list[tuple[int, ...]]  # of the parameters when the views were made
-    taken: list[bool] = field(default_factory=list)  # by parameter, whether its gradient is in the buffer
+    strides: list[tuple[int, ...]]  # of the parameters, when the views were created
+    stored: list[bool] = field(default_factory=list)  # by parameter, whether its gradient is in the buffer
     num_missing: int = 0
 
-    def fits(self) -> bool:
-        """Whether the parameters still have the layout that the views have."""
+    def has_current_layout(self) -> bool:
+        """Whether the parameters still have the layout of the views."""
         return [parameter.stride() for parameter in self.parameters] == self.strides
 
-    def start(self) -> None:
-        """Forget what is in the buffer."""
-        self.taken = [False] * len(self.parameters)
+    def clear(self) -> None:
+        """Mark all gradients as missing."""
+        self.stored = [False] * len(self.parameters)
         self.num_missing = len(self.parameters)
 
-    def take(self, position: int) -> None:
-        """Move a gradient into the buffer; a member without samples has none, which is zero."""
+    def store_gradient(self, position: int) -> None:
+        """Move a gradient to the buffer; without a gradient, as for a member without samples, zeros."""
         parameter, view = self.parameters[position], self.views[position]
         if parameter.grad is None:
             view.zero_()
         elif parameter.grad is not view:
             view.copy_(parameter.grad)
-        # What the backward pass has made is freed at once, and its memory good for the next layer's.
+        # The backward pass's tensor is freed at once, and its memory reused for the next layer.
         parameter.grad = view
-        self.taken[position] = True
+        self.stored[position] = True
         self.num_missing -= 1
 
 
-class RingOrder:
-    """Keeps each member's gradient of a step until all are there.
+class RingOrderSum:
+    """Collects the members' gradients of a step, and sums them in the order of a ring.
 
-    `num_buckets` has to be the ring's: parts of each bucket are summed from another member on.
+    `num_buckets` must equal the ring's, since the parts of each bucket start at different members.
     """
 
     def __init__(self, model: nn.Module, num_members: int, num_buckets: int) -> None:
         self._members = [make_buckets(model, num_buckets) for _ in range(num_members)]
 
     def begin(self) -> None:
-        """Forget the step before; a member that gives nothing has a gradient of zero."""
+        """Start a step; members that are not added have gradients of zero."""
         for buckets in self._members:
             for bucket in buckets:
                 bucket.buffer.zero_()
 
-    def take(self, member: int) -> None:
-        """Take the gradients in the parameters as those of a member, and clear them."""
+    def add_member(self, member: int) -> None:
+        """Store the parameters' gradients as those of a member, and clear them."""
         for bucket in self._members[member]:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is not None:
                     view.copy_(parameter.grad)
                     parameter.grad = None
 
-    def finish(self) -> None:
-        """Put the sums into the parameters."""
+    def write_sums(self) -> None:
+        """Set the sums as the parameters' gradients."""
         for alike in zip(*self._members, strict=True):
             total = sum_in_ring_order([bucket.buffer.numpy() for bucket in alike])
             first = alike[0]
@@ -81,7 +81,7 @@ class RingOrder:
 
 
 def sum_in_ring_order(buffers: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Return what `all_reduce` leaves in every member's buffer, bit for bit, from the buffers of all members."""
+    """Return the result of `all_reduce` over these buffers of all members, bit for bit."""
     total, size = np.empty_like(buffers[0]), len(buffers)
     bounds = [len(total) * part // size for part in range(size + 1)]
     for part in range(size):
@@ -93,7 +93,7 @@ def sum_in_ring_order(buffers: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def make_buckets(model: nn.Module, num_buckets: int) -> list[Bucket]:
-    """Return a model's parameters in the parts in which their gradients travel, those of the last layers first."""
+    """Return a model's trainable parameters in buckets, the last layers first."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
     return [make_bucket(part) for part in _parts(parameters, num_buckets)]
 
@@ -104,14 +104,14 @@ def make_bucket(parameters: Sequence[nn.Parameter]) -> Bucket:
     views = []
     start = 0
     for parameter in parameters:
-        # In the parameter's own layout the gradient is copied, and read by the optimiser, in one sweep.
+        # In the parameter's own layout, copying and reading the gradient is one contiguous pass.
         views.append(torch.as_strided(buffer, parameter.size(), _strides(parameter), start))
         start += parameter.numel()
     return Bucket(list(parameters), buffer, views, [parameter.stride() for parameter in parameters])
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Return the strides of a parameter, or contiguous ones if it has gaps or meets itself."""
+    """Return the strides of a parameter, or contiguous ones if it has gaps or overlaps itself."""
     expected = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.size(), strict=True)):
         if size != 1:
@@ -122,7 +122,7 @@ def _strides(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _parts(parameters: Sequence[nn.Parameter], num_parts: int) -> list[list[nn.Parameter]]:
-    """Cut a sequence of parameters into runs of about equal bytes and one type, none empty."""
+    """Split a sequence of parameters into non-empty runs of about equal bytes, each of one type."""
     share = sum(parameter.nbytes for parameter in parameters) / max(1, min(num_parts, len(parameters)))
     parts: list[list[nn.Parameter]] = []
     num_bytes = 0.0

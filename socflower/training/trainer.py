@@ -1,4 +1,4 @@
-"""What a client needs of a trainer; FP32, INT8 and mixed-precision trainers all look like this."""
+"""The interface of trainers for clients, implemented by the FP32, INT8 and mixed-precision trainers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,22 +18,22 @@ Metric: TypeAlias = float | list[float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSpan:
-    """Which steps of a training a session does, and for how many members of a group."""
+    """The steps of a training that a session does, and the number of members of its group."""
 
     num_members: int = 1
     first_step: int = 0  # counted from the start of training
     total_steps: int = 1  # of the whole training
     steps_per_epoch: int = 1
-    npu_ratios: tuple[float, ...] = ()  # each member's NPU part of its throughput (F10); none: the client measures
+    npu_ratios: tuple[float, ...] = ()  # each member's NPU share of its throughput (F10); empty: the client measures it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SessionEnd:
-    """What a session leaves behind."""
+class SessionResult:
+    """The result of a session, besides the trained model."""
 
     state: bytes  # to resume from
-    metrics: Mapping[str, Metric] = field(default_factory=dict)  # for the reply, beside loss and samples
-    events: tuple[str, ...] = ()  # what went wrong and was made good, a line each
+    metrics: Mapping[str, Metric] = field(default_factory=dict)  # for the reply, besides loss and samples
+    events: tuple[str, ...] = ()  # failures that were recovered from, a line each
 
 
 class TrainingSession(Protocol):
@@ -47,53 +47,53 @@ class TrainingSession(Protocol):
         """
         ...
 
-    def finish(self) -> SessionEnd:
-        """Settle the model (members' BatchNorm statistics averaged) and return what is left to tell."""
+    def finish(self) -> SessionResult:
+        """Average the members' BatchNorm statistics in the model and return the result."""
         ...
 
 
 @runtime_checkable
 class ExchangingSession(TrainingSession, Protocol):
-    """A session that can train in a ring: between making a gradient and applying it, machines exchange theirs."""
+    """A session that can train in a ring: members exchange gradients between computing and applying them."""
 
     @property
     def final_in_backward(self) -> bool:
-        """Whether a parameter's gradient is final as soon as the backward pass has made it (F7)."""
+        """Whether a parameter's gradient is final as soon as the backward pass has computed it (F7)."""
         ...
 
     def gradients(self, parts: Sequence[Part], num_samples: int) -> Tensor:
-        """Leave in the parameters the gradient of `parts` of a batch of `num_samples`; return their part of its loss.
+        """Compute the gradient of `parts` of a batch of `num_samples` in the parameters; return their part of its loss.
 
         The gradients of all machines that have a part of the batch sum to that of its mean loss (F4).
         """
         ...
 
     def apply(self) -> None:
-        """Do a step with the gradients that are in the parameters."""
+        """Do an optimiser step with the parameters' gradients."""
         ...
 
     def state(self) -> bytes:
-        """Return what `Trainer.start` needs to go on from here."""
+        """Return the state with which `Trainer.start` continues from here."""
         ...
 
-    def hand_over_momentum(self) -> float:
+    def disable_momentum(self) -> float:
         """Return the optimiser's momentum and set it to 0, since a gradient compression applies it."""
         ...
 
 
 class Trainer(Protocol):
-    """Makes sessions."""
+    """Starts training sessions."""
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> TrainingSession:
-        """Continue at the span's first step from the `state` an earlier session's end had.
+        """Start a session at the span's first step, from the `state` of an earlier session's result.
 
-        Without a state the optimiser is new, but the learning-rate schedule still stands at the first step.
+        Without a state the optimiser is new, but the learning-rate schedule still starts at the first step.
         """
         ...
 
 
 def require_trained_parameters(model: nn.Module) -> None:
-    """Raise `ConfigError` for a model of which nothing is to be trained."""
+    """Raise `ConfigError` for a model without trainable parameters."""
     parameters = list(model.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         what = "has no parameters" if not parameters else "has all of its parameters frozen (requires_grad is False)"
@@ -102,7 +102,7 @@ def require_trained_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def torch_threads(num_threads: int) -> Iterator[None]:
-    """Use so many threads; one makes results independent of the machine's number of cores."""
+    """Set torch's number of threads in the block; 1 makes results independent of the number of cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

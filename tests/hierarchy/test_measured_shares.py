@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from socflower.errors import ConfigError
 from socflower.hierarchy import split_batch
 from socflower.hierarchy.batch_shares import CapacityFilter
-from socflower.training.batches import one_at_least
+from socflower.training.batches import ensure_one_sample
 
 RATES = st.floats(1e-2, 1e3)
 
@@ -39,7 +39,7 @@ def even(num_members: int, **options: float) -> CapacityFilter:
 
 def sizes_by(filtered: CapacityFilter, batch_size: int) -> tuple[int, ...]:
     rates = filtered.capacities()
-    return one_at_least(split_batch(batch_size, [rates[member] for member in sorted(rates)]), filtered.due)
+    return ensure_one_sample(split_batch(batch_size, [rates[member] for member in sorted(rates)]), filtered.due)
 
 
 def step(filtered: CapacityFilter, devices: Sequence[Device], batch_size: int) -> tuple[tuple[int, ...], list[float]]:

@@ -16,7 +16,7 @@ from socflower.rings import balance as ring_balance
 from socflower.rings.balance import RingBalance, StepTimer
 from socflower.rings.collective import Collective, no_poll
 from socflower.rings.transports.in_process import in_process_rings
-from socflower.training.batches import BatchSchedule, one_at_least
+from socflower.training.batches import BatchSchedule, ensure_one_sample
 from socflower.wire.message_keys import GroupTask, RingOutcome, RingTask, decode, encode
 from tests.training.test_batches import task
 
@@ -214,7 +214,7 @@ def test_a_member_that_may_do_nothing_is_not_probed() -> None:
 @given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=8), data=st.data())
 def test_those_due_get_a_sample_and_none_is_lost(sizes: list[int], data: st.DataObject) -> None:
     due = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
-    given_out = one_at_least(sizes, due)
+    given_out = ensure_one_sample(sizes, due)
     assert sum(given_out) == sum(sizes)
     for member, (before, after) in enumerate(zip(sizes, given_out, strict=True)):
         assert after >= min(before, 1)

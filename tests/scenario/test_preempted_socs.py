@@ -24,7 +24,7 @@ def test_a_soc_leaves_is_planned_without_and_comes_back() -> None:
     result = small_result(boards=(4, 4), epochs=3, interval=0.5, events=(preempt(1, 2, rounds=2),))
     assert kinds(result) == [[], [], ["preempted"], ["planned-anew"], ["returned"], ["planned-anew"], []]
     texts = [event["text"] for entry in result["rounds"] for event in entry["events"]]
-    assert texts[:2] == ["group 0: SoC 1 has left for its user's own work",
+    assert texts[:2] == ["group 0: SoC 1 was preempted by its user",
                          "planned anew: 2 groups of 7 SoCs, without 1"]
     assert texts[-1] == "planned anew: 2 groups of 8 SoCs"
 
@@ -52,7 +52,7 @@ def test_fedavg_takes_no_notice() -> None:
 
 
 def test_with_nobody_left_the_training_ends_with_a_line() -> None:
-    with pytest.raises(TrainingFailed, match="have left for their users' own work"):
+    with pytest.raises(TrainingFailed, match="were preempted by their users"):
         run_scenario(small(events=tuple(preempt(soc, 1) for soc in range(4))), num_workers=0)
 
 

@@ -136,7 +136,7 @@ def test_a_deployment_whose_cloud_is_killed_goes_on_and_nothing_differs(tmp_path
         assert not run.left_over()
     assert {key: result[key] for key in SAME} == {key: local[key] for key in SAME}
     texts = [event["text"] for entry in result["rounds"] for event in entry["events"]]
-    assert any("went back to the last barrier" in text for text in texts), texts
+    assert any("rolled back to the last checkpoint" in text for text in texts), texts
 
 
 @pytest.mark.slow

@@ -26,8 +26,8 @@ def test_a_device_that_was_held_back_is_one_event_that_says_how() -> None:
                         paused_s=12.0, triggered=True)
     (event,) = heat_events(reply(report.encode()), 3, "group 3")
     assert (event.kind, event.group_id) == ("hot", 3)
-    assert event.text == ("group 3: at 78.0 C, at most 82.5 C, clocks at 62%, held down for 41 s, gave 50% of its "
-                          "power, others use 20%, waited 12 s")
+    assert event.text == ("group 3: at 78.0 C, at most 82.5 C, clocks at 62%, throttled for 41 s, limited to 50% "
+                          "of its power, others use 20%, waited 12 s")
     (event,) = heat_events(reply(HeatReport(triggered=True).encode()), 3, "group 3")
     assert event.text == "group 3: slow clocks"
 

@@ -98,7 +98,7 @@ def test_rings_with_certificates_take_in_nobody_of_another_authority(tmp_path: P
         trained, strategy = train(grid, rings={"rendezvous_s": 6.0})
     assert strategy.transport == "grpc+tls"
     texts = [event.text for report in strategy.reports for event in report.events]
-    led_by_2 = "group 1: participant 3 did not come to the rendezvous; the ring goes on with 1"
+    led_by_2 = "group 1: participant 3 did not come to the rendezvous; the ring continues with 1"
     led_by_3 = "group 1: the model was lost with SoCs 2; the others are asked again, led by SoC 3"
     assert (led_by_2 in texts) != (led_by_3 in texts), texts
     assert_close(trained, in_one_process())

@@ -23,7 +23,7 @@ from socflower.precision.int8.model import StepResult
 from socflower.precision.mixed_precision import accuracy_floor, cpu_samples, cpu_share
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.training.mixed_precision import MixedPrecisionTrainer
-from socflower.training.trainer import Part, SessionEnd, TrainingSpan
+from socflower.training.trainer import Part, SessionResult, TrainingSpan
 from tests.clients.test_app import fresh, group_task, make_app, message, metrics_of, node
 from tests.seeded import built
 from tests.training.test_group import parts_of, small_data, small_network
@@ -134,7 +134,7 @@ def batches(num: int, sizes: Sequence[int]) -> list[list[Part]]:
 
 def run(trainer: Any, model: nn.Module, steps: Sequence[list[Part]], state: bytes | None = None, *,
         first_step: int = 0, total_steps: int = 12, steps_per_epoch: int = 100, ratios: tuple[float, ...] = (),
-        ) -> tuple[list[float], SessionEnd]:
+        ) -> tuple[list[float], SessionResult]:
     span = TrainingSpan(num_members=len(steps[0]), first_step=first_step, total_steps=total_steps,
                         steps_per_epoch=steps_per_epoch, npu_ratios=ratios)
     session = trainer.start(model, span, state)

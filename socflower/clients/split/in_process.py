@@ -122,7 +122,7 @@ def resume(halves: Sequence[PlacedHalf[Any]], state: SplitState) -> tuple[str, .
     if saved is None:
         what, new = ("optimisers", "new ones") if len(halves) > 1 else ("optimiser", "a new one")
         first = state.task.first_batch
-        return () if first == 0 else (f"nothing is left of the {what} before batch {first}; went on with {new}",)
+        return () if first == 0 else (f"nothing is left of the {what} before batch {first}; continued with {new}",)
     for half, one in zip(halves, saved, strict=True):
         half.half.restore(one)
     return ()

@@ -126,7 +126,8 @@ def train_with_cloud(
         heartbeat_s=link.heartbeat_s, give_up_s=link.give_up_s)
     span = Span(first_batch=task.first_batch - offset, num_batches=task.num_batches)
     try:
-        with nullcontext(link.folder / task.run) if link.folder else temporary_folder("socflower-barriers-") as folder:
+        with (nullcontext(link.folder / task.run) if link.folder
+              else temporary_folder("socflower-checkpoints-")) as folder:
             if task.reverse:
                 report = train_back(connection, half.half, span, folder=folder)
             else:
@@ -158,16 +159,16 @@ def front_plan(task: SplitTask, settings: SplitSettings, link: CloudLink | None 
 
 def _report(report: LoopReport, cut: int, task: SplitTask, events: tuple[str, ...]) -> SplitReport:
     stale = Counter(report.staleness.values())
-    told = [*events, *(f"moved the cut from {move.old} to {move.new} before batch {task.session_first + move.batch}, "
+    lines = [*events, *(f"moved the cut from {move.old} to {move.new} before batch {task.session_first + move.batch}, "
                        f"{move.seconds:.2f} s" for move in report.moves)]
     if report.num_streams > 1:
-        told.append(f"the link was lost and found again {counted(report.num_streams - 1, 'time')}")
+        lines.append(f"the link was lost and restored {counted(report.num_streams - 1, 'time')}")
     if report.num_rollbacks:
-        told.append(f"went back to the last barrier {counted(report.num_rollbacks, 'time')}")
+        lines.append(f"rolled back to the last checkpoint {counted(report.num_rollbacks, 'time')}")
     bits = task.bits[0] if report.split_plan is None else report.split_plan.bits
     return SplitReport(
         cut=cut, bits=bits, duration_s=report.compute_s + report.wait_s, compute_s=report.compute_s,
         up_bytes=report.sent_bytes, down_bytes=report.received_bytes,
         staleness=tuple(stale[value] for value in range(max(stale, default=-1) + 1)),
-        reconnects=max(0, report.num_streams - 1), events=tuple(told))
+        reconnects=max(0, report.num_streams - 1), events=tuple(lines))
 

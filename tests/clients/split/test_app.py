@@ -243,7 +243,7 @@ def test_halves_are_kept_in_memory_between_rounds_and_a_new_node_begins_with_new
     lost, strategy = train(program, grid=forgetful)
     assert differing(lost, whole)
     assert [[event.text for event in report.events] for report in strategy.reports] == [
-        [], ["edge 0: nothing is left of the optimisers before batch 4; went on with new ones"]]
+        [], ["edge 0: nothing is left of the optimisers before batch 4; continued with new ones"]]
 
 
 def test_halves_that_are_kept_in_files_outlive_the_clients_process(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_events_of_a_client_travel_beside_its_report() -> None:
                           SPLIT: ConfigRecord(task.encode())})
     (reply,) = grid.send_and_receive([Message(content, 10, "train")])
     assert reply.content.config_records[EVENTS]["texts"] == [
-        "nothing is left of the optimisers before batch 4; went on with new ones"]
+        "nothing is left of the optimisers before batch 4; continued with new ones"]
 
 
 def one_by_one(first: int, stop: int) -> list[int]:
