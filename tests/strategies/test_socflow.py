@@ -89,7 +89,7 @@ def test_a_round_beyond_the_plan_is_refused(server_round: int) -> None:
     {"num_groups": 3}, {"num_groups": 2, "num_socs": 4}, {"num_groups": 1, "num_socs": 2}])
 def test_a_plan_of_its_own_leaves_nothing_to_other_counts(unread: dict[str, int]) -> None:
     plan = socflow().plan
-    with pytest.raises(ConfigError, match="beside a plan, which has 2 groups of 4 SoCs; leave them out"):
+    with pytest.raises(ConfigError, match="with a plan, which has 2 groups of 4 SoCs; leave them out"):
         socflow(plan=plan, **unread)
     assert socflow(plan=plan).plan is socflow(plan=plan, num_groups=1).plan is plan
 

@@ -189,7 +189,7 @@ def new_context(**node_config: Any) -> Context:
 
 
 def test_a_message_of_another_strategy_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the strategy must be socflower\.strategies\.SplitReplay"):
+    with pytest.raises(ConfigError, match=r"the strategy must be socflower\.SplitReplay"):
         ask(client_app(layered()), None)
 
 
