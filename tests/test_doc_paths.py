@@ -64,6 +64,17 @@ def names_of_paths(line: str) -> Iterator[str]:
             yield token
 
 
+@cache
+def known_words() -> frozenset[str]:
+    """Return the words of all sources, and of the programs in the pages."""
+    files = [path for folder in ("socflower", "native", "benchmarks", "tests", "docs/examples")
+             for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".pyi", ".cc", ".h", ".toml")]
+    texts = [path.read_text("utf-8") for path in files if path != Path(__file__)]
+    programs = [block for page in PAGES
+                for block in re.findall(r"^```(?:python|sh).*?^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)]
+    return frozenset(word for text in [*texts, *programs] for word in re.findall(r"\w+", text))
+
+
 def module_is_there(name: str) -> bool:
     """Whether a dotted name is a module, or a module and a name in it; `socflower.X` may be any export."""
     parts = name.split(".")
@@ -116,6 +127,17 @@ def test_every_module_that_the_package_tells_of_exists() -> None:
                for number, line in lines_of(path) for name in re.findall(r"(?<![\w./-])socflower(?:\.\w+)+", line)
                if not path.name.endswith("_pb2.py") and name not in services and not module_is_there(name)]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_class_and_call_of_a_page_is_known(page: Path) -> None:
+    """A name in backticks that looks like a class or is called is a word of the sources, or of a page's programs."""
+    others = {"CMakeLists", "FedMedian", "TheWrapper"}  # the last two stand for strategies of the reader
+    unknown = [f"{page.relative_to(ROOT)}:{number}: {name}" for number, line in lines_of(page)
+               for quoted in re.findall(r"`([^`]+)`", line)
+               for name in re.findall(r"\b[A-Z]+[a-z]\w*[A-Z]\w*|\b[a-z_]\w+(?=\()", quoted)
+               if name not in known_words() and name not in others]
+    assert unknown == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
