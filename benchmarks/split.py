@@ -33,7 +33,7 @@ from benchmarks.split_contest.launch import Pair
 from benchmarks.split_contest.plan import BATCH_SIZE, MODEL, Batches, Measured, Run, program
 from socflower.capture.layer_profile import profile_module
 from socflower.cluster.device_catalog import device
-from socflower.edgecloud.cloud.operator_calls import Operator, fetch_weights
+from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weights
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
 from socflower.edgecloud.plan import baselines
 from socflower.edgecloud.plan.cost_model import period_s
@@ -102,7 +102,7 @@ def systems(costs: SplitCosts, rates: LinkRates) -> list[System]:
     # Ours may leave the cloud out here, so the pipeline without compression may too.
     named = {"edge-only": "edge-only", "split": "plain split learning", "joint-dnn": "JointDNN",
              "pipelined": "pipelined"}
-    return [*(System(name=name, split_plan=baselines.planned(
+    return [*(System(name=name, split_plan=baselines.plan_baseline(
         peer, costs, rates, num_batches=_PLANNED_BATCHES, window=WINDOW, allow_edge_only=True))
         for peer, name in named.items()), *ours]
 
@@ -156,7 +156,7 @@ def _is_exact(pair: Pair) -> bool:
     """Whether plain split learning gives the weights of local training, bit for bit."""
     num_batches, name, file = 4, "exact", Path(pair.folder) / "edge.npz"
     pair.train(Run(cut=2, num_batches=num_batches, name=name, weights=str(file)))
-    cloud = fetch_weights(Operator(address=pair.address, token=pair.token), name)[1]
+    cloud = fetch_weights(CloudOperator(address=pair.address, token=pair.token), name)[1]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -12,8 +12,8 @@ from socflower.cluster.cost_model import ModelProfile as ModelProfile
 from socflower.cluster.device import Device as Device
 from socflower.cluster.device_catalog import device as device, device_names as device_names
 from socflower.cluster.topology import Cluster as Cluster
-from socflower.edgecloud.cloud.operator_calls import Operator as Operator
-from socflower.edgecloud.links.profile_generator import generate as generate
+from socflower.edgecloud.cloud.operator_calls import CloudOperator as CloudOperator
+from socflower.edgecloud.links.profile_generator import generate_bandwidth_profile as generate_bandwidth_profile
 from socflower.edgecloud.plan.decision import WindowSchedule as WindowSchedule, adaptive_party as adaptive_party
 from socflower.edgecloud.plan.device_costs import split_costs as split_costs
 from socflower.edgecloud.program import JoinedProgram as JoinedProgram, LayeredProgram as LayeredProgram, SplitProgram as SplitProgram, cut_shapes as cut_shapes

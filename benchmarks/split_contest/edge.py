@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from benchmarks.split_contest.plan import Batches, Measured, Run, measuring, program
-from socflower.edgecloud.cloud.operator_calls import Operator, close_session, open_session
+from socflower.edgecloud.cloud.operator_calls import CloudOperator, close_session, open_session
 from socflower.edgecloud.cloud.stream_costs import measure_stream
 from socflower.edgecloud.links.bandwidth_profile import constant
 from socflower.edgecloud.links.shaping import BURST_BYTES, TokenBucket
@@ -64,7 +64,7 @@ def train(run: Run) -> Measured:
 
 
 def _train_split(run: Run, half: Any, on_done: Any) -> LoopReport:
-    operator = Operator(address=run.address, token=run.token)
+    operator = CloudOperator(address=run.address, token=run.token)
     edge_token, fingerprint = new_token(), program().fingerprint()
     open_session(operator, run_id=run.name, edge_token=edge_token, fingerprint=fingerprint,
                  settings={"cut": run.cut})

@@ -27,7 +27,7 @@ def serve(
     listen: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 asks for a free one."
                                         )] = "127.0.0.1:28400",
     token_file: Token = Path("cloud-token"),
-    folder: Annotated[Path | None, typer.Option(help="Folder for sessions and their barriers: a cloud that is started "
+    folder: Annotated[Path | None, typer.Option(help="Folder for sessions and checkpoints: a cloud that is started "
                                                      "again goes on from there.")] = None,
     certificate: Tls = None,
     key: Tls = None,

@@ -1,4 +1,4 @@
-"""What the loops of a split training drive: the two halves of a model, as arrays and bytes, without torch."""
+"""The interfaces of the two halves of a split model, in terms of arrays and bytes, without torch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -12,19 +12,19 @@ Weights: TypeAlias = Mapping[str, NDArray[Any]]
 
 
 class Half(Protocol):
-    """What both halves can: hand layers over when the cut moves, and be saved."""
+    """The methods of both halves: transfer layers when the cut moves, save and restore."""
 
     @property
     def cut(self) -> int:
         """Where the model is cut now."""
         ...
 
-    def give(self, cut: int) -> Weights:
-        """Move the cut to `cut`, away from this half's layers, and return what the other half needs for them."""
+    def export_layers(self, cut: int) -> Weights:
+        """Move the cut to `cut`, so that this half loses layers, and return their tensors for the other half."""
         ...
 
-    def take(self, cut: int, weights: Weights) -> None:
-        """Move the cut to `cut` with the layers that the other half gave; `ConfigError` for what does not fit."""
+    def import_layers(self, cut: int, weights: Weights) -> None:
+        """Move the cut to `cut`, adding the layers that the other half exported; `ConfigError` if they do not fit."""
         ...
 
     def weights(self) -> Weights:
@@ -36,7 +36,7 @@ class Half(Protocol):
         ...
 
     def restore(self, saved: bytes) -> None:
-        """Stand where `save` stood; `ConfigError` for what is not of this model."""
+        """Restore the state that `save` returned; `ConfigError` for the state of another model."""
         ...
 
 
@@ -44,23 +44,23 @@ class FrontHalf(Half, Protocol):
     """The half with the model's input."""
 
     def forward(self, batch: int, *, keep_graph: bool = False) -> Array:
-        """Return the features of a batch (samples, ...) by the present weights.
+        """Return the features of a batch (samples, ...), computed with the current weights.
 
-        With `keep_graph` the backward pass is that of this very forward pass (plain split learning, K = 0); without,
-        only what a replay needs is remembered (F22).
+        With `keep_graph` the autograd graph is kept for the backward pass (plain split learning, K = 0); without it,
+        only what a replay needs is stored (F22).
         """
         ...
 
     def labels(self, batch: int) -> NDArray[Any]:
-        """Return what the back half needs to know of a batch beside features; empty if it has its own targets."""
+        """Return a batch's labels for the back half; empty if the back half has its own targets."""
         ...
 
     def sample_ids(self, batch: int) -> NDArray[np.int64]:
-        """Return which samples a batch holds (samples,): what parties join by, and delta coding goes by."""
+        """Return the sample ids of a batch (samples,), by which parties are joined and features delta-coded."""
         ...
 
     def apply(self, batch: int, gradient: Array | None) -> None:
-        """Update the weights by the gradient with respect to a batch's features; None only forgets the batch.
+        """Update the weights by the gradient with respect to a batch's features; None only discards the batch.
 
         Without a kept graph the batch is replayed first: features by *current* weights, random state as it was, no
         second update of batch statistics (F22).
@@ -75,6 +75,6 @@ class BackHalf(Half, Protocol):
         """Do forward, backward and update; return the gradient for each part of the features, and the loss.
 
         Several parts are those of several parties that hold different features of the same samples, in party order. A
-        gradient is None where no one needs it.
+        gradient is None where it is not needed.
         """
         ...

@@ -1,6 +1,6 @@
-"""What edge, cloud and server of one split training must agree on: the model, where it may be cut, how it is trained.
+"""The program that edge, cloud and server of a split training share: the model, its cuts, and how it is trained.
 
-All three make it from the same code, so none sends code to another; a fingerprint tells whether they did.
+All three construct it from the same code, so no code is sent; a fingerprint verifies that they did.
 """
 
 import hashlib
@@ -28,13 +28,13 @@ from socflower.training.fp32 import LossFn, OptimizerFn, sgd
 
 ModelFn: TypeAlias = Callable[[], nn.Module]
 HalfT = TypeVar("HalfT", TorchFront, TorchBack)
-_SEEDS_APART = 1_000_003  # so that a later beginning draws other numbers than another party
+_SEEDS_APART = 1_000_003  # so that a later start draws other random numbers than another party
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class PlacedHalf(Generic[HalfT]):
-    """One half, and the prefix by which the whole model knows its tensors."""
+    """One half, and the prefix of its tensors' names in the whole model."""
 
     half: HalfT
     prefix: str = ""
@@ -44,12 +44,12 @@ class PlacedHalf(Generic[HalfT]):
         return {f"{self.prefix}{name}": array for name, array in self.half.weights().items()}
 
     def load(self, arrays: Arrays) -> None:
-        """Set the half's tensors from the whole model's, or from those of them that are its own."""
-        self.half.load(named_without(self.prefix, arrays))
+        """Set the half's tensors from those of the whole model, or from its own only."""
+        self.half.load(without_prefix(self.prefix, arrays))
 
 
-def named_without(prefix: str, arrays: Arrays) -> dict[str, NDArray[Any]]:
-    """Return the arrays whose names begin with a prefix, without it."""
+def without_prefix(prefix: str, arrays: Arrays) -> dict[str, NDArray[Any]]:
+    """Return the arrays whose names begin with a prefix, under their names without the prefix."""
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
@@ -68,7 +68,7 @@ class SplitProgram(ABC):
 
     @property
     def cloud_prefix(self) -> str:
-        """What the whole model puts before the names of the cloud half's tensors."""
+        """The prefix of the cloud half's tensor names in the whole model."""
         return ""
 
     @abstractmethod
@@ -81,13 +81,13 @@ class SplitProgram(ABC):
 
     @abstractmethod
     def front(self, party: int, cut: int | None, batches: BatchSource) -> PlacedHalf[TorchFront]:
-        """Return a party's front half; None is the cut of an edge that has all layers."""
+        """Return a party's front half; a cut of None gives it all layers."""
 
     @abstractmethod
     def back(self, cut: int | None, batches: PartyBatches | None = None) -> PlacedHalf[TorchBack]:
-        """Return the back half, which is empty beside an edge that has all layers.
+        """Return the back half, which is empty if the edge has all layers.
 
-        With `batches` it has targets of its own (a reverse split).
+        With `batches` it has its own targets (a reverse split).
         """
 
     @abstractmethod
@@ -96,14 +96,14 @@ class SplitProgram(ABC):
 
     @abstractmethod
     def front_names(self, party: int, cut: int | None) -> Collection[str]:
-        """Return the names, in the whole model, of what a party's front half has."""
+        """Return the names, in the whole model, of the tensors in a party's front half."""
 
     @abstractmethod
-    def beginning_at(self, batch: int) -> "SplitProgram":
-        """Return the same for halves that call `batch` of the training their batch 0."""
+    def starting_at(self, batch: int) -> "SplitProgram":
+        """Return the same program for halves whose batch 0 is `batch` of the training."""
 
     def edge_names(self, party: int, cut: int | None) -> Collection[str]:
-        """Return the names of the tensors that stand at an edge."""
+        """Return the names of the tensors that are at an edge."""
         front = self.front_names(party, cut)
         if not self.is_reverse or cut is None:
             return front
@@ -135,7 +135,7 @@ class LayeredProgram(SplitProgram):
 
     @cached_property
     def split(self) -> SplitModel:
-        """The model and its cuts; halves are made of copies."""
+        """The model and its cuts; halves are made from copies."""
         return capture_split(build_exclusively(self.model_fn), self.example, frozen=self.frozen)
 
     def model(self) -> nn.Module:
@@ -147,7 +147,7 @@ class LayeredProgram(SplitProgram):
         return tuple(point.name for point in self.split.cuts)
 
     def front(self, party: int, cut: int | None, batches: BatchSource) -> PlacedHalf[TorchFront]:
-        """Return the front half; parties draw other random numbers, so that dropout differs between them."""
+        """Return the front half; each party draws its own random numbers, so that dropout differs between them."""
         return PlacedHalf(TorchFront(
             self.split.copy(), self.split.num_cuts if cut is None else cut, batches, self.optimizer,
             schedule=self.schedule, seed=self.seed + party, loss=self.loss))
@@ -160,15 +160,15 @@ class LayeredProgram(SplitProgram):
                                     seed=self.seed, targets=targets))
 
     def fingerprint(self) -> str:
-        """Return the split model's."""
+        """Return the fingerprint of the split model."""
         return self.split.fingerprint()
 
-    def beginning_at(self, batch: int) -> "LayeredProgram":
+    def starting_at(self, batch: int) -> "LayeredProgram":
         """Return the same with schedule and random numbers of later batches."""
         return replace(self, **_later(self.schedule, self.seed, batch))
 
     def front_names(self, party: int, cut: int | None) -> Collection[str]:
-        """Return what the layers up to the cut have."""
+        """Return the names of the tensors up to the cut."""
         return self.split.front_names(self.split.num_cuts if cut is None else cut)
 
 
@@ -176,8 +176,8 @@ class LayeredProgram(SplitProgram):
 class JoinedProgram(SplitProgram):
     """A model whose parties hold different features of the same samples: a bottom for each, and a top over all.
 
-    `examples` has a batch of one sample for each party, whose values do not matter. `bottoms` and `top` are the names
-    of the model's parts; the top takes the bottoms' features concatenated along dimension 1. There is one cut.
+    `examples` holds a batch of one sample for each party; only its shape matters. `bottoms` and `top` are the names of
+    the submodules; the top takes the bottoms' features concatenated along dimension 1. There is one cut.
     """
 
     model_fn: ModelFn
@@ -201,7 +201,7 @@ class JoinedProgram(SplitProgram):
 
     @property
     def cloud_prefix(self) -> str:
-        """The top's name."""
+        """The name of the top model."""
         return f"{self.top}."
 
     def model(self) -> nn.Module:
@@ -230,18 +230,18 @@ class JoinedProgram(SplitProgram):
         layout = ";".join(f"{name}:{tensor.dtype}{tuple(tensor.shape)}" for name, tensor in state.items())
         return hashlib.sha256(f"{'|'.join(self.bottoms)}|{self.top}|{layout}".encode()).hexdigest()
 
-    def beginning_at(self, batch: int) -> "JoinedProgram":
+    def starting_at(self, batch: int) -> "JoinedProgram":
         """Return the same with schedule and random numbers of later batches."""
         return replace(self, **_later(self.schedule, self.seed, batch))
 
     def front_names(self, party: int, cut: int | None) -> Collection[str]:
-        """Return what a party's bottom has."""
+        """Return the names of the tensors in a party's bottom model."""
         state = build_exclusively(self.model_fn).state_dict()
         return [name for name in state if name.startswith(f"{self.bottoms[party]}.")]
 
 
 def _later(schedule: Schedule, seed: int, batch: int) -> dict[str, Any]:
-    """Return schedule and seed of a training's later batches; random numbers must not repeat those of its first."""
+    """Return schedule and seed for a later start; random numbers must not repeat those of the first batches."""
     return {"schedule": lambda own: schedule(batch + own), "seed": seed + _SEEDS_APART * batch} if batch else {}
 
 
@@ -257,7 +257,7 @@ def _targets(batches: PartyBatches) -> Callable[[int], Tensor]:
 
 
 def cut_shapes(split: SplitModel, profile: ModelProfile) -> tuple[CutShape, ...]:
-    """Return the cuts as `split_costs` takes them, for the layer profile of the same model."""
+    """Return the cuts in the form that `split_costs` takes, for the layer profile of the same model."""
     return tuple(CutShape(name=point.name, num_layers=point.num_layers(profile),
                           feature_elements_per_sample=point.feature_elements,
                           front_state_bytes=point.front_weight_bytes) for point in split.cuts)

@@ -1,4 +1,4 @@
-"""What a party of a split training holds, and which samples it has in which batch: a function of the seed alone."""
+"""The samples of a party in a split training, and their order in batches, which depends on the seed alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ NO_LABELS: NDArray[np.int64] = np.empty(0, np.int64)
 
 
 BatchSource: TypeAlias = Callable[[int], tuple[Tensor, NDArray[Any], Rows]]
-"""Inputs, labels and sample ids of a batch by its number; asked again, it answers the same."""
+"""Inputs, labels and sample ids of a batch by its number; repeated calls return the same."""
 
 
 class Samples(Protocol):
-    """What one side has of each sample. Asked again for the same rows it answers the same: replays rely on it."""
+    """What one side holds of each sample. Repeated calls return the same values: replays rely on it."""
 
     def __len__(self) -> int:
-        """Return how many samples there are."""
+        """Return the number of samples."""
         ...
 
     def inputs(self, rows: Tensor) -> Tensor:
@@ -32,16 +32,16 @@ class Samples(Protocol):
         ...
 
     def labels(self, rows: Tensor) -> NDArray[Any]:
-        """Return what the loss compares with (rows, ...); empty where this side does not know it."""
+        """Return the targets of the loss (rows, ...); empty where this side does not have them."""
         ...
 
 
 @dataclass
 class BatchOrder:
-    """An epoch permutes the samples and divides them into batches whose sizes differ by at most one.
+    """The order of samples: each epoch permutes them and divides them into batches whose sizes differ by at most one.
 
-    Parties of one training have equally many batches, whatever they hold. Where parties hold different features of the
-    same samples, `key` is the same for all, and so is the order.
+    All parties of a training have the same number of batches, whatever they hold. Where parties hold different features
+    of the same samples, `key` is the same for all, and so is the order.
     """
 
     num_samples: int
@@ -67,9 +67,9 @@ class BatchOrder:
 
 @dataclass(frozen=True)
 class PartyBatches:
-    """A party's batches by number, as the halves ask for them; nothing is kept but one epoch's order.
+    """A party's batches by number, as the halves request them; only the order of one epoch is stored.
 
-    `first` is what halves that began later in the training call their batch 0.
+    `first` is the batch of the training that the halves count as batch 0.
     """
 
     samples: Samples
@@ -83,7 +83,7 @@ class PartyBatches:
         return self.samples.inputs(chosen), self.samples.labels(chosen), rows
 
     def targets(self, batch: int) -> NDArray[Any]:
-        """Return the labels alone: for a back half that has its own."""
+        """Return the labels only, for a back half with its own targets."""
         return self.samples.labels(torch.from_numpy(self.order.rows(self.first + batch)))
 
 
@@ -107,7 +107,7 @@ class LabelledSamples:
 
 @dataclass(frozen=True)
 class FeatureSamples:
-    """One party's features of samples that others know other things of; party 0 knows the labels."""
+    """One party's features of samples of which other parties hold other features; party 0 holds the labels."""
 
     samples: VerticalSamples
     party: int
@@ -120,13 +120,13 @@ class FeatureSamples:
         return self.samples.batch(rows)[0][self.party]
 
     def labels(self, rows: Tensor) -> NDArray[Any]:
-        """Return the labels, if it is this party that knows them."""
+        """Return the labels if this is party 0, otherwise nothing."""
         return np.asarray(self.samples.labels.index_select(0, rows).numpy()) if self.party == 0 else NO_LABELS
 
 
 @dataclass(frozen=True)
 class CodeSamples:
-    """The codes that a generator makes images of: what the cloud has of a reverse split."""
+    """The input codes of a generator: what the cloud holds in a reverse split."""
 
     samples: GeneratorSamples
 
@@ -138,14 +138,14 @@ class CodeSamples:
         return self.samples.codes(rows)
 
     def labels(self, rows: Tensor) -> NDArray[Any]:
-        """Return nothing: what images should look like is known at the edge alone."""
+        """Return nothing: the target images are at the edge only."""
         return NO_LABELS
 
 
 class ImageTargets(CodeSamples):
-    """The same with the images that a generator should make of them: what the edge has of a reverse split.
+    """The codes with their target images: what the edge holds in a reverse split.
 
-    Codes are needed by an edge that has all layers.
+    An edge that has all layers needs the codes too.
     """
 
     def labels(self, rows: Tensor) -> NDArray[Any]:

@@ -34,7 +34,7 @@ def plan_split(scenario: Scenario) -> dict[str, Any]:
 
 
 def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
-    costs, rates = party.costs, party.trace.mean_rates()
+    costs, rates = party.costs, party.bandwidth_profile.mean_rates()
     device, reverse = setting.cluster.device_of(edge), setting.workload.program.is_reverse
     chosen = replace(party.split_plan, window=party.limit(0))
 

@@ -5,10 +5,10 @@ from functools import cached_property
 from pathlib import Path
 
 from socflower.cluster.device_catalog import device
-from socflower.edgecloud.links.bandwidth_profile import LinkTrace
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
 from socflower.edgecloud.plan import baselines
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
-from socflower.edgecloud.plan.decision import DecisionEngine, WindowSchedule, rates_at_the_start
+from socflower.edgecloud.plan.decision import DecisionEngine, WindowSchedule, initial_rates
 from socflower.edgecloud.plan.timeline import Party
 from socflower.edgecloud.plan.timeline_servers import CloudMode
 from socflower.errors import ConfigError
@@ -38,7 +38,7 @@ class SplitSetting:
     @property
     def is_sequential(self) -> bool:
         """Whether edge and cloud wait for each other: the baselines that do."""
-        peer = baselines.PEERS.get(self.scenario.strategy.name)
+        peer = baselines.BASELINES.get(self.scenario.strategy.name)
         return peer is not None and peer.waits
 
     @property
@@ -80,7 +80,7 @@ class SplitSetting:
         firsts = list(self._firsts)
         if self.mode == "turns":  # they share the cloud half, so they are cut at one place: the first edge's
             firsts = [replace(first, cut=firsts[0].cut) for first in firsts]
-        return [Party(costs=costs, trace=link, split_plan=first, window=self.window,
+        return [Party(costs=costs, bandwidth_profile=link, split_plan=first, window=self.window,
                       decider=engine if self.moves and first.cut is not None else None)
                 for costs, engine, link, first in zip(self.costs, engines, self.links, firsts, strict=True)]
 
@@ -95,24 +95,24 @@ class SplitSetting:
         return DecisionEngine(costs, settings.bits, allow_edge_only=settings.allow_edge_only,
                               num_batches=self.total_batches, reverse=self.workload.program.is_reverse)
 
-    def _first(self, costs: SplitCosts, engine: DecisionEngine, link: LinkTrace) -> SplitPlan:
+    def _first(self, costs: SplitCosts, engine: DecisionEngine, link: BandwidthProfile) -> SplitPlan:
         name, window = self.scenario.strategy.name, self.window(0)
         if name == "edge-only" and self.workload.is_joined:
             raise ConfigError(f"{self.scenario.name}: parties that hold different features cannot train alone; "
                               "leave edge-only out")
-        best = engine.best(rates_at_the_start(link), window)
+        best = engine.best(initial_rates(link), window)
         if self.workload.is_joined:  # there is one cut, and nobody can train alone
-            bits = baselines.PEERS[name].bits if name in baselines.PEERS else best.bits
+            bits = baselines.BASELINES[name].bits if name in baselines.BASELINES else best.bits
             return SplitPlan(cut=0, bits=bits, window=window)
         cut = self._given_cut(costs)
-        if name in baselines.PEERS:
-            return baselines.planned(
+        if name in baselines.BASELINES:
+            return baselines.plan_baseline(
                 name, costs, link.mean_rates(), num_batches=self.total_batches, window=window, cut=cut,
                 allow_edge_only=self.scenario.split.allow_edge_only, reverse=self.workload.program.is_reverse)
         if cut is None:
             return best
         given = DecisionEngine(replace(costs, cuts=costs.cuts[cut:cut + 1]), self.scenario.split.bits,
-                               reverse=self.workload.program.is_reverse).best(rates_at_the_start(link), window)
+                               reverse=self.workload.program.is_reverse).best(initial_rates(link), window)
         return SplitPlan(cut=cut, bits=given.bits, window=window)
 
     def _given_cut(self, costs: SplitCosts) -> int | None:

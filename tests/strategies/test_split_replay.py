@@ -46,7 +46,7 @@ def whole(value: float = 0.0) -> ArrayRecord:
 
 
 def party(cut: int | None = 0, **changes: Any) -> Party:
-    return Party(**{"costs": COSTS, "trace": constant(1e6, 1e6), "split_plan": SplitPlan(cut=cut, window=1),
+    return Party(**{"costs": COSTS, "bandwidth_profile": constant(1e6, 1e6), "split_plan": SplitPlan(cut=cut, window=1),
                     **changes})
 
 
@@ -278,7 +278,7 @@ def test_where_one_edge_is_dropped_the_others_reports_stay_their_own() -> None:
 def test_in_virtual_time_cuts_move_as_predicted_and_the_next_round_begins_there() -> None:
     engine = DecisionEngine(COSTS, (32,), rest_batches=1)
     trace = segments([(0.2, 1e7, 1e7), (1000.0, 2e4, 2e4)], latency_s=0.001)
-    strategy = replay(parties=[party(2, trace=trace, decider=engine)], batches_per_epoch=40, num_epochs=2)
+    strategy = replay(parties=[party(2, bandwidth_profile=trace, decider=engine)], batches_per_epoch=40, num_epochs=2)
     (message,) = messages(strategy)
     strategy.aggregate_train(1, [answer(message, 1.0)])
     moves = strategy.reports[-1].timeline.parties[0].moves
@@ -286,7 +286,7 @@ def test_in_virtual_time_cuts_move_as_predicted_and_the_next_round_begins_there(
     assert strategy.parties[0].split_plan.cut == moves[-1].new.cut
     state = strategy.state
     assert state["deployments"][0][0] == moves[-1].new.cut
-    again = replay(parties=[party(2, trace=trace, decider=DecisionEngine(COSTS, (32,), rest_batches=1))],
+    again = replay(parties=[party(2, bandwidth_profile=trace, decider=DecisionEngine(COSTS, (32,), rest_batches=1))],
                    batches_per_epoch=40, num_epochs=2)
     again.resume_from(1, state=state)
     assert again.state == state and again.resumed_after == 1

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from socflower.clients.split.in_process import SplitSettings, party_batches
 from socflower.clients.split.remote_cloud import front_plan
-from socflower.edgecloud.cloud.operator_calls import Operator, close_session, fetch_weights, open_session
+from socflower.edgecloud.cloud.operator_calls import CloudOperator, close_session, fetch_weights, open_session
 from socflower.edgecloud.cloud.session import CloudHalf, HostedFront, SessionFactory, SessionTerms
 from socflower.edgecloud.halves import Weights
-from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram, named_without
+from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram, without_prefix
 from socflower.edgecloud.samples import Samples
 from socflower.edgecloud.stream.credentials import new_token
 from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
@@ -44,7 +44,7 @@ def session_factory(
             raise ConfigError(f"run {terms.run_id}: was opened without a split task; its manager must be "
                               "socflower.CloudClient")
         task = SplitTask.decode(terms.settings[_TASK])
-        own = program.beginning_at(task.session_first)
+        own = program.starting_at(task.session_first)
         if not task.reverse:
             back = own.back(task.cuts[0])
             _load(back, weights)
@@ -69,7 +69,7 @@ class CloudClient:
     answer, and `SplitRefused` if the cloud refuses a request.
     """
 
-    def __init__(self, operator: Operator, program: SplitProgram, *, address: str = "", name: str = "",
+    def __init__(self, operator: CloudOperator, program: SplitProgram, *, address: str = "", name: str = "",
                  patience_s: float = 60.0) -> None:
         self._operator, self._program, self._patience_s = operator, program, patience_s
         self._address = address or operator.address
@@ -99,7 +99,7 @@ class CloudClient:
         settings = {**task.encode(), "session-first": task.first_batch}
         self._call_with_retry(lambda: open_session(
             self._operator, run_id=run, edge_token=token, fingerprint=task.fingerprint,
-            weights=named_without(self._program.cloud_prefix, weights), settings={_TASK: settings},
+            weights=without_prefix(self._program.cloud_prefix, weights), settings={_TASK: settings},
             joined=task.mode == JOINED, num_parties=1 if task.mode == OWN else task.num_parties, reverse=task.reverse,
             replace=True))
         self._open[run] = opened

@@ -135,7 +135,7 @@ def batch_range(task: SplitTask) -> range:
 
 def cut_of(half: PlacedHalf[Any]) -> int:
     """Return a half's cut, as encoded in tasks."""
-    return EDGE_ALONE if half.half.cut == half.half.everything else half.half.cut
+    return EDGE_ALONE if half.half.cut == half.half.all_layers_cut else half.half.cut
 
 
 def _halves(

@@ -18,13 +18,13 @@ from socflower.clients.split.in_process import (
 )
 from socflower.clients.split.saved_halves import SplitState
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
-from socflower.edgecloud.links.bandwidth_profile import LinkRates, LinkTrace
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates
 from socflower.edgecloud.links.shaping import TokenBucket
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.timeline_servers import Decider
 from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
-from socflower.edgecloud.runtime.front_loop import FrontPlan, Situation, mean_loss
+from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan, mean_loss
 from socflower.edgecloud.runtime.loop_report import LoopReport
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
 from socflower.edgecloud.samples import Samples
@@ -41,14 +41,14 @@ _TLS_KEYS = ("cloud-ca", "cloud-certificate", "cloud-key")
 class CloudLink:
     """How a node connects to the cloud.
 
-    `shaped_as` limits the link to a bandwidth profile, as scenarios do on one machine; `decider` may move the cut. The
+    `bandwidth_profile` limits the rate of the link, as scenarios do on one machine; `decider` may move the cut. The
     edge saves its half in `folder` at every checkpoint (in a temporary one by default), so that it can roll back after
     the cloud was killed.
     """
 
     tls: SplitTls | None = None
     insecure: bool = False
-    shaped_as: LinkTrace | None = None
+    bandwidth_profile: BandwidthProfile | None = None
     decider: Decider | None = None
     folder: Path | None = None
     heartbeat_s: float = 5.0
@@ -73,30 +73,30 @@ def cloud_link(context: Context) -> CloudLink:
 class MeasuredDecider:
     """Gives a decider the link's measured bandwidth, from completed messages and from messages in transit."""
 
-    def __init__(self, decider: Decider, trace: LinkTrace | None, settings: SplitSettings, total_batches: int,
-                 first_batch: int) -> None:
+    def __init__(self, decider: Decider, bandwidth_profile: BandwidthProfile | None, settings: SplitSettings,
+                 total_batches: int, first_batch: int) -> None:
         self._decider, self._settings = decider, settings
         self._total_batches, self._first_batch = total_batches, first_batch
         self._meter: BandwidthMeter | None = None
-        self._first_rates = trace.rates(0.0) if trace is not None else None
+        self._first_rates = bandwidth_profile.rates(0.0) if bandwidth_profile is not None else None
 
-    def __call__(self, situation: Situation) -> SplitPlan | None:
+    def __call__(self, inputs: DecisionInput) -> SplitPlan | None:
         """Return the new split plan, or None to keep the current one."""
-        for transfer in situation.transfers:
+        for transfer in inputs.transfers:
             if self._meter is None:
                 self._meter = self._begin(transfer.num_bytes / max(transfer.seconds, 1e-9))
-            self._meter.completed("up" if transfer.sent else "down", transfer.num_bytes, transfer.seconds,
+            self._meter.add_transfer("up" if transfer.sent else "down", transfer.num_bytes, transfer.seconds,
                                   transfer.at_s)
         if self._meter is None:
             return None
-        if situation.under_way is None:
-            self._meter.idle("up")
+        if inputs.in_flight is None:
+            self._meter.clear_in_flight("up")
         else:
-            self._meter.waiting("up", *situation.under_way)
-        batch = self._first_batch + situation.batch
-        window = situation.split_plan.window if self._settings.window is None else \
+            self._meter.set_in_flight("up", *inputs.in_flight)
+        batch = self._first_batch + inputs.batch
+        window = inputs.split_plan.window if self._settings.window is None else \
             self._settings.window.window(batch, self._total_batches)
-        return self._decider.decide(batch, self._meter.rates(situation.now_s), situation.split_plan, window)
+        return self._decider.decide(batch, self._meter.rates(inputs.now_s), inputs.split_plan, window)
 
     def _begin(self, bytes_per_s: float) -> BandwidthMeter:
         return BandwidthMeter(first=self._first_rates or LinkRates(
@@ -113,12 +113,12 @@ def train_with_cloud(
                           "own")
     party, offset = task.parties[0], task.session_first
     batches = party_batches(task, party, samples, first=offset)
-    own = program.beginning_at(offset)
+    own = program.starting_at(offset)
     half: PlacedHalf[Any] = own.back(task.cuts[0], batches) if task.reverse else own.front(party, task.cuts[0], batches)
     resumed = resumed_halves(task, [], [half]) if task.reverse else resumed_halves(task, [half], [])
     events = resume(resumed, state)
     half.load(arrays)
-    shape = link.shaped_as
+    shape = link.bandwidth_profile
     up, down = (None, None) if shape is None else (TokenBucket(shape, "up"), TokenBucket(shape, "down"))
     connection = EdgeConnection(
         task.address, run_id=task.run, token=task.token, fingerprint=task.fingerprint,
@@ -148,7 +148,7 @@ def front_plan(task: SplitTask, settings: SplitSettings, link: CloudLink | None 
     """Return the settings of a front half's loop, at the edge or, in a reverse split, in the cloud."""
     schedule, total, offset = settings.window, task.total_batches, task.session_first
     decider = None if link is None or link.decider is None else MeasuredDecider(
-        link.decider, link.shaped_as, settings, total, offset)
+        link.decider, link.bandwidth_profile, settings, total, offset)
     return FrontPlan(
         split_plan=SplitPlan(cut=task.cuts[0], bits=task.bits[0], window=task.windows[0]),
         window_of=None if schedule is None else lambda batch: schedule.window(offset + batch, total),

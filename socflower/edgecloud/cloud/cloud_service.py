@@ -1,4 +1,4 @@
-"""The cloud's server: hosts the cloud's halves of many runs, for edges that dial in."""
+"""The cloud's server: hosts the cloud's halves of many runs, for edges that connect to it."""
 
 import json
 import socket
@@ -14,17 +14,17 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from socflower.edgecloud.cloud.session import CloudSession, SessionFactory
-from socflower.edgecloud.cloud.session_store import SessionShelf
-from socflower.edgecloud.stream.array_blocks import pack_weights, size_of, slices_of
+from socflower.edgecloud.cloud.session_store import SessionStore
+from socflower.edgecloud.stream.array_blocks import body_num_bytes, pack_weights, slice_body
 from socflower.edgecloud.stream.credentials import (
     RUN_KEY,
     TOKEN_KEY,
     SplitTls,
     check_token,
-    digest_of,
-    is_token,
-    require_near,
+    hash_token,
+    require_private_address,
     split_address,
+    token_matches,
     transport_options,
 )
 from socflower.edgecloud.stream.failures import FrameRefused, SplitRefused, StartOver
@@ -38,7 +38,7 @@ SERVICE = "socflower.split.Split"
 """The gRPC service's name."""
 
 _HELLO_S = 10.0
-# Larger than a frame may be, so that it is this module that refuses one, with a line that says why.
+# Larger than a frame may be, so that this module refuses a frame that is too large, with a reason, and not gRPC.
 _LARGEST_MESSAGE_BYTES = 4 * LARGEST_FRAME_BYTES
 
 _Request = TypeVar("_Request", bound=Message)
@@ -48,11 +48,11 @@ _Handler = Callable[[Any, grpc.ServicerContext], Any]
 class CloudService:
     """Listens at `listen` ("host:port"; port 0 asks for a free one) until `close`.
 
-    `factory` makes the cloud's half of each run that a manager opens with `operator_token`. With a `folder` sessions
-    and their barriers outlive this process: they are there again when it is started anew. Without `tls` only loopback
-    and private addresses are listened on, unless `insecure`. Memory of a session is bounded by `limits` and its half.
-    Refusals are logged in a few lines for each peer and minute, by `clock`; what the cloud says of its own runs always.
-    Raises `ConfigError` for an address, token, certificate or folder that cannot be used.
+    `factory` makes the cloud's half of each run that a manager opens with `operator_token`. With a `folder`, sessions
+    and their checkpoints are restored when the process is restarted. Without `tls`, only loopback and private addresses
+    are allowed, unless `insecure`. Memory of a session is bounded by `limits` and its half. Refusals are rate-limited
+    to a few log lines per peer and minute, by `clock`; messages about the cloud's own runs are always logged. Raises
+    `ConfigError` for an address, token, certificate or folder that cannot be used.
     """
 
     def __init__(self, listen: str, factory: SessionFactory, *, operator_token: str, tls: SplitTls | None = None,
@@ -61,27 +61,27 @@ class CloudService:
                  log: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         host, port = split_address(listen)
         if tls is None and not insecure:
-            require_near(listen)
-        self._operator_digest = digest_of(check_token(operator_token, "operator token"))
+            require_private_address(listen)
+        self._operator_digest = hash_token(check_token(operator_token, "operator token"))
         self._max_streams = max_streams
         self._lock = Lock()
         log_line = log or getLogger(__name__).warning
         self._refusals = RefusalLog(log_line, what="split cloud", clock=clock)
         self._num_streams = 0
-        self._shelf = SessionShelf(
+        self._sessions = SessionStore(
             factory, folder=folder, limits=limits or Limits(), patience_s=patience_s, gather_s=gather_s,
             most_parties=max_streams, log=log_line)
         try:
             self._listen(listen, host, port, tls, max_streams, heartbeat_s)
         except BaseException:
-            self._shelf.close()  # else nobody could use its folder while this process lives
+            self._sessions.close()  # otherwise its folder stays locked while this process lives
             raise
 
     def _listen(self, listen: str, host: str, port: int, tls: SplitTls | None, max_streams: int, heartbeat_s: float,
                 ) -> None:
         credentials = tls.server_credentials() if tls is not None else None
         _require_free(listen, host, port)
-        # Every stream holds a thread; the manager's calls get their own on top.
+        # Every stream occupies a thread; the manager's calls get their own in addition.
         self._server = grpc.server(
             ThreadPoolExecutor(max_streams + 16, thread_name_prefix="split-cloud"), handlers=[self._handlers()],
             options=[("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 5000),
@@ -95,8 +95,8 @@ class CloudService:
         self._server.start()
 
     def close(self) -> None:
-        """End all streams and sessions; edges try to come back, and do if this service is started anew."""
-        self._shelf.close()
+        """End all streams and sessions; edges reconnect if this service is restarted."""
+        self._sessions.close()
         self._server.stop(0.2).wait(5.0)
         self._refusals.flush(everything=True)
 
@@ -110,20 +110,20 @@ class CloudService:
             part = self._parse(wire.OpenPart, message)
             if opening is None:
                 opening = part.opening
-                self._shelf.check(opening)  # before its weights are waited for
+                self._sessions.check(opening)  # before its weights are waited for
             packed += part.part
             if len(packed) > opening.num_bytes:
                 raise SplitRefused(f"run {opening.run_id}: more bytes of weights than it was opened with; open it anew")
         if opening is None or len(packed) != opening.num_bytes:
             raise SplitRefused("a run was opened by halves: its weights broke off; open it anew")
-        self._shelf.open(opening, memoryview(packed))
+        self._sessions.open(opening, memoryview(packed))
         return wire.Opened().SerializeToString()
 
     def _fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
             self._require_operator(context)
             request = self._parse(wire.FetchRequest, message)
-            session = self._shelf.get(request.run_id)
+            session = self._sessions.get(request.run_id)
             pieces: list[bytes | memoryview]
             if request.whole_state:
                 batch, state = session.state()
@@ -133,26 +133,26 @@ class CloudService:
                 pieces = [*pack_weights(weights)]
         except SocflowerError as error:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        num_bytes = size_of(pieces)
-        for piece in slices_of(pieces, LARGEST_PART_BYTES):
+        num_bytes = body_num_bytes(pieces)
+        for piece in slice_body(pieces, LARGEST_PART_BYTES):
             yield wire.FetchPart(batch=batch, num_bytes=num_bytes, part=piece).SerializeToString()
 
     def _close(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         self._require_operator(context)
         request = self._parse(wire.CloseRequest, message)
-        self._shelf.end(request.run_id, forget=request.forget)
+        self._sessions.end(request.run_id, forget=request.forget)
         return wire.Closed().SerializeToString()
 
     def _status(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         self._require_operator(context)
         request = self._parse(wire.StatusRequest, message)
-        sessions = [self._shelf.get(request.run_id)] if request.run_id else self._shelf.all()
+        sessions = [self._sessions.get(request.run_id)] if request.run_id else self._sessions.all()
         return wire.StatusReply(
             sessions=json.dumps([session.status() for session in sessions])).SerializeToString()
 
     def _require_operator(self, context: grpc.ServicerContext) -> None:
-        if not is_token(dict(context.invocation_metadata()).get(TOKEN_KEY), self._operator_digest):
-            self._turn_away(context, "a manager's call with a wrong token",
+        if not token_matches(dict(context.invocation_metadata()).get(TOKEN_KEY), self._operator_digest):
+            self._abort(context, "a manager's call with a wrong token",
                             "the operator token is not the cloud's; give the one it was started with")
 
     # ------------------------------------------------------------------------------------------- an edge's stream
@@ -160,57 +160,57 @@ class CloudService:
     def _stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         metadata = dict(context.invocation_metadata())
         run_id = str(metadata.get(RUN_KEY, ""))
-        session = self._shelf.find(run_id)
+        session = self._sessions.find(run_id)
         if session is None:
-            # The run's name alone is told to whoever asks; a token that belongs to none is not looked at.
-            self._turn_away(context, f"a stream for a run that is not open ({run_id[:80]!r})",
+            # The answer depends on the run's name alone; without a run there is no token to compare with.
+            self._abort(context, f"a stream for a run that is not open ({run_id[:80]!r})",
                             f"run {run_id[:80]} is not open at this cloud; its manager has to open it",
                             grpc.StatusCode.NOT_FOUND)
-        if not is_token(metadata.get(TOKEN_KEY), session.terms.token_digest):
-            self._turn_away(context, f"a stream for run {run_id} with a wrong token",
+        if not token_matches(metadata.get(TOKEN_KEY), session.terms.token_digest):
+            self._abort(context, f"a stream for run {run_id} with a wrong token",
                             f"run {run_id}: the token is not the one it was opened with; give the edge that one")
         with self._lock:
             self._num_streams += 1
             full = self._num_streams > self._max_streams
         try:
             if full:
-                self._turn_away(context, f"a stream for run {run_id}, beyond {self._max_streams} at a time",
+                self._abort(context, f"a stream for run {run_id}, beyond {self._max_streams} at a time",
                                 f"the cloud has {self._max_streams} streams already", grpc.StatusCode.UNAVAILABLE)
-            yield from self._converse(session, messages, context)
+            yield from self._serve_stream(session, messages, context)
         finally:
             with self._lock:
                 self._num_streams -= 1
 
-    def _converse(
+    def _serve_stream(
         self, session: CloudSession, messages: Iterator[bytes], context: grpc.ServicerContext,
     ) -> Iterator[bytes]:
         where = f"run {session.terms.run_id}"
         try:
-            admitted = session.admit(self._hello(messages, context), context.is_active)
+            admitted = session.admit(self._read_hello(messages, context), context.is_active)
         except (FrameRefused, SocflowerError) as refused:
             text = str(refused) if isinstance(refused, SocflowerError) else f"{where}: the edge sent {refused}"
-            self._refuse(context, "a stream", text)
+            self._log_refusal(context, "a stream", text)
             yield _refusal(wire.Refusal.REFUSED, text)
             return
         except StartOver:
             yield _refusal(wire.Refusal.START_OVER, "join anew")
             return
-        channel, attachment = admitted.channel, admitted.attachment
-        context.add_callback(lambda: channel.detach(attachment))
+        channel, stream_id = admitted.channel, admitted.stream_id
+        context.add_callback(lambda: channel.detach(stream_id))
         refusals: list[str] = []
-        Thread(target=self._read, args=(channel, attachment, messages, refusals), daemon=True).start()
+        Thread(target=self._read_frames, args=(channel, stream_id, messages, refusals), daemon=True).start()
         yield wire.Frame(welcome=admitted.welcome).SerializeToString()
-        for frame in channel.frames(attachment):
+        for frame in channel.frames(stream_id):
             yield frame.SerializeToString()
         if refusals:
-            self._refuse(context, "a stream", f"{where}: it sent {refusals[0]}; the run is unharmed")
+            self._log_refusal(context, "a stream", f"{where}: it sent {refusals[0]}; the run is unharmed")
             yield _refusal(wire.Refusal.REFUSED, f"{where}: the edge sent {refusals[0]}")
         elif isinstance(channel.failure, StartOver):
             yield _refusal(wire.Refusal.START_OVER, "join anew")
         elif channel.failure is not None:
             yield _refusal(wire.Refusal.REFUSED, str(channel.failure))
 
-    def _hello(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> wire.Hello:
+    def _read_hello(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> wire.Hello:
         timer = Timer(_HELLO_S, context.cancel)
         timer.daemon = True
         timer.start()
@@ -226,17 +226,17 @@ class CloudService:
             raise FrameRefused(f"a {frame.WhichOneof('kind') or 'frame of an unknown kind'} instead of a greeting")
         return frame.hello
 
-    def _read(
-        self, channel: FrameChannel, attachment: int, messages: Iterator[bytes], refusals: list[str],
+    def _read_frames(
+        self, channel: FrameChannel, stream_id: int, messages: Iterator[bytes], refusals: list[str],
     ) -> None:
         try:
             for message in messages:
-                channel.take(attachment, self._parse_frame(message))
+                channel.on_frame(stream_id, self._parse_frame(message))
         except FrameRefused as refused:
             refusals.append(str(refused))
         except Exception:  # gRPC raises a bare one where the stream breaks off
             pass
-        channel.detach(attachment)
+        channel.detach(stream_id)
 
     def _parse_frame(self, message: bytes) -> wire.Frame:
         if len(message) > LARGEST_FRAME_BYTES:
@@ -249,16 +249,16 @@ class CloudService:
     # -------------------------------------------------------------------------------------------------------- gRPC
 
     def _handlers(self) -> grpc.GenericRpcHandler:
-        # Bodies are parsed here and not by gRPC, which would write a traceback for each that cannot be.
+        # Bodies are parsed here and not by gRPC, which would log a traceback for each that cannot be parsed.
         return grpc.method_handlers_generic_handler(SERVICE, {
-            "Open": grpc.stream_unary_rpc_method_handler(self._answering(self._open)),
-            "Close": grpc.unary_unary_rpc_method_handler(self._answering(self._close)),
-            "Status": grpc.unary_unary_rpc_method_handler(self._answering(self._status)),
+            "Open": grpc.stream_unary_rpc_method_handler(self._with_errors(self._open)),
+            "Close": grpc.unary_unary_rpc_method_handler(self._with_errors(self._close)),
+            "Status": grpc.unary_unary_rpc_method_handler(self._with_errors(self._status)),
             "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
             "Train": grpc.stream_stream_rpc_method_handler(self._stream),
         })
 
-    def _answering(self, handler: _Handler) -> _Handler:
+    def _with_errors(self, handler: _Handler) -> _Handler:
         def answer(request: Any, context: grpc.ServicerContext) -> Any:
             try:
                 return handler(request, context)
@@ -272,13 +272,13 @@ class CloudService:
         except DecodeError:
             raise SplitRefused(f"{len(message)} bytes that are no {kind.DESCRIPTOR.name}") from None
 
-    def _turn_away(self, context: grpc.ServicerContext, what: str, text: str,
+    def _abort(self, context: grpc.ServicerContext, what: str, text: str,
                    code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED) -> NoReturn:
-        self._refuse(context, what)
+        self._log_refusal(context, what)
         context.abort(code, text)
         raise AssertionError("abort returned")
 
-    def _refuse(self, context: grpc.ServicerContext, what: str, why: str = "") -> None:
+    def _log_refusal(self, context: grpc.ServicerContext, what: str, why: str = "") -> None:
         peer = context.peer()
         self._refusals.report(peer, f"split cloud: refused {what} from {peer}{f': {why}' if why else ''}")
 
@@ -289,7 +289,7 @@ def _refusal(code: "wire.Refusal.Code", text: str) -> bytes:
 
 
 def _require_free(listen: str, host: str, port: int, bind_timeout_s: float = 10.0) -> None:
-    """Wait until an address can be listened on; a process that was killed may have left it in use for a moment."""
+    """Wait until an address is free; a process that was killed may have left it in use for a moment."""
     deadline_s = time.monotonic() + bind_timeout_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What a run's manager asks of the cloud: open a session, fetch its weights, close it, see how it does."""
+"""The calls that a run's manager makes to the cloud: open a session, fetch its weights, close it, get its status."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,13 +10,13 @@ import grpc
 
 from socflower.edgecloud.cloud.cloud_service import SERVICE
 from socflower.edgecloud.halves import Weights
-from socflower.edgecloud.stream.array_blocks import pack_weights, size_of, slices_of, unpack_weights
+from socflower.edgecloud.stream.array_blocks import body_num_bytes, pack_weights, slice_body, unpack_weights
 from socflower.edgecloud.stream.credentials import (
     TOKEN_KEY,
     SplitTls,
     check_token,
-    digest_of,
-    require_near,
+    hash_token,
+    require_private_address,
     split_address,
     transport_options,
 )
@@ -28,8 +28,11 @@ _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.St
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Operator:
-    """Where a cloud is, and what proves that one may manage its runs. Calls take `timeout_s` at most."""
+class CloudOperator:
+    """The address of a cloud and the token that authorises the management of its runs.
+
+    Calls take `timeout_s` at most.
+    """
 
     address: str
     token: str
@@ -42,39 +45,39 @@ class Operator:
         split_address(self.address)
         check_token(self.token, "operator token")
         if self.tls is None and not self.insecure:
-            require_near(self.address)
+            require_private_address(self.address)
 
 
 def open_session(
-    operator: Operator, *, run_id: str, edge_token: str, fingerprint: str, weights: Weights | None = None,
+    operator: CloudOperator, *, run_id: str, edge_token: str, fingerprint: str, weights: Weights | None = None,
     settings: Mapping[str, Any] | None = None, num_parties: int = 1, joined: bool = False, reverse: bool = False,
     replace: bool = False,
 ) -> None:
-    """Open a run: `weights` and `settings` go to the cloud's factory, edges come with `edge_token`.
+    """Open a run: `weights` and `settings` go to the cloud's factory, edges authenticate with `edge_token`.
 
-    The cloud keeps a digest of that token only. `replace` ends a run of that name first. Raises `SplitRefused` where
-    the cloud does not want it, `SplitLost` where it is out of reach, and `ConfigError` for a token that is none.
+    The cloud stores only a digest of that token. `replace` ends a run of that name first. Raises `SplitRefused` where
+    the cloud refuses it, `SplitLost` where the cloud cannot be reached, and `ConfigError` for an invalid token.
     """
     check_token(edge_token, f"token of run {run_id}")
     pieces = pack_weights(weights) if weights else []
     opening = wire.Opening(
-        version=PROTOCOL_VERSION, run_id=run_id, token_digest=digest_of(edge_token), fingerprint=fingerprint,
+        version=PROTOCOL_VERSION, run_id=run_id, token_digest=hash_token(edge_token), fingerprint=fingerprint,
         num_parties=num_parties, joined=joined, reverse=reverse, settings=json.dumps(dict(settings or {})),
-        num_bytes=size_of(pieces), replace=replace)
+        num_bytes=body_num_bytes(pieces), replace=replace)
 
     def messages() -> Iterator[bytes]:
         yield wire.OpenPart(opening=opening).SerializeToString()
-        for piece in slices_of(pieces, LARGEST_PART_BYTES) if pieces else ():
+        for piece in slice_body(pieces, LARGEST_PART_BYTES) if pieces else ():
             yield wire.OpenPart(part=piece).SerializeToString()
 
-    with _calling(operator) as (channel, metadata):
+    with _open_channel(operator) as (channel, metadata):
         channel.stream_unary(f"/{SERVICE}/Open")(messages(), timeout=operator.timeout_s, metadata=metadata)
 
 
-def fetch_weights(operator: Operator, run_id: str) -> tuple[int, Weights]:
-    """Return how many batches the cloud's half was trained on, and its weights.
+def fetch_weights(operator: CloudOperator, run_id: str) -> tuple[int, Weights]:
+    """Return the number of batches that the cloud's half was trained on, and its weights.
 
-    Raises `SplitRefused` while a span runs, and for a run that is not open; `SplitLost` where the cloud is not reached.
+    Raises `SplitRefused` while a span runs, and for a run that is not open; `SplitLost` if the cloud cannot be reached.
     """
     batch, content = _fetch(operator, run_id, whole_state=False)
     try:
@@ -83,32 +86,35 @@ def fetch_weights(operator: Operator, run_id: str) -> tuple[int, Weights]:
         raise SplitRefused(f"the cloud at {operator.address} sends {refused}") from None
 
 
-def fetch_state(operator: Operator, run_id: str) -> tuple[int, bytes]:
-    """Return how many batches the cloud's half was trained on, and what `Half.restore` needs; else as above."""
+def fetch_state(operator: CloudOperator, run_id: str) -> tuple[int, bytes]:
+    """Return the number of batches that the cloud's half was trained on, and the bytes for `Half.restore`.
+
+    Raises what `fetch_weights` raises.
+    """
     batch, content = _fetch(operator, run_id, whole_state=True)
     return batch, bytes(content)
 
 
-def close_session(operator: Operator, run_id: str, *, forget: bool = True) -> None:
-    """Close a run: its edges are refused from now on. `forget` removes its barriers too."""
-    with _calling(operator) as (channel, metadata):
+def close_session(operator: CloudOperator, run_id: str, *, forget: bool = True) -> None:
+    """Close a run: its edges are refused from now on. `forget` removes its checkpoints too."""
+    with _open_channel(operator) as (channel, metadata):
         channel.unary_unary(f"/{SERVICE}/Close")(
             wire.CloseRequest(run_id=run_id, forget=forget).SerializeToString(), timeout=operator.timeout_s,
             metadata=metadata)
 
 
-def session_status(operator: Operator, run_id: str = "") -> list[dict[str, Any]]:
-    """Return what `CloudSession.status` says of one run, or of all."""
-    with _calling(operator) as (channel, metadata):
+def session_status(operator: CloudOperator, run_id: str = "") -> list[dict[str, Any]]:
+    """Return `CloudSession.status` of one run, or of all."""
+    with _open_channel(operator) as (channel, metadata):
         reply = channel.unary_unary(f"/{SERVICE}/Status")(
             wire.StatusRequest(run_id=run_id).SerializeToString(), timeout=operator.timeout_s, metadata=metadata)
         sessions: list[dict[str, Any]] = json.loads(wire.StatusReply.FromString(reply).sessions)
         return sessions
 
 
-def _fetch(operator: Operator, run_id: str, *, whole_state: bool) -> tuple[int, memoryview]:
+def _fetch(operator: CloudOperator, run_id: str, *, whole_state: bool) -> tuple[int, memoryview]:
     content, expected, batch = bytearray(), 0, 0
-    with _calling(operator) as (channel, metadata):
+    with _open_channel(operator) as (channel, metadata):
         for message in channel.unary_stream(f"/{SERVICE}/Fetch")(
             wire.FetchRequest(run_id=run_id, whole_state=whole_state).SerializeToString(), timeout=operator.timeout_s,
             metadata=metadata,
@@ -122,7 +128,7 @@ def _fetch(operator: Operator, run_id: str, *, whole_state: bool) -> tuple[int, 
 
 
 @contextmanager
-def _calling(operator: Operator) -> Iterator[tuple[grpc.Channel, tuple[tuple[str, str], ...]]]:
+def _open_channel(operator: CloudOperator) -> Iterator[tuple[grpc.Channel, tuple[tuple[str, str], ...]]]:
     options = transport_options(operator.heartbeat_s, LARGEST_FRAME_BYTES)
     credentials = operator.tls.channel_credentials() if operator.tls is not None else None
     channel = grpc.secure_channel(operator.address, credentials, options) if credentials is not None else \

@@ -1,4 +1,4 @@
-"""A session: the cloud's half of one run, who trains with it, and where all of them go on."""
+"""A session: the cloud's half of one run, the edges that train with it, and the checkpoint they all continue from."""
 
 import json
 import secrets
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from socflower.edgecloud.halves import BackHalf, FrontHalf, Weights
 from socflower.edgecloud.runtime.back_loop import BackLoop
-from socflower.edgecloud.runtime.checkpoints import Barrier, BarrierStore, common_barrier
+from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, common_checkpoint
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
 from socflower.edgecloud.runtime.loop_report import LoopReport
@@ -21,7 +21,7 @@ from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, Limits
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import SocflowerError
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _LARGEST_BATCH = 1 << 40
 
 
@@ -53,8 +53,8 @@ SessionFactory: TypeAlias = Callable[[SessionTerms, Weights], CloudHalf]
 
 
 @dataclass(slots=True)
-class _Ticket:
-    """An edge that waits for its session to begin."""
+class _WaitingEdge:
+    """An edge whose stream waits for its span to begin."""
 
     hello: wire.Hello
     outcome: "Admitted | Exception | None" = None
@@ -62,45 +62,45 @@ class _Ticket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admitted:
-    """An edge's stream may go on with this."""
+    """What an edge's stream needs to continue."""
 
     channel: FrameChannel
-    attachment: int
+    stream_id: int
     welcome: wire.Welcome
 
 
 @dataclass(slots=True)
 class _Training:
-    """What all parties began together."""
+    """The span in progress, which all parties began together."""
 
-    lineage: str
-    incarnations: list[str]
+    epoch_id: str
+    connection_ids: list[str]
     channels: list[FrameChannel]
 
 
 class CloudSession:
-    """Serves the edges of one run; its half is driven by a thread of its own, span after span.
+    """Serves the edges of one run; a thread drives its half, span after span.
 
-    A span begins when all parties have joined: then the highest place at which everyone can stand is chosen, and who
-    stands elsewhere restores its barrier. Whoever joins while a span runs ends it for all, since it would only join
-    anew if it had lost its place; the others are told to start over and do so by themselves. A stream that merely broke
-    is resumed instead, and nobody notices.
+    A span begins when all parties have joined. The latest checkpoint that every side has is chosen, and sides in
+    another state restore it. An edge that joins while a span runs ends the span for all: it only joins if it has lost
+    its state. The others are told to start over and do so automatically. A stream that merely broke is resumed, without
+    any effect on the training.
     """
 
     def __init__(self, terms: SessionTerms, half: CloudHalf, *, folder: Path | None, limits: Limits,
                  patience_s: float, gather_s: float, log: Callable[[str], None]) -> None:
         self.terms = terms
-        self._work = half
+        self._cloud_half = half
         self._half: BackHalf | FrontHalf = half.half if isinstance(half, HostedFront) else half
-        # Of a front half; a span that begins where another ended goes on with its deployment.
+        # Of a front half; a span that begins where another ended continues with its deployment.
         self._split_plan = half.plan.split_plan if isinstance(half, HostedFront) else None
         self._limits, self._patience_s, self._gather_s, self._log = limits, patience_s, gather_s, log
-        self._store = BarrierStore(folder, f"{terms.run_id}, cloud")
-        self._half_lock = Lock()  # around what changes the half or where it stands
-        self._stands_at: int | None = 0
-        self._is_new = True  # no span has begun, here
+        self._store = CheckpointStore(folder, f"{terms.run_id}, cloud")
+        self._half_lock = Lock()  # guards the half and `_state_batch`
+        self._state_batch: int | None = 0  # the batch that the half is ready for; None between two checkpoints
+        self._is_new = True  # no span has begun in this process
         self._changed = Condition()
-        self._waiting: dict[int, _Ticket] = {}
+        self._waiting: dict[int, _WaitingEdge] = {}
         self._training: _Training | None = None
         self._report = LoopReport(first_batch=0, num_batches=0)
         self._error = ""
@@ -111,14 +111,14 @@ class CloudSession:
     # ------------------------------------------------------------------------------------------------- for the edges
 
     def admit(self, hello: wire.Hello, is_alive: Callable[[], bool]) -> Admitted:
-        """Return what an edge's stream goes on with, when all parties are there.
+        """Wait until all parties have joined, and return the edge's channel and welcome.
 
-        Raises `SplitRefused` for one that does not belong here, and `StartOver` where there is nothing to resume.
+        Raises `SplitRefused` for an edge that does not fit this run, and `StartOver` where there is nothing to resume.
         """
         self._check(hello)
         if hello.lineage:
             return self._resume(hello)
-        ticket = _Ticket(hello)
+        edge = _WaitingEdge(hello)
         with self._changed:
             self._require_open()
             for party, other in self._waiting.items():
@@ -129,15 +129,15 @@ class CloudSession:
             former = self._waiting.get(hello.party)
             if former is not None:
                 former.outcome = SplitRefused(self._replaced(hello.party))
-            self._waiting[hello.party] = ticket
+            self._waiting[hello.party] = edge
             self._end_training(hello)
             self._changed.notify_all()
             deadline_s = time.monotonic() + self._gather_s
-            while ticket.outcome is None and is_alive() and time.monotonic() < deadline_s:
-                self._changed.wait(_LOOK_S)
-            if self._waiting.get(hello.party) is ticket:
+            while edge.outcome is None and is_alive() and time.monotonic() < deadline_s:
+                self._changed.wait(_POLL_S)
+            if self._waiting.get(hello.party) is edge:
                 del self._waiting[hello.party]
-            outcome = ticket.outcome
+            outcome = edge.outcome
         if isinstance(outcome, Admitted):
             return outcome
         raise outcome or SplitRefused(f"run {self.terms.run_id}: not all of its {self.terms.num_parties} parties have "
@@ -166,28 +166,28 @@ class CloudSession:
         with self._changed:
             self._require_open()
             training = self._training
-            if training is None or training.lineage != hello.lineage:
+            if training is None or training.epoch_id != hello.lineage:
                 raise StartOver
-            if training.incarnations[hello.party] != hello.incarnation:
+            if training.connection_ids[hello.party] != hello.incarnation:
                 raise SplitRefused(self._replaced(hello.party))
             channel = training.channels[hello.party]
         if channel.failure is not None:
             raise channel.failure
         try:
-            attachment = channel.attach(received=hello.received, used=hello.used, credit_bytes=hello.credit_bytes)
+            stream_id = channel.attach(received=hello.received, used=hello.used, credit_bytes=hello.credit_bytes)
         except FrameRefused as refused:
             raise SplitRefused(f"run {self.terms.run_id}: party {hello.party} opens {refused}") from None
-        received, used = channel.standing()
-        return Admitted(channel=channel, attachment=attachment, welcome=wire.Welcome(
-            lineage=training.lineage, received=received, used=used, credit_bytes=self._limits.credit_bytes,
+        received, used = channel.received_and_used()
+        return Admitted(channel=channel, stream_id=stream_id, welcome=wire.Welcome(
+            lineage=training.epoch_id, received=received, used=used, credit_bytes=self._limits.credit_bytes,
             cut=self._half.cut))
 
     def _end_training(self, newcomer: wire.Hello) -> None:
-        """Make all who train start over, but an edge whose place is taken, which must not come back for it."""
+        """Make all training edges start over, except an edge that was replaced, which must not reconnect."""
         if self._training is None:
             return
         for party, channel in enumerate(self._training.channels):
-            replaced = party == newcomer.party and self._training.incarnations[party] != newcomer.incarnation
+            replaced = party == newcomer.party and self._training.connection_ids[party] != newcomer.incarnation
             channel.fail(SplitRefused(self._replaced(party)) if replaced else StartOver())
 
     def _replaced(self, party: int) -> str:
@@ -203,39 +203,39 @@ class CloudSession:
     def weights(self) -> tuple[int, Weights]:
         """Return how many batches the half was trained on, and its weights; `SplitRefused` while a span runs."""
         with self._half_lock:
-            self._wake_up()
-            return self._standing(), {name: array.copy() for name, array in self._half.weights().items()}
+            self._restore_newest()
+            return self._require_state_batch(), {name: array.copy() for name, array in self._half.weights().items()}
 
     def state(self) -> tuple[int, bytes]:
         """Return how many batches the half was trained on, and what `Half.restore` needs; else as `weights`."""
         with self._half_lock:
-            self._wake_up()
-            return self._standing(), self._half.save()
+            self._restore_newest()
+            return self._require_state_batch(), self._half.save()
 
-    def _wake_up(self) -> None:
-        """Stand at the newest barrier, if the service was started anew since that was saved and no edge has come."""
-        saved = self._store.barriers() if self._is_new else ()
+    def _restore_newest(self) -> None:
+        """Restore the newest checkpoint, if the service was restarted and no edge has joined since."""
+        saved = self._store.checkpoints() if self._is_new else ()
         self._is_new = False
         if saved:
             newest = self._store.load(saved[-1])
             self._half.restore(newest.half)
-            self._stands_at, self._split_plan = saved[-1].batch, newest.split_plan or self._split_plan
+            self._state_batch, self._split_plan = saved[-1].batch, newest.split_plan or self._split_plan
 
-    def _standing(self) -> int:
-        if self._stands_at is None:
-            raise SplitRefused(f"run {self.terms.run_id}: is between two barriers; ask when its span is over"
+    def _require_state_batch(self) -> int:
+        if self._state_batch is None:
+            raise SplitRefused(f"run {self.terms.run_id}: is between two checkpoints; ask when its span is over"
                                + (f" (it has failed: {self._error})" if self._error else ""))
-        return self._stands_at
+        return self._state_batch
 
     def status(self) -> dict[str, Any]:
-        """Return what there is to know, as a JSON object."""
+        """Return the session's state as a JSON object."""
         with self._changed:
             training, report = self._training, self._report
             channels = training.channels if training else []
             return {
                 "run_id": self.terms.run_id, "num_parties": self.terms.num_parties, "reverse": self.terms.reverse,
-                "stands_at": self._stands_at, "error": self._error, "waiting": sorted(self._waiting),
-                "barriers": [barrier.batch for barrier in self._store.barriers()],
+                "stands_at": self._state_batch, "error": self._error, "waiting": sorted(self._waiting),
+                "barriers": [checkpoint.batch for checkpoint in self._store.checkpoints()],
                 "num_batches_done": len(report.losses), "last_batch": max(report.losses.copy(), default=None),
                 "compute_s": report.compute_s, "wait_s": report.wait_s,
                 "sent_bytes": sum(channel.traffic.sent_bytes for channel in channels),
@@ -246,11 +246,11 @@ class CloudSession:
             }
 
     def close(self, why: Exception, timeout_s: float = 10.0) -> None:
-        """End it: edges get `why`. Returns when its thread has ended, or still computes after `timeout_s`."""
+        """End the session: edges get `why`. Returns when the thread has ended, or after `timeout_s`."""
         with self._changed:
             self._closed = self._closed or why
-            for ticket in self._waiting.values():
-                ticket.outcome = why
+            for edge in self._waiting.values():
+                edge.outcome = why
             for channel in self._training.channels if self._training else []:
                 channel.fail(why)
             self._changed.notify_all()
@@ -264,10 +264,10 @@ class CloudSession:
                 self._changed.wait_for(lambda: self._closed or len(self._waiting) == self.terms.num_parties)
                 if self._closed:
                     return
-                tickets = [self._waiting.pop(party) for party in range(self.terms.num_parties)]
+                edges = [self._waiting.pop(party) for party in range(self.terms.num_parties)]
                 self._error = ""
             try:
-                self._train(tickets)
+                self._train(edges)
             except StartOver:
                 pass
             except Exception as error:
@@ -277,97 +277,97 @@ class CloudSession:
                 failure = error if isinstance(error, SplitRefused) else SplitRefused(f"run {self.terms.run_id}: {text}")
                 with self._changed:
                     self._error = text
-                    for ticket in tickets:
-                        ticket.outcome = ticket.outcome or failure
+                    for edge in edges:
+                        edge.outcome = edge.outcome or failure
                     for channel in self._training.channels if self._training else []:
                         channel.fail(failure)
                     self._changed.notify_all()
                     begun = self._training is not None
-                # What is refused before anything began is said where the streams are refused.
+                # A refusal before a span has begun is logged with the stream that is refused.
                 if begun and self._closed is None:
                     self._log(f"split cloud: a span of run {self.terms.run_id} ended: {text}")
 
-    def _train(self, tickets: list[_Ticket]) -> None:
-        terms, hellos = self.terms, [ticket.hello for ticket in tickets]
+    def _train(self, edges: list[_WaitingEdge]) -> None:
+        terms, hellos = self.terms, [edge.hello for edge in edges]
         with self._changed:
             self._training = None
         with self._half_lock:
             self._is_new = False
         first, num_batches = hellos[0].first_batch, hellos[0].num_batches
         stop = first + num_batches
-        offers = [[Barrier(batch=barrier.batch, lineage=barrier.lineage) for barrier in hello.barriers]
+        offers = [[Checkpoint(batch=offer.batch, epoch_id=offer.lineage) for offer in hello.barriers]
                   for hello in hellos]
-        ours = list(self._store.barriers())
-        if self._stands_at is not None:
-            ours.append(Barrier(batch=self._stands_at))
-        place = common_barrier([ours, *offers], stop)
+        ours = list(self._store.checkpoints())
+        if self._state_batch is not None:
+            ours.append(Checkpoint(batch=self._state_batch))
+        place = common_checkpoint([ours, *offers], stop)
         if place is None:
             raise SplitRefused(
-                f"run {terms.run_id}: edge and cloud have no barrier in common up to batch {stop} "
+                f"run {terms.run_id}: edge and cloud have no checkpoint in common up to batch {stop} "
                 f"(cloud: {_batches(ours)}"
                 + "".join(f"; party {party}: {_batches(offer)}" for party, offer in enumerate(offers))
-                + "); give both a folder for barriers, or open the run anew with the weights of its last round")
-        restore_codec = all(Barrier(batch=place.batch) not in offer for offer in [ours, *offers])
+                + "); give both a folder for checkpoints, or open the run anew with the weights of its last round")
+        restore_codec = all(Checkpoint(batch=place.batch) not in offer for offer in [ours, *offers])
         codec = b""
-        if Barrier(batch=place.batch) not in ours:
+        if Checkpoint(batch=place.batch) not in ours:
             saved = self._store.load(place)
             with self._half_lock:
-                self._stands_at = None
+                self._state_batch = None
                 self._half.restore(saved.half)
-                self._stands_at = place.batch
+                self._state_batch = place.batch
             codec, self._split_plan = saved.codec if restore_codec else b"", saved.split_plan
         training = _Training(
-            lineage=secrets.token_hex(8), incarnations=[hello.incarnation for hello in hellos],
+            epoch_id=secrets.token_hex(8), connection_ids=[hello.incarnation for hello in hellos],
             channels=[FrameChannel(f"party {party}" if terms.num_parties > 1 else "the edge", limits=self._limits,
                                    patience_s=self._patience_s) for party in range(terms.num_parties)])
         report = LoopReport(first_batch=place.batch, num_batches=stop - place.batch)
         with self._changed:
             self._training, self._report = training, report
-            for ticket, channel in zip(tickets, training.channels, strict=True):
-                attachment = channel.attach(received=0, used=0, credit_bytes=max(1, ticket.hello.credit_bytes))
-                ticket.outcome = Admitted(channel=channel, attachment=attachment, welcome=wire.Welcome(
-                    lineage=training.lineage, start=wire.Barrier(batch=place.batch, lineage=place.lineage),
+            for edge, channel in zip(edges, training.channels, strict=True):
+                stream_id = channel.attach(received=0, used=0, credit_bytes=max(1, edge.hello.credit_bytes))
+                edge.outcome = Admitted(channel=channel, stream_id=stream_id, welcome=wire.Welcome(
+                    lineage=training.epoch_id, start=wire.Barrier(batch=place.batch, lineage=place.epoch_id),
                     restore_codec=restore_codec, credit_bytes=self._limits.credit_bytes, cut=self._half.cut))
             if self._closed is not None or self._waiting:
-                # Somebody has come since: what begins now would be over at once.
+                # Another edge has joined in the meantime, so this span would end at once.
                 for channel in training.channels:
                     channel.fail(self._closed or StartOver())
             self._changed.notify_all()
         self._drive(training, place.batch, stop, codec, report)
 
     def _drive(self, training: _Training, first: int, stop: int, codec: bytes, report: LoopReport) -> None:
-        if isinstance(self._work, HostedFront):
-            plan = self._work.plan
+        if isinstance(self._cloud_half, HostedFront):
+            plan = self._cloud_half.plan
             assert self._split_plan is not None
             sender = FeatureSender(grouping=plan.grouping, feedback=plan.feedback, delta_bytes=plan.delta_bytes)
             sender.restore(codec)
-            FrontLoop(self._work.half, training.channels[0], plan, report=report, store=self._store,
-                      lineage=training.lineage, split_plan=self._split_plan, sender=sender,
-                      on_barrier=self._stand_at, on_step=self._leave).run(first, stop)
+            FrontLoop(self._cloud_half.half, training.channels[0], plan, report=report, store=self._store,
+                      epoch_id=training.epoch_id, split_plan=self._split_plan, sender=sender,
+                      on_checkpoint=self._on_checkpoint, on_step=self._on_step).run(first, stop)
             self._split_plan = report.split_plan
             return
         receivers = [FeatureReceiver(channel.peer) for channel in training.channels]
         if codec:
             FeatureReceiver.restore_all(receivers, codec)
-        BackLoop(self._work, training.channels, joined=self.terms.joined, report=report, store=self._store,
-                 lineage=training.lineage, receivers=receivers, on_barrier=self._stand_at,
-                 on_step=self._leave).run(first)
+        BackLoop(self._cloud_half, training.channels, joined=self.terms.joined, report=report, store=self._store,
+                 epoch_id=training.epoch_id, receivers=receivers, on_checkpoint=self._on_checkpoint,
+                 on_step=self._on_step).run(first)
 
-    def _stand_at(self, batch: int) -> None:
+    def _on_checkpoint(self, batch: int) -> None:
         with self._half_lock:
-            self._stands_at = batch
+            self._state_batch = batch
 
-    def _leave(self) -> None:
+    def _on_step(self) -> None:
         with self._half_lock:
-            self._stands_at = None
+            self._state_batch = None
 
 
 def _span(hello: wire.Hello) -> str:
     return f"{hello.first_batch} to {hello.first_batch + hello.num_batches - 1}"
 
 
-def _batches(barriers: list[Barrier]) -> str:
-    return ", ".join(str(batch) for batch in sorted({barrier.batch for barrier in barriers})) or "none"
+def _batches(checkpoints: list[Checkpoint]) -> str:
+    return ", ".join(str(batch) for batch in sorted({checkpoint.batch for checkpoint in checkpoints})) or "none"
 
 
 def terms_to_document(terms: SessionTerms) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The sessions that a cloud hosts, in memory and in a folder: opened, found, ended, and there again after a restart."""
+"""The sessions that a cloud hosts, in memory and in a folder, from which they are restored after a restart."""
 
 import json
 import re
@@ -26,12 +26,11 @@ _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _SESSION_FILE = "session.sealed"
 
 
-class SessionShelf:
-    """Holds sessions by run; each has a folder of its own below `folder`, if one is given.
+class SessionStore:
+    """Stores sessions by run; each has its own folder below `folder`, if one is given.
 
-    What was opened is written there before it is served, with a digest of its token instead of the token, so that a
-    service that is started anew has the sessions of the one before. Raises `ConfigError` for a folder that cannot be
-    used.
+    A session is written there before it is served, with a digest of its token instead of the token, so that a restarted
+    service has the sessions of the one before. Raises `ConfigError` for a folder that cannot be used.
     """
 
     def __init__(self, factory: SessionFactory, *, folder: Path | None, limits: Limits, patience_s: float,
@@ -49,7 +48,7 @@ class SessionShelf:
             raise
 
     def all(self) -> list[CloudSession]:
-        """Return what there is."""
+        """Return all open sessions."""
         with self._lock:
             return list(self._sessions.values())
 
@@ -66,8 +65,9 @@ class SessionShelf:
         return session
 
     def open(self, opening: wire.Opening, packed: memoryview) -> None:
-        """Open a run with packed weights. Raises `SplitRefused` for one that is open already, unless it is replaced,
-        and what the factory raises.
+        """Open a run with packed weights.
+
+        Raises `SplitRefused` for a run that is open already, unless it is replaced, and whatever the factory raises.
         """
         terms = self.check(opening)
         with self._opening:
@@ -92,7 +92,7 @@ class SessionShelf:
                 self._sessions[terms.run_id] = session
 
     def end(self, run_id: str, *, forget: bool) -> None:
-        """End a run: its edges are refused from now on; `forget` removes its barriers too."""
+        """End a run: its edges are refused from now on; `forget` removes its checkpoints too."""
         session = self.get(run_id)
         with self._lock:
             self._sessions.pop(run_id, None)
@@ -104,7 +104,7 @@ class SessionShelf:
             (folder / _SESSION_FILE).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let go of all sessions; their files stay, and their edges try to come back."""
+        """Close all sessions; their files stay, and their edges try to reconnect."""
         for session in self.all():
             session.close(StartOver())
         self._unlock()
@@ -114,7 +114,7 @@ class SessionShelf:
             self._folder_lock.release()
 
     def check(self, opening: wire.Opening) -> SessionTerms:
-        """Return the terms of an opening; `SplitRefused` for what cannot be."""
+        """Return the terms of an opening; `SplitRefused` for invalid ones."""
         if opening.version != PROTOCOL_VERSION:
             raise SplitRefused(f"the cloud speaks version {PROTOCOL_VERSION} of the split protocol, the manager "
                                f"{opening.version}; install the same socflower on both")
@@ -154,8 +154,8 @@ class SessionShelf:
                 terms = terms_from_document(document)
                 self._sessions[terms.run_id] = self._session(terms, packed)
             except (DamagedFile, SocflowerError, FrameRefused, KeyError, TypeError, ValueError) as error:
-                self._log(f"split cloud: the run in {path.parent} is left out, its files do not serve ({error}); open "
-                          "it anew")
+                self._log(f"split cloud: the run in {path.parent} is left out, its files cannot be used ({error}); "
+                          "open it anew")
 
     def _session(self, terms: SessionTerms, packed: memoryview) -> CloudSession:
         half = self._factory(terms, unpack_weights(packed) if packed.nbytes else {})

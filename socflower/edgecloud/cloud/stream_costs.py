@@ -1,9 +1,9 @@
-"""What the messages of a batch take of this device's processor, from sending some over a stream of its own.
+"""The processor time that the messages of a batch cost on this device, measured over a local stream.
 
-Both ends are here, and do the same: features go, a gradient of the same size comes. So half of the process's processor
-time is what an edge spends, serialising, copying and system calls included. Two sizes tell what a byte costs, and what
-a batch costs however small it is. In between, more memory is gone over than a cache holds, as a training does; that
-itself does not count.
+Both ends run in this process and do the same work: features are sent, and a gradient of the same size comes back. So
+an edge spends half of the process's processor time, serialising, copying and system calls included. Measurements at two
+sizes separate the cost per byte from the fixed cost per batch. Between batches more memory is touched than a cache
+holds, as in training; the time for that is subtracted.
 """
 
 import itertools
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from socflower.edgecloud.cloud.cloud_service import CloudService
-from socflower.edgecloud.cloud.operator_calls import Operator, open_session
+from socflower.edgecloud.cloud.operator_calls import CloudOperator, open_session
 from socflower.edgecloud.halves import Array, Weights
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
@@ -34,21 +34,21 @@ _TRAINING_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamCosts:
-    """The edge's part in getting a batch's features across and its gradient back, besides what the link takes."""
+    """The edge's processor time for sending a batch's features and receiving its gradient."""
 
     s_per_byte: float  # sent or received
     s_per_batch: float
 
     def added_to(self, costs: SplitCosts) -> SplitCosts:
-        """Return a model's costs with these among them."""
+        """Return a model's costs with these included."""
         return replace(costs, edge_s_per_byte=self.s_per_byte, edge_s_per_batch=self.s_per_batch)
 
 
 def measure_stream(*, num_batches: int = 20, slowdown: float | None = None) -> StreamCosts:
-    """Return what a stream costs this device; at 32 bits, since other widths have their codec's cost besides.
+    """Return what a stream costs on this device; at 32 bits, since other widths add the cost of the codec.
 
-    Processor seconds become seconds by `slowdown`: how much longer work takes than it is processed, because of a quota
-    or of others that use the processor; measured where it is not given.
+    Processor seconds are converted to seconds by `slowdown`: the ratio of wall-clock to processor time under a quota
+    or other load; it is measured where it is not given.
     """
     if num_batches < 1:
         raise ConfigError(f"stream costs: num_batches = {num_batches} must be 1 or more")
@@ -60,9 +60,9 @@ def measure_stream(*, num_batches: int = 20, slowdown: float | None = None) -> S
 
 
 def measure_slowdown(work: Callable[[], object] | None = None, *, at_least_s: float = 0.5) -> float:
-    """Return the seconds that pass while this process works for one second, at least 1.
+    """Return the wall-clock seconds per processor second of this process, at least 1.
 
-    `work` is repeated until `at_least_s` have passed; it must leave no thread behind that works on.
+    `work` is repeated until `at_least_s` have passed; it must not leave threads running.
     """
     values = np.zeros(1 << 16, np.float32)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
@@ -75,7 +75,7 @@ def measure_slowdown(work: Callable[[], object] | None = None, *, at_least_s: fl
 
 
 def _edge_cpu_s(elements: int, num_batches: int) -> float:
-    """Return the processor seconds of one end for a batch with so many features."""
+    """Return the processor seconds of one end for a batch of this many feature elements."""
     token, edge_token, run = new_token(), new_token(), "stream-costs"
     told_s: list[float] = []
     front, back = _Echo(elements), _Echo(elements)
@@ -85,7 +85,7 @@ def _edge_cpu_s(elements: int, num_batches: int) -> float:
         told_s.append(time.process_time() - front.training_s - back.training_s)
 
     try:
-        open_session(Operator(address=service.address, token=token), run_id=run, edge_token=edge_token,
+        open_session(CloudOperator(address=service.address, token=token), run_id=run, edge_token=edge_token,
                      fingerprint=_FINGERPRINT)
         connection = EdgeConnection(service.address, run_id=run, token=edge_token, fingerprint=_FINGERPRINT)
         plan = FrontPlan(split_plan=SplitPlan(cut=0), progress=note)
@@ -98,7 +98,7 @@ def _edge_cpu_s(elements: int, num_batches: int) -> float:
 
 
 class _Echo:
-    """Either half of a model that computes nothing of use."""
+    """A front or back half without a model: it returns arrays of zeros."""
 
     def __init__(self, elements: int) -> None:
         self._features = np.zeros((1, elements), np.float32)
@@ -116,7 +116,7 @@ class _Echo:
 
     def forward(self, batch: int, *, keep_graph: bool = False) -> Array:
         self._train()
-        return self._features.copy()  # as a half gives features of its own
+        return self._features.copy()  # a real half also returns new memory
 
     def labels(self, batch: int) -> NDArray[Any]:
         return np.zeros(1, np.int64)
@@ -125,7 +125,7 @@ class _Echo:
         return np.array([batch], np.int64)
 
     def apply(self, batch: int, gradient: Array | None) -> None:
-        """Let go of the gradient."""
+        """Discard the gradient."""
         self._train()
 
     def step(self, batch: int, features: Sequence[Array], labels: NDArray[Any]) -> tuple[list[Array | None], float]:
@@ -139,10 +139,10 @@ class _Echo:
         return b""
 
     def restore(self, saved: bytes) -> None:
-        """Stand where it stood: there is nothing to it."""
+        """Do nothing: there is no state."""
 
-    def give(self, cut: int) -> Mapping[str, NDArray[Any]]:
+    def export_layers(self, cut: int) -> Mapping[str, NDArray[Any]]:
         raise ConfigError("stream costs: the cut does not move")
 
-    def take(self, cut: int, weights: Weights) -> None:
+    def import_layers(self, cut: int, weights: Weights) -> None:
         raise ConfigError("stream costs: the cut does not move")

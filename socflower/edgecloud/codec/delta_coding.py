@@ -99,7 +99,7 @@ class DeltaEnd:
     def reset(self) -> None:
         """Hold nothing any more, as when the cut moves: other layers make other features. To be called at both ends."""
         self._held.clear()
-        self._advance(b"reset")
+        self._update_digest(b"reset")
 
     def save(self) -> bytes:
         """Return what `restore` needs: what is held, in order, and the digest."""
@@ -126,17 +126,17 @@ class DeltaEnd:
     def _settings(self) -> list[Any]:
         return [self._max_bytes, self._first_bits, self._type.name, self._grouping]
 
-    def _held_of(self, samples: Sequence[int], shape: tuple[int, ...], plain: bool) -> NDArray[np.bool_]:
+    def _is_held(self, samples: Sequence[int], shape: tuple[int, ...], plain: bool) -> NDArray[np.bool_]:
         """Return which samples of a batch are held in the shape of this one; none if all are sent as they are."""
         usable = shape == self._shape and not plain
         return np.array([usable and sample in self._held for sample in samples], bool)
 
-    def _last_of(self, samples: Sequence[int], known: NDArray[np.bool_]) -> Array:
+    def _held_features(self, samples: Sequence[int], known: NDArray[np.bool_]) -> Array:
         """Return the held features (known samples, ...)."""
         return np.stack([self._held[sample] for sample, is_held in zip(samples, known, strict=True) if is_held]).astype(
             np.float32)
 
-    def _take_in(self, samples: Sequence[int], features: Array, message: DeltaMessage) -> None:
+    def _store_features(self, samples: Sequence[int], features: Array, message: DeltaMessage) -> None:
         """Hold decoded features of a batch; of a sample that occurs twice the later ones."""
         if features.shape[1:] != self._shape:
             self._held.clear()
@@ -150,9 +150,9 @@ class DeltaEnd:
         num_kept = self._max_bytes // sample_bytes if sample_bytes else 0
         for sample in list(self._held)[:max(0, len(self._held) - num_kept)]:
             del self._held[sample]
-        self._advance(np.array(samples, "<i8").tobytes(), *_contents(message.first), *_contents(message.change))
+        self._update_digest(np.array(samples, "<i8").tobytes(), *_contents(message.first), *_contents(message.change))
 
-    def _advance(self, *contents: bytes | memoryview) -> None:
+    def _update_digest(self, *contents: bytes | memoryview) -> None:
         digest = hashlib.blake2b(self._digest, digest_size=_DIGEST_BYTES)
         for content in contents:
             digest.update(content)
@@ -171,20 +171,20 @@ class DeltaSender(DeltaEnd):
         nothing has changed.
         """
         samples = _checked(sample_ids, features.shape)
-        known = self._held_of(samples, features.shape[1:], bits == 32)
+        known = self._is_held(samples, features.shape[1:], bits == 32)
         first = change = None
         decoded = np.empty(features.shape, np.float32)
         if not known.all() or not known.size:
             first = encode(features[~known], max(bits, self._first_bits), grouping=self._grouping)
             decoded[~known] = decode(first)
         if known.any():
-            last = self._last_of(samples, known)
+            last = self._held_features(samples, known)
             with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by `encode`
                 changes = features[known] - last
             change = encode(changes, bits, grouping=self._grouping, what="changes of features")
             decoded[known] = last + decode(change)
         message = DeltaMessage(count=self._count, digest=self._digest, first=first, change=change)
-        self._take_in(samples, decoded, message)
+        self._store_features(samples, decoded, message)
         return message, decoded
 
 
@@ -207,15 +207,15 @@ class DeltaReceiver(DeltaEnd):
             raise ConfigError("delta coding: a message without features; it has first ones, changes, or both")
         shape = part.shape[1:]
         samples = _checked(sample_ids, (len(sample_ids), *shape))
-        known = self._held_of(samples, shape, first is not None and first.bits == 32 and change is None)
+        known = self._is_held(samples, shape, first is not None and first.bits == 32 and change is None)
         _check_part("first", first, (int((~known).sum()), *shape))
         _check_part("changed", change, (int(known.sum()), *shape))
         decoded = np.empty((len(samples), *shape), np.float32)
         if first is not None:
             decoded[~known] = decode(first)
         if change is not None:
-            decoded[known] = self._last_of(samples, known) + decode(change)
-        self._take_in(samples, decoded, message)
+            decoded[known] = self._held_features(samples, known) + decode(change)
+        self._store_features(samples, decoded, message)
         return decoded
 
 

@@ -1,4 +1,4 @@
-"""What a link carries over time: piecewise constant rates per direction, and exact answers about transfers."""
+"""A link's bandwidth over time: piecewise constant rates per direction, and exact durations of transfers."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -14,7 +14,7 @@ Direction: TypeAlias = Literal["up", "down"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkRates:
-    """What a link carries at one moment, per direction."""
+    """The rates of a link at one moment, per direction."""
 
     up_bytes_per_s: float
     down_bytes_per_s: float
@@ -30,7 +30,7 @@ class LinkRates:
 class Steps:
     """A rate that changes at given times: `bytes_per_s[i]` holds from `times_s[i]` on; 0 is a lost link.
 
-    At `end_s` all begins again, as in Mahimahi; without an end the last rate holds for good.
+    At `end_s` the steps repeat from the start, as in Mahimahi; without an end the last rate holds for good.
     """
 
     times_s: tuple[float, ...]  # rise from 0
@@ -41,14 +41,14 @@ class Steps:
     def __post_init__(self) -> None:
         times_s = self.times_s
         if not times_s or len(times_s) != len(self.bytes_per_s) or times_s[0] != 0.0:
-            raise ConfigError("trace: needs as many rates as times, the first at 0 s; got "
+            raise ConfigError("bandwidth profile: needs as many rates as times, the first at 0 s; got "
                               f"{len(self.bytes_per_s)} rates and times {list(times_s[:3])}...")
         for before_s, after_s in pairwise((*times_s, self.end_s)):
             if not before_s < after_s:
-                raise ConfigError(f"trace: times must rise, but {after_s} s follows {before_s} s")
+                raise ConfigError(f"bandwidth profile: times must rise, but {after_s} s follows {before_s} s")
         for time_s, rate in zip(times_s, self.bytes_per_s, strict=True):
             if not 0 <= rate < math.inf:
-                raise ConfigError(f"trace: {rate} bytes/s at {time_s} s must be 0 or more and finite")
+                raise ConfigError(f"bandwidth profile: {rate} bytes/s at {time_s} s must be 0 or more and finite")
         passed = [0.0]
         for index, (before_s, after_s) in enumerate(pairwise((*times_s, self.end_s))):
             rate = self.bytes_per_s[index]
@@ -57,11 +57,11 @@ class Steps:
 
     def rate(self, time_s: float) -> float:
         """Return the rate at a time, bytes per second."""
-        return self.bytes_per_s[bisect_right(self.times_s, self._split(time_s)[1]) - 1]
+        return self.bytes_per_s[bisect_right(self.times_s, self._locate(time_s)[1]) - 1]
 
     def total_bytes(self, time_s: float) -> float:
-        """Return what a link that is always busy has carried since time 0."""
-        rounds, within_s = self._split(time_s)
+        """Return how many bytes a link that is always busy has carried since time 0."""
+        rounds, within_s = self._locate(time_s)
         index = bisect_right(self.times_s, within_s) - 1
         total = self._passed_bytes[index] + self.bytes_per_s[index] * (within_s - self.times_s[index])
         return total + rounds * self._passed_bytes[-1] if rounds else total
@@ -70,7 +70,7 @@ class Steps:
         """Return when the last of `num_bytes` has left, if the first may leave at `start_s`; infinity for never."""
         if num_bytes <= 0 or math.isinf(start_s):
             return start_s
-        rounds, within_s = self._split(start_s)
+        rounds, within_s = self._locate(start_s)
         index = bisect_right(self.times_s, within_s) - 1
         rate = self.bytes_per_s[index]
         next_s = self.times_s[index + 1] if index + 1 < len(self.times_s) else self.end_s
@@ -80,12 +80,12 @@ class Steps:
         per_round = self._passed_bytes[-1]
         if math.isfinite(self.end_s) and target > per_round:
             more_rounds = target / per_round if per_round else math.inf
-            if math.isinf(more_rounds):  # nothing passes, or so little that the time is no number
+            if math.isinf(more_rounds):  # nothing passes, or so little that the time overflows
                 return math.inf
             more = math.ceil(more_rounds) - 1
             rounds += more
             target -= more * per_round
-        # The first time by which so much has passed: the end of no step before it reaches the target.
+        # The first step at whose end that many bytes have passed.
         index = bisect_left(self._passed_bytes, target) - 1
         if index < 0:  # rounding: exactly at the end of a round
             return max(start_s, rounds * self.end_s)
@@ -94,8 +94,8 @@ class Steps:
         when_s = self.times_s[index] + (target - self._passed_bytes[index]) / self.bytes_per_s[index]
         return max(start_s, when_s + rounds * self.end_s if rounds else when_s)
 
-    def _split(self, time_s: float) -> tuple[int, float]:
-        """Return how often all has begun again, and the time since."""
+    def _locate(self, time_s: float) -> tuple[int, float]:
+        """Return how many times the steps have repeated, and the time within the current round."""
         if time_s < self.end_s:
             return 0, max(time_s, 0.0)
         rounds = math.floor(time_s / self.end_s)
@@ -106,8 +106,11 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkTrace:
-    """A link between an edge and a cloud over time. Latency occupies nobody: it only makes all arrive later."""
+class BandwidthProfile:
+    """The bandwidth of a link between an edge and a cloud over time.
+
+    Latency does not occupy the link: it only delays every arrival.
+    """
 
     up: Steps
     down: Steps
@@ -115,7 +118,7 @@ class LinkTrace:
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s < math.inf:
-            raise ConfigError(f"trace: latency_s = {self.latency_s} must be 0 or more and finite")
+            raise ConfigError(f"bandwidth profile: latency_s = {self.latency_s} must be 0 or more and finite")
 
     def steps(self, direction: Direction) -> Steps:
         """Return one direction."""
@@ -131,22 +134,22 @@ class LinkTrace:
                          latency_s=self.latency_s)
 
     def passed_s(self, direction: Direction, start_s: float, num_bytes: float) -> float:
-        """Return until when a transfer that begins at `start_s` occupies the link; infinity if it never ends."""
+        """Return the time until which a transfer that begins at `start_s` occupies the link; infinity for never."""
         return self.steps(direction).passed_s(start_s, num_bytes)
 
     def arrival_s(self, direction: Direction, start_s: float, num_bytes: float) -> float:
-        """Return when the last byte of a transfer is there: `passed_s` and the latency."""
+        """Return when the last byte of a transfer arrives: `passed_s` and the latency."""
         return self.steps(direction).passed_s(start_s, num_bytes) + self.latency_s
 
     def bytes_between(self, direction: Direction, begin_s: float, end_s: float) -> float:
-        """Return what the link can carry in a span, the integral of its rate."""
+        """Return how many bytes the link can carry in a span: the integral of its rate."""
         steps = self.steps(direction)
         return max(0.0, steps.total_bytes(end_s) - steps.total_bytes(begin_s))
 
     def mean(self, direction: Direction, begin_s: float = 0.0, end_s: float | None = None) -> float:
-        """Return the mean rate in a span, bytes per second; without an end to that of the trace.
+        """Return the mean rate in a span, bytes per second; by default up to the end of the profile.
 
-        Of a trace that has no end that is the rate it ends with.
+        A profile without an end returns its last rate.
         """
         steps = self.steps(direction)
         until_s = steps.end_s if end_s is None else end_s
@@ -162,27 +165,27 @@ class LinkTrace:
                          down_bytes_per_s=self.mean("down", begin_s, end_s), latency_s=self.latency_s)
 
 
-def constant(up_bytes_per_s: float, down_bytes_per_s: float, latency_s: float = 0.0) -> LinkTrace:
-    """Return a link that never changes."""
-    return LinkTrace(Steps((0.0,), (up_bytes_per_s,)), Steps((0.0,), (down_bytes_per_s,)), latency_s)
+def constant(up_bytes_per_s: float, down_bytes_per_s: float, latency_s: float = 0.0) -> BandwidthProfile:
+    """Return a profile whose rates never change."""
+    return BandwidthProfile(Steps((0.0,), (up_bytes_per_s,)), Steps((0.0,), (down_bytes_per_s,)), latency_s)
 
 
 def segments(
     parts: Sequence[tuple[float, float, float]], *, latency_s: float = 0.0, repeats: bool = False,
-) -> LinkTrace:
-    """Return a link made of (seconds, bytes/s up, bytes/s down), one after another.
+) -> BandwidthProfile:
+    """Return a profile made of (seconds, bytes/s up, bytes/s down), one after another.
 
     Without `repeats` the last part holds for good. Raises `ConfigError` for no parts, and for seconds that are not
     positive.
     """
     if not parts:
-        raise ConfigError("trace: no segments; give (seconds, bytes/s up, bytes/s down)")
+        raise ConfigError("bandwidth profile: no segments; give (seconds, bytes/s up, bytes/s down)")
     times_s = [0.0]
     for duration_s, _, _ in parts:
         if not 0 < duration_s < math.inf:
-            raise ConfigError(f"trace: a segment of {duration_s} s; it must be more than 0 and finite")
+            raise ConfigError(f"bandwidth profile: a segment of {duration_s} s; it must be more than 0 and finite")
         times_s.append(times_s[-1] + duration_s)
     end_s = times_s.pop() if repeats else math.inf
     starts_s = tuple(times_s[:len(parts)])
-    return LinkTrace(Steps(starts_s, tuple(up for _, up, _ in parts), end_s),
+    return BandwidthProfile(Steps(starts_s, tuple(up for _, up, _ in parts), end_s),
                      Steps(starts_s, tuple(down for _, _, down in parts), end_s), latency_s)

@@ -1,4 +1,4 @@
-"""Synthetic link traces with the statistics of recorded ones, which cannot be passed on with this package.
+"""Synthetic bandwidth profiles with the statistics of recorded ones, which must not be distributed with this package.
 
 The rate while there is a link is a clipped log-normal AR(1) process,
 
@@ -8,7 +8,7 @@ The rate while there is a link is a clipped log-normal AR(1) process,
 with e_i standard normal; mu and sigma are solved for so that mean and deviation *after* clipping are the table's. The
 up link has a process of its own of the same shape, scaled by the up:down ratio, whose e_i correlate with those of
 the down link. Both are lost at the same times: a two-state Markov chain with the table's share and mean length of
-outages, during which the process goes on unseen. All figures and their sources: `profile_statistics.toml`.
+outages, during which the rate process continues. All figures and their sources: `profile_statistics.toml`.
 """
 
 import math
@@ -24,25 +24,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.edgecloud.links.bandwidth_profile import LinkTrace, Steps, segments
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Steps, segments
 from socflower.errors import ConfigError
 
 _NORMAL = NormalDist()
 _HALVINGS = 60
 
 JITTER_CORRELATION_S = 10.0
-"""After which a jittered rate has forgotten all but 1/e of where it was: an assumption."""
+"""After which a add_jitter rate has forgotten all but 1/e of where it was: an assumption."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkStatistics:
-    """What links of one kind are like; rates are those of the down link while there is a link."""
+    """The statistics of one kind of link; rates are those of the down link while there is a link."""
 
     mean_bytes_per_s: float
     deviation_bytes_per_s: float
     min_bytes_per_s: float
     max_bytes_per_s: float
-    correlation_s: float  # after which the logarithm of the rate has forgotten all but 1/e
+    correlation_s: float  # in which the autocorrelation of the rate's logarithm falls to 1/e
     outage_share: float  # of the time
     outage_s: float  # mean length of one
     up_down_ratio: float
@@ -65,20 +65,20 @@ class LinkStatistics:
 
 
 @cache
-def document() -> Mapping[str, Any]:
-    """Return the table as it stands in the file, sources included."""
+def statistics_table() -> Mapping[str, Any]:
+    """Return the content of the file, sources included."""
     file = resources.files("socflower.edgecloud.links").joinpath("profile_statistics.toml")
     return tomllib.loads(file.read_text("utf-8"))
 
 
-def kinds() -> tuple[str, ...]:
+def link_kinds() -> tuple[str, ...]:
     """Return the kinds of links that can be generated, in the order of the file."""
-    return tuple(document()["kind"])
+    return tuple(statistics_table()["kind"])
 
 
-def statistics(kind: str) -> LinkStatistics:
-    """Return a kind's figures; `ConfigError` names the closest kind if there is none of that name."""
-    tables = document()["kind"]
+def link_statistics(kind: str) -> LinkStatistics:
+    """Return the statistics of a kind; `ConfigError` names the closest kind if there is none of that name."""
+    tables = statistics_table()["kind"]
     if kind not in tables:
         close = get_close_matches(kind, tables, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(tables)}"
@@ -86,25 +86,28 @@ def statistics(kind: str) -> LinkStatistics:
     return LinkStatistics(**{key.name: float(tables[kind][key.name]["value"]) for key in fields(LinkStatistics)})
 
 
-def generate(kind: str, seed: int, duration_s: float, step_s: float = 1.0) -> LinkTrace:
-    """Return a trace of a kind that begins again after `duration_s`; equal arguments give equal traces.
+def generate_bandwidth_profile(kind: str, seed: int, duration_s: float, step_s: float = 1.0) -> BandwidthProfile:
+    """Return a profile for a kind of link that repeats after `duration_s`; equal arguments give equal profiles.
 
     Raises `ConfigError` for an unknown kind, and for a duration that is no whole number of steps.
     """
-    return generate_from(statistics(kind), seed, duration_s, step_s)
+    return generate_from_statistics(link_statistics(kind), seed, duration_s, step_s)
 
 
-def generate_from(figures: LinkStatistics, seed: int, duration_s: float, step_s: float = 1.0) -> LinkTrace:
-    """Return a trace by figures of one's own; see `generate`."""
+def generate_from_statistics(
+    figures: LinkStatistics, seed: int, duration_s: float, step_s: float = 1.0,
+) -> BandwidthProfile:
+    """Return a profile with the given statistics; see `generate_bandwidth_profile`."""
     if not (0 < step_s < math.inf and step_s <= duration_s < math.inf):
-        raise ConfigError(f"link trace: duration_s = {duration_s} and step_s = {step_s} must be positive, finite, and "
-                          "the step not longer than the whole")
+        raise ConfigError(f"bandwidth profile: duration_s = {duration_s} and step_s = {step_s} must be positive, "
+                          "finite, and the step not longer than the whole")
     num_steps = round(duration_s / step_s)
     if not math.isclose(num_steps * step_s, duration_s, rel_tol=1e-9):
-        raise ConfigError(f"link trace: duration_s = {duration_s} must be a whole number of steps of {step_s} s")
+        raise ConfigError(f"bandwidth profile: duration_s = {duration_s} must be a whole number of steps of "
+                          f"{step_s} s")
     if seed < 0:
-        raise ConfigError(f"link trace: seed = {seed} must be 0 or more")
-    # A stream each, so that a longer trace begins as a shorter one of the same seed does.
+        raise ConfigError(f"bandwidth profile: seed = {seed} must be 0 or more")
+    # One random stream each, so that a longer profile begins like a shorter one of the same seed.
     down_noise, up_noise, outage_noise = (np.random.default_rng(child)
                                           for child in np.random.SeedSequence(seed).spawn(3))
     phi = math.exp(-step_s / figures.correlation_s)
@@ -113,34 +116,34 @@ def generate_from(figures: LinkStatistics, seed: int, duration_s: float, step_s:
     up_e = shared * down_e + math.sqrt(1 - shared * shared) * up_noise.standard_normal(num_steps)
     mu, sigma = _log_moments(figures.mean_bytes_per_s, figures.deviation_bytes_per_s, figures.min_bytes_per_s,
                              figures.max_bytes_per_s)
-    there = _link_is_there(outage_noise.random(num_steps), figures, step_s)
+    there = _link_is_up(outage_noise.random(num_steps), figures, step_s)
     rates = [there * np.clip(np.exp(mu + sigma * _autoregressive(e, phi)), figures.min_bytes_per_s,
                              figures.max_bytes_per_s) for e in (up_e, down_e)]
     times_s = tuple(index * step_s for index in range(num_steps))
     up, down = (tuple(map(float, rate)) for rate in (figures.up_down_ratio * rates[0], rates[1]))
-    return LinkTrace(Steps(times_s, up, duration_s), Steps(times_s, down, duration_s), figures.latency_s)
+    return BandwidthProfile(Steps(times_s, up, duration_s), Steps(times_s, down, duration_s), figures.latency_s)
 
 
-def jittered(
-    link: LinkTrace, deviation: float, seed: int, *, duration_s: float, step_s: float = 1.0,
+def add_jitter(
+    link: BandwidthProfile, deviation: float, seed: int, *, duration_s: float, step_s: float = 1.0,
     correlation_s: float = JITTER_CORRELATION_S,
-) -> LinkTrace:
-    """Return a link whose rates scatter around those of `link`; equal arguments give equal links.
+) -> BandwidthProfile:
+    """Return a profile whose rates scatter around those of `link`; equal arguments give equal profiles.
 
     In each step a rate is multiplied by exp(sigma z_i - sigma^2/2) with the AR(1) process z_i of the module's
-    docstring: the factor's mean is 1 and its standard deviation `deviation`; both directions have one of their own.
-    A lost link remains lost. A link that begins again does so after the same time, with the same scatter; of one that
-    ends with a rate for good, the first `duration_s` scatter. Raises `ConfigError` for a deviation below 0.
+    docstring: the factor's mean is 1 and its standard deviation `deviation`; each direction has its own process.
+    A lost link remains lost. A profile that repeats does so after the same time, with the same scatter; of one whose
+    last rate holds for good, the first `duration_s` scatter. Raises `ConfigError` for a deviation below 0.
     """
     if not 0 <= deviation < math.inf:
-        raise ConfigError(f"link trace: jitter = {deviation} must be 0 or more and finite")
+        raise ConfigError(f"bandwidth profile: jitter = {deviation} must be 0 or more and finite")
     if deviation == 0:
         return link
     sigma, phi = math.sqrt(math.log1p(deviation * deviation)), math.exp(-step_s / correlation_s)
     streams = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(2))
     up, down = (_scattered(steps, sigma, phi, stream, min(duration_s, steps.end_s), step_s)
                 for steps, stream in zip((link.up, link.down), streams, strict=True))
-    return LinkTrace(up, down, link.latency_s)
+    return BandwidthProfile(up, down, link.latency_s)
 
 
 def _scattered(
@@ -149,7 +152,7 @@ def _scattered(
     noise = _autoregressive(stream.standard_normal(math.ceil(until_s / step_s)), phi)
     factors = np.exp(sigma * noise - sigma * sigma / 2)
     ticks = {index * step_s: float(factor) for index, factor in enumerate(factors)}
-    # A rate holds until the next of its own changes, and until the next tick.
+    # A rate holds until its own next change or the next tick.
     times_s = sorted({*ticks, *steps.times_s, *([until_s] if until_s < steps.end_s else [])})
     rates: list[float] = []
     factor = 1.0
@@ -162,18 +165,18 @@ def _scattered(
 def surge_drop_loss(
     usual_up: float, usual_down: float, *, surge: float = 4.0, drop: float = 0.1, part_s: float = 60.0,
     loss_s: float = 30.0, latency_s: float = 0.025,
-) -> LinkTrace:
-    """Return a link, in bytes per second, that surges, drops and is lost, and is as usual in between.
+) -> BandwidthProfile:
+    """Return a profile that surges, drops and is lost, with the usual rates (bytes per second) in between.
 
-    Usual, `surge` times that, usual, `drop` times that, usual, each `part_s` long; then nothing for `loss_s`, after
-    which it is as usual for good.
+    Usual, `surge` times that, usual, `drop` times that, usual, each `part_s` long; then nothing for `loss_s`, and
+    from then on the usual rates for good.
     """
     parts = [(part_s, factor * usual_up, factor * usual_down) for factor in (1.0, surge, 1.0, drop, 1.0)]
     return segments([*parts, (loss_s, 0.0, 0.0), (part_s, usual_up, usual_down)], latency_s=latency_s)
 
 
 def _autoregressive(noise: NDArray[np.float64], phi: float) -> NDArray[np.float64]:
-    """Return an AR(1) process of unit variance that is stationary from its first value on."""
+    """Return an AR(1) process of unit variance, stationary from its first value on."""
     fresh = math.sqrt(1 - phi * phi)
     values = np.empty_like(noise)
     last = values[0] = float(noise[0])
@@ -183,8 +186,8 @@ def _autoregressive(noise: NDArray[np.float64], phi: float) -> NDArray[np.float6
     return values
 
 
-def _link_is_there(noise: NDArray[np.float64], figures: LinkStatistics, step_s: float) -> NDArray[np.bool_]:
-    """Return for every step whether there is a link; outages are whole steps, at least one long."""
+def _link_is_up(noise: NDArray[np.float64], figures: LinkStatistics, step_s: float) -> NDArray[np.bool_]:
+    """Return for every step whether the link is up; outages last one or more whole steps."""
     ends = min(1.0, step_s / figures.outage_s)
     begins = ends * figures.outage_share / (1 - figures.outage_share)
     there = np.empty(len(noise), dtype=np.bool_)

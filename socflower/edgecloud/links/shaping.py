@@ -1,58 +1,58 @@
-"""A real link made as slow as a traced one: senders wait until their bytes would have passed it."""
+"""Rate limiting of a real link by a bandwidth profile: senders wait until their bytes would have passed."""
 
 import math
 import threading
 import time
 from collections.abc import Callable
 
-from socflower.edgecloud.links.bandwidth_profile import Direction, LinkTrace
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Direction
 from socflower.errors import ConfigError
 
 BURST_BYTES = 65536
 _LATE_S = 0.05
-"""Within this time of its last bytes a sender counts as never having stopped: it woke up late, or wrapped a message."""
+"""A sender that pauses for less than this counts as sending without pause: it woke up late, or wrapped a message."""
 _LONGEST_NAP_S = 0.5
 
 
 class TokenBucket:
-    """Shapes one direction of a link after a trace. Latency is left out: it needs a queue, not a limit.
+    """Limits one direction of a link to the rates of a profile. Latency is left out: it needs a queue, not a limit.
 
-    A bucket that has stood idle is empty, so a first transfer takes as long as in virtual time. What a sender loses
-    by waking up late, it may catch up on: at most `burst_bytes`, and nothing that is older than 50 ms. So in any span
-    no more passes than the trace allows, and `burst_bytes`, and the last chunk of before, which was waited for whole.
+    A bucket that was idle is empty, so a first transfer takes as long as in virtual time. A sender may catch up on
+    what it loses by waking up late: at most `burst_bytes`, and nothing older than 50 ms. So in any span no more passes
+    than the profile allows, plus `burst_bytes`, plus the last chunk before the span, which was waited for as a whole.
 
     Parameters
     ----------
-    trace, direction : LinkTrace and "up" or "down"
-        What is imitated.
+    profile, direction : BandwidthProfile and "up" or "down"
+        The rates to follow.
     start_s : float, optional
-        The clock's reading at the trace's time 0; now by default.
+        The clock's reading at the profile's time 0; now by default.
     clock, sleep : callables
-        Seconds that never go back, and what waits for some of them; by default `close` ends that wait.
+        A monotonic clock in seconds, and a function that waits for some of them; by default `close` ends that wait.
     """
 
     def __init__(
-        self, trace: LinkTrace, direction: Direction, *, burst_bytes: int = BURST_BYTES,
+        self, profile: BandwidthProfile, direction: Direction, *, burst_bytes: int = BURST_BYTES,
         start_s: float | None = None, clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
         if burst_bytes < 0:
             raise ConfigError(f"token bucket: burst_bytes = {burst_bytes} must be 0 or more")
-        self._trace, self._direction, self._burst_bytes = trace, direction, burst_bytes
+        self._profile, self._direction, self._burst_bytes = profile, direction, burst_bytes
         self._clock, self._closed = clock, threading.Event()
         self._sleep = self._closed.wait if sleep is None else sleep
         self._start_s = clock() if start_s is None else start_s
         self._lock = threading.Lock()
-        self._passed_s = -math.inf  # when, in the trace's time, the last byte of all that was asked for has passed
+        self._passed_s = -math.inf  # when, in the profile's time, the last byte requested so far has passed
 
     def wait(self, num_bytes: int) -> bool:
-        """Block until `num_bytes` have passed, behind all that were asked for before; False if closed meanwhile.
+        """Block until `num_bytes` have passed, after all that were requested before; False if closed meanwhile.
 
-        While the link is lost that is until the trace says that it is there again, if ever.
+        While the link is lost this waits until the profile has a rate again, if ever.
         """
         with self._lock:
             now_s = self._clock() - self._start_s
-            self._passed_s = self._trace.passed_s(self._direction, self._begin_s(now_s), num_bytes)
+            self._passed_s = self._profile.passed_s(self._direction, self._begin_s(now_s), num_bytes)
             due_s = self._passed_s
         while not self._closed.is_set():
             left_s = due_s - (self._clock() - self._start_s)
@@ -62,16 +62,16 @@ class TokenBucket:
         return False
 
     def close(self) -> None:
-        """Let go of all that wait, now and later."""
+        """Release all waiting senders, now and later."""
         self._closed.set()
 
     def _begin_s(self, now_s: float) -> float:
-        """Return from when on the link is free for the next bytes, which may lie a little back."""
+        """Return the time at which the next bytes begin to pass; it may lie slightly in the past."""
         if self._passed_s >= now_s:
             return self._passed_s
         if now_s - self._passed_s > _LATE_S:
             return now_s
-        missed = self._trace.bytes_between(self._direction, self._passed_s, now_s)
+        missed = self._profile.bytes_between(self._direction, self._passed_s, now_s)
         if missed <= self._burst_bytes:
             return self._passed_s
-        return self._trace.passed_s(self._direction, self._passed_s, missed - self._burst_bytes)
+        return self._profile.passed_s(self._direction, self._passed_s, missed - self._burst_bytes)

@@ -1,4 +1,4 @@
-"""The cost model of split training (F26): how long a number of batches takes, and what it costs to move the cut."""
+"""The cost model of split training (F26): the time of a number of batches, and the cost of moving the cut."""
 
 import math
 
@@ -12,7 +12,7 @@ def period_s(phases: Phases, window: float) -> float:
     """Return the seconds between two batches of a full pipeline: max(T_M, T_Σ/(K+1)); T_Σ for a window of 0."""
     if not window >= 0:
         raise ConfigError(f"window = {window} must be 0 or more; 0 is plain split training")
-    if math.isinf(phases.total_s):  # infinity by infinity would be no number
+    if math.isinf(phases.total_s):  # infinity / infinity would be NaN
         return math.inf
     return max(phases.longest_s, phases.total_s / (window + 1.0))
 
@@ -20,15 +20,15 @@ def period_s(phases: Phases, window: float) -> float:
 def training_s(phases: Phases, num_batches: float, window: float) -> float:
     """Return the seconds of `num_batches` from an empty pipeline to an empty one (F26).
 
-    Sequential, window 0: τ·T_Σ. Else (τ − 1)·max(T_M, T_Σ/(K+1)) + T_Σ. `num_batches` may be a mean, as τ is in F27;
-    a window of infinity limits nothing. Compared with the exact time of a sliding window over four first-come
-    first-served servers, it is never less, equal where T_M decides or K + 1 divides τ − 1, and elsewhere too long by
-    less than T_Σ − (K+1)·T_M, however many the batches. The same holds with the edge as the one processor that it
-    is, which goes forward and backward for different batches, as long as it never does two backward passes in a row
-    while it may go forward: a front half that always prefers to go backward idles the link and the cloud, and was
-    simulated to need up to 1.7 times as long.
+    Sequential, window 0: τ·T_Σ. Otherwise (τ − 1)·max(T_M, T_Σ/(K+1)) + T_Σ. `num_batches` may be a mean, as τ is in
+    F27; an infinite window is no limit. Compared with the exact time of a sliding window over four first-come
+    first-served servers, it is never less; it is equal where T_M decides or K + 1 divides τ − 1, and elsewhere too long
+    by less than T_Σ − (K+1)·T_M, for any number of batches. The same holds if the edge is one processor for forward and
+    backward passes of different batches, provided it never does two backward passes in a row while a forward pass is
+    allowed. In simulation, a front half that always prefers backward passes leaves the link and the cloud idle, and
+    needs up to 1.7 times as long.
 
-    Raises ConfigError for a negative window, and for fewer batches than one that are not none.
+    Raises ConfigError for a negative window, and for a number of batches between 0 and 1.
     """
     _check_batches(num_batches)
     if num_batches == 0:
@@ -41,11 +41,11 @@ def training_s(phases: Phases, num_batches: float, window: float) -> float:
 def paper_training_s(phases: Phases, num_batches: int, window: int) -> float:
     """Return Eq. 12 of the paper: (τ−1)·T_M + T_Σ + (⌈τ/(K+1)⌉ − 1)·max(0, T_Σ − (K+1)·T_M). For comparison only.
 
-    It is the exact time of a *sliding* window over four servers. For what the paper describes, groups of K + 1
-    batches each of which begins when the one before has come back entirely, it is right only for K = 0 or a single
-    group. Else it is too short by a share of 1 − max((K+1)·T_M, T_Σ)/(K·T_M + T_Σ) of a long training: for four
-    random phases (uniform, no latency) 28, 33, 27, 23, 20 % in the median at K = 1 to 5, from near 0 where one phase
-    is almost all up to 33 % (K = 1), 40 % (2), 43 % (3), 37.5 % (4), 33 % (5) where all are equal or T_Σ = (K+1)·T_M.
+    It is the exact time of a *sliding* window over four servers. The paper describes groups of K + 1 batches, each of
+    which begins when the one before has returned entirely; for these it is right only for K = 0 or a single group.
+    Otherwise it is too short by a share of 1 − max((K+1)·T_M, T_Σ)/(K·T_M + T_Σ) of a long training: for four random
+    phases (uniform, no latency) 28, 33, 27, 23, 20 % in the median at K = 1 to 5, from near 0 where one phase
+    dominates up to 33 % (K = 1), 40 % (2), 43 % (3), 37.5 % (4), 33 % (5) where all are equal or T_Σ = (K+1)·T_M.
     """
     _check_batches(num_batches)
     if num_batches == 0:
@@ -59,10 +59,10 @@ def paper_training_s(phases: Phases, num_batches: int, window: int) -> float:
 
 def migration_s(costs: SplitCosts, old: int | None, new: int | None, rates: LinkRates, *,
                 reverse: bool = False) -> float:
-    """Return the seconds in which the weights between two cuts move (U, Eq. 13), one latency included.
+    """Return the seconds for moving the weights between two cuts (U, Eq. 13), one latency included.
 
-    What the edge gives up goes at the up rate, what it receives at the down rate; None is the cut at which the edge
-    has the whole model. 0 between equal cuts, infinity over a dead link.
+    Layers leave the edge at the up rate and arrive at the down rate; None is the cut at which the edge has the whole
+    model. 0 between equal cuts, infinity over a dead link.
 
     Raises ConfigError for a cut that the model does not have, and for None where the model's bytes are not known.
     """
@@ -74,7 +74,7 @@ def migration_s(costs: SplitCosts, old: int | None, new: int | None, rates: Link
 
 
 def received_weight_bytes(costs: SplitCosts, old: int | None, new: int | None, *, reverse: bool = False) -> float:
-    """Return the bytes of weights the edge receives as the cut moves, negative if it gives some up (Eq. 13).
+    """Return the bytes of weights that the edge receives as the cut moves, negative if it sends some (Eq. 13).
 
     Raises ConfigError for a cut that the model does not have, and for None where the model's bytes are not known.
     """
@@ -88,14 +88,14 @@ def _edge_weight_bytes(costs: SplitCosts, cut: int | None, reverse: bool) -> flo
                               "or from an edge that trains alone can be told")
         return costs.model_weight_bytes
     front_bytes = cut_cost(costs, cut).front_weight_bytes
-    # Unknown bytes of the whole model count as 0: between two cuts of a reverse split they cancel out.
+    # Unknown model bytes count as 0: between two cuts of a reverse split they cancel out.
     return costs.model_weight_bytes - front_bytes if reverse else front_bytes
 
 
 def drain_s(phases: Phases, window: float) -> float:
-    """Return the seconds until the window is empty when no batch goes forward any more: K periods, for K are out.
+    """Return the seconds until the window is empty without further forward passes: K periods for K batches in flight.
 
-    Where nothing limits the window: until the newest batch is through, T_Σ.
+    For an infinite window: until the newest batch is complete, T_Σ.
     """
     if window == 0:
         return 0.0
@@ -106,8 +106,8 @@ def predicted_s(costs: SplitCosts, split_plan: SplitPlan, rates: LinkRates, num_
                 previous: SplitPlan | None = None, *, now: LinkRates | None = None, reverse: bool = False) -> float:
     """Return the seconds of the next `num_batches` under a deployment: M, and U and the drain if it is a new one (F27).
 
-    `previous` is the deployment whose batches are out now; None if none is, or it is the same. `rates` are those to
-    expect while training; `now`, those to drain and migrate by, if they differ.
+    `previous` is the deployment whose batches are in flight; None if there are none, or it is the same. `rates` are
+    those expected during training; `now` are those for drain and migration, if they differ.
     """
     training = training_s(phases(costs, split_plan, rates, reverse=reverse), num_batches,
                           window_limit(costs, split_plan))

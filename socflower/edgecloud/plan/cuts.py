@@ -1,4 +1,4 @@
-"""A deployment of one model over an edge and a cloud, and what each place of a cut costs."""
+"""A deployment of one model over an edge and a cloud, and the costs of each possible cut."""
 
 import math
 from collections.abc import Mapping
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from socflower.errors import ConfigError
 
 BITS = (2, 4, 8, 16, 32)
-"""Widths of a feature on the wire; 32 is float32 as it is."""
+"""Widths of a feature on the wire; 32 is unquantised float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitPlan:
-    """Where a model is cut, how wide its features travel, and how stale a gradient may come back: N = (l, b, K)."""
+    """Where a model is cut, the bit width of its features, and how stale a gradient may be: N = (l, b, K)."""
 
     cut: int | None  # index into `SplitCosts.cuts`; None: the edge trains alone
     bits: int = 32
@@ -31,15 +31,15 @@ class SplitPlan:
 class CutCost:
     """One place where the model can be cut; seconds and bytes are those of one batch.
 
-    The front half is all up to and including this layer, and stands at the edge (in a reverse split: in the cloud).
+    The front half is everything up to and including this layer. It is at the edge (in a reverse split: in the cloud).
     """
 
     name: str  # of the front half's last layer
     edge_forward_s: float  # of the edge's half
-    edge_backward_s: float  # backward pass and update; 0 where nothing of it is trained
+    edge_backward_s: float  # backward pass and update; 0 where none of it is trained
     cloud_s: float  # forward, backward and update of the cloud's half
     feature_elements: int  # of one batch
-    front_weight_bytes: float  # of all that must move if the front half moves: weights, buffers, optimiser state
+    front_weight_bytes: float  # that move with the front half: weights, buffers, optimiser state
     edge_memory_bytes: float = 0.0  # weights, gradients, optimiser state and one batch's activations at the edge
     front_trains: bool = True  # False: everything before the cut is frozen, and no gradient is sent back (Type 2)
 
@@ -53,7 +53,7 @@ class CutCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitCosts:
-    """What a batch costs at every cut of one model on one edge and one cloud, in the order of the model's layers."""
+    """The costs of a batch at every cut of one model on one edge and one cloud, in the order of the model's layers."""
 
     model: str
     batch_size: int
@@ -65,7 +65,7 @@ class SplitCosts:
     edge_s_per_batch: float = 0.0  # the edge's processor time for the messages of a batch, however small they are
     gradient_bits: int = 32  # on the way back
     header_bytes: float = 256.0  # of a batch, each way: message and framing
-    model_weight_bytes: float = 0.0  # of all that must move if the whole model moves; 0: unknown, no edge-only move
+    model_weight_bytes: float = 0.0  # that move with the whole model; 0: unknown, no edge-only move
 
     def __post_init__(self) -> None:
         if not self.cuts:
@@ -80,10 +80,10 @@ class SplitCosts:
                               f"those of its largest front half, {largest_bytes}, and finite")
 
     def feature_bytes(self, cut: int, bits: int) -> float:
-        """Return what one batch sends with its features, labels and header included."""
+        """Return the bytes that one batch sends with its features, labels and header included."""
         return self.header_bytes + self.label_bytes + math.ceil(self.cuts[cut].feature_elements * bits / 8)
 
     def gradient_bytes(self, cut: int) -> float:
-        """Return what comes back for one batch; an empty message where the front half is frozen."""
+        """Return the bytes that come back for one batch; an empty message where the front half is frozen."""
         elements = self.cuts[cut].feature_elements if self.cuts[cut].front_trains else 0
         return self.header_bytes + math.ceil(elements * self.gradient_bits / 8)

@@ -1,4 +1,4 @@
-"""The decision engine (F27): where to cut and how wide to send, anew whenever the link is no longer what it was."""
+"""The decision engine (F27): chooses the cut and the feature width, again whenever the link has changed."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from socflower.edgecloud.links.bandwidth_profile import LinkRates, LinkTrace
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates
 from socflower.edgecloud.plan.cost_model import predicted_s
 from socflower.edgecloud.plan.cuts import BITS, SplitCosts, SplitPlan
 from socflower.edgecloud.plan.timeline import Party
@@ -15,7 +15,7 @@ from socflower.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowSchedule:
-    """K by the phase of the training: from each fraction of all batches on, another one."""
+    """K by training progress: a new value from each given fraction of all batches on."""
 
     steps: tuple[tuple[float, int], ...] = ((0.0, 4), (0.5, 5))  # (fraction, K), as the paper trains
 
@@ -28,13 +28,13 @@ class WindowSchedule:
                 raise ConfigError(f"window schedule: window = {window} must be 0 or more")
 
     def window(self, batch: int, num_batches: int) -> int:
-        """Return K for a batch of a training of `num_batches`; the last phase's beyond its end."""
+        """Return K for a batch of a training of `num_batches`; the last value beyond its end."""
         return next(window for fraction, window in reversed(self.steps) if batch >= fraction * num_batches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """One change of deployment, with what was believed when it was decided."""
+    """One change of deployment, with the estimates on which it was decided."""
 
     batch: int
     rates: LinkRates  # measured at that moment
@@ -47,21 +47,21 @@ class Decision:
 
 
 class DecisionEngine:
-    """Minimises M + U over cuts and bits, O(cuts·bits) a look, and changes nothing that does not pay (Alg. 2).
+    """Minimises M + U over cuts and bits, O(cuts·bits) per decision, and moves only where it pays (Alg. 2).
 
-    Three rules keep it from rash moves. (1) Training is predicted by smoothed rates, drain and migration by those of
-    the moment: a drop makes moving dear at once but staying dear only by and by, so the cut moves when the rate stays
-    low (Fig. 18), and over a dead link never. (2) τ is the mean gap between changes (Eq. 14): if they come often, a
-    move must pay within few batches. The gap not yet ended counts as far as it would raise τ, or an engine
-    that had become shy would remain so for good; and `first_gap_batches` is the most that is ever believed, so that on
-    a constant link one move is all. (3) A move must gain `min_gain` of what staying takes, and after one the engine
-    rests for `rest_batches`: a change of bits moves no weights, so that no cost keeps it from being undone at once,
-    and the link has to be measured under the new deployment.
+    Three rules prevent premature moves. (1) Training is predicted with smoothed rates, drain and migration with the
+    current ones: a drop raises the cost of moving at once but the cost of staying only gradually, so the cut moves when
+    the rate stays low (Fig. 18), and never over a dead link. (2) τ is the mean gap between changes (Eq. 14): if changes
+    are frequent, a move must pay within few batches. The current gap counts if it would raise τ; otherwise an engine
+    with a small τ would never move again. `first_gap_batches` is the upper limit of τ, so that on a constant link there
+    is only one move. (3) A move must gain `min_gain` of the time of staying, and after a move there is none for
+    `rest_batches`: a change of bits moves no weights, so no cost prevents its immediate reversal, and the link has to
+    be measured under the new deployment.
 
-    Hence in N batches at most 1 + N/rest_batches changes; and of those that move the cut at most
+    Hence in N batches there are at most 1 + N/rest_batches changes; and of those that move the cut at most
     2·(N + first_gap_batches/(1 − beta))/n*, where n* is the fewest batches in which a migration can pay.
-    This bounds how often it moves, not how well it guesses: on a link that changes completely every 10 to 50 batches it
-    lags behind, and the best fixed cut, which no one knows beforehand, is faster.
+    This bounds the number of moves, not their quality: on a link that changes completely every 10 to 50 batches the
+    engine lags behind, and the best fixed cut, which is not known beforehand, is faster.
     """
 
     def __init__(self, costs: SplitCosts, bits: Sequence[int] = (8,), *, allow_edge_only: bool = False,
@@ -70,8 +70,9 @@ class DecisionEngine:
                  reverse: bool = False) -> None:
         """Choose among the cuts of `costs` that fit into `edge_memory_bytes`, and among `bits`.
 
-        `beta` is the weight of the past in τ, `smoothing` that of the past in the rates, per look. With `num_batches`,
-        nothing is expected to last longer than the training. Raises ConfigError for what cannot be.
+        `beta` is the weight of the past in τ, `smoothing` that of the past in the rates, per decision. With
+        `num_batches`, no deployment is expected to last longer than the training. Raises ConfigError for invalid
+        settings.
         """
         _check_settings(bits, beta, first_gap_batches, min_gain, rest_batches, smoothing, num_batches)
         if allow_edge_only and not costs.model_weight_bytes:
@@ -97,10 +98,10 @@ class DecisionEngine:
         return tuple(self._log)
 
     def choices(self, window: int) -> Iterator[SplitPlan]:
-        """Yield every deployment that may be chosen: smaller cuts first, of one cut wider features first.
+        """Yield every deployment that may be chosen: smaller cuts first, for each cut wider features first.
 
-        The first of equals is taken, so ties go to the smaller cut, which heats the edge least, and to the features
-        that lose least.
+        The first of equal deployments is chosen, so ties go to the smaller cut, which heats the edge least, and to the
+        wider features, which lose least.
         """
         for cut in self._cuts:
             for bits in self._bits:
@@ -109,16 +110,16 @@ class DecisionEngine:
             yield SplitPlan(cut=None, window=window)
 
     def best(self, rates: LinkRates, window: int) -> SplitPlan:
-        """Return the deployment to begin with, for which nothing need move yet; over a dead link the first."""
+        """Return the deployment to begin with, without the cost of a move; over a dead link the first one."""
         gap = self.expected_batches(0)
         return min(self.choices(window),
                    key=lambda choice: predicted_s(self._costs, choice, rates, gap, reverse=self._reverse))
 
     def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int) -> SplitPlan | None:
-        """Return the deployment to change to before `batch` goes forward, or None: stay.
+        """Return the deployment to change to before the forward pass of `batch`, or None to stay.
 
-        To be called between batches with the measured rates and the K in force now, which is no part of the choice; a
-        new K alone is no change. What is returned is taken as done.
+        To be called between batches with the measured rates and the current K, which is not part of the choice; a new K
+        alone is not a change. A returned deployment is recorded as made.
         """
         smoothed = self._smoothed = self._blend(rates)
         if self._changed_at is not None and batch - self._changed_at < self._rest_batches:
@@ -145,25 +146,25 @@ class DecisionEngine:
         return chosen
 
     def state(self) -> dict[str, Any]:
-        """Return what the next decisions depend on, as plain values that JSON keeps exactly; the log is left out."""
+        """Return the state for `restore`, as values that JSON represents exactly; the log is left out."""
         rates = self._smoothed
         return {"gap_batches": self._gap_batches, "changed_at": self._changed_at,
                 "smoothed": None if rates is None else [rates.up_bytes_per_s, rates.down_bytes_per_s, rates.latency_s]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Stand where another engine of the same settings stood."""
+        """Restore the state of another engine with the same settings."""
         self._gap_batches, self._changed_at = state["gap_batches"], state["changed_at"]
         rates = state["smoothed"]
         self._smoothed = None if rates is None else LinkRates(
             up_bytes_per_s=rates[0], down_bytes_per_s=rates[1], latency_s=rates[2])
 
     def expected_batches(self, batch: int) -> float:
-        """Return τ, the batches for which a change made before `batch` may be expected to last."""
+        """Return τ, the expected number of batches that a change made before `batch` lasts."""
         expected = max(self._gap_batches, self._next_gap(batch))
         return expected if self._num_batches is None else min(expected, float(self._num_batches - batch))
 
     def _next_gap(self, batch: int) -> float:
-        """Return what τ becomes if the gap ends now (Eq. 14); the first change ends none."""
+        """Return the new τ if the gap ends now (Eq. 14); the first change does not end a gap."""
         if self._changed_at is None:
             return self._gap_batches
         gap = self._beta * self._gap_batches + (1.0 - self._beta) * (batch - self._changed_at)
@@ -175,7 +176,7 @@ class DecisionEngine:
         past, weight = self._smoothed, self._smoothing
 
         def blend(old: float, new: float) -> float:
-            return new if old == new else weight * old + (1.0 - weight) * new  # a constant link stays exactly so
+            return new if old == new else weight * old + (1.0 - weight) * new  # exact for a constant link
 
         return LinkRates(up_bytes_per_s=blend(past.up_bytes_per_s, rates.up_bytes_per_s),
                          down_bytes_per_s=blend(past.down_bytes_per_s, rates.down_bytes_per_s),
@@ -198,23 +199,22 @@ def _check_settings(bits: Sequence[int], beta: float, first_gap_batches: float, 
 
 
 def adaptive_party(
-    costs: SplitCosts, link: LinkTrace, *, num_batches: int, bits: Sequence[int] = (8,),
+    costs: SplitCosts, link: BandwidthProfile, *, num_batches: int, bits: Sequence[int] = (8,),
     window: WindowSchedule | None = None, allow_edge_only: bool = False, moves: bool = True, reverse: bool = False,
 ) -> Party:
     """Return an edge that begins with the best deployment for its link, and moves the cut as the link changes.
 
-    `num_batches` is the length of the whole training, `bits` the widths of features that may be chosen, `window` K by
-    part of training, by default the paper's. Without `moves` it stays where it begins. Raises ConfigError for what
-    cannot be.
+    `num_batches` is the length of the whole training, `bits` the feature widths to choose from, `window` K by training
+    progress, by default the paper's. Without `moves` the deployment is fixed. Raises ConfigError for invalid settings.
     """
     schedule = window or WindowSchedule()
     engine = DecisionEngine(costs, bits, allow_edge_only=allow_edge_only, num_batches=num_batches, reverse=reverse)
-    first = engine.best(rates_at_the_start(link), schedule.window(0, num_batches))
-    return Party(costs=costs, trace=link, split_plan=first, window=lambda batch: schedule.window(batch, num_batches),
-                 decider=engine if moves else None)
+    first = engine.best(initial_rates(link), schedule.window(0, num_batches))
+    return Party(costs=costs, bandwidth_profile=link, split_plan=first,
+                 window=lambda batch: schedule.window(batch, num_batches), decider=engine if moves else None)
 
 
-def rates_at_the_start(link: LinkTrace) -> LinkRates:
-    """Return what the link carries at the beginning, or on average where it begins with an outage."""
+def initial_rates(link: BandwidthProfile) -> LinkRates:
+    """Return the rates of the link at the beginning, or their means where it begins with an outage."""
     now = link.rates(0.0)
     return now if now.up_bytes_per_s > 0 and now.down_bytes_per_s > 0 else link.mean_rates()

@@ -1,4 +1,4 @@
-"""What a split costs on devices of the catalogue: `SplitCosts` from a layer profile, without running anything."""
+"""The costs of a split on devices of the catalogue: `SplitCosts` from a layer profile, without running anything."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from socflower.edgecloud.plan.phases import FORWARD_SHARE, Phases
 from socflower.errors import ConfigError
 
 CODEC_PASSES = 105.0
-"""Passes over float32 features that quantising and error feedback take, as a measure of a device's speed at it.
+"""Passes over float32 features that quantisation and error feedback cost, as a measure of a device's speed.
 
 The paper's lines (Fig. 11), 26.4 ms a MB on a Raspberry Pi 4B and 4.15 ms on a Jetson TX2, are 92 and 124 passes at
-the catalogue's memory rates; this is their geometric mean. A codec that does better can say so.
+the catalogue's memory rates; this is their geometric mean. For a faster codec pass a smaller value.
 """
 
 BYTE_PASSES = 4.0
@@ -27,7 +27,7 @@ _FLOAT32_BYTES = 4.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutShape:
-    """A place to cut, as a layer profile and a trace of the model see it together."""
+    """A possible cut, from the layer profile and the captured graph of a model."""
 
     name: str  # of the front half's last layer
     num_layers: int  # how many of `ModelProfile.layers` the front half has
@@ -48,12 +48,12 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
                 frozen_layers: int = 0, optimizer_copies: float = 1.0, label_bytes_per_sample: float = 8.0,
                 gradient_bits: int = 32, codec_passes: float = CODEC_PASSES, edge_processor: str | None = None,
                 cloud_processor: str | None = None, reverse: bool = False) -> SplitCosts:
-    """Return what a batch costs at every cut, with the front half at the edge (in a `reverse` split: in the cloud).
+    """Return the costs of a batch at every cut, with the front half at the edge (in a `reverse` split: in the cloud).
 
-    The seconds of a whole step are those of THE cost model (`cluster.cost`), measured ones where the device has them,
-    shared over the layers by FLOPs and fixed overhead; a third is the forward pass. The first `frozen_layers` have no
-    backward pass and no update. Memory at the edge: weights, gradients and optimiser state of what is trained there,
-    weights alone of what is frozen, and the batch's activations.
+    The seconds of a whole step are those of the cost model (`cluster.cost_model`), measured ones where the device has
+    them, distributed over the layers by FLOPs and fixed overhead; a third is the forward pass. The first
+    `frozen_layers` have no backward pass and no update. Memory at the edge: weights, gradients and optimiser state of
+    the trained layers, the weights only of frozen layers, and the batch's activations.
 
     Raises ConfigError if cuts do not follow each other, leave no layer behind them, or the batch is empty.
     """
@@ -63,7 +63,7 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
     num_layers = len(model.layers)
 
     def state_bytes(layers: Sequence[LayerProfile], first: int) -> float:
-        """Weights, and optimiser state of those that are trained."""
+        """Return the bytes of weights, and of the optimiser state of trained layers."""
         return sum(layer.weight_bytes * (1.0 + (optimizer_copies if first + index >= frozen_layers else 0.0))
                    for index, layer in enumerate(layers))
 
@@ -107,11 +107,10 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
 
 def edge_energy_j(device: Device, *, compute_s: float, network_s: float, duration_s: float,
                   processor: str | None = None) -> float:
-    """Return the joules of an edge that computed, sent or received, and rested within `duration_s`.
+    """Return the joules of an edge that computed, sent or received, and was idle within `duration_s`.
 
-    Active watts are those of the whole device while its processor works, idle watts those of the rest of the time,
-    and the network's come on top while its interface is busy, as in the simulator. Raises ConfigError for a part
-    longer than the whole.
+    The device draws its active watts while its processor computes and its idle watts otherwise; the network's watts are
+    added while its interface is busy, as in the simulator. Raises ConfigError for a part longer than the whole.
     """
     if not (0 <= compute_s <= duration_s * (1 + 1e-9) and 0 <= network_s <= duration_s * (1 + 1e-9) < math.inf):
         raise ConfigError(f"energy: compute_s = {compute_s} and network_s = {network_s} must lie between 0 and "
@@ -122,7 +121,7 @@ def edge_energy_j(device: Device, *, compute_s: float, network_s: float, duratio
 
 def training_energy_j(device: Device, phases: Phases, num_batches: int, window: float,
                       processor: str | None = None) -> float:
-    """Return the joules of an edge for a training of F26; both directions at once are one busy interface at least."""
+    """Return the joules of an edge for a training of F26; the network is busy for at most the whole duration."""
     duration_s = training_s(phases, num_batches, window)
     network_s = num_batches * (phases.up_s + phases.down_s)
     return edge_energy_j(device, compute_s=num_batches * phases.edge_s, network_s=min(network_s, duration_s),
@@ -131,7 +130,7 @@ def training_energy_j(device: Device, phases: Phases, num_batches: int, window: 
 
 @dataclass(frozen=True, slots=True)
 class _Seconds:
-    """Forward and backward seconds of every layer of a batch; update in the backward ones."""
+    """Forward and backward seconds of every layer for a batch; the backward seconds include the update."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]

@@ -9,19 +9,20 @@ from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.errors import ConfigError
 
 FORWARD_SHARE = 1.0 / (1.0 + BACKWARD_TO_FORWARD)
-"""Of a training step; the estimate of a replay in the cloud, whose seconds are known only as a whole."""
+"""The share of the forward pass in a training step; estimates a replay in the cloud, of which only the total is known.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phases:
-    """What each of the four servers of the pipeline does for one batch, in seconds; infinite where a link is dead."""
+    """The seconds that each of the four pipeline stages takes for one batch; infinite where a link is dead."""
 
     edge_s: float  # T1: forward, replay, backward, update, codec, and the processor's share of the transfers
     up_s: float = 0.0  # T2
     cloud_s: float = 0.0  # T3
     down_s: float = 0.0  # T4
-    latency_s: float = 0.0  # of both ways together; a batch waits for it, but it occupies no one
-    hidden_s: float = 0.0  # of edge_s: the edge's part in transfers, as far as it passes while the link carries them
+    latency_s: float = 0.0  # of both directions together; it delays a batch, but occupies no stage
+    hidden_s: float = 0.0  # of edge_s: the part of the edge's transfer work that overlaps with the transfer
 
     def __post_init__(self) -> None:
         for key in ("edge_s", "up_s", "cloud_s", "down_s", "latency_s", "hidden_s"):
@@ -33,27 +34,27 @@ class Phases:
 
     @property
     def longest_s(self) -> float:
-        """T_M: no pipeline gives a batch more often."""
+        """T_M: the shortest possible time between two batches."""
         return max(self.edge_s, self.up_s, self.cloud_s, self.down_s)
 
     @property
     def total_s(self) -> float:
-        """T_Σ: from the beginning of a batch to its update at the front half, if nothing else is in the way."""
+        """T_Σ: from the beginning of a batch to its update at the front half, without queueing."""
         return self.edge_s - self.hidden_s + self.up_s + self.cloud_s + self.down_s + self.latency_s
 
 
 def phases(costs: SplitCosts, split_plan: SplitPlan, rates: LinkRates, *, reverse: bool = False) -> Phases:
     """Return the seconds of a batch's phases under a deployment (paper §4.4, Eq. 9).
 
-    The front half goes forward, once more for the replay if gradients may come late (window > 0), and backward. Where
-    it is frozen it only goes forward, and what comes back is an empty message. The codec runs at the edge, on what it
-    encodes or decodes; its work in the cloud counts as nothing (paper §5.2). Without a cut the edge does it all.
-    What the edge's processor has to do for a transfer, it does in parts while the link carries others: it occupies the
-    processor, but a batch waits for the longer of the two only, not for their sum.
+    The front half does a forward pass, a second one for the replay if gradients may be late (window > 0), and a
+    backward pass. A frozen front half does only the forward pass, and an empty message comes back. The codec runs at
+    the edge, on what it encodes or decodes; its time in the cloud is neglected (paper §5.2). Without a cut the edge
+    does everything. The edge's processor works on one part of a transfer while the link carries another: this occupies
+    the processor, but a batch waits only for the longer of the two, not for their sum.
 
-    In a `reverse` split the back half is at the edge: features travel down and gradients up, `edge_*` of a cut are
-    the edge's back half and `cloud_s` the front half, whose replay costs a forward pass more: a third of `cloud_s`,
-    or nothing where it is frozen, for then it has no backward pass.
+    In a `reverse` split the back half is at the edge: features are sent down and gradients up, `edge_*` of a cut are
+    the edge's back half and `cloud_s` the front half, whose replay costs another forward pass: a third of `cloud_s`,
+    or nothing where it is frozen, since it then has no backward pass.
 
     Raises ConfigError for a cut that the model does not have.
     """
@@ -80,10 +81,10 @@ def phases(costs: SplitCosts, split_plan: SplitPlan, rates: LinkRates, *, revers
 
 
 def window_limit(costs: SplitCosts, split_plan: SplitPlan) -> float:
-    """Return how many batches may be out beyond the first: K; infinity for an edge alone, which waits for no one.
+    """Return how many batches may be in flight beyond the first: K; infinity for an edge that trains alone.
 
-    Where the front half is frozen no gradient would be stale (Type 2 transfer), but what is under way takes memory at
-    both ends, and K bounds that too.
+    With a frozen front half no gradient is stale (Type 2 transfer), but batches in flight take memory at both ends,
+    and K bounds that too.
     """
     if split_plan.cut is None:
         return math.inf
@@ -92,7 +93,7 @@ def window_limit(costs: SplitCosts, split_plan: SplitPlan) -> float:
 
 
 def transfer_s(num_bytes: float, bytes_per_s: float) -> float:
-    """Return the seconds of a transfer; infinity over a link that carries nothing, 0 for nothing to carry."""
+    """Return the seconds of a transfer; infinity over a lost link, 0 for no bytes."""
     if num_bytes == 0:
         return 0.0
     return num_bytes / bytes_per_s if bytes_per_s > 0 else math.inf

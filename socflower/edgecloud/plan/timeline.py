@@ -1,13 +1,13 @@
 """The pipeline of a split training in virtual time: four queues per party, no tensors (paper §4.1, F23, F26).
 
-A front half is one processor. It goes forward with the next batch t while t − t′ ≤ K, where t′ is the oldest batch
-whose gradient is not applied, and applies gradients that came back, oldest first. If it may do either, it takes them in
-turn: right after an update it goes forward. So the batches stay spread over the pipeline, and constant rates give
-exactly F26's period, max(T_M, T_Σ/(K+1)). To apply whatever has come back first (`apply_first`) makes gradients fresher
-and bunches batches up, which costs time whenever updates are a large part of T_Σ.
+A front half is one processor. It does the forward pass of the next batch t while t − t′ ≤ K, where t′ is the oldest
+batch whose gradient is not applied, and applies the gradients that arrived, oldest first. If it may do either, it
+alternates: after an update comes a forward pass. So the batches stay spread over the pipeline, and constant rates give
+exactly F26's period, max(T_M, T_Σ/(K+1)). Applying every arrived gradient first (`apply_first`) makes gradients less
+stale but bunches batches up, which costs time whenever updates are a large part of T_Σ.
 
-Links and the back half serve in order of arrival. A cut that moves waits until nothing is in flight; then layers
-travel, and the next batch goes forward. What the weights come to is a function of the actions alone.
+Links and the back half serve in order of arrival. A move of the cut waits until nothing is in flight; then the layers
+are sent, and the next batch's forward pass begins. The resulting weights are a function of the actions alone.
 """
 
 import heapq
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
-from socflower.edgecloud.links.bandwidth_profile import LinkRates, LinkTrace
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.timeline_actions import Action, Kind
 from socflower.edgecloud.plan.timeline_servers import (
@@ -34,20 +34,20 @@ from socflower.edgecloud.plan.timeline_servers import (
 from socflower.errors import ConfigError
 
 PROBE_BYTES = 65536
-"""What an edge that trains alone sends each way to learn whether a cut would pay again, if an engine asks."""
+"""What an edge that trains alone sends in each direction to measure whether a cut would pay, if it has a decider."""
 PROBE_INTERVAL_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Party:
-    """One edge, with its link and what its batches cost."""
+    """One edge, with its link and the costs of its batches."""
 
     costs: SplitCosts
-    trace: LinkTrace
+    bandwidth_profile: BandwidthProfile
     split_plan: SplitPlan  # at the start
     window: Callable[[int], int] | None = None  # K by batch; the deployment's where missing
     decider: Decider | None = None
-    meter: Callable[[LinkRates], Meter] = lambda first: BandwidthMeter(first=first)  # of the rates a decider is shown
+    meter: Callable[[LinkRates], Meter] = lambda first: BandwidthMeter(first=first)  # for the decider
 
     def limit(self, batch: int) -> int:
         """Return K for a batch; `ConfigError` if it is negative."""
@@ -71,12 +71,12 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartyTimeline:
-    """What became of one party; seconds within the whole duration."""
+    """The totals of one party; seconds within the whole duration."""
 
     duration_s: float  # until its last update
     compute_s: float  # of the edge's processor
     idle_s: float  # of the same, until the whole training ended
-    sending_s: float  # that the up link was taken, outages included
+    sending_s: float  # for which the up link was busy, outages included
     receiving_s: float
     up_bytes: float
     down_bytes: float
@@ -91,7 +91,7 @@ class Timeline:
     actions: tuple[Action, ...]
     times_s: tuple[float, ...]  # when each action was complete, from the start
     duration_s: float
-    cloud_busy_s: float  # of all its processors together; in a reverse split that is their front halves' work
+    cloud_busy_s: float  # of all its processors together; in a reverse split, of the front halves
     num_batches: int  # of each party
     parties: tuple[PartyTimeline, ...]
 
@@ -105,32 +105,32 @@ def simulate(
     parties: Sequence[Party], num_batches: int, first_batch: int = 0, *, cloud: CloudMode = "own",
     start_s: float = 0.0, reverse: bool = False, apply_first: bool = False,
 ) -> Timeline:
-    """Return what happens if all parties train on batches `first_batch` and on.
+    """Simulate all parties on the batches from `first_batch` on, and return the timeline.
 
     Parameters
     ----------
     parties : Party ...
         The edges; each does `num_batches` batches.
     cloud : "own", "turns" or "joined"
-        A cloud half and processor for each party; one half that takes batch b of party 0, of party 1, ... and then
-        batch b + 1; or one whose step on a batch waits for the features of all parties, and takes the longest of
-        what they say.
+        A cloud half and processor for each party; one half that processes batch b of party 0, of party 1, ... and then
+        batch b + 1; or one whose step on a batch waits for the features of all parties, and takes the longest of their
+        step times.
     start_s : float
-        Where in the traces it begins.
+        Where in the profiles it begins.
     reverse : bool
-        Whether the front half is in the cloud: features travel down and gradients up.
+        Whether the front half is in the cloud: features are sent down and gradients up.
     apply_first : bool
-        Whether a front half applies whatever came back before it goes forward.
+        Whether a front half applies every arrived gradient before the next forward pass.
 
     Raises
     ------
     ConfigError
-        For what cannot be, and for a cut that would move, or stand elsewhere, on one side of a half that is shared.
+        For invalid settings, and for a cut that would move or differ between parties of a shared half.
     SocflowerError
-        If a link is lost for good while something has yet to pass.
+        If a link is lost for good while something is yet to be sent.
     """
     _check(parties, num_batches, first_batch, cloud, reverse)
-    # A half that only one party uses is its own: then its cut may move, to the edge alone too.
+    # A back half with only one party is not shared, so its cut may move, even to edge-only.
     mode: CloudMode = "own" if len(parties) == 1 else cloud
     return _Simulation(parties, num_batches, first_batch, mode, start_s, reverse, apply_first).run()
 
@@ -163,19 +163,19 @@ class _Front:
     def __init__(self, index: int, party: Party, first_batch: int, num_batches: int, start_s: float, reverse: bool,
                  ) -> None:
         self.index, self.party, self._reverse = index, party, reverse
-        self.meter = party.meter(party.trace.rates(start_s)) if party.decider is not None else None
-        self.up = Link(party.trace, "up", index, self.meter)
-        self.down = Link(party.trace, "down", index, self.meter)
+        self.meter = party.meter(party.bandwidth_profile.rates(start_s)) if party.decider is not None else None
+        self.up = Link(party.bandwidth_profile, "up", index, self.meter)
+        self.down = Link(party.bandwidth_profile, "down", index, self.meter)
         self.out, self.back = (self.down, self.up) if reverse else (self.up, self.down)
         self.cut, self.bits = party.split_plan.cut, party.split_plan.bits
         self.next = self.oldest = self.first = first_batch
         self.end = first_batch + num_batches
         self.busy = self.just_applied = False
         self.gradients: deque[int] = deque()
-        self.under: dict[int, BatchTimes] = {}  # of batches in flight
+        self.in_flight: dict[int, BatchTimes] = {}  # of batches in flight
         self.staleness: list[int] = []
         self.moves: list[Move] = []
-        self.asked = first_batch - 1  # the last batch before which the decider was asked
+        self.last_asked = first_batch - 1  # the last batch before which the decider was asked
         self.pending: tuple[SplitPlan, float] | None = None  # what to move to, and since when
         self.probed_s = -math.inf
         self.front_s = self.back_s = self.alone_s = 0.0
@@ -187,7 +187,7 @@ class _Front:
         return self.oldest == self.next
 
     def batch_times(self, limit: int) -> BatchTimes:
-        """Return the work of a batch under the present deployment."""
+        """Return the times of a batch under the present deployment."""
         key = (self.cut, self.bits, limit)
         if key not in self._known:
             split_plan = SplitPlan(cut=self.cut, bits=self.bits, window=limit)
@@ -213,23 +213,23 @@ class _Simulation:
         for front in self._fronts:
             self._dispatch(front, self._start_s)
         while self._left:
-            now_s, _, happen, arguments = heapq.heappop(self._events)
-            happen(now_s, *arguments)
+            now_s, _, handler, arguments = heapq.heappop(self._events)
+            handler(now_s, *arguments)
         return self._timeline()
 
-    def _at(self, time_s: float, happen: Callable[..., None], *arguments: Any) -> None:
-        # Numbered, so that what happens at the same time happens in the order in which it was caused.
+    def _schedule(self, time_s: float, handler: Callable[..., None], *arguments: Any) -> None:
+        # Numbered, so that simultaneous events are handled in the order in which they were scheduled.
         self._num_events += 1
-        heapq.heappush(self._events, (time_s, self._num_events, happen, arguments))
+        heapq.heappush(self._events, (time_s, self._num_events, handler, arguments))
 
-    def _act(self, now_s: float, kind: Kind, front: _Front, batch: int, under: SplitPlan) -> None:
-        self._actions.append(Action(kind, front.index, batch, under.cut, under.bits, under.window))
+    def _record(self, now_s: float, kind: Kind, front: _Front, batch: int, plan: SplitPlan) -> None:
+        self._actions.append(Action(kind, front.index, batch, plan.cut, plan.bits, plan.window))
         self._times_s.append(now_s - self._start_s)
 
     # ------------------------------------------------------------------------------------------ the front half
 
     def _dispatch(self, front: _Front, now_s: float) -> None:
-        """Give a front half that is free its next work, if there is any."""
+        """Start the next task of a front half that is free, if there is one."""
         if front.busy:
             return
         may_forward, limit = False, 0
@@ -239,8 +239,8 @@ class _Simulation:
         if front.gradients and not (may_forward and front.just_applied and not self._apply_first):
             self._apply(front, now_s)
         elif may_forward:
-            if front.party.decider is not None and front.asked < front.next:
-                self._ask(front, now_s, limit)
+            if front.party.decider is not None and front.last_asked < front.next:
+                self._ask_decider(front, now_s, limit)
                 self._dispatch(front, now_s)
             else:
                 self._forward(front, now_s, limit)
@@ -249,52 +249,52 @@ class _Simulation:
 
     def _forward(self, front: _Front, now_s: float, limit: int) -> None:
         front.busy, front.just_applied = True, False
-        batch_work = front.batch_times(limit)
-        front.under[front.next] = batch_work
-        if batch_work.alone:
-            front.alone_s += batch_work.forward_s
-            self._at(now_s + batch_work.forward_s, self._alone, front)
+        times = front.batch_times(limit)
+        front.in_flight[front.next] = times
+        if times.alone:
+            front.alone_s += times.forward_s
+            self._schedule(now_s + times.forward_s, self._on_alone, front)
         else:
-            front.front_s += batch_work.forward_s + batch_work.sending_s + batch_work.receiving_s
-            self._at(now_s + batch_work.forward_s, self._forwarded, front)
+            front.front_s += times.forward_s + times.sending_s + times.receiving_s
+            self._schedule(now_s + times.forward_s, self._on_forwarded, front)
         front.next += 1
 
-    def _forwarded(self, now_s: float, front: _Front) -> None:
+    def _on_forwarded(self, now_s: float, front: _Front) -> None:
         batch = front.next - 1
-        batch_work = front.under[batch]
-        self._act(now_s, Kind.FORWARD, front, batch, batch_work.split_plan)
-        arrival_s = front.out.send(now_s, batch_work.feature_bytes, f"batch {batch}")
-        self._at(max(arrival_s, now_s + batch_work.sending_s), self._features, front, batch)
-        # Transfers take their part of the processor before it is free for another batch.
-        self._at(now_s + batch_work.sending_s + batch_work.receiving_s, self._free, front)
+        times = front.in_flight[batch]
+        self._record(now_s, Kind.FORWARD, front, batch, times.split_plan)
+        arrival_s = front.out.send(now_s, times.feature_bytes, f"batch {batch}")
+        self._schedule(max(arrival_s, now_s + times.sending_s), self._on_features, front, batch)
+        # Transfers occupy the processor before it is free for another batch.
+        self._schedule(now_s + times.sending_s + times.receiving_s, self._on_free, front)
 
-    def _free(self, now_s: float, front: _Front) -> None:
+    def _on_free(self, now_s: float, front: _Front) -> None:
         front.busy = False
         self._dispatch(front, now_s)
 
     def _apply(self, front: _Front, now_s: float) -> None:
         front.busy, front.just_applied = True, True
-        batch_work = front.under[front.gradients[0]]
-        front.staleness.append(front.next - 1 - front.gradients[0] if batch_work.trains else 0)
-        front.front_s += batch_work.apply_s
-        self._at(now_s + batch_work.apply_s, self._applied, front)
+        times = front.in_flight[front.gradients[0]]
+        front.staleness.append(front.next - 1 - front.gradients[0] if times.trains else 0)
+        front.front_s += times.apply_s
+        self._schedule(now_s + times.apply_s, self._on_applied, front)
 
-    def _applied(self, now_s: float, front: _Front) -> None:
+    def _on_applied(self, now_s: float, front: _Front) -> None:
         front.busy = False
-        self._close(front, now_s, front.gradients.popleft())
+        self._finish_batch(front, now_s, front.gradients.popleft())
 
-    def _alone(self, now_s: float, front: _Front) -> None:
+    def _on_alone(self, now_s: float, front: _Front) -> None:
         """Finish a batch that never left the edge."""
         front.busy = False
-        under = front.under[front.oldest].split_plan
-        self._act(now_s, Kind.FORWARD, front, front.oldest, under)
-        self._act(now_s, Kind.STEP, front, front.oldest, under)
+        plan = front.in_flight[front.oldest].split_plan
+        self._record(now_s, Kind.FORWARD, front, front.oldest, plan)
+        self._record(now_s, Kind.STEP, front, front.oldest, plan)
         front.staleness.append(0)
-        self._close(front, now_s, front.oldest)
+        self._finish_batch(front, now_s, front.oldest)
 
-    def _close(self, front: _Front, now_s: float, batch: int) -> None:
+    def _finish_batch(self, front: _Front, now_s: float, batch: int) -> None:
         assert batch == front.oldest, "gradients come back in the order in which their batches went forward"
-        self._act(now_s, Kind.APPLY, front, batch, front.under.pop(batch).split_plan)
+        self._record(now_s, Kind.APPLY, front, batch, front.in_flight.pop(batch).split_plan)
         front.oldest += 1
         if front.oldest == front.end:
             front.ended_s = now_s
@@ -303,41 +303,41 @@ class _Simulation:
 
     # ------------------------------------------------------------------------------------------- the back half
 
-    def _features(self, now_s: float, front: _Front, batch: int) -> None:
-        front.out.arrived(now_s)
-        batch_work = front.under[batch]
-        for end_s, parties, stepped in self._cloud.arrived(now_s, front.index, batch, batch_work.step_s):
-            self._at(end_s, self._stepped, parties, stepped)
+    def _on_features(self, now_s: float, front: _Front, batch: int) -> None:
+        front.out.on_arrival(now_s)
+        times = front.in_flight[batch]
+        for end_s, parties, stepped in self._cloud.on_features(now_s, front.index, batch, times.step_s):
+            self._schedule(end_s, self._on_stepped, parties, stepped)
 
-    def _stepped(self, now_s: float, parties: tuple[int, ...], batch: int) -> None:
+    def _on_stepped(self, now_s: float, parties: tuple[int, ...], batch: int) -> None:
         for index in parties:
             front = self._fronts[index]
-            batch_work = front.under[batch]
-            front.back_s += batch_work.step_s
-            self._act(now_s, Kind.STEP, front, batch, batch_work.split_plan)
-            arrival_s = front.back.send(now_s, batch_work.gradient_bytes, f"the gradient of batch {batch}")
-            self._at(max(arrival_s, now_s + batch_work.receiving_s), self._gradient, front, batch)
+            times = front.in_flight[batch]
+            front.back_s += times.step_s
+            self._record(now_s, Kind.STEP, front, batch, times.split_plan)
+            arrival_s = front.back.send(now_s, times.gradient_bytes, f"the gradient of batch {batch}")
+            self._schedule(max(arrival_s, now_s + times.receiving_s), self._on_gradient, front, batch)
 
-    def _gradient(self, now_s: float, front: _Front, batch: int) -> None:
-        front.back.arrived(now_s)
+    def _on_gradient(self, now_s: float, front: _Front, batch: int) -> None:
+        front.back.on_arrival(now_s)
         front.gradients.append(batch)
         self._dispatch(front, now_s)
 
-    # ---------------------------------------------------------------------------------------------- the cut moves
+    # ----------------------------------------------------------------------------------------- moves of the cut
 
-    def _ask(self, front: _Front, now_s: float, limit: int) -> None:
-        front.asked = front.next
+    def _ask_decider(self, front: _Front, now_s: float, limit: int) -> None:
+        front.last_asked = front.next
         assert front.party.decider is not None and front.meter is not None
         if front.cut is None:
             self._probe(front, now_s)
-        front.up.look(now_s)
-        front.down.look(now_s)
+        front.up.update_meter(now_s)
+        front.down.update_meter(now_s)
         current = SplitPlan(cut=front.cut, bits=front.bits, window=limit)
         new = front.party.decider.decide(front.next, front.meter.rates(now_s), current, limit)
         if new is None or (new.cut, new.bits) == (front.cut, front.bits):
             return
         if new.cut == front.cut:
-            # Other bits need no barrier: each batch says how wide it travels.
+            # Another width needs no drain: each batch carries its own.
             front.bits = new.bits
             front.moves.append(Move(batch=front.next, decided_s=now_s - self._start_s, old=current,
                                     new=front.batch_times(limit).split_plan, drain_s=0.0, migration_s=0.0))
@@ -352,27 +352,27 @@ class _Simulation:
             if link.is_empty:
                 arrival_s = link.send(now_s, PROBE_BYTES, "a probe", may_be_lost=True)
                 if math.isfinite(arrival_s):
-                    self._at(arrival_s, link.arrived)
+                    self._schedule(arrival_s, link.on_arrival)
 
     def _move(self, front: _Front, now_s: float, new: SplitPlan, decided_s: float) -> None:
-        """Hand layers over; both halves stand still meanwhile."""
+        """Transfer layers between the halves; both halves are idle meanwhile."""
         front.busy = True
         direction, num_bytes = migration(front.party.costs, front.cut, new.cut, reverse=self._reverse)
         link = front.up if direction == "up" else front.down
         arrival_s = link.send(now_s, num_bytes, f"what moves before batch {front.next}")
-        self._at(arrival_s, self._moved, front, link, now_s)
+        self._schedule(arrival_s, self._on_moved, front, link, now_s)
 
-    def _moved(self, now_s: float, front: _Front, link: Link, drained_s: float) -> None:
-        link.arrived(now_s)
+    def _on_moved(self, now_s: float, front: _Front, link: Link, drained_s: float) -> None:
+        link.on_arrival(now_s)
         assert front.pending is not None
         new, decided_s = front.pending
         limit = front.party.limit(front.next)
         old = SplitPlan(cut=front.cut, bits=front.bits, window=limit)
         front.cut, front.bits, front.pending, front.busy = new.cut, new.bits, None, False
-        under = front.batch_times(limit).split_plan
-        front.moves.append(Move(batch=front.next, decided_s=decided_s - self._start_s, old=old, new=under,
+        plan = front.batch_times(limit).split_plan
+        front.moves.append(Move(batch=front.next, decided_s=decided_s - self._start_s, old=old, new=plan,
                                 drain_s=drained_s - decided_s, migration_s=now_s - drained_s))
-        self._act(now_s, Kind.RECUT, front, front.next, under)
+        self._record(now_s, Kind.RECUT, front, front.next, plan)
         self._dispatch(front, now_s)
 
     # ------------------------------------------------------------------------------------------------ the end

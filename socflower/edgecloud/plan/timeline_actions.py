@@ -1,4 +1,4 @@
-"""What a split training did, step by step: all that its weights depend on, and how that travels in a message."""
+"""The actions of a split training in order, on which its weights depend alone, and their encoding in a message."""
 
 import zlib
 from collections.abc import Iterable, Sequence
@@ -13,22 +13,22 @@ _PARTY_BITS, _BATCH_BITS, _CUT_BITS, _WIDTH_BITS, _WINDOW_BITS = 10, 28, 9, 3, 1
 
 
 class Kind(IntEnum):
-    """What happens to a batch, in this order, and to a model in between."""
+    """The steps of a batch, in this order, and the move of a cut between batches."""
 
     FORWARD = 0  # the front half computes features
-    STEP = 1  # the back half takes them, updates itself and returns their gradient
-    APPLY = 2  # the front half updates itself by that gradient
-    RECUT = 3  # the halves hand layers over; nothing is in flight, and `batch` is the next one to go forward
+    STEP = 1  # the back half processes them, updates its weights and returns their gradient
+    APPLY = 2  # the front half updates its weights by that gradient
+    RECUT = 3  # layers move between the halves; nothing is in flight, and `batch` is the next to go forward
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One act of one party; it is complete before the next one of the list begins to matter.
+    """One action of one party; actions take effect in the order of the list.
 
-    `cut`, `bits` and `window` are those under which the batch went forward; of a RECUT those that hold from now on.
-    Window 0 means that nothing is applied between a batch's forward pass and its gradient, so its graph can be kept. In
-    joined training the STEPs of all parties for a batch follow one another, in party order, and are one single step.
-    Where the cut is None, all three acts are one training step at the edge.
+    `cut`, `bits` and `window` are those of the batch's forward pass; for a RECUT, those that hold from now on. Window 0
+    means that nothing is applied between a batch's forward pass and its gradient, so its graph can be kept. In joined
+    training the STEPs of all parties for a batch are consecutive, in party order, and are a single step. Where the cut
+    is None, the three actions are one training step at the edge.
     """
 
     kind: Kind
@@ -40,9 +40,9 @@ class Action:
 
 
 def encode_actions(actions: Iterable[Action]) -> list[int]:
-    """Return actions as integers below 2^62, one each behind a format number and a checksum.
+    """Return a format number, a checksum, and each action as an integer below 2^62.
 
-    Raises `ConfigError` where a party, batch, cut or window is too large for its place.
+    Raises `ConfigError` where a party, batch, cut or window is too large for its bit field.
     """
     words = [_word(action) for action in actions]
     return [_FORMAT, _checksum(words), *words]

@@ -1,10 +1,10 @@
-"""What the virtual-time pipeline is made of: the work of a batch, a link that serves in order, a cloud."""
+"""The components of the virtual-time pipeline: the times of a batch, a first-in first-out link, a cloud."""
 
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from socflower.edgecloud.links.bandwidth_profile import Direction, LinkRates, LinkTrace
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Direction, LinkRates
 from socflower.edgecloud.plan.cost_model import received_weight_bytes
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.phases import FORWARD_SHARE, cut_cost
@@ -14,36 +14,36 @@ CloudMode: TypeAlias = Literal["own", "turns", "joined"]
 
 
 class Decider(Protocol):
-    """What may change a deployment between two batches."""
+    """Decides on changes of the deployment between two batches."""
 
     def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int) -> SplitPlan | None:
-        """Return what `batch` shall be the first to run under, or None to stay; K is given, not chosen."""
+        """Return the new deployment from `batch` on, or None to stay; K is given, not chosen."""
         ...
 
 
 class Meter(Protocol):
-    """What estimates the rates of a link from the transfers over it; times are virtual seconds."""
+    """Estimates the rates of a link from the transfers over it; times are virtual seconds."""
 
-    def completed(self, direction: Direction, num_bytes: float, seconds: float, now_s: float) -> None:
+    def add_transfer(self, direction: Direction, num_bytes: float, seconds: float, now_s: float) -> None:
         """Count a transfer that took `seconds`, latency included, and ended now."""
         ...
 
-    def waiting(self, direction: Direction, since_s: float, num_bytes: float) -> None:
-        """Note what is under way."""
+    def set_in_flight(self, direction: Direction, since_s: float, num_bytes: float) -> None:
+        """Note the transfer in flight."""
         ...
 
-    def idle(self, direction: Direction) -> None:
-        """Note that nothing is under way."""
+    def clear_in_flight(self, direction: Direction) -> None:
+        """Note that nothing is in flight."""
         ...
 
     def rates(self, now_s: float) -> LinkRates:
-        """Return the rates as far as they can be known."""
+        """Return the estimated rates."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """What one batch asks of every server; the sums over each are those of `phases`."""
+    """The seconds and bytes of one batch at every stage; their sums are those of `phases`."""
 
     split_plan: SplitPlan
     forward_s: float  # at the front half: forward pass, encoding
@@ -57,12 +57,12 @@ class BatchTimes:
 
     @property
     def alone(self) -> bool:
-        """Whether the edge does it all."""
+        """Whether the edge does the whole training step."""
         return self.split_plan.cut is None
 
 
 def batch_times(costs: SplitCosts, split_plan: SplitPlan, *, reverse: bool) -> BatchTimes:
-    """Return the work of a batch under a deployment; the replay costs a forward pass more unless K is 0 (F22)."""
+    """Return the times of a batch under a deployment; the replay costs another forward pass unless K is 0 (F22)."""
     if split_plan.cut is None:
         return BatchTimes(split_plan, costs.edge_only_s, 0.0, 0.0, 0.0, 0.0, True)
     cut = cut_cost(costs, split_plan.cut)
@@ -88,65 +88,66 @@ def batch_times(costs: SplitCosts, split_plan: SplitPlan, *, reverse: bool) -> B
 
 
 def migration(costs: SplitCosts, old: int | None, new: int | None, *, reverse: bool) -> tuple[Direction, float]:
-    """Return which way layers move when the cut does, and their bytes (F26); `ConfigError` if those are not known."""
+    """Return the direction and bytes of the layers that move with the cut (F26); `ConfigError` for unknown bytes."""
     received_bytes = received_weight_bytes(costs, old, new, reverse=reverse)
     return ("down", received_bytes) if received_bytes > 0 else ("up", -received_bytes)
 
 
 class Link:
-    """One direction of a party's link: a queue that is served in order, as fast as the trace allows."""
+    """One direction of a party's link: a first-in first-out queue, served at the rates of the profile."""
 
-    def __init__(self, trace: LinkTrace, direction: Direction, party: int, meter: Meter | None) -> None:
+    def __init__(self, profile: BandwidthProfile, direction: Direction, party: int, meter: Meter | None) -> None:
         self.direction: Direction = direction
         self.busy_s = 0.0
         self.num_bytes = 0.0
-        self._trace, self._party, self._meter = trace, party, meter
-        self._steps, self._latency_s = trace.steps(direction), trace.latency_s
+        self._profile, self._party, self._meter = profile, party, meter
+        self._steps, self._latency_s = profile.steps(direction), profile.latency_s
         self._free_s = 0.0
-        self._under_way: deque[tuple[float, float]] = deque()  # begin and bytes, where there is a meter
+        self._in_flight: deque[tuple[float, float]] = deque()  # begin and bytes, where there is a meter
 
     def send(self, now_s: float, num_bytes: float, what: str, *, may_be_lost: bool = False) -> float:
-        """Return when a transfer that is handed over now arrives.
+        """Queue a transfer now, and return its time of arrival.
 
-        Raises `SocflowerError` if that is never, unless it `may_be_lost`.
+        Raises `SocflowerError` if it never arrives, unless it `may_be_lost`.
         """
         begin_s = now_s if now_s > self._free_s else self._free_s
         end_s = self._steps.passed_s(begin_s, num_bytes)
         if end_s == float("inf"):
             if not may_be_lost:
                 raise SocflowerError(f"party {self._party}: its {self.direction} link carries nothing any more after "
-                                     f"{begin_s:.3f} s, so {what} never arrives; give a trace in which it comes back")
+                                     f"{begin_s:.3f} s, so {what} never arrives; give a profile in "
+                                     "which it comes back")
         else:
             self.busy_s += end_s - begin_s
             self.num_bytes += num_bytes
         self._free_s = end_s
         if self._meter is not None:
-            self._under_way.append((begin_s, num_bytes))
+            self._in_flight.append((begin_s, num_bytes))
         return end_s + self._latency_s
 
-    def arrived(self, now_s: float) -> None:
-        """Let the meter know of the oldest transfer, which is there now."""
+    def on_arrival(self, now_s: float) -> None:
+        """Report the oldest transfer, which has arrived, to the meter."""
         if self._meter is not None:
-            begin_s, num_bytes = self._under_way.popleft()
-            self._meter.completed(self.direction, num_bytes, now_s - begin_s, now_s)
+            begin_s, num_bytes = self._in_flight.popleft()
+            self._meter.add_transfer(self.direction, num_bytes, now_s - begin_s, now_s)
 
-    def look(self, now_s: float) -> None:
-        """Let the meter know of what is under way."""
+    def update_meter(self, now_s: float) -> None:
+        """Report the transfer in flight to the meter."""
         if self._meter is None:
             return
-        if self._under_way and self._under_way[0][0] <= now_s:
-            self._meter.waiting(self.direction, *self._under_way[0])
+        if self._in_flight and self._in_flight[0][0] <= now_s:
+            self._meter.set_in_flight(self.direction, *self._in_flight[0])
         else:
-            self._meter.idle(self.direction)
+            self._meter.clear_in_flight(self.direction)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is under way, as far as the meter knows."""
-        return not self._under_way
+        """Whether nothing is in flight; always true without a meter."""
+        return not self._in_flight
 
 
 class Cloud:
-    """Who steps when: one processor each ("own"), or one for all, in turns by party, or joined by batch."""
+    """Schedules the steps of back halves: a processor for each party ("own"), or one for all, in turns or joined."""
 
     def __init__(self, mode: CloudMode, num_parties: int, first_batch: int) -> None:
         self.busy_s = 0.0
@@ -155,8 +156,10 @@ class Cloud:
         self._next = (first_batch, 0)  # in turns
         self._waiting: dict[tuple[int, int], float] = {}  # seconds of the step by batch and party
 
-    def arrived(self, now_s: float, party: int, batch: int, step_s: float) -> list[tuple[float, tuple[int, ...], int]]:
-        """Take a batch's features; return what is stepped now or as soon as may be: (end, parties, batch)."""
+    def on_features(
+        self, now_s: float, party: int, batch: int, step_s: float,
+    ) -> list[tuple[float, tuple[int, ...], int]]:
+        """Queue a batch's features; return the steps that can now be scheduled: (end, parties, batch)."""
         if self._mode == "own":
             return [(self._serve(now_s, party, step_s), (party,), batch)]
         self._waiting[batch, party] = step_s

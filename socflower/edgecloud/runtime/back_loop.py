@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from socflower.edgecloud.codec.quantisation import encode
 from socflower.edgecloud.halves import Array, BackHalf
-from socflower.edgecloud.runtime.checkpoints import Barrier, BarrierStore, Saved
+from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, SavedHalf
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver
 from socflower.edgecloud.runtime.loop_report import LoopReport
 from socflower.edgecloud.stream.failures import SplitRefused
@@ -21,20 +21,21 @@ class BackLoop:
 
     Several parties are *joined* if they hold different features of the same samples: the half is stepped once with all
     of them. Otherwise they take turns: batch b of the first, then b of the second, and so on. Every party's next
-    message is taken before any party's next but one, so a slow party holds up the others, and none is left behind.
+    message is handled before any party's message after that, so a slow party delays the others, and none falls behind.
 
-    `on_barrier` is told every barrier reached, where the half stands for whoever comes next; `on_step` that it stands
-    there no longer. It waits for room before it answers, so a peer that reads nothing fills no memory.
+    `on_checkpoint` is called with the batch of every checkpoint, at which the half can be read or saved; `on_step` is
+    called before the half changes again. The loop waits for room before it sends a gradient, so a peer that does not
+    read cannot fill the memory.
     """
 
     def __init__(self, half: BackHalf, channels: Sequence[FrameChannel], *, joined: bool, report: LoopReport,
-                 store: BarrierStore, lineage: str, receivers: Sequence[FeatureReceiver],
-                 on_barrier: Callable[[int], None] = lambda batch: None,
+                 store: CheckpointStore, epoch_id: str, receivers: Sequence[FeatureReceiver],
+                 on_checkpoint: Callable[[int], None] = lambda batch: None,
                  on_step: Callable[[], None] = lambda: None) -> None:
         self._half, self._channels, self._joined = half, tuple(channels), joined
-        self._report, self._store, self._lineage = report, store, lineage
+        self._report, self._store, self._epoch_id = report, store, epoch_id
         self._receivers = tuple(receivers)
-        self._on_barrier, self._on_step = on_barrier, on_step
+        self._on_checkpoint, self._on_step = on_checkpoint, on_step
 
     def run(self, first: int) -> None:
         """Train from batch `first` on, and return after the goodbyes."""
@@ -46,12 +47,12 @@ class BackLoop:
                     self._step_all(batch, message)
                     batch += 1
                 case Mark():
-                    self._mark(batch, message)
+                    self._save_checkpoint(batch, message)
                 case Recut():
-                    self._recut(message)
+                    self._move_cut(message)
                 case Goodbye():
                     for party in range(1, len(self._channels)):
-                        self._require(party, batch, Goodbye())
+                        self._require_message(party, batch, Goodbye())
                     return
                 case _:
                     raise self._unexpected(0, message, f"features of batch {batch}")
@@ -111,20 +112,20 @@ class BackLoop:
         encoded = encode(gradient, message.answer_bits, what=f"gradient of batch {batch}")
         return Gradient(batch=batch, encoded=encoded, loss=loss)
 
-    def _mark(self, batch: int, mark: Mark) -> None:
+    def _save_checkpoint(self, batch: int, mark: Mark) -> None:
         if mark.batch != batch or mark.cut != self._half.cut:
             raise SplitRefused(f"{self._channels[0].peer} is at batch {mark.batch} with cut {mark.cut}, the back half "
                                f"at batch {batch} with cut {self._half.cut}; start the span again")
         for party in range(1, len(self._channels)):
-            self._require(party, batch, mark)
+            self._require_message(party, batch, mark)
         if self._store.keeps:
-            self._store.save(Barrier(batch=batch, lineage=self._lineage), Saved(
+            self._store.save(Checkpoint(batch=batch, epoch_id=self._epoch_id), SavedHalf(
                 half=self._half.save(), codec=FeatureReceiver.save_all(self._receivers)))
-        self._on_barrier(batch)
+        self._on_checkpoint(batch)
         for channel in self._channels:
             channel.send(mark, wait_for_room=True)
 
-    def _recut(self, recut: Recut) -> None:
+    def _move_cut(self, recut: Recut) -> None:
         old, channel = self._half.cut, self._channels[0]
         if len(self._channels) > 1:
             raise SplitRefused(f"{channel.peer} moves the cut of a half that several parties share; leave it be")
@@ -134,15 +135,15 @@ class BackLoop:
                                "same version")
         self._on_step()
         if recut.weights is not None:
-            self._half.take(recut.cut, recut.weights)
+            self._half.import_layers(recut.cut, recut.weights)
             answer = Recut(cut=recut.cut)
         else:
-            answer = Recut(cut=recut.cut, weights=self._half.give(recut.cut))
+            answer = Recut(cut=recut.cut, weights=self._half.export_layers(recut.cut))
         for receiver in self._receivers:
             receiver.reset()
         channel.send(answer, wait_for_room=True)
 
-    def _require(self, party: int, batch: int, wanted: Message) -> None:
+    def _require_message(self, party: int, batch: int, wanted: Message) -> None:
         message = self._receive(party, batch)
         if message != wanted:
             raise self._unexpected(party, message, f"what {self._channels[0].peer} sent, a "

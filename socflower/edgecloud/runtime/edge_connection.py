@@ -1,4 +1,4 @@
-"""The edge's end of the stream: dials, greets, and dials again when the line breaks."""
+"""The edge's end of the stream: connects to the cloud, and reconnects when the connection breaks."""
 
 import random
 import secrets
@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import DecodeError
 
-from socflower.edgecloud.runtime.checkpoints import Barrier
+from socflower.edgecloud.runtime.checkpoints import Checkpoint
 from socflower.edgecloud.stream.credentials import (
     RUN_KEY,
     TOKEN_KEY,
     SplitTls,
     check_token,
-    require_near,
+    require_private_address,
     split_address,
     transport_options,
 )
@@ -30,8 +30,8 @@ from socflower.errors import ConfigError
 
 _METHOD = "/socflower.split.Split/Train"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
-_PARTING_S = 5.0
-# What gRPC says of certificates comes with the code for a line that is down, but dialling again would not help.
+_FLUSH_TIMEOUT_S = 5.0
+# gRPC reports certificate errors with the code for an unavailable peer, but dialling again would not help.
 _CERTIFICATE_WORDS = ("certificate_verify_failed", "hostname verification", "wrong_version_number", "tlsv1_alert",
                       "peer name", "unknown_ca", "certificate required", "alert_bad_certificate")
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.NOT_FOUND,
@@ -39,26 +39,26 @@ _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED,
 
 
 class Shaper(Protocol):
-    """Makes a line as slow as another one, such as a traced one."""
+    """Limits the rate of a connection, for example to a bandwidth profile."""
 
     def wait(self, num_bytes: int) -> bool:
-        """Block until so many bytes may have passed; False if it was closed meanwhile."""
+        """Block until `num_bytes` may have passed; False if it was closed meanwhile."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinTerms:
-    """Where a span begins, as agreed between all sides."""
+    """Where a span begins, as agreed by all sides."""
 
-    lineage: str
-    start: Barrier  # with a lineage: whoever does not stand there restores that barrier
+    epoch_id: str
+    start: Checkpoint  # with an epoch: sides in another state restore this checkpoint
     restore_codec: bool
     cut: int  # of the cloud's half, there
 
 
 @dataclass(slots=True)
 class _Call:
-    """One attempt: a gRPC call, its channel, and where its outgoing half learns what to send after the greeting."""
+    """One attempt: a gRPC call, its channel, and a queue with what to send after the hello."""
 
     grpc_channel: grpc.Channel
     replies: Any
@@ -71,12 +71,12 @@ class _Call:
 
 
 class EdgeConnection:
-    """A way to one run of one cloud, good for span after span.
+    """A connection to one run in one cloud, for any number of spans.
 
-    `address` ("host:port") is dialled, always from here. `party` counts the run's edges from 0. `up` and `down` shape
-    the line. A peer that leaves pings unanswered for `heartbeat_s` is dead; a line that is down is dialled again for
-    `give_up_s`; a cloud that answers pings but brings nothing on is waited for `patience_s`. Raises `ConfigError` for
-    an address that is none, plain text beyond private addresses (unless `insecure`), and a token that is none.
+    The edge dials `address` ("host:port"), never the cloud. `party` counts the run's edges from 0. `up` and `down`
+    limit the rate. A peer that does not answer pings for `heartbeat_s` is dead; a broken connection is dialled again
+    for `give_up_s`; a cloud that answers pings but makes no progress is waited for `patience_s`. Raises `ConfigError`
+    for an invalid address, plain text beyond private addresses (unless `insecure`), and an invalid token.
     """
 
     def __init__(self, address: str, *, run_id: str, token: str, fingerprint: str, party: int = 0,
@@ -85,7 +85,7 @@ class EdgeConnection:
                  give_up_s: float = 300.0, patience_s: float = 900.0) -> None:
         split_address(address)
         if tls is None and not insecure:
-            require_near(address)
+            require_private_address(address)
         if not run_id.isascii() or not run_id.isprintable() or not run_id:
             raise ConfigError(f"run {run_id!r}: a run's name has up to 64 letters, digits, '.', '_' and '-'")
         self.address, self.run_id, self.party = address, run_id, party
@@ -95,28 +95,28 @@ class EdgeConnection:
         self._credentials = tls.channel_credentials() if tls is not None else None
         self._up, self._down = up, down
         self._heartbeat_s, self._patience_s = heartbeat_s, patience_s
-        self._incarnation = secrets.token_hex(8)
+        self._connection_id = secrets.token_hex(8)
         self._closed = Event()
         self._channel: FrameChannel | None = None
-        # No part of the training: only so that many edges do not dial in step after the cloud was away.
+        # Not part of the training: it only keeps many edges from dialling at the same time after an outage.
         self._jitter = random.Random()
 
     def join(
-        self, *, front: bool, first_batch: int, num_batches: int, barriers: Sequence[Barrier],
+        self, *, front: bool, first_batch: int, num_batches: int, checkpoints: Sequence[Checkpoint],
     ) -> tuple[FrameChannel, JoinTerms]:
-        """Return a channel to the cloud's half and where the span begins; other parties are waited for.
+        """Wait for all parties; return a channel to the cloud's half and where the span begins.
 
-        `barriers` are the places at which this side can stand. The channel mends itself until it is `leave`d. Raises
-        `SplitRefused` and `SplitLost`.
+        `checkpoints` are those from which this side can start. The channel reconnects until it is ended by
+        `end_channel`. Raises `SplitRefused` and `SplitLost`.
         """
         hello = wire.Hello(
-            version=PROTOCOL_VERSION, fingerprint=self._fingerprint, party=self.party, incarnation=self._incarnation,
+            version=PROTOCOL_VERSION, fingerprint=self._fingerprint, party=self.party, incarnation=self._connection_id,
             front=front, first_batch=first_batch, num_batches=num_batches, credit_bytes=self._limits.credit_bytes,
-            barriers=[wire.Barrier(lineage=barrier.lineage, batch=barrier.batch) for barrier in barriers])
+            barriers=[wire.Barrier(lineage=place.epoch_id, batch=place.batch) for place in checkpoints])
         call, welcome = self._dial_until(hello, lambda: False)
         channel = FrameChannel(f"the cloud at {self.address}", limits=self._limits, patience_s=self._patience_s)
-        attachment = channel.attach(received=0, used=0, credit_bytes=max(1, welcome.credit_bytes))
-        call.outgoing.put((channel, attachment))
+        stream_id = channel.attach(received=0, used=0, credit_bytes=max(1, welcome.credit_bytes))
+        call.outgoing.put((channel, stream_id))
         self._channel = channel
         if self._closed.is_set():
             self.close()
@@ -124,19 +124,19 @@ class EdgeConnection:
         resuming.CopyFrom(hello)
         resuming.ClearField("barriers")
         resuming.lineage = welcome.lineage
-        Thread(target=self._keep, args=(call, channel, attachment, resuming), name="split-edge", daemon=True).start()
+        Thread(target=self._maintain, args=(call, channel, stream_id, resuming), name="split-edge", daemon=True).start()
         return channel, JoinTerms(
-            lineage=welcome.lineage, cut=welcome.cut, restore_codec=welcome.restore_codec,
-            start=Barrier(batch=welcome.start.batch, lineage=welcome.start.lineage))
+            epoch_id=welcome.lineage, cut=welcome.cut, restore_codec=welcome.restore_codec,
+            start=Checkpoint(batch=welcome.start.batch, epoch_id=welcome.start.lineage))
 
-    def leave(self, channel: FrameChannel) -> None:
-        """End a channel. What it was sent is given a moment to arrive if nothing has gone wrong."""
+    def end_channel(self, channel: FrameChannel) -> None:
+        """End a channel, after waiting a moment for sent messages to arrive if nothing has failed."""
         if channel.failure is None:
-            channel.flush(_PARTING_S)
+            channel.flush(_FLUSH_TIMEOUT_S)
         channel.fail(SplitLost("this channel was left"))
 
     def close(self) -> None:
-        """Dial no more, and end what runs: loops get `SplitLost`. Shapers are their owner's, who closes them too."""
+        """Stop dialling and end the channel: loops get `SplitLost`. Shapers are closed by their owner."""
         self._closed.set()
         channel = self._channel
         if channel is not None:
@@ -144,24 +144,24 @@ class EdgeConnection:
 
     # ------------------------------------------------------------------------------------------------------- inside
 
-    def _keep(self, call: _Call, channel: FrameChannel, attachment: int, resuming: wire.Hello) -> None:
-        """Read a channel's streams, one after the other, until it fails or is left."""
+    def _maintain(self, call: _Call, channel: FrameChannel, stream_id: int, resuming: wire.Hello) -> None:
+        """Read a channel's streams, one after the other, until it fails or is ended."""
         while True:
-            watch = Thread(target=self._end_with, args=(call, channel, attachment), daemon=True)
+            watch = Thread(target=self._end_call_on_detach, args=(call, channel, stream_id), daemon=True)
             watch.start()
-            failure = self._read(call, channel, attachment)
-            channel.detach(attachment)
+            failure = self._read_stream(call, channel, stream_id)
+            channel.detach(stream_id)
             call.end()
             if failure is not None:
                 channel.fail(failure)
             if channel.failure is not None:
                 return
             try:
-                resuming.received, resuming.used = channel.standing()
+                resuming.received, resuming.used = channel.received_and_used()
                 call, welcome = self._dial_until(resuming, lambda: channel.failure is not None)
-                attachment = channel.attach(
+                stream_id = channel.attach(
                     received=welcome.received, used=welcome.used, credit_bytes=max(1, welcome.credit_bytes))
-                call.outgoing.put((channel, attachment))
+                call.outgoing.put((channel, stream_id))
             except (SplitRefused, SplitLost, StartOver) as error:
                 channel.fail(error)
                 return
@@ -170,23 +170,23 @@ class EdgeConnection:
                 channel.fail(SplitRefused(f"the cloud at {self.address} resumes with {error}"))
                 return
 
-    def _end_with(self, call: _Call, channel: FrameChannel, attachment: int) -> None:
-        """End a call with its stream, also where its reader waits for what never comes."""
-        channel.wait_detached(attachment)
+    def _end_call_on_detach(self, call: _Call, channel: FrameChannel, stream_id: int) -> None:
+        """End a call when its stream is detached, even while its reader is waiting."""
+        channel.wait_detached(stream_id)
         call.end()
 
-    def _read(self, call: _Call, channel: FrameChannel, attachment: int) -> Exception | None:
-        """Read a stream to its end; return why no other one should follow, or None if the line broke."""
+    def _read_stream(self, call: _Call, channel: FrameChannel, stream_id: int) -> Exception | None:
+        """Read a stream to its end; return the error if dialling again would not help, or None."""
         try:
             for content in call.replies:
                 if self._down is not None and not self._down.wait(len(content)):
                     return None
                 frame = self._parse(content)
                 if frame.WhichOneof("kind") == "refusal":
-                    return self._refused(frame.refusal)
-                channel.take(attachment, frame)
+                    return self._refusal_error(frame.refusal)
+                channel.on_frame(stream_id, frame)
         except grpc.RpcError as error:
-            return self._failure_of(error)
+            return self._fatal_error(error)
         except FrameRefused as refused:
             return SplitRefused(f"the cloud at {self.address} sends {refused}")
         except SplitRefused as refused:
@@ -240,7 +240,7 @@ class EdgeConnection:
             yield content
 
     def _welcome(self, call: _Call) -> wire.Welcome:
-        # Other parties may take their time, which the cloud limits; this is for a peer that does nothing at all.
+        # The cloud limits the wait for other parties; this timer is for a peer that does not answer at all.
         timer = Timer(self._patience_s, call.replies.cancel)
         timer.daemon = True
         timer.start()
@@ -249,12 +249,12 @@ class EdgeConnection:
         except StopIteration:
             raise SplitLost("it hung up") from None
         except grpc.RpcError as error:
-            raise self._failure_of(error) or SplitLost(_words(error)) from None
+            raise self._fatal_error(error) or SplitLost(_details(error)) from None
         finally:
             timer.cancel()
         kind = frame.WhichOneof("kind")
         if kind == "refusal":
-            raise self._refused(frame.refusal)
+            raise self._refusal_error(frame.refusal)
         if kind != "welcome":
             raise SplitRefused(f"the cloud at {self.address} answers a greeting with a {kind}; is it another program?")
         return frame.welcome
@@ -266,14 +266,14 @@ class EdgeConnection:
             raise SplitRefused(f"the cloud at {self.address} sends bytes that are no frame; is it another program?") \
                 from None
 
-    def _refused(self, refusal: wire.Refusal) -> Exception:
+    def _refusal_error(self, refusal: wire.Refusal) -> Exception:
         if refusal.code == wire.Refusal.START_OVER:
             return StartOver()
         return SplitRefused(f"the cloud at {self.address}: {refusal.text}")
 
-    def _failure_of(self, error: Any) -> Exception | None:
-        """Return what ended a call if dialling again would not help, else None."""
-        words = _words(error)
+    def _fatal_error(self, error: Any) -> Exception | None:
+        """Return the error that ended a call if dialling again would not help, else None."""
+        words = _details(error)
         if error.code() in _REFUSALS:
             return SplitRefused(f"the cloud at {self.address}: {words}")
         if any(word in words.lower() for word in _CERTIFICATE_WORDS):
@@ -282,5 +282,5 @@ class EdgeConnection:
         return None
 
 
-def _words(error: Any) -> str:
+def _details(error: Any) -> str:
     return " ".join(str(error.details() or error.code()).split())

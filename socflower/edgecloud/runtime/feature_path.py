@@ -1,4 +1,4 @@
-"""What features go through on either side of the link: codec, error feedback, delta coding."""
+"""The processing of features on either side of the link: codec, error feedback, delta coding."""
 
 import struct
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ _SETTINGS = struct.Struct("<Q?")
 
 
 class FeatureSender:
-    """A front half's side: encodes features, and corrects gradients by what that lost.
+    """A front half's side: encodes features, and corrects gradients by the error of the encoding.
 
-    With `delta_bytes` features are coded against what was last sent of each sample, which takes so many bytes at
-    either end; 0: without.
+    With `delta_bytes` each sample's features are coded as the change since they were last sent, which takes that much
+    memory at either end; 0: without delta coding.
     """
 
     def __init__(self, *, grouping: Grouping = "tensor", feedback: Form = "none", scale: Scale = "paper",
@@ -35,7 +35,7 @@ class FeatureSender:
     def encode(
         self, batch: int, features: Array, sample_ids: NDArray[np.int64], bits: int,
     ) -> EncodedTensor | DeltaFeatures:
-        """Return features as they travel, and remember what that loses."""
+        """Return the encoded features, and store the error of the encoding."""
         encoded: EncodedTensor | DeltaFeatures
         if self._delta is not None:
             message, decoded = self._delta.encode(sample_ids, features, bits)
@@ -45,18 +45,18 @@ class FeatureSender:
             return encoded
         encoded = encode(features, bits, grouping=self._grouping, what=f"features of batch {batch}")
         if self._feedback.form != "none":
-            # At 32 bits nothing is lost, and nothing is decoded to learn it.
+            # At 32 bits nothing is lost, so decoding is not needed.
             self._feedback.keep(batch, features, features if bits == 32 else decode(encoded))
         return encoded
 
     def correct(self, batch: int, gradient: Array) -> Array:
-        """Return a gradient corrected by the error of its batch, which is forgotten (F25)."""
+        """Return a gradient corrected by the error of its batch, which is then discarded (F25)."""
         corrected = self._feedback.correct(batch, gradient)
         self._feedback.forget(batch)
         return corrected
 
     def forget(self, batch: int) -> None:
-        """Let go of a batch for which no gradient comes."""
+        """Discard the error of a batch for which no gradient comes."""
         self._feedback.forget(batch)
 
     def reset(self) -> None:
@@ -65,17 +65,17 @@ class FeatureSender:
             self._delta = DeltaSender(max_bytes=self._delta_bytes, grouping=self._grouping)
 
     def save(self) -> bytes:
-        """Return what `restore` needs; nothing is out when it is called."""
+        """Return what `restore` needs; to be called while nothing is in flight."""
         return self._delta.save() if self._delta is not None else b""
 
     def restore(self, saved: bytes) -> None:
-        """Remember what was remembered at a barrier; `ConfigError` if it was saved with other settings."""
+        """Restore the state of a checkpoint; `ConfigError` if it was saved with other settings."""
         if self._delta is not None and saved:
             self._delta.restore(saved)
 
 
 class FeatureReceiver:
-    """A back half's side, one for each party. What it remembers of samples is at most `largest_delta_bytes`."""
+    """A back half's side, one for each party. Its delta coding takes at most `largest_delta_bytes` of memory."""
 
     def __init__(self, peer: str, *, largest_delta_bytes: int = 1 << 30) -> None:
         self._peer, self._largest = peer, largest_delta_bytes
@@ -83,16 +83,17 @@ class FeatureReceiver:
         self._delta: DeltaReceiver | None = None
 
     def decode(self, message: Features) -> Array:
-        """Return the features of a message, as an array of its own; `SplitRefused` if both sides remember otherwise."""
+        """Return the features of a message in a new array; `SplitRefused` if the states of the two sides differ."""
         encoded = message.encoded
         if isinstance(encoded, EncodedTensor):
             return decode(encoded)
         try:
-            return self._remembering(encoded.memory_bytes, encoded.grouping).decode(encoded.sample_ids, encoded.message)
+            receiver = self._delta_receiver(encoded.memory_bytes, encoded.grouping)
+            return receiver.decode(encoded.sample_ids, encoded.message)
         except ConfigError as error:
             raise SplitRefused(f"batch {message.batch} of {self._peer}: {error}") from None
 
-    def _remembering(self, memory_bytes: int, grouping: Grouping) -> DeltaReceiver:
+    def _delta_receiver(self, memory_bytes: int, grouping: Grouping) -> DeltaReceiver:
         if self._delta is None or self._settings is None:
             if memory_bytes > self._largest:
                 raise ConfigError(f"delta coding wants {memory_bytes} bytes of memory, where {self._largest} are "
@@ -114,20 +115,20 @@ class FeatureReceiver:
         return _SETTINGS.pack(self._settings[0], self._settings[1] == "sample") + self._delta.save()
 
     def restore(self, saved: bytes) -> None:
-        """Remember what was remembered at a barrier; `ConfigError` if that is damaged."""
+        """Restore the state of a checkpoint; `ConfigError` if it is damaged."""
         if saved:
             memory_bytes, by_sample = _SETTINGS.unpack_from(saved)
-            self._remembering(memory_bytes, "sample" if by_sample else "tensor").restore(saved[_SETTINGS.size:])
+            self._delta_receiver(memory_bytes, "sample" if by_sample else "tensor").restore(saved[_SETTINGS.size:])
 
     @staticmethod
     def save_all(receivers: Sequence["FeatureReceiver"]) -> bytes:
-        """Return the states of all parties, one after the other."""
+        """Return the concatenated states of all parties."""
         states = [receiver.save() for receiver in receivers]
         return b"".join(_LENGTH.pack(len(state)) + state for state in states)
 
     @staticmethod
     def restore_all(receivers: Sequence["FeatureReceiver"], saved: bytes) -> None:
-        """Restore the states of all parties; of nothing, nothing."""
+        """Restore the states of all parties; does nothing for empty bytes."""
         for receiver in receivers if saved else ():
             size = _LENGTH.unpack_from(saved)[0]
             receiver.restore(saved[_LENGTH.size:_LENGTH.size + size])

@@ -1,4 +1,4 @@
-"""The half with the model's input: it goes forward, and replays batches whose gradients come back late (F22)."""
+"""The half with the model's input: it computes features, and replays batches whose gradients arrive late (F22)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,16 +18,16 @@ from socflower.edgecloud.runtime.halves import Loss, TorchHalf, checked_loss, ta
 from socflower.errors import ConfigError
 
 Samples: TypeAlias = tuple[torch.Tensor, NDArray[Any], NDArray[np.int64]]
-"""Inputs, what the back half must know of them, and which samples they are."""
+"""Inputs, labels for the back half, and sample ids."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
-    """A batch that went forward and whose gradient has not come."""
+class _InFlight:
+    """A batch whose forward pass is done and whose gradient has not arrived."""
 
     shape: tuple[int, ...]  # of its features
     features: torch.Tensor | None  # with their graph, if it was to be kept
-    num_updates: int  # before it went forward
+    num_updates: int  # before its forward pass
     samples: Samples | None  # if the source cannot repeat them
 
 
@@ -35,12 +35,12 @@ class TorchFront(TorchHalf):
     """The layers up to the cut, with a source of batches.
 
     `batches(batch)` returns inputs, labels and sample ids (int64) of a batch, by its number over the whole training. It
-    is asked again for a replay, and must return the same then, random augmentation included: so a batch under way
-    costs no memory. `keep_inputs` is for sources that cannot repeat, and holds up to K + 1 batches. What layers draw
-    depends on `seed`, batch and layer only, so that a replay draws the same; give parties that shall differ seeds of
-    their own.
+    is called again for a replay, and must return the same, random augmentation included, so that a batch in flight
+    takes no memory. `keep_inputs` is for sources that cannot repeat, and stores up to K + 1 batches. Random numbers in
+    layers depend on `seed`, batch and layer only, so that a replay draws the same ones; parties that should differ need
+    different seeds.
 
-    With `cut` behind the last one, all layers are here, and `train_alone` needs `loss`.
+    With `cut` after the last one, all layers are in this half, and `train_alone` needs `loss`.
     """
 
     def __init__(
@@ -52,30 +52,30 @@ class TorchFront(TorchHalf):
         self._batches = batches
         self._keep_inputs = keep_inputs
         self._loss = loss
-        self._open: dict[int, _Open] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         self._num_updates = 0
         self._latest: tuple[int, Samples] | None = None
 
     def forward(self, batch: int, *, keep_graph: bool = False) -> Array:
-        """Return the features (samples, ...) of a batch by the present weights.
+        """Return the features (samples, ...) of a batch, computed with the current weights.
 
-        Raises ConfigError for a batch that is under way already, or if all layers are here.
+        Raises ConfigError for a batch that is in flight already, or if all layers are in this half.
         """
         self._require_cut()
-        if batch in self._open:
+        if batch in self._in_flight:
             raise ConfigError(f"model {self._split.name}: batch {batch} went forward already and waits for its "
                               "gradient")
         samples = self._samples(batch)
         with_graph = keep_graph and self._split.front_trains(self._cut)
         with torch.set_grad_enabled(with_graph):
             features = self._run(batch, samples[0].to(self._device))
-        self._open[batch] = _Open(tuple(features.shape), features if with_graph else None, self._num_updates,
+        self._in_flight[batch] = _InFlight(tuple(features.shape), features if with_graph else None, self._num_updates,
                                   samples if self._keep_inputs else None)
-        # The graph may need its result unchanged, and inputs may be handed through.
+        # A copy: the graph may need its result unchanged, and the half may return its inputs.
         return to_array(features)
 
     def labels(self, batch: int) -> NDArray[Any]:
-        """Return the labels of a batch, as its source gave them."""
+        """Return the labels of a batch from its source."""
         return self._samples(batch)[1]
 
     def sample_ids(self, batch: int) -> NDArray[np.int64]:
@@ -83,19 +83,19 @@ class TorchFront(TorchHalf):
         return self._samples(batch)[2]
 
     def apply(self, batch: int, gradient: Array | None) -> None:
-        """Update the weights by the gradient with respect to a batch's features (F22); None only forgets the batch.
+        """Update the weights by the gradient with respect to a batch's features (F22); None only discards the batch.
 
-        Raises ConfigError for a batch that is not under way, a gradient that is not of its features' shape or where
-        nothing is trained, and for a kept graph whose weights were updated since; nothing is changed then.
+        Raises ConfigError, without any change, for a batch that is not in flight, for a gradient of another shape than
+        the features, for a gradient where nothing is trained, and for a kept graph whose weights were updated since.
         """
         self._require_cut()
-        waiting = self._open.get(batch)
+        waiting = self._in_flight.get(batch)
         name = self._split.name
         if waiting is None:
             raise ConfigError(f"model {name}: a gradient came for batch {batch}, which is not under way; those are "
-                              f"{sorted(self._open)}")
+                              f"{sorted(self._in_flight)}")
         if gradient is None:
-            del self._open[batch]
+            del self._in_flight[batch]
             return
         if not self._split.front_trains(self._cut):
             raise ConfigError(f"model {name}: a gradient came for batch {batch}, but everything before cut {self._cut} "
@@ -110,16 +110,16 @@ class TorchFront(TorchHalf):
             self._update(batch, waiting.features, gradient)
         else:
             samples = waiting.samples or self._samples(batch)
-            with _buffers_kept(self._layers()):
+            with _preserve_buffers(self._layers()):
                 features = self._run(batch, samples[0].to(self._device))
                 if tuple(features.shape) != waiting.shape:
                     raise ConfigError(f"model {name}: batch {batch} is another one in its replay, with features "
                                       f"{tuple(features.shape)} for {waiting.shape}; its source must repeat itself")
                 self._update(batch, features, gradient)
-        del self._open[batch]
+        del self._in_flight[batch]
 
     def train_alone(self, batch: int) -> float:
-        """Do a whole training step, with all layers here, and return the loss; `ConfigError` with a cut between."""
+        """Do a whole training step with all layers, and return the loss; `ConfigError` if the model is cut."""
         if self._cut != self._split.num_cuts or self._loss is None:
             raise ConfigError(f"model {self._split.name}: cannot be trained by the front half alone: "
                               + ("it was given no loss" if self._loss is None else f"it is cut at {self._cut}"))
@@ -136,14 +136,14 @@ class TorchFront(TorchHalf):
         self._optimizer.zero_grad()
         torch.autograd.backward([features], [to_tensor(gradient, self._device, layout_of(features))])
         self._optimizer.step(batch)
-        self._optimizer.zero_grad()  # gradients of a thin edge's layers need not lie about between batches
+        self._optimizer.zero_grad()  # frees the gradients' memory between batches
         self._num_updates += 1
 
     def _samples(self, batch: int) -> Samples:
-        waiting = self._open.get(batch)
+        waiting = self._in_flight.get(batch)
         if waiting is not None and waiting.samples is not None:
             return waiting.samples
-        # Forward pass, labels and ids ask one after the other.
+        # Cached, since forward pass, labels and ids request the same batch one after the other.
         if self._latest is None or self._latest[0] != batch:
             self._latest = (batch, self._batches(batch))
         return self._latest[1]
@@ -154,25 +154,25 @@ class TorchFront(TorchHalf):
                               "train_alone()")
 
     def _require_idle(self) -> None:
-        if self._open:
-            raise ConfigError(f"model {self._split.name}: the cut cannot move while batches {sorted(self._open)} wait "
-                              "for their gradients; apply those first")
+        if self._in_flight:
+            raise ConfigError(f"model {self._split.name}: the cut cannot move while batches {sorted(self._in_flight)} "
+                              "wait for their gradients; apply those first")
 
     def _progress(self) -> list[list[int]]:
-        kept = [batch for batch, waiting in self._open.items() if waiting.features is not None or waiting.samples]
+        kept = [batch for batch, waiting in self._in_flight.items() if waiting.features is not None or waiting.samples]
         if kept:
             raise ConfigError(f"model {self._split.name}: the front half cannot be saved while the graph or inputs of "
                               f"batches {kept} are kept; apply their gradients first")
-        return [[batch, *waiting.shape] for batch, waiting in self._open.items()]
+        return [[batch, *waiting.shape] for batch, waiting in self._in_flight.items()]
 
     def _resume(self, progress: Sequence[Sequence[int]]) -> None:
         self._latest = None
-        self._open = {batch: _Open(tuple(shape), None, self._num_updates, None) for batch, *shape in progress}
+        self._in_flight = {batch: _InFlight(tuple(shape), None, self._num_updates, None) for batch, *shape in progress}
 
 
 @contextmanager
-def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
-    """Put back what layers in training mode make of their buffers: they have seen this batch already."""
+def _preserve_buffers(module: torch.nn.Module) -> Iterator[None]:
+    """Restore the buffers of layers in training mode afterwards: they were updated by this batch already."""
     buffers = {buffer: buffer.detach().clone() for part in module.modules() if part.training
                for buffer in part.buffers(recurse=False)}
     try:

@@ -1,4 +1,4 @@
-"""Drives a front half: forward while the window allows, apply gradients as they come back, move the cut, save."""
+"""Drives a front half: forward passes within the window, gradients as they arrive, moves of the cut, checkpoints."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from socflower.edgecloud.codec.error_feedback import Form
 from socflower.edgecloud.codec.quantisation import Grouping, decode
 from socflower.edgecloud.halves import FrontHalf
 from socflower.edgecloud.plan.cuts import BITS, SplitPlan
-from socflower.edgecloud.runtime.checkpoints import Barrier, BarrierStore, Saved
+from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, SavedHalf
 from socflower.edgecloud.runtime.feature_path import FeatureSender
 from socflower.edgecloud.runtime.loop_report import LARGEST_TRANSFERS, LoopReport, Move
 from socflower.edgecloud.runtime.replay_window import ReplayWindow
@@ -20,19 +20,19 @@ from socflower.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Situation:
-    """What a decision goes by, between two batches."""
+class DecisionInput:
+    """The inputs of a decision between two batches."""
 
     batch: int  # the next to go forward
     split_plan: SplitPlan
-    transfers: tuple[Transfer, ...]  # that have ended since the last look
-    under_way: tuple[float, int] | None  # since when (on the channel's clock) how many bytes have been on their way
+    transfers: tuple[Transfer, ...]  # that have ended since the last decision
+    in_flight: tuple[float, int] | None  # begin (on the channel's clock) and bytes
     now_s: float  # on that clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """A batch is done."""
+    """A completed batch."""
 
     batch: int
     loss: float
@@ -41,11 +41,12 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrontPlan:
-    """How a front half is to be driven.
+    """How a front half is driven.
 
-    `deployment` holds where a training begins; after a rollback its cut is that of the barrier. `window_of` gives K by
-    batch, instead of the deployment's. `checkpoint_batches` is how many batches lie between two barriers, counted over
-    the whole training; 0: only at the ends of a span. `decide` may ask for another deployment between two batches.
+    `split_plan` is the deployment at the beginning; after a rollback its cut is that of the checkpoint. `window_of`
+    gives K by batch, instead of the deployment's. `checkpoint_batches` is how many batches lie between two checkpoints,
+    counted over the whole training; 0: only at the ends of a span. `decide` may ask for another deployment between two
+    batches.
     """
 
     split_plan: SplitPlan
@@ -55,7 +56,7 @@ class FrontPlan:
     delta_bytes: int = 0  # memory for delta coding, on either side; 0: without
     gradient_bits: int = 32
     checkpoint_batches: int = 0
-    decide: Callable[[Situation], SplitPlan | None] | None = None
+    decide: Callable[[DecisionInput], SplitPlan | None] | None = None
     progress: Callable[[Progress], None] | None = None
 
     def __post_init__(self) -> None:
@@ -70,46 +71,46 @@ class FrontPlan:
 
 
 class FrontLoop:
-    """Trains batches `first` to `stop` − 1 with a front half, over a channel to whoever has the back half.
+    """Trains batches `first` to `stop` − 1 with a front half, over a channel to the back half.
 
-    Where it may do either, it takes turns: right after an update a batch goes forward, if the window allows; else a
-    gradient that has come is applied. To apply all that has come first would bunch batches up, while link and back half
-    stand idle, and take up to 1.7 times as long as F26 says (see `cost.training_s`). No batch goes forward while
-    another waits for the link: it would come no sooner, take memory, and be staler. So features wait here of one batch,
-    besides those that are on their way. The loop never waits for room, so it always reads (see `frame_channel`). All
-    that goes wrong on the way is raised as it comes: `SplitLost`, `SplitRefused`, `StartOver`, `ConfigError` of the
-    half.
+    Where it may do either, it alternates: after an update comes a forward pass, if the window allows; otherwise a
+    gradient that has arrived is applied. Applying all arrived gradients first would bunch batches up while link and
+    back half are idle, and take up to 1.7 times as long as F26 predicts (see `cost_model.training_s`). There is no
+    forward pass while another batch waits for the link: it would not arrive sooner, take memory, and be staler. So the
+    features of at most one batch wait here, besides those in flight. The loop never waits for room, so it always reads
+    (see `frame_channel`). Errors are raised as they occur: `SplitLost`, `SplitRefused`, `StartOver`, and `ConfigError`
+    of the half.
 
-    `on_barrier` is told every barrier that both sides have saved, where the half stands for whoever comes next;
-    `on_step` that it stands there no longer.
+    `on_checkpoint` is called with the batch of every checkpoint that both sides have saved; `on_step` is called before
+    the half changes again.
     """
 
     def __init__(self, half: FrontHalf, channel: FrameChannel, plan: FrontPlan, *, report: LoopReport,
-                 store: BarrierStore, lineage: str, split_plan: SplitPlan, sender: FeatureSender,
-                 on_barrier: Callable[[int], None] = lambda batch: None, on_step: Callable[[], None] = lambda: None,
+                 store: CheckpointStore, epoch_id: str, split_plan: SplitPlan, sender: FeatureSender,
+                 on_checkpoint: Callable[[int], None] = lambda batch: None, on_step: Callable[[], None] = lambda: None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._half, self._channel, self._plan = half, channel, plan
-        self._report, self._store, self._lineage = report, store, lineage
+        self._report, self._store, self._epoch_id = report, store, epoch_id
         self._split_plan, self._sender, self._clock = split_plan, sender, clock
-        self._on_barrier, self._on_step = on_barrier, on_step
+        self._on_checkpoint, self._on_step = on_checkpoint, on_step
         self._window = ReplayWindow(split_plan.window)
         self._shapes: dict[int, tuple[int, ...]] = {}
-        self._wanted: int | None = None  # the cut to move to, once nothing is out
-        self._wanted_since_s = 0.0
-        self._looked_at = -1
-        self._undecided: list[Transfer] = []  # which no decision has seen
-        self._marked = -1
+        self._requested_cut: int | None = None  # the cut to move to, once nothing is in flight
+        self._requested_at_s = 0.0
+        self._decided_batch = -1
+        self._unseen_transfers: list[Transfer] = []  # not passed to a decision yet
+        self._checkpointed_batch = -1
 
     def run(self, first: int, stop: int) -> None:
-        """Train, and return when the back half has saved the last barrier and so has this one."""
+        """Train, and return when both halves have saved the last checkpoint."""
         batch = first
-        self._mark(batch)
+        self._save_checkpoint(batch)
         if self._split_plan.cut is not None and self._split_plan.cut != self._half.cut:
-            self._want(self._split_plan.cut)
-        updated = False  # since a batch went forward last
+            self._request_cut(self._split_plan.cut)
+        updated = False  # since the last forward pass
         while batch < stop or not self._window.drained:
             allowed = batch < stop and self._may_forward(batch) and not self._must_drain(batch)
-            # What would only wait behind another batch for the link may as well wait to be computed.
+            # While another batch waits for the link, computing this one has no benefit yet.
             ready = allowed and self._channel.is_idle
             message = None if ready and updated else self._channel.poll()
             if message is not None:
@@ -126,33 +127,34 @@ class FrontLoop:
                 if message is not None:
                     self._apply(message)
                     updated = True
-            elif self._wanted is not None:
-                self._recut(self._wanted, batch)
+            elif self._requested_cut is not None:
+                self._move_cut(self._requested_cut, batch)
             else:
-                self._mark(batch)
-        if self._marked != stop:
-            self._mark(stop)
+                self._save_checkpoint(batch)
+        if self._checkpointed_batch != stop:
+            self._save_checkpoint(stop)
         self._report.split_plan = self._split_plan
         self._channel.send(Goodbye())
 
     def _must_drain(self, batch: int) -> bool:
-        self._look(batch)
+        self._ask_decider(batch)
         every = self._plan.checkpoint_batches
-        return self._wanted is not None or bool(every and batch % every == 0 and batch != self._marked)
+        due = bool(every and batch % every == 0 and batch != self._checkpointed_batch)
+        return self._requested_cut is not None or due
 
-    def _look(self, batch: int) -> None:
-        """Ask for a decision, once between two batches."""
+    def _ask_decider(self, batch: int) -> None:
+        """Call the decider, once between two batches."""
         transfers = self._channel.transfers()
         self._report.transfers.extend(transfers[:LARGEST_TRANSFERS - len(self._report.transfers)])
         if self._plan.decide is None:
             return
-        self._undecided.extend(transfers)
-        if self._looked_at == batch:
+        self._unseen_transfers.extend(transfers)
+        if self._decided_batch == batch:
             return
-        self._looked_at = batch
-        seen, self._undecided = tuple(self._undecided), []
-        chosen = self._plan.decide(Situation(
-            batch=batch, split_plan=self._split_plan, transfers=seen, under_way=self._channel.under_way(),
+        self._decided_batch = batch
+        seen, self._unseen_transfers = tuple(self._unseen_transfers), []
+        chosen = self._plan.decide(DecisionInput(
+            batch=batch, split_plan=self._split_plan, transfers=seen, in_flight=self._channel.in_flight(),
             now_s=self._clock()))
         if chosen is None:
             return
@@ -161,10 +163,10 @@ class FrontLoop:
                               "leave edge-only out while a span runs")
         self._split_plan = replace(chosen, cut=self._split_plan.cut)
         if chosen.cut != self._half.cut:
-            self._want(chosen.cut)
+            self._request_cut(chosen.cut)
 
-    def _want(self, cut: int) -> None:
-        self._wanted, self._wanted_since_s = cut, self._clock()
+    def _request_cut(self, cut: int) -> None:
+        self._requested_cut, self._requested_at_s = cut, self._clock()
 
     def _may_forward(self, batch: int) -> bool:
         window = self._plan.window_of(batch) if self._plan.window_of is not None else self._split_plan.window
@@ -204,34 +206,34 @@ class FrontLoop:
         if self._plan.progress is not None:
             self._plan.progress(Progress(batch=message.batch, loss=message.loss, staleness=staleness))
 
-    def _recut(self, cut: int, batch: int) -> None:
-        """Move layers to or from the other half; nothing is out."""
+    def _move_cut(self, cut: int, batch: int) -> None:
+        """Move layers to or from the other half; nothing is in flight."""
         old = self._half.cut
         self._on_step()
-        self._channel.send(Recut(cut=cut, weights=self._half.give(cut) if cut < old else None))
+        self._channel.send(Recut(cut=cut, weights=self._half.export_layers(cut) if cut < old else None))
         with self._report.waiting():
             answer = self._channel.receive(f"answer to the move of the cut to {cut}")
         if not isinstance(answer, Recut) or answer.cut != cut or (answer.weights is None) != (cut < old):
             raise self._unexpected(answer, f"its part of the move of the cut to {cut}")
         if answer.weights is not None:
-            self._half.take(cut, answer.weights)
+            self._half.import_layers(cut, answer.weights)
         self._sender.reset()
-        self._split_plan, self._wanted = replace(self._split_plan, cut=cut), None
+        self._split_plan, self._requested_cut = replace(self._split_plan, cut=cut), None
         self._report.moves.append(Move(batch=batch, old=old, new=cut, gave=cut < old,
-                                       seconds=self._clock() - self._wanted_since_s))
+                                       seconds=self._clock() - self._requested_at_s))
 
-    def _mark(self, batch: int) -> None:
-        """Save both halves; nothing is out. The back half saves first: what this one has saved, that one has too."""
+    def _save_checkpoint(self, batch: int) -> None:
+        """Save both halves; nothing is in flight. The back half saves first, so it has all that this one has."""
         self._channel.send(Mark(batch=batch, cut=self._half.cut))
         with self._report.waiting():
             answer = self._channel.receive(f"word that batch {batch} is saved")
         if answer != Mark(batch=batch, cut=self._half.cut):
             raise self._unexpected(answer, f"word that batch {batch} is saved")
         if self._store.keeps:
-            self._store.save(Barrier(batch=batch, lineage=self._lineage), Saved(
+            self._store.save(Checkpoint(batch=batch, epoch_id=self._epoch_id), SavedHalf(
                 half=self._half.save(), codec=self._sender.save(), split_plan=self._split_plan))
-        self._marked = batch
-        self._on_barrier(batch)
+        self._checkpointed_batch = batch
+        self._on_checkpoint(batch)
 
     def _unexpected(self, message: Message, wanted: str) -> SplitRefused:
         return SplitRefused(f"{self._channel.peer} sends a {type(message).__name__.lower()} where {wanted} is next; "

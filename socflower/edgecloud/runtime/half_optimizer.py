@@ -1,4 +1,4 @@
-"""One optimiser over the layers that a half has at the moment; its state goes with layers that move."""
+"""One optimiser over the current layers of a half; its state moves with the layers."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from socflower.errors import ConfigError
 
 SEPARATOR = "::"
-"""Between a weight's name and a key of its optimiser state."""
+"""Separates a weight's name from a key of its optimiser state."""
 
 OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
 Schedule: TypeAlias = Callable[[int], float]
-"""The factor on the learning rate for a batch, by its number over the whole training; both halves apply the same."""
+"""The factor on the learning rate by batch number over the whole training; both halves apply the same factor."""
 
 
 def constant_rate(batch: int) -> float:
@@ -26,10 +26,10 @@ def constant_rate(batch: int) -> float:
 
 
 class HalfOptimizer:
-    """Updates named weights; those that are not trained are left out.
+    """Updates named weights, except those that are not trained.
 
-    What it does to a weight must depend on that weight alone, as it does in SGD, Adam and their like: then two halves
-    do what one optimiser over the whole model does. State must be tensors per weight; `ConfigError` otherwise (LBFGS).
+    The update of a weight must depend on that weight and its state alone, as in SGD and Adam: then two halves do what
+    one optimiser over the whole model does. State must be tensors per weight; `ConfigError` otherwise (LBFGS).
     """
 
     def __init__(self, factory: OptimizerFactory, schedule: Schedule = constant_rate) -> None:
@@ -39,13 +39,13 @@ class HalfOptimizer:
         self._optimizer: Optimizer | None = None
         self._rates: list[float] = []
 
-    def own(self, weights: Mapping[str, torch.Tensor], taken: Mapping[str, NDArray[Any]] | None = None) -> None:
-        """Update these weights from now on: state of those that stay is kept, that of new ones is in `taken`."""
+    def set_weights(self, weights: Mapping[str, torch.Tensor], taken: Mapping[str, NDArray[Any]] | None = None) -> None:
+        """Set the weights to update: weights that stay keep their state, the state of new ones is in `taken`."""
         state = {**self.state(), **(taken or {})}
         unique = {id(weight): (name, weight) for name, weight in reversed(list(weights.items()))
                   if isinstance(weight, nn.Parameter) and weight.requires_grad}
-        self._weights = dict(reversed(unique.values()))  # a tied weight by its first name
-        # An optimiser refuses to have nothing to do.
+        self._weights = dict(reversed(unique.values()))  # a tied weight under its first name
+        # torch optimisers do not accept an empty list of weights.
         self._optimizer = self._factory(list(self._weights.values())) if self._weights else None
         if self._optimizer is not None:
             held = {id(weight) for group in self._optimizer.param_groups for weight in group["params"]}
@@ -60,12 +60,12 @@ class HalfOptimizer:
                 self._optimizer.state[self._weights[name]][entry] = self._tensor(name, entry, array)
 
     def zero_grad(self) -> None:
-        """Forget gradients."""
+        """Reset gradients to None."""
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)
 
     def step(self, batch: int) -> None:
-        """Update all weights by their gradients, at the rate of a batch."""
+        """Update all weights by their gradients, with the learning rate of a batch."""
         if self._optimizer is None:
             return
         factor = self._schedule(batch)
@@ -76,14 +76,14 @@ class HalfOptimizer:
         self._optimizer.step()
 
     def state(self, names: Iterable[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Return the state of these weights, or of all, by `name::key`."""
+        """Return the state of the named weights, or of all, by `name::key`."""
         if self._optimizer is None:
             return {}
         arrays: dict[str, NDArray[Any]] = {}
         for name in self._weights if names is None else names:
             weight = self._weights.get(name)
             for entry, value in self._optimizer.state.get(weight, {}).items() if weight is not None else ():
-                if value is None:  # such as the momentum of an optimiser without one
+                if value is None:  # for example the momentum of SGD without momentum
                     continue
                 if not isinstance(value, torch.Tensor):
                     raise ConfigError(f"optimizer: {type(self._optimizer).__name__} keeps {entry} as "
@@ -95,7 +95,7 @@ class HalfOptimizer:
     def _tensor(self, name: str, entry: str, array: NDArray[Any]) -> torch.Tensor:
         weight = self._weights[name]
         tensor = torch.from_numpy(np.array(array))
-        # Adam counts its steps on the processor, unless it runs in one kernel on the accelerator.
+        # Adam keeps its step count on the CPU, unless it is capturable or fused.
         groups = self._optimizer.param_groups if self._optimizer is not None else []
         in_kernel = any(group.get("capturable") or group.get("fused") for group in groups)
         return tensor.to(weight.device) if tensor.ndim or in_kernel else tensor

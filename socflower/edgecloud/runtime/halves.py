@@ -1,4 +1,4 @@
-"""What both halves of a torch model have in common: their layers, which come and go with the cut, and saving."""
+"""The common part of both halves of a torch model: layers that are added and removed with the cut, and saving."""
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,16 +18,16 @@ from socflower.edgecloud.runtime.half_optimizer import SEPARATOR, HalfOptimizer,
 from socflower.errors import ConfigError
 
 Loss: TypeAlias = Callable[[Any, torch.Tensor], torch.Tensor]
-"""Of outputs and targets: one number, the mean over the batch."""
+"""A function of outputs and targets that returns one number, the mean over the batch."""
 
 _FORMAT = 1
 
 
 class TorchHalf:
-    """One half of a model that was cut, with the optimiser of its layers.
+    """One half of a split model, with the optimiser of its layers.
 
-    It takes the split model over and lets go of the tensors of the other half, which are empty from then on: a thin
-    edge has memory for its own layers only. Each half needs a `SplitModel.copy()` of its own.
+    It owns the split model and frees the tensors of the other half, which are empty from then on: a thin edge has
+    memory for its own layers only. Each half needs its own `SplitModel.copy()`.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class TorchHalf:
         if any(tensor.shape != split.specs[name].shape for name, tensor in self._tensors.items()):
             raise ConfigError(f"model {split.name}: is another half's already; give each half a copy() of the split "
                               "model")
-        self._let_go(set(self._tensors) - set(self._names(cut)))
+        self._release_tensors(set(self._tensors) - set(self._names(cut)))
         split.model.to(self._device)
         self._tensors = split.tensors()
         self._module: nn.Module | None = None
-        self._optimizer.own(self._own())
+        self._optimizer.set_weights(self._own_tensors())
 
     @property
     def cut(self) -> int:
@@ -62,44 +62,46 @@ class TorchHalf:
         return self._split
 
     @property
-    def everything(self) -> int:
-        """The cut behind which nothing is: all layers are in the front half."""
+    def all_layers_cut(self) -> int:
+        """The cut after the last layer: all layers are in the front half."""
         return self._split.num_cuts
 
-    def give(self, cut: int) -> Weights:
-        """Move the cut away from this half's layers; return their tensors and `name::key` of the optimiser.
+    def export_layers(self, cut: int) -> Weights:
+        """Move the cut so that this half loses layers; return their tensors and optimiser state (`name::key`).
 
-        Raises ConfigError for a cut that is not there or lies in the other half, and while a batch is under way.
+        Raises ConfigError for a cut that does not exist or lies in the other half, and while a batch is in flight.
         """
         moving = self._moving(cut, gives=True)
         given = {name: self._array(name) for name in moving} | self._optimizer.state(moving)
         self._move_to(cut)
-        self._let_go(set(moving))
+        self._release_tensors(set(moving))
         return given
 
-    def take(self, cut: int, weights: Weights) -> None:
-        """Move the cut with layers that the other half gave; `ConfigError`, with nothing changed, if they do not fit.
+    def import_layers(self, cut: int, weights: Weights) -> None:
+        """Move the cut and add the layers that the other half exported.
+
+        Raises ConfigError, with nothing changed, if they do not fit.
         """
         moving = self._moving(cut, gives=False)
         state = {key: array for key, array in weights.items() if SEPARATOR in key}
         self._check_tensors({key: array for key, array in weights.items() if key not in state}, moving)
-        strangers = [key for key in state if key.partition(SEPARATOR)[0] not in moving]
-        if strangers:
-            raise ConfigError(f"model {self._split.name}: optimiser state {strangers[0]!r} is of no layer that moves "
+        unknown = [key for key in state if key.partition(SEPARATOR)[0] not in moving]
+        if unknown:
+            raise ConfigError(f"model {self._split.name}: optimiser state {unknown[0]!r} is of no layer that moves "
                               f"to cut {cut}")
         for name in moving:
             self._fill(name, weights[name])
         self._move_to(cut, state)
 
     def weights(self) -> Weights:
-        """Return copies of this half's weights and buffers by their names in the whole model."""
+        """Return copies of this half's weights and buffers, by their names in the whole model."""
         return {name: self._array(name) for name in self._names(self._cut)}
 
     def load(self, weights: Weights) -> None:
-        """Set this half's weights and buffers, such as to a mean over clients; optimiser state stays as it is.
+        """Set this half's weights and buffers, for example to a mean over clients; optimiser state does not change.
 
-        What is not this half's is passed over, so that a whole model's weights may be given. Raises ConfigError, with
-        nothing changed, where one is missing or of another shape.
+        Tensors of the other half are ignored, so that a whole model's weights may be passed. Raises ConfigError, with
+        nothing changed, where one is missing or has another shape.
         """
         own = self._names(self._cut)
         self._check_tensors({name: array for name, array in weights.items() if name in own}, own)
@@ -109,8 +111,8 @@ class TorchHalf:
     def save(self) -> bytes:
         """Return everything that `restore` needs, without code: weights, buffers, optimiser state, cut.
 
-        Learning rates follow from batch numbers and random numbers from the seed, so there is nothing of these.
-        Raises ConfigError while a batch with a kept graph is under way.
+        Learning rates follow from batch numbers and random numbers from the seed, so neither is saved. Raises
+        ConfigError while a batch with a kept graph is in flight.
         """
         content = {
             "format": _FORMAT, "side": self._side, "fingerprint": self._split.fingerprint(), "cut": self._cut,
@@ -122,12 +124,12 @@ class TorchHalf:
         return buffer.getvalue()
 
     def restore(self, saved: bytes) -> None:
-        """Stand where `save` stood; `ConfigError`, with nothing changed, for what is not of this half and model."""
+        """Restore what `save` returned; `ConfigError`, with nothing changed, for another half or model."""
         name = self._split.name
         try:
             content = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
             known = isinstance(content, dict) and content.get("format") == _FORMAT
-        except Exception as error:  # torch.load raises whatever a damaged file makes it stumble over
+        except Exception as error:  # torch.load raises many types of errors for a damaged file
             raise ConfigError(f"model {name}: the saved half cannot be read ({type(error).__name__}); it is damaged "
                               "or was not written by save()") from error
         if not known:
@@ -141,27 +143,27 @@ class TorchHalf:
         arrays = {key: tensor.numpy() for key, tensor in content["tensors"].items()}
         own = self._names(cut)
         self._check_tensors(arrays, own)
-        self._let_go(set(self._tensors) - set(own))
+        self._release_tensors(set(self._tensors) - set(own))
         for key in own:
             self._fill(key, arrays[key])
-        self._optimizer.own({})  # forgets the state of before
+        self._optimizer.set_weights({})  # discards the previous state
         self._move_to(cut, {key: tensor.numpy() for key, tensor in content["optimizer"].items()})
         self._resume(content["progress"])
 
     def _require_idle(self) -> None:
-        """Raise ConfigError while a batch is under way."""
+        """Raise ConfigError while a batch is in flight."""
 
     def _progress(self) -> list[list[int]]:
-        """Return the batches under way, each with the shape of its features."""
+        """Return the batches in flight, each with the shape of its features."""
         return []
 
     def _resume(self, progress: Sequence[Sequence[int]]) -> None:
-        """Take up what `_progress` returned."""
+        """Restore what `_progress` returned."""
 
     def _names(self, cut: int) -> tuple[str, ...]:
         return self._split.front_names(cut) if self._side == "front" else self._split.back_names(cut)
 
-    def _own(self) -> dict[str, torch.Tensor]:
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
         return {name: self._tensors[name] for name in self._names(self._cut)}
 
     def _moving(self, cut: int, *, gives: bool) -> tuple[str, ...]:
@@ -178,15 +180,15 @@ class TorchHalf:
     def _move_to(self, cut: int, taken: Mapping[str, NDArray[Any]] | None = None) -> None:
         self._cut = cut
         self._module = None
-        self._optimizer.own(self._own(), taken)
+        self._optimizer.set_weights(self._own_tensors(), taken)
 
     def _run(self, batch: int, argument: Any) -> Any:
-        """Return what this half's layers make of their argument, in training mode, by the streams of a batch."""
+        """Run this half's layers in training mode, with the random streams of a batch."""
         layers = self._layers()
         if not self._split.random_layers:
             with CAPTURE_LOCK.shared():
                 return layers(argument)
-        # In this order: who has the gate alone forks the generator, and would wait for a half that waits at the gate.
+        # In this order: the exclusive holder of the lock forks the generator, and would wait for a half at the lock.
         with CAPTURE_LOCK.shared(), random_streams(self._seed, batch, self._device):
             return layers(argument)
 
@@ -205,7 +207,7 @@ class TorchHalf:
             raise ConfigError(f"model {model}: the {self._side} half needs {len(names)} tensors; {wrong}")
         for name, array in arrays.items():
             form = self._split.specs[name]
-            # Only of an empty array, since the values may be many.
+            # From an empty array, since only the type is needed.
             dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype if array.dtype.kind in "biufc" else array.dtype
             if tuple(array.shape) != tuple(form.shape) or dtype != form.dtype:
                 raise ConfigError(f"model {model}: {name} is {array.dtype} of shape {tuple(array.shape)}, it should be "
@@ -220,7 +222,7 @@ class TorchHalf:
             tensor.data = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=self._device)
         tensor.data.copy_(to_tensor(array, self._device))
 
-    def _let_go(self, names: Iterable[str]) -> None:
+    def _release_tensors(self, names: Iterable[str]) -> None:
         for name in names:
             tensor = self._tensors[name]
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -228,7 +230,7 @@ class TorchHalf:
 
 
 def targets_from(labels: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return labels as a tensor: int64 if they are whole numbers, which is what torch's losses take."""
+    """Return labels as a tensor: int64 for integers, as torch's losses require."""
     whole = np.issubdtype(labels.dtype, np.integer)
     return to_tensor(labels.astype(np.int64, copy=False) if whole else labels, device)
 

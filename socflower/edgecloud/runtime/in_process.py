@@ -20,11 +20,11 @@ from socflower.errors import ConfigError
 
 
 @runtime_checkable
-class LoneFront(Protocol):
+class WholeModelFront(Protocol):
     """A front half that can have all layers: the edge that trains alone."""
 
     @property
-    def everything(self) -> int:
+    def all_layers_cut(self) -> int:
         """The cut behind which nothing is."""
         ...
 
@@ -81,7 +81,7 @@ def run_actions(
                           "one for all")
     senders = [FeatureSender(grouping=grouping, feedback=feedback, scale=scale, delta_bytes=delta_bytes)
                for _ in fronts]
-    lanes = [_Lane(front, sender, FeatureReceiver(f"party {party}", largest_delta_bytes=delta_bytes), delta_bytes > 0)
+    lanes = [_Party(front, sender, FeatureReceiver(f"party {party}", largest_delta_bytes=delta_bytes), delta_bytes > 0)
              for party, (front, sender) in enumerate(zip(fronts, senders, strict=True))]
     runner = _Runner(lanes, backs, joined, gradient_bits)
     for action in actions:
@@ -91,7 +91,7 @@ def run_actions(
 
 
 @dataclass(slots=True)
-class _Lane:
+class _Party:
     """One party: its front half and what is between the halves."""
 
     front: FrontHalf
@@ -105,7 +105,7 @@ class _Lane:
 
 
 class _Runner:
-    def __init__(self, lanes: Sequence[_Lane], backs: Sequence[BackHalf], joined: bool, gradient_bits: int) -> None:
+    def __init__(self, lanes: Sequence[_Party], backs: Sequence[BackHalf], joined: bool, gradient_bits: int) -> None:
         self.lanes = lanes
         self._backs = backs
         self._joined = joined
@@ -118,7 +118,7 @@ class _Runner:
                               f"{len(self.lanes) - 1}")
         lane = self.lanes[action.party]
         if action.kind is Kind.RECUT:
-            self._recut(lane, action)
+            self._move_cut(lane, action)
         elif action.cut is None:
             self._alone(lane, action)
         else:
@@ -133,7 +133,7 @@ class _Runner:
                 raise ConfigError(f"split training: the actions end while batches {list(lane.window.in_flight)} of "
                                   f"party {party} are in flight")
 
-    def _forward(self, lane: _Lane, action: Action) -> None:
+    def _forward(self, lane: _Party, action: Action) -> None:
         lane.window.resize(action.window)
         lane.window.forward(action.batch)
         features = lane.front.forward(action.batch, keep_graph=action.window == 0)
@@ -145,7 +145,7 @@ class _Runner:
         lane.features[action.batch] = Features(batch=action.batch, cut=lane.front.cut, encoded=encoded,
                                                labels=lane.front.labels(action.batch), ids_digest=b"")
 
-    def _step(self, lane: _Lane, action: Action) -> None:
+    def _step(self, lane: _Party, action: Action) -> None:
         if action.batch not in lane.features:
             raise ConfigError(f"split training: {_text(action)} comes before its FORWARD, or twice")
         parties = [action.party]
@@ -172,7 +172,7 @@ class _Runner:
         """Return which party's STEP comes next in a joined step, and of which batch, any if it is the first."""
         return len(self._gathered), self._gathered[0].batch if self._gathered else batch
 
-    def _apply(self, lane: _Lane, action: Action) -> None:
+    def _apply(self, lane: _Party, action: Action) -> None:
         if action.batch not in lane.gradients:
             raise ConfigError(f"split training: {_text(action)} comes before its STEP, or twice")
         staleness = lane.window.close(action.batch)
@@ -184,9 +184,9 @@ class _Runner:
         lane.front.apply(action.batch, gradient)
         lane.report.staleness[action.batch] = staleness
 
-    def _alone(self, lane: _Lane, action: Action) -> None:
+    def _alone(self, lane: _Party, action: Action) -> None:
         front = lane.front
-        if not isinstance(front, LoneFront) or front.cut != front.everything:
+        if not isinstance(front, WholeModelFront) or front.cut != front.all_layers_cut:
             raise ConfigError(f"split training: {_text(action)} is to be done at the edge alone, but the model is cut "
                               f"at {front.cut}; a RECUT must come before")
         if action.kind is Kind.FORWARD:
@@ -196,17 +196,17 @@ class _Runner:
         else:
             lane.report.staleness[action.batch] = lane.window.close(action.batch)
 
-    def _recut(self, lane: _Lane, action: Action) -> None:
+    def _move_cut(self, lane: _Party, action: Action) -> None:
         front = lane.front
         if not lane.window.drained:
             raise ConfigError(f"split training: {_text(action)} comes while batches {list(lane.window.in_flight)} are "
                               "in flight; it must wait for them")
         cut = action.cut
         if cut is None:
-            if not isinstance(front, LoneFront):
+            if not isinstance(front, WholeModelFront):
                 raise ConfigError(f"split training: {_text(action)} gives the edge all layers, which this front half "
                                   "cannot have")
-            cut = front.everything
+            cut = front.all_layers_cut
         if cut == front.cut:
             return
         if len(self._backs) < len(self.lanes):
@@ -216,9 +216,9 @@ class _Runner:
         lane.sender.reset()
         lane.receiver.reset()
         if cut < front.cut:
-            back.take(cut, front.give(cut))
+            back.import_layers(cut, front.export_layers(cut))
         else:
-            front.take(cut, back.give(cut))
+            front.import_layers(cut, back.export_layers(cut))
 
 
 def _text(action: Action) -> str:

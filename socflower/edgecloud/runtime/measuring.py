@@ -239,7 +239,7 @@ class _Updater:
         tensors = work.tensors()
         # At rate 0: the work of an update, but the weights stay, and with them the sort of numbers that are computed.
         self._optimizer = HalfOptimizer(how.optimizer, lambda batch: 0.0)
-        self._optimizer.own({name: tensors[name] for name in names})
+        self._optimizer.set_weights({name: tensors[name] for name in names})
 
     def __call__(self) -> None:
         self._optimizer.step(0)

@@ -8,7 +8,7 @@ from pathlib import Path
 from socflower.edgecloud.halves import BackHalf, FrontHalf, Half
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.back_loop import BackLoop
-from socflower.edgecloud.runtime.checkpoints import Barrier, BarrierStore
+from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection, JoinTerms
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
@@ -44,7 +44,7 @@ def train_front(
     """Train a span with the front half here and the back half in the cloud, and return how it went.
 
     `half` stands before `span.first_batch` when this is called, and after the span when it returns, both halves saved.
-    With a `folder` barriers are kept there, which an edge that was killed goes on from: called anew with the same
+    With a `folder` checkpoints are kept there, which an edge that was killed goes on from: called anew with the same
     arguments it then restores `half`, and `first_batch` of the report says from where. Raises `SplitRefused`,
     `SplitLost`, and whatever the half raises.
     """
@@ -52,9 +52,9 @@ def train_front(
         sender = FeatureSender(grouping=plan.grouping, feedback=plan.feedback, delta_bytes=plan.delta_bytes)
         sender.restore(training.codec)
         split_plan = training.split_plan or plan.split_plan
-        FrontLoop(half, channel, plan, report=training.report, store=training.store, lineage=terms.lineage,
-                  split_plan=split_plan, sender=sender, on_barrier=training.stand_at,
-                  on_step=training.leave).run(terms.start.batch, span.stop)
+        FrontLoop(half, channel, plan, report=training.report, store=training.store, epoch_id=terms.epoch_id,
+                  split_plan=split_plan, sender=sender, on_checkpoint=training.on_checkpoint,
+                  on_step=training.on_step).run(terms.start.batch, span.stop)
 
     return _Training(connection, half, span, folder, front=True).run(drive)
 
@@ -66,8 +66,9 @@ def train_back(
     def drive(training: "_Training", channel: FrameChannel, terms: JoinTerms) -> None:
         receiver = FeatureReceiver(channel.peer)
         FeatureReceiver.restore_all([receiver], training.codec)
-        BackLoop(half, [channel], joined=False, report=training.report, store=training.store, lineage=terms.lineage,
-                 receivers=[receiver], on_barrier=training.stand_at, on_step=training.leave).run(terms.start.batch)
+        BackLoop(half, [channel], joined=False, report=training.report, store=training.store, epoch_id=terms.epoch_id,
+                 receivers=[receiver], on_checkpoint=training.on_checkpoint,
+                 on_step=training.on_step).run(terms.start.batch)
 
     return _Training(connection, half, span, folder, front=False).run(drive)
 
@@ -77,30 +78,30 @@ class _Training:
 
     def __init__(self, connection: EdgeConnection, half: Half, span: Span, folder: Path | None, *, front: bool) -> None:
         self._connection, self._half, self._span, self._front = connection, half, span, front
-        self.store = BarrierStore(
+        self.store = CheckpointStore(
             folder, f"{connection.run_id}, party {connection.party}, {'front' if front else 'back'} half")
         self.report = LoopReport(first_batch=span.first_batch, num_batches=span.num_batches)
         self.codec = b""
         self.split_plan: SplitPlan | None = None
-        self._stands_at: int | None = span.first_batch
+        self._state_batch: int | None = span.first_batch
         self._progress_s = time.monotonic()
 
-    def stand_at(self, batch: int) -> None:
-        self._stands_at, self._progress_s = batch, time.monotonic()
+    def on_checkpoint(self, batch: int) -> None:
+        self._state_batch, self._progress_s = batch, time.monotonic()
 
-    def leave(self) -> None:
-        self._stands_at = None
+    def on_step(self) -> None:
+        self._state_batch = None
 
     def run(self, drive: Callable[["_Training", FrameChannel, JoinTerms], None]) -> LoopReport:
         while True:
-            offers = list(self.store.barriers())
-            if self._stands_at is not None:
-                offers.append(Barrier(batch=self._stands_at))
+            offers = list(self.store.checkpoints())
+            if self._state_batch is not None:
+                offers.append(Checkpoint(batch=self._state_batch))
             channel: FrameChannel | None = None
             try:
                 channel, terms = self._connection.join(
                     front=self._front, first_batch=self._span.first_batch, num_batches=self._span.num_batches,
-                    barriers=offers)
+                    checkpoints=offers)
                 self._begin_at(terms)
                 drive(self, channel, terms)
                 return self.report
@@ -113,18 +114,18 @@ class _Training:
                 time.sleep(_PAUSE_S)
             finally:
                 if channel is not None:
-                    self._connection.leave(channel)
+                    self._connection.end_channel(channel)
                     self.report.add_traffic(channel.traffic)
 
     def _begin_at(self, terms: JoinTerms) -> None:
         """Stand where all agreed to begin."""
         place = terms.start
         self.codec = b""
-        if self._stands_at != place.batch:
+        if self._state_batch != place.batch:
             saved = self.store.load(place)
-            self._stands_at = None
+            self._state_batch = None
             self._half.restore(saved.half)
-            self._stands_at = place.batch
+            self._state_batch = place.batch
             self.codec = saved.codec if terms.restore_codec else b""
             self.split_plan = saved.split_plan
         elif self.split_plan is not None:

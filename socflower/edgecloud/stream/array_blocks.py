@@ -20,39 +20,39 @@ _LARGEST_RANK = 16
 _MOST_ELEMENTS = 1 << 40
 
 
-def bytes_of(array: NDArray[Any]) -> memoryview:
+def array_to_bytes(array: NDArray[Any]) -> memoryview:
     """Return an array's elements in C order, little-endian; a view where the array is laid out so already."""
     # ascontiguousarray would make a vector of a scalar, hence the reshape.
     flat: NDArray[Any] = np.ascontiguousarray(array).reshape(-1)
     return flat.astype(flat.dtype.newbyteorder("<"), copy=False).view(np.uint8).data if flat.size else memoryview(b"")
 
 
-def block_of(array: NDArray[Any], name: str = "") -> wire.Block:
-    """Return what `array_of` needs beside the bytes. Raises `TypeError` for an array that is no plain numbers."""
+def describe_array(array: NDArray[Any], name: str = "") -> wire.Block:
+    """Return what `array_from_bytes` needs besides the bytes. Raises `TypeError` for arrays of other than numbers."""
     if array.dtype.newbyteorder("=") not in _DTYPES:
         raise TypeError(f"{name or 'array'}: elements of type {array.dtype} do not travel")
     return wire.Block(name=name, dtype=array.dtype.newbyteorder("=").name, shape=array.shape)
 
 
-def num_bytes_of(block: wire.Block) -> int:
+def array_num_bytes(block: wire.Block) -> int:
     """Return how many bytes an array has; `FrameRefused` for a type or shape that cannot be."""
     try:
         dtype = np.dtype(block.dtype)
     except (TypeError, ValueError, SyntaxError):
         dtype = None
-    if dtype not in _DTYPES or not is_shape(block.shape):
+    if dtype not in _DTYPES or not is_valid_shape(block.shape):
         raise FrameRefused(f"an array of type {block.dtype[:40]!r} with shape {list(block.shape[:5])}")
     return int(np.dtype(block.dtype).itemsize * math.prod(block.shape))
 
 
-def is_shape(shape: Sequence[int]) -> bool:
+def is_valid_shape(shape: Sequence[int]) -> bool:
     """Whether an array can have that shape, also one without elements, whose other sizes would go unchecked."""
     return len(shape) <= _LARGEST_RANK and math.prod(max(size, 1) for size in shape) <= _MOST_ELEMENTS
 
 
-def array_of(block: wire.Block, body: memoryview) -> NDArray[Any]:
+def array_from_bytes(block: wire.Block, body: memoryview) -> NDArray[Any]:
     """Return the array; it shares memory with `body`, which has exactly its bytes (else `FrameRefused`)."""
-    if num_bytes_of(block) != body.nbytes:
+    if array_num_bytes(block) != body.nbytes:
         raise FrameRefused(f"{body.nbytes} bytes for an array {tuple(block.shape)} of {block.dtype}")
     array = np.frombuffer(body, np.dtype(block.dtype).newbyteorder("<")).reshape(tuple(block.shape))
     return array.astype(np.dtype(block.dtype), copy=False)
@@ -60,8 +60,8 @@ def array_of(block: wire.Block, body: memoryview) -> NDArray[Any]:
 
 def pack_weights(weights: Weights) -> list[memoryview]:
     """Return the pieces of a body: an index of names, types and shapes, then the bytes. The arrays are not copied."""
-    index = wire.Blocks(blocks=[block_of(array, name) for name, array in weights.items()]).SerializeToString()
-    return [memoryview(_INDEX_LENGTH.pack(len(index)) + index), *(bytes_of(array) for array in weights.values())]
+    index = wire.Blocks(blocks=[describe_array(array, name) for name, array in weights.items()]).SerializeToString()
+    return [memoryview(_INDEX_LENGTH.pack(len(index)) + index), *(array_to_bytes(array) for array in weights.values())]
 
 
 def unpack_weights(body: memoryview) -> dict[str, NDArray[Any]]:
@@ -75,22 +75,22 @@ def unpack_weights(body: memoryview) -> dict[str, NDArray[Any]]:
         raise FrameRefused("weights whose index cannot be read") from None
     if len({block.name for block in blocks}) != len(blocks):
         raise FrameRefused("weights with a name twice")
-    if end + sum(num_bytes_of(block) for block in blocks) != body.nbytes:
+    if end + sum(array_num_bytes(block) for block in blocks) != body.nbytes:
         raise FrameRefused(f"{body.nbytes} bytes of weights, which is not what their index says")
     weights: dict[str, NDArray[Any]] = {}
     for block in blocks:
-        size = num_bytes_of(block)
-        weights[block.name] = array_of(block, body[end:end + size]).copy()
+        size = array_num_bytes(block)
+        weights[block.name] = array_from_bytes(block, body[end:end + size]).copy()
         end += size
     return weights
 
 
-def size_of(pieces: Iterable[bytes | memoryview]) -> int:
+def body_num_bytes(pieces: Iterable[bytes | memoryview]) -> int:
     """Return how many bytes a body in pieces has."""
     return sum(memoryview(piece).nbytes for piece in pieces)
 
 
-def slices_of(pieces: Sequence[bytes | memoryview], slice_bytes: int) -> Iterable[bytes]:
+def slice_body(pieces: Sequence[bytes | memoryview], slice_bytes: int) -> Iterable[bytes]:
     """Yield a body in slices of `slice_bytes`, the last one shorter; one empty slice for an empty body."""
     pending: list[memoryview] = []
     pending_bytes, anything = 0, False

@@ -18,7 +18,7 @@ TOKEN_KEY = "split-token"
 RUN_KEY = "split-run"
 """Metadata key of the run in an edge's stream."""
 
-_SHORTEST_TOKEN = 16
+_MIN_TOKEN_LENGTH = 16
 
 
 def new_token() -> str:
@@ -26,14 +26,14 @@ def new_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-def digest_of(token: str) -> bytes:
+def hash_token(token: str) -> bytes:
     """Return what is kept of a token: SHA-256, so that a stolen file or a dump shows none."""
     return hashlib.sha256(token.encode()).digest()
 
 
-def is_token(shown: str | bytes | None, digest: bytes) -> bool:
+def token_matches(shown: str | bytes | None, digest: bytes) -> bool:
     """Whether this is the token of that digest; takes equally long however much of it is right."""
-    return isinstance(shown, str) and hmac.compare_digest(digest_of(shown), digest)
+    return isinstance(shown, str) and hmac.compare_digest(hash_token(shown), digest)
 
 
 def read_token(path: Path) -> str:
@@ -47,9 +47,9 @@ def read_token(path: Path) -> str:
 
 def check_token(token: str, where: str) -> str:
     """Return the token; `ConfigError` for one that is short, or that cannot travel in a header."""
-    if len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(f"{where}: a token has at least {_SHORTEST_TOKEN} printable ASCII characters without blanks; "
-                          "make one with `openssl rand -hex 32`")
+    if len(token) < _MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(f"{where}: a token has at least {_MIN_TOKEN_LENGTH} printable ASCII characters without "
+                          "blanks; make one with `openssl rand -hex 32`")
     return token
 
 
@@ -104,7 +104,7 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def require_near(address: str) -> None:
+def require_private_address(address: str) -> None:
     """Raise `ConfigError` unless plain text may go to or come from that address: loopback, link-local or private."""
     host, _ = split_address(address)
     remedy = "there is no TLS, so features and tokens could be read on the way; give certificates, or say insecure"

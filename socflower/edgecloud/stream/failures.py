@@ -12,7 +12,7 @@ class SplitLost(SocflowerError):
 
 
 class StartOver(Exception):
-    """Not a failure: the other side has lost its place, or a party has, so all join anew and agree on a barrier."""
+    """Not a failure: the other side has lost its place, or a party has, so all join anew and agree on a checkpoint."""
 
 
 class FrameRefused(Exception):

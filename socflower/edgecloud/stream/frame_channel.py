@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Condition
 
-from socflower.edgecloud.stream.array_blocks import slices_of
+from socflower.edgecloud.stream.array_blocks import slice_body
 from socflower.edgecloud.stream.failures import FrameRefused, SplitLost
 from socflower.edgecloud.stream.frames import (
     LARGEST_PART_BYTES,
@@ -36,7 +36,7 @@ _KEPT_TRANSFERS = 1024
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Unacknowledged:
     """A message that the other end may not have yet."""
 
     number: int
@@ -87,17 +87,17 @@ class FrameChannel:
         self._clock = clock
         self._changed = Condition()
         self._failure: Exception | None = None
-        self._attachment = 0  # number of the present stream; even one that was detached keeps its number
+        self._stream_id = 0  # number of the present stream; even one that was detached keeps its number
         self._attached = False
         self._progress_s = clock()
         # As sender.
         self._next_number = 1
-        self._kept: deque[_Kept] = deque()
-        self._kept_bytes = 0
+        self._unacknowledged: deque[_Unacknowledged] = deque()
+        self._unacknowledged_bytes = 0
         self._started = 0  # number of the last message of which anything went out on the present stream
         self._peer_used = 0
         self._peer_credit_bytes = 0
-        self._ahead: deque[tuple[int, int]] = deque()  # numbers and costs of what the peer has not worked off
+        self._unused_by_peer: deque[tuple[int, int]] = deque()  # numbers and costs of what the peer has not worked off
         self._free_s = -math.inf  # when the link was last seen free of what was sent
         # As receiver.
         self._inbox: deque[tuple[int, Message]] = deque()  # costs
@@ -105,9 +105,9 @@ class FrameChannel:
         self._received = 0
         self._used = 0
         self._arriving: tuple[wire.Head, bytearray, int] | None = None  # head, body so far, index of the next part
-        self._furthest = 0  # bytes of the message that is arriving, on whichever stream most of it came
-        self._told = (0, 0)
-        self._to_report: deque[Transfer] = deque(maxlen=_KEPT_TRANSFERS)
+        self._most_received = 0  # bytes of the message that is arriving, on whichever stream most of it came
+        self._last_credit = (0, 0)
+        self._unreported_transfers: deque[Transfer] = deque(maxlen=_KEPT_TRANSFERS)
         self._transfers: deque[Transfer] = deque(maxlen=_KEPT_TRANSFERS)
 
     # ------------------------------------------------------------------------------------------------- for the loops
@@ -120,16 +120,16 @@ class FrameChannel:
         packed = pack(message)
         with self._changed:
             began_s = self._clock()
-            while wait_for_room and self._kept and \
-                    self._kept_bytes + cost_bytes(packed.head) > self.limits.credit_bytes:
+            while wait_for_room and self._unacknowledged and \
+                    self._unacknowledged_bytes + cost_bytes(packed.head) > self.limits.credit_bytes:
                 self._wait(began_s, "takes nothing of what it is sent")
             self._raise_failure()
-            kept = _Kept(self._next_number, packed)
+            kept = _Unacknowledged(self._next_number, packed)
             self._next_number += 1
-            self._kept.append(kept)
-            self._kept_bytes += kept.cost_bytes
-            self.traffic.peak_kept_bytes = max(self.traffic.peak_kept_bytes, self._kept_bytes)
-            self.traffic.peak_kept_messages = max(self.traffic.peak_kept_messages, len(self._kept))
+            self._unacknowledged.append(kept)
+            self._unacknowledged_bytes += kept.cost_bytes
+            self.traffic.peak_kept_bytes = max(self.traffic.peak_kept_bytes, self._unacknowledged_bytes)
+            self.traffic.peak_kept_messages = max(self.traffic.peak_kept_messages, len(self._unacknowledged))
             self._changed.notify_all()
 
     def poll(self) -> Message | None:
@@ -140,25 +140,25 @@ class FrameChannel:
 
     def receive(self, what: str = "message") -> Message:
         """Return the next message, waiting for it. Raises what `fail` was given, and `SplitLost`."""
-        message = self._awaited(what, lambda: False)
+        message = self._wait_for_message(what, lambda: False)
         assert message is not None
         return message
 
     def receive_or_idle(self, what: str = "message") -> Message | None:
         """Return the next message, or None as soon as `is_idle`, waiting for either. Raises as `receive` does."""
-        return self._awaited(what, self._nothing_waits)
+        return self._wait_for_message(what, self._all_started)
 
     @property
     def is_idle(self) -> bool:
         """Whether no message waits for the link: each has at least begun to go out."""
         with self._changed:
-            return self._nothing_waits()
+            return self._all_started()
 
     def flush(self, timeout_s: float) -> bool:
         """Return whether the other end got everything, after waiting for that as long as it takes or is allowed."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._kept or self._failure is not None, timeout_s) and \
-                not self._kept
+            self._changed.wait_for(lambda: not self._unacknowledged or self._failure is not None, timeout_s)
+            return not self._unacknowledged
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Return what has crossed the link since this was asked last, the newest at most."""
@@ -167,10 +167,10 @@ class FrameChannel:
             self._transfers.clear()
             return transfers
 
-    def under_way(self) -> tuple[float, int] | None:
+    def in_flight(self) -> tuple[float, int] | None:
         """Return since when (on the channel's clock) how many bytes have been on their way; None if none are."""
         with self._changed:
-            going = [kept for kept in self._kept if kept.number <= self._started]
+            going = [kept for kept in self._unacknowledged if kept.number <= self._started]
             if not going:
                 return None
             return max(going[0].began_s, self._free_s), sum(kept.cost_bytes for kept in going)
@@ -180,7 +180,7 @@ class FrameChannel:
         with self._changed:
             self._failure = self._failure or failure
             self._attached = False
-            self._attachment += 1
+            self._stream_id += 1
             self._changed.notify_all()
 
     @property
@@ -190,24 +190,24 @@ class FrameChannel:
 
     # ----------------------------------------------------------------------------------------------- for the streams
 
-    def standing(self) -> tuple[int, int]:
+    def received_and_used(self) -> tuple[int, int]:
         """Return how many messages this end has whole, and how many of them it has worked off."""
         with self._changed:
             return self._received, self._used
 
-    def detach(self, attachment: int | None = None) -> None:
+    def detach(self, stream_id: int | None = None) -> None:
         """End a stream, the present one if no number is given; what it brings or draws from now on counts nothing."""
         with self._changed:
-            if attachment is None or attachment == self._attachment:
-                self._attachment += 1
+            if stream_id is None or stream_id == self._stream_id:
+                self._stream_id += 1
                 self._attached = False
                 self._arriving = None
                 self._changed.notify_all()
 
-    def wait_detached(self, attachment: int) -> None:
+    def wait_detached(self, stream_id: int) -> None:
         """Return when a stream is no longer the present one; whoever reads it may then be told."""
         with self._changed:
-            self._changed.wait_for(lambda: attachment != self._attachment)
+            self._changed.wait_for(lambda: stream_id != self._stream_id)
 
     def attach(self, *, received: int, used: int, credit_bytes: int) -> int:
         """Begin a stream in place of the one before and return its number; arguments are what the other end said.
@@ -215,37 +215,37 @@ class FrameChannel:
         Raises `FrameRefused` where its counts cannot be.
         """
         with self._changed:
-            oldest = self._kept[0].number if self._kept else self._next_number
+            oldest = self._unacknowledged[0].number if self._unacknowledged else self._next_number
             if not oldest - 1 <= received < self._next_number or not self._peer_used <= used <= received or \
                     credit_bytes < 1:
                 raise FrameRefused(f"a stream that says it has {received} messages and used {used}, with "
                                    f"{credit_bytes} bytes of credit, where {oldest - 1} to {self._next_number - 1} can "
                                    f"be and {self._peer_used} are used")
-            self._attachment += 1
+            self._stream_id += 1
             self._attached = True
             self._arriving = None
             self._peer_credit_bytes = credit_bytes
             self._free_s = self._clock()
             self._forget_received(received, measure=False)
             self._started = received
-            for kept in self._kept:
+            for kept in self._unacknowledged:
                 kept.began_s, kept.sent_bytes = math.nan, 0
-            self._ahead = deque((number, cost) for number, cost in self._ahead if number <= received)
+            self._unused_by_peer = deque((number, cost) for number, cost in self._unused_by_peer if number <= received)
             self._note_used(used)
-            self._told = (self._received, self._used)
+            self._last_credit = (self._received, self._used)
             self.traffic.streams += 1
             self._changed.notify_all()
-            return self._attachment
+            return self._stream_id
 
-    def frames(self, attachment: int) -> Iterator[wire.Frame]:
+    def frames(self, stream_id: int) -> Iterator[wire.Frame]:
         """Yield what is to be sent, as it comes up, until another stream is attached or this one detached."""
         parts: Iterator[wire.Part] | None = None
-        sending: _Kept | None = None
+        sending: _Unacknowledged | None = None
         while True:
             with self._changed:
                 frame: wire.Frame | None = None
                 while frame is None:
-                    if attachment != self._attachment:
+                    if stream_id != self._stream_id:
                         return
                     frame = self._credit_due()
                     if frame is None and parts is None:
@@ -264,10 +264,10 @@ class FrameChannel:
                 self.traffic.sent_bytes += frame.ByteSize()
             yield frame
 
-    def take(self, attachment: int, frame: wire.Frame) -> None:
+    def on_frame(self, stream_id: int, frame: wire.Frame) -> None:
         """Work in a frame that has come. Raises `FrameRefused` for one that no honest peer sends."""
         with self._changed:
-            if attachment != self._attachment:
+            if stream_id != self._stream_id:
                 return
             self.traffic.received_bytes += frame.ByteSize()
             kind = frame.WhichOneof("kind")
@@ -294,7 +294,7 @@ class FrameChannel:
         if self._failure is not None:
             raise self._failure
 
-    def _awaited(self, what: str, enough: Callable[[], bool]) -> Message | None:
+    def _wait_for_message(self, what: str, enough: Callable[[], bool]) -> Message | None:
         with self._changed:
             began_s = self._clock()
             while not self._inbox and not enough():
@@ -302,8 +302,8 @@ class FrameChannel:
             self._raise_failure()
             return self._pop() if self._inbox else None
 
-    def _nothing_waits(self) -> bool:
-        return not self._kept or self._kept[-1].number <= self._started
+    def _all_started(self) -> bool:
+        return not self._unacknowledged or self._unacknowledged[-1].number <= self._started
 
     def _pop(self) -> Message:
         cost, message = self._inbox.popleft()
@@ -312,33 +312,33 @@ class FrameChannel:
         self._changed.notify_all()
         return message
 
-    def _start_next(self) -> _Kept | None:
+    def _start_next(self) -> _Unacknowledged | None:
         """Return the next message if the other end's credit lets it go."""
-        for kept in self._kept:
+        for kept in self._unacknowledged:
             if kept.number <= self._started:
                 continue
-            ahead_bytes = sum(cost for _, cost in self._ahead)
+            ahead_bytes = sum(cost for _, cost in self._unused_by_peer)
             if ahead_bytes and ahead_bytes + kept.cost_bytes > self._peer_credit_bytes:
                 return None
             self._started = kept.number
-            self._ahead.append((kept.number, kept.cost_bytes))
+            self._unused_by_peer.append((kept.number, kept.cost_bytes))
             kept.began_s = self._clock()
             self._changed.notify_all()
             return kept
         return None
 
     def _credit_due(self) -> wire.Frame | None:
-        standing = (self._received, self._used)
-        if standing == self._told and not self._to_report:
+        counts = (self._received, self._used)
+        if counts == self._last_credit and not self._unreported_transfers:
             return None
-        self._told = standing
+        self._last_credit = counts
         transfers = [wire.Transfer(num_bytes=transfer.num_bytes, seconds=transfer.seconds)
-                     for transfer in self._to_report]
-        self._to_report.clear()
-        return wire.Frame(credit=wire.Credit(received=standing[0], used=standing[1], transfers=transfers))
+                     for transfer in self._unreported_transfers]
+        self._unreported_transfers.clear()
+        return wire.Frame(credit=wire.Credit(received=counts[0], used=counts[1], transfers=transfers))
 
     def _take_credit(self, credit: wire.Credit) -> None:
-        oldest = self._kept[0].number if self._kept else self._next_number
+        oldest = self._unacknowledged[0].number if self._unacknowledged else self._next_number
         if not oldest - 1 <= credit.received <= self._started or not self._peer_used <= credit.used <= credit.received:
             raise FrameRefused(f"a credit for {credit.received} messages received and {credit.used} used, where "
                                f"{self._started} were sent")
@@ -355,9 +355,9 @@ class FrameChannel:
     def _forget_received(self, received: int, *, measure: bool) -> None:
         now_s = self._clock()
         crossed = []
-        while self._kept and self._kept[0].number <= received:
-            kept = self._kept.popleft()
-            self._kept_bytes -= kept.cost_bytes
+        while self._unacknowledged and self._unacknowledged[0].number <= received:
+            kept = self._unacknowledged.popleft()
+            self._unacknowledged_bytes -= kept.cost_bytes
             crossed.append(kept)
         if crossed and measure:
             # Several that became known together crossed one after the other: no more can be said of each.
@@ -366,14 +366,14 @@ class FrameChannel:
                                 at_s=now_s)
             if seconds > 0:
                 self._transfers.append(transfer)
-                self._to_report.append(transfer)
+                self._unreported_transfers.append(transfer)
         if crossed:
             self._free_s = now_s
 
     def _note_used(self, used: int) -> None:
         self._peer_used = used
-        while self._ahead and self._ahead[0][0] <= used:
-            self._ahead.popleft()
+        while self._unused_by_peer and self._unused_by_peer[0][0] <= used:
+            self._unused_by_peer.popleft()
 
     def _take_part(self, part: wire.Part) -> None:
         if part.number != self._received + 1:
@@ -397,19 +397,19 @@ class FrameChannel:
         if len(body) + len(part.body) > head.num_bytes or (not part.body and head.num_bytes):
             raise FrameRefused(f"parts of message {part.number} that do not make up its {head.num_bytes} bytes")
         body += part.body
-        if len(body) > self._furthest or not head.num_bytes:
+        if len(body) > self._most_received or not head.num_bytes:
             # A line that breaks at the same place again and again is no progress.
-            self._furthest, self._progress_s = len(body), self._clock()
+            self._most_received, self._progress_s = len(body), self._clock()
         self._arriving = (head, body, index + 1)
         if len(body) == head.num_bytes:
-            self._arriving, self._furthest = None, 0
+            self._arriving, self._most_received = None, 0
             message = unpack(head, memoryview(body).toreadonly())
             self._received += 1
             self._inbox.append((cost_bytes(head), message))
             self._inbox_bytes += cost_bytes(head)
 
 
-def _parts(kept: _Kept, part_bytes: int) -> Iterator[wire.Part]:
+def _parts(kept: _Unacknowledged, part_bytes: int) -> Iterator[wire.Part]:
     """Yield a message's parts."""
-    for index, piece in enumerate(slices_of(kept.packed.body, part_bytes)):
+    for index, piece in enumerate(slice_body(kept.packed.body, part_bytes)):
         yield wire.Part(number=kept.number, index=index, head=None if index else kept.packed.head, body=piece)

@@ -16,13 +16,13 @@ from socflower.edgecloud.codec.quantisation import EncodedTensor, Grouping
 from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.plan.cuts import BITS
 from socflower.edgecloud.stream.array_blocks import (
-    array_of,
-    block_of,
-    bytes_of,
-    is_shape,
-    num_bytes_of,
+    array_from_bytes,
+    array_num_bytes,
+    array_to_bytes,
+    body_num_bytes,
+    describe_array,
+    is_valid_shape,
     pack_weights,
-    size_of,
     unpack_weights,
 )
 from socflower.edgecloud.stream.failures import FrameRefused
@@ -84,7 +84,7 @@ class Recut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """A barrier before `batch`: nothing is out, and both halves are saved, cut at `cut`."""
+    """A checkpoint before `batch`: nothing is out, and both halves are saved, cut at `cut`."""
 
     batch: int
     cut: int
@@ -125,7 +125,7 @@ class Packed:
 
 def digest_of_ids(sample_ids: NDArray[np.int64]) -> bytes:
     """Return 16 bytes that two batches share only if they hold the same samples in the same order."""
-    return hashlib.sha256(bytes_of(np.asarray(sample_ids, np.int64))).digest()[:16]
+    return hashlib.sha256(array_to_bytes(np.asarray(sample_ids, np.int64))).digest()[:16]
 
 
 def pack(message: Message) -> Packed:
@@ -136,10 +136,10 @@ def pack(message: Message) -> Packed:
         case Features():
             body = _put_features(head.tensor, message.encoded)
             # Ids come last, so that labels lie between.
-            body.insert(len(body) - isinstance(message.encoded, DeltaFeatures), bytes_of(message.labels))
+            body.insert(len(body) - isinstance(message.encoded, DeltaFeatures), array_to_bytes(message.labels))
             head.tensor.batch, head.tensor.cut = message.batch, message.cut
             head.tensor.ids_digest, head.tensor.answer_bits = message.ids_digest, message.answer_bits
-            head.tensor.labels.CopyFrom(block_of(message.labels))
+            head.tensor.labels.CopyFrom(describe_array(message.labels))
         case Gradient():
             head.tensor.gradient, head.tensor.batch, head.tensor.loss = True, message.batch, message.loss
             if message.encoded is not None:
@@ -152,7 +152,7 @@ def pack(message: Message) -> Packed:
             head.mark.batch, head.mark.cut = message.batch, message.cut
         case Goodbye():
             head.goodbye.SetInParent()
-    head.num_bytes = size_of(body)
+    head.num_bytes = body_num_bytes(body)
     return Packed(head=head, body=body)
 
 
@@ -197,7 +197,7 @@ def unpack(head: wire.Head, body: memoryview) -> Message:
     plain = _encoded(tensor.plain, cursor) if tensor.HasField("plain") else None
     first = _encoded(delta.first, cursor) if delta.HasField("first") else None
     change = _encoded(delta.change, cursor) if delta.HasField("change") else None
-    labels = array_of(tensor.labels, cursor.next(num_bytes_of(tensor.labels)))
+    labels = array_from_bytes(tensor.labels, cursor.next(array_num_bytes(tensor.labels)))
     sample_ids = np.frombuffer(cursor.next(8 * delta.num_ids), "<i8").astype(np.int64)
     cursor.require_end()
     return Features(
@@ -235,7 +235,7 @@ def _put_features(tensor: wire.Tensor, encoded: EncodedTensor | DeltaFeatures) -
     delta.memory_bytes, delta.by_sample = encoded.memory_bytes, encoded.grouping == "sample"
     parts = ((delta.first, message.first), (delta.change, message.change))
     pieces = [_put_encoded(target, part) for target, part in parts if part is not None]
-    return [*pieces, bytes_of(np.asarray(encoded.sample_ids, np.int64))]
+    return [*pieces, array_to_bytes(np.asarray(encoded.sample_ids, np.int64))]
 
 
 def _put_encoded(target: wire.Encoded, encoded: EncodedTensor) -> bytes | memoryview:
@@ -247,7 +247,7 @@ def _put_encoded(target: wire.Encoded, encoded: EncodedTensor) -> bytes | memory
 
 
 def _encoded(source: wire.Encoded, cursor: _Cursor) -> EncodedTensor:
-    if not is_shape(source.shape):
+    if not is_valid_shape(source.shape):
         raise FrameRefused(f"a tensor of shape {list(source.shape[:5])}")
     try:
         return EncodedTensor(bits=source.bits, shape=tuple(source.shape), low=tuple(source.low),

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from socflower.clients.split.cloud_sessions import session_factory
 from socflower.edgecloud.cloud.cloud_service import CloudService
-from socflower.edgecloud.cloud.operator_calls import Operator, session_status
+from socflower.edgecloud.cloud.operator_calls import CloudOperator, session_status
 from socflower.edgecloud.cloud.session import SessionFactory
 from socflower.edgecloud.program import SplitProgram
 from socflower.edgecloud.stream.credentials import SplitTls, new_token, read_token
@@ -67,7 +67,7 @@ def read_or_make_token(path: Path) -> tuple[str, bool]:
 
 def cloud_status(address: str, token_file: Path, tls: SplitTls | None, *, insecure: bool) -> list[dict[str, Any]]:
     """Return what a cloud says of its sessions."""
-    return session_status(Operator(address=address, token=read_token(token_file), tls=tls, insecure=insecure))
+    return session_status(CloudOperator(address=address, token=read_token(token_file), tls=tls, insecure=insecure))
 
 
 def status_table(sessions: Sequence[Mapping[str, Any]]) -> Table | str:

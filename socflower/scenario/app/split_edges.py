@@ -51,7 +51,7 @@ def split_client_app(folder_of: FolderOf) -> ClientApp:
         own = cloud_link(context)
         # On one machine the line is as slow as the scenario has it; elsewhere it is what it is.
         return replace(own, decider=setting.live_engine(edge),
-                       shaped_as=setting.links[edge] if folder.read_cloud() is not None else None)
+                       bandwidth_profile=setting.links[edge] if folder.read_cloud() is not None else None)
 
     return make_split_client_app(
         program, samples, cloud_samples_fn=cloud_samples, settings_fn=settings, link_fn=link,

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from socflower.edgecloud.links.bandwidth_profile import LinkTrace
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.timeline import Party
 from socflower.strategies.split_replay import SplitRoundReport
@@ -15,7 +15,8 @@ _MOST_MOMENTS = 2000  # of a link's history
 class SplitStory:
     """Collects rounds; times are virtual seconds from the start of the run."""
 
-    def __init__(self, links: Sequence[LinkTrace], parties: Sequence[Party], state: Mapping[str, Any] | None = None,
+    def __init__(self, links: Sequence[BandwidthProfile], parties: Sequence[Party],
+                 state: Mapping[str, Any] | None = None,
                  ) -> None:
         self._links = links
         self._names = [cut.name for cut in parties[0].costs.cuts]
@@ -97,7 +98,7 @@ def _mean(staleness: Counter[int]) -> float:
     return sum(key * value for key, value in staleness.items()) / total if total else 0.0
 
 
-def _rates(link: LinkTrace, until_s: float) -> list[list[float]]:
+def _rates(link: BandwidthProfile, until_s: float) -> list[list[float]]:
     """Return seconds, and bytes per second up and down, evenly over a run."""
     num_moments = min(_MOST_MOMENTS, max(2, int(until_s) + 1))
     moments = [until_s * index / (num_moments - 1) for index in range(num_moments)]

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from socflower.clients.split.cloud_sessions import CloudClient
-from socflower.edgecloud.cloud.operator_calls import Operator
+from socflower.edgecloud.cloud.operator_calls import CloudOperator
 from socflower.edgecloud.stream.credentials import SplitTls, read_token
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import TrainingFailed
@@ -91,6 +91,6 @@ def _cloud(folder: RunFolder, setting: SplitSetting) -> CloudClient | None:
     if where is None:
         return None
     tls = SplitTls(ca=Path(where.ca)) if where.ca else None
-    operator = Operator(address=where.address, token=read_token(Path(where.token_file)), tls=tls)
+    operator = CloudOperator(address=where.address, token=read_token(Path(where.token_file)), tls=tls)
     return CloudClient(operator, setting.workload.program)
 

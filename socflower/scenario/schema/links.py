@@ -5,9 +5,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from socflower.edgecloud.links.bandwidth_profile import LinkTrace, constant, segments
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, constant, segments
 from socflower.edgecloud.links.profile_files import read_csv
-from socflower.edgecloud.links.profile_generator import generate, jittered
+from socflower.edgecloud.links.profile_generator import add_jitter, generate_bandwidth_profile
 from socflower.errors import ConfigError
 from socflower.scenario.schema.config import Scenario
 
@@ -40,7 +40,7 @@ def name_files_from_anywhere(document: dict[str, Any], folder: Path) -> None:
         document["edgecloud"] = {**table, **named}
 
 
-def edge_links(scenario: Scenario, num_edges: int) -> tuple[LinkTrace, ...]:
+def edge_links(scenario: Scenario, num_edges: int) -> tuple[BandwidthProfile, ...]:
     """Return each edge's link; what is random in them follows the seed, and differs by the edge.
 
     Raises ConfigError for a kind that is unknown.
@@ -53,12 +53,12 @@ def edge_links(scenario: Scenario, num_edges: int) -> tuple[LinkTrace, ...]:
     return tuple(_link(scenario, name, edge) for edge, name in enumerate(names))
 
 
-def _link(scenario: Scenario, name: str, edge: int) -> LinkTrace:
+def _link(scenario: Scenario, name: str, edge: int) -> BandwidthProfile:
     settings = scenario.split
     seed = (scenario.seed if settings.trace_seed is None else settings.trace_seed) + edge
 
-    def scattered(link: LinkTrace) -> LinkTrace:
-        return jittered(link, settings.jitter, seed, duration_s=GENERATED_S)
+    def scattered(link: BandwidthProfile) -> BandwidthProfile:
+        return add_jitter(link, settings.jitter, seed, duration_s=GENERATED_S)
 
     if settings.segments and not settings.links:
         return scattered(segments(settings.segments, latency_s=settings.latency_s, repeats=settings.repeats))
@@ -67,4 +67,4 @@ def _link(scenario: Scenario, name: str, edge: int) -> LinkTrace:
             raise ConfigError(f"{scenario.name} [edgecloud] links: \"constant\" needs up_bytes_per_s and "
                               "down_bytes_per_s")
         return scattered(constant(settings.up_bytes_per_s, settings.down_bytes_per_s, settings.latency_s))
-    return generate(name, seed, GENERATED_S)
+    return generate_bandwidth_profile(name, seed, GENERATED_S)

@@ -15,7 +15,7 @@ from socflower.clients.split.in_process import SplitSettings
 from socflower.clients.split.remote_cloud import CloudLink
 from socflower.cluster import parse_cluster
 from socflower.edgecloud.cloud.cloud_service import CloudService
-from socflower.edgecloud.cloud.operator_calls import Operator
+from socflower.edgecloud.cloud.operator_calls import CloudOperator
 from socflower.edgecloud.program import SplitProgram
 from socflower.edgecloud.stream.credentials import new_token
 from socflower.strategies.split_replay import SplitReplay
@@ -40,7 +40,7 @@ class Cloud:
 
         self._serve = serve
         self.service = serve(0)
-        self.operator = Operator(address=self.service.address, token=token, timeout_s=20.0)
+        self.operator = CloudOperator(address=self.service.address, token=token, timeout_s=20.0)
 
     def restart(self) -> None:
         self.service.close()

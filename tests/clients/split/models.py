@@ -140,7 +140,7 @@ def parties_of(
         costs = SplitCosts(model="made", batch_size=6, edge_only_s=0.04, model_weight_bytes=1e6, cuts=tuple(
             CutCost(name=name, edge_forward_s=0.01, edge_backward_s=0.01, cloud_s=0.01, feature_elements=100,
                     front_weight_bytes=1000.0) for name in names))
-        made.append(Party(costs=costs, trace=constant(1e6, 1e6), split_plan=SplitPlan(
+        made.append(Party(costs=costs, bandwidth_profile=constant(1e6, 1e6), split_plan=SplitPlan(
             cut=cut, bits=bits, window=window), window=lambda batch: window, **changes))
     return made
 

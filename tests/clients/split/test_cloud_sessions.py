@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from socflower.clients.split.cloud_sessions import CloudClient
 from socflower.clients.split.remote_cloud import CloudLink
-from socflower.edgecloud.cloud.operator_calls import Operator, fetch_weights, open_session, session_status
+from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weights, open_session, session_status
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.program import SplitProgram
@@ -185,15 +185,15 @@ def test_a_cloud_that_is_started_anew_between_two_rounds_leaves_no_trace_in_the_
     assert [report.events for report in strategy.reports] == [(), ()]
 
 
-def test_a_cloud_that_is_started_anew_without_its_barriers_ends_the_training_with_a_line(tmp_path: Path) -> None:
+def test_a_cloud_that_is_started_anew_without_its_checkpoints_ends_the_training_with_a_line(tmp_path: Path) -> None:
     program = layered()
     with Cloud(program, folder=tmp_path) as cloud:
         inner, restart = cloud.service, cloud.restart
 
         def forget_and_restart() -> None:
             inner.close()
-            for barrier in tmp_path.glob("*/barrier-*"):
-                barrier.unlink()
+            for checkpoint in tmp_path.glob("*/barrier-*"):
+                checkpoint.unlink()
             restart()
 
         cloud.restart = forget_and_restart  # type: ignore[method-assign]
@@ -326,7 +326,7 @@ def test_while_a_span_runs_the_clouds_weights_cannot_be_fetched_and_then_they_ca
         done.start()
         assert seen.wait(30)
         try:
-            with pytest.raises(SplitRefused, match="is between two barriers"):
+            with pytest.raises(SplitRefused, match="is between two checkpoints"):
                 fetch_weights(cloud.operator, "mine-0")
         finally:
             go_on.set()
@@ -372,4 +372,4 @@ def test_a_cut_that_moves_by_a_decision_gives_the_weights_of_local_training() ->
 
 def test_plain_text_to_a_cloud_far_away_is_refused_before_it_is_dialled() -> None:
     with pytest.raises(ConfigError, match="is not private, and there is no TLS"):
-        CloudClient(Operator(address="8.8.8.8:1", token=new_token()), layered())
+        CloudClient(CloudOperator(address="8.8.8.8:1", token=new_token()), layered())

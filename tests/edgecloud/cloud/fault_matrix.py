@@ -34,7 +34,7 @@ from tests.edgecloud.cloud.processes import CloudSide, EdgeSide, open_run, undis
 from tests.edgecloud.stream.breaking_line import BreakingLine
 
 NUM_BATCHES = 40
-STRUCK_AT = 19  # between two barriers
+STRUCK_AT = 19  # between two checkpoints
 SHORT_S = 3.0
 GIVE_UP_S = 8.0
 
@@ -49,7 +49,7 @@ class Row:
     says: list[str]  # what the user sees, a line each; nothing where the fault is made good in silence
     again_s: float  # until the next batch was applied after it was made good, or until the line
     down_s: float | None  # of that, until what was broken was up again
-    rollbacks: int  # to the last barrier
+    rollbacks: int  # to the last checkpoint
     streams: int
     weights: str  # compared with an undisturbed training
     once: bool | None  # whether either half's weights have seen each batch exactly once, in order
@@ -188,7 +188,7 @@ def edge_killed(folder: Path, window: int) -> Row:
         mended_s = run.edge.lines[0]["at_s"]
         row = run.went_on("edge killed, started again", struck_s, mended_s)
         first = run.edge.lines[-1]["first"]
-        assert 0 < first <= STRUCK_AT, "it went on from a barrier, not from the beginning"
+        assert 0 < first <= STRUCK_AT, "it went on from a checkpoint, not from the beginning"
         return row
 
 

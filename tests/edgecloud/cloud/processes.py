@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from socflower.clients.split.cloud_sessions import CloudClient
-from socflower.edgecloud.cloud.operator_calls import Operator, fetch_state, fetch_weights
+from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_state, fetch_weights
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.program import LayeredProgram, PlacedHalf
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
@@ -181,8 +181,9 @@ class CloudSide(Side):
         self.address: str = self.lines[0]["address"]
         self.port = int(self.address.rpartition(":")[2])
 
-    def operator(self, ca: Path | None = None) -> Operator:
-        return Operator(address=self.address, token=(self._folder / "token").read_text("utf-8").strip(), timeout_s=30.0,
+    def operator(self, ca: Path | None = None) -> CloudOperator:
+        token = (self._folder / "token").read_text("utf-8").strip()
+        return CloudOperator(address=self.address, token=token, timeout_s=30.0,
                         tls=None if ca is None else SplitTls(ca=ca))
 
     def result(self, run: str, ca: Path | None = None) -> tuple[dict[str, NDArray[Any]], list[int]]:
@@ -192,7 +193,7 @@ class CloudSide(Side):
         return dict(fetch_weights(operator, run)[1]), ledger
 
 
-def open_run(operator: Operator, window: int, num_batches: int) -> SplitTask:
+def open_run(operator: CloudOperator, window: int, num_batches: int) -> SplitTask:
     """Have the cloud make its half, and return how edges find it."""
     made = program()
     return CloudClient(operator, made).open(SplitTask(

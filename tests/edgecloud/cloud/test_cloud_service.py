@@ -10,7 +10,7 @@ import pytest
 
 from socflower.edgecloud.cloud.cloud_service import CloudService
 from socflower.edgecloud.cloud.operator_calls import (
-    Operator,
+    CloudOperator,
     close_session,
     fetch_state,
     fetch_weights,
@@ -18,7 +18,7 @@ from socflower.edgecloud.cloud.operator_calls import (
     session_status,
 )
 from socflower.edgecloud.plan.cuts import SplitPlan
-from socflower.edgecloud.runtime.front_loop import FrontPlan, Situation
+from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
 from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
 from socflower.edgecloud.stream.frames import Limits
@@ -42,13 +42,13 @@ class Cloud:
         self.lines: list[str] = []
         self.service = CloudService("127.0.0.1:0", make_half, operator_token=OPERATOR, log=self.lines.append, **options)
         self.port = self.service.port
-        self.operator = Operator(address=self.service.address, token=OPERATOR)
+        self.operator = CloudOperator(address=self.service.address, token=OPERATOR)
 
     def open(self, run_id: str = "run", **options: Any) -> None:
         open_session(self.operator, **{"run_id": run_id, "edge_token": EDGE, "fingerprint": FINGERPRINT, **options})
 
     def back(self, run_id: str = "run") -> Any:
-        return self.service._shelf.get(run_id)._half
+        return self.service._sessions.get(run_id)._half
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_the_cut_moves_both_ways_and_the_weights_stay_those_of_local_training(cl
     cloud.open()
     moves = {3: 2, 5: 0, 8: 1, 9: 2}
 
-    def decide(situation: Situation) -> SplitPlan | None:
+    def decide(situation: DecisionInput) -> SplitPlan | None:
         cut = moves.get(situation.batch)
         return None if cut is None else SplitPlan(cut=cut)
 
@@ -126,7 +126,7 @@ def test_a_move_waits_until_nothing_is_out(cloud: Cloud) -> None:
     cloud.open(settings={"pause_s": 0.005})
     front = Front()
 
-    def decide(situation: Situation) -> SplitPlan | None:
+    def decide(situation: DecisionInput) -> SplitPlan | None:
         return SplitPlan(cut=situation.batch % 3, bits=8, window=4) if situation.batch % 7 == 0 else None
 
     report = train_front(connect(cloud.port), front, Span(first_batch=0, num_batches=30), plan(4, decide=decide))
@@ -252,7 +252,7 @@ def test_a_service_that_is_started_anew_has_its_runs_and_leaves_out_what_is_dama
     try:
         assert [status["run_id"] for status in session_status(again.operator)] == ["one"]
         assert len(again.lines) == 1 and "the run in" in again.lines[0] and "two is left out" in again.lines[0]
-        # A new edge stands where the manager says, and the cloud goes there from its barrier.
+        # A new edge stands where the manager says, and the cloud goes there from its checkpoint.
         front = Front(seed=3)
         train_front(connect(again.port, "one"), front, Span(first_batch=4, num_batches=1), plan())
         assert fetch_weights(again.operator, "one")[0] == 5
@@ -278,7 +278,7 @@ def test_what_does_not_belong_is_refused_in_a_line_and_harms_nobody(cloud: Cloud
     check_refused(cloud, "model .* is not the cloud's", fingerprint="another-model")
     check_refused(cloud, "there is no party 3 among 1", party=3)
     check_refused(cloud, "cut at 2, the cloud's at 1", front=Front(cut=2))
-    with pytest.raises(SplitRefused, match=r"no barrier in common up to batch 9 .cloud: 0; party 0: 7"):
+    with pytest.raises(SplitRefused, match=r"no checkpoint in common up to batch 9 .cloud: 0; party 0: 7"):
         train_front(connect(cloud.port), Front(), Span(first_batch=7, num_batches=2), plan())
     with pytest.raises(SplitRefused, match="the edge has the back half, and so has the cloud"):
         train_back(connect(cloud.port), Back(), Span(first_batch=0, num_batches=2))
@@ -289,7 +289,7 @@ def test_what_does_not_belong_is_refused_in_a_line_and_harms_nobody(cloud: Cloud
 
 
 def test_what_a_manager_asks_in_vain_is_refused_in_a_line(cloud: Cloud) -> None:
-    stranger = Operator(address=cloud.service.address, token="a-stranger-0123456")
+    stranger = CloudOperator(address=cloud.service.address, token="a-stranger-0123456")
     with pytest.raises(SplitRefused, match="operator token is not the cloud's"):
         session_status(stranger)
     with pytest.raises(SplitRefused, match="operator token is not the cloud's"):
@@ -307,10 +307,10 @@ def test_what_a_manager_asks_in_vain_is_refused_in_a_line(cloud: Cloud) -> None:
     with pytest.raises(ConfigError, match="a token has at least 16"):
         cloud.open(edge_token="short")
     with pytest.raises(ConfigError, match="is not private"):
-        Operator(address="8.8.8.8:1", token=OPERATOR)
+        CloudOperator(address="8.8.8.8:1", token=OPERATOR)
     with pytest.raises(ConfigError, match="means every interface"):
         CloudService("0.0.0.0:0", make_half, operator_token=OPERATOR)
-    nobody = Operator(address="127.0.0.1:9", token=OPERATOR, timeout_s=2.0)
+    nobody = CloudOperator(address="127.0.0.1:9", token=OPERATOR, timeout_s=2.0)
     with pytest.raises(SplitLost, match="cannot be reached"):
         session_status(nobody)
 
@@ -320,7 +320,7 @@ def test_a_flood_of_refusals_neither_fills_the_log_nor_silences_it() -> None:
     now_s = [0.0]
     cloud = Cloud(clock=lambda: now_s[0])
     try:
-        stranger = Operator(address=cloud.service.address, token="a-stranger-0123456")
+        stranger = CloudOperator(address=cloud.service.address, token="a-stranger-0123456")
         for _ in range(250):
             with pytest.raises(SplitRefused, match="operator token is not the cloud's"):
                 session_status(stranger)
@@ -344,7 +344,7 @@ def test_a_half_that_fails_fails_the_edge_in_a_line_and_nothing_else(cloud: Clou
     with pytest.raises(SplitRefused, match="the cloud's half failed: ValueError: a half that breaks"):
         train_front(connect(cloud.port), Front(), Span(first_batch=0, num_batches=9), plan())
     assert "a half that breaks" in session_status(cloud.operator, "run")[0]["error"]
-    with pytest.raises(SplitRefused, match="is between two barriers"):
+    with pytest.raises(SplitRefused, match="is between two checkpoints"):
         fetch_weights(cloud.operator, "run")
 
 
@@ -352,9 +352,9 @@ def test_an_edge_that_is_refused_weights_in_the_middle_of_a_span(cloud: Cloud) -
     cloud.open()
     asked = []
 
-    def decide(situation: Situation) -> None:
+    def decide(situation: DecisionInput) -> None:
         if situation.batch == 3:
-            with pytest.raises(SplitRefused, match="is between two barriers"):
+            with pytest.raises(SplitRefused, match="is between two checkpoints"):
                 fetch_weights(cloud.operator, "run")
             asked.append(True)
 
@@ -379,8 +379,8 @@ def test_a_second_edge_takes_the_place_of_the_first_which_does_not_fight_for_it(
     thread = threading.Thread(target=first)
     thread.start()
     assert started.wait(20)
-    # The second one has no barrier in common with a cloud that keeps none.
-    with pytest.raises(SplitRefused, match="no barrier in common"):
+    # The second one has no checkpoint in common with a cloud that keeps none.
+    with pytest.raises(SplitRefused, match="no checkpoint in common"):
         train_front(connect(cloud.port), Front(), Span(first_batch=0, num_batches=500), plan())
     thread.join(20)
     assert len(texts) == 1 and "another edge has taken the place of party 0" in texts[0]

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(900)
 
 SAYS = {
     "cloud-without-folder": "is not open at this cloud; its manager has to open it",
-    "edge-without-folder": "have no barrier in common",
+    "edge-without-folder": "have no checkpoint in common",
     "cloud-gone": "is out of reach, after trying for",
     "same-party-number": "another edge has taken the place of party 0",
     "wrong-token": "the token is not the one it was opened with",

@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from socflower.edgecloud.cloud.cloud_service import CloudService
-from socflower.edgecloud.cloud.operator_calls import Operator, fetch_weights, open_session, session_status
+from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weights, open_session, session_status
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
@@ -79,7 +79,7 @@ def processes() -> Iterator[Processes]:
     made.end()
 
 
-def open_run(operator: Operator, **options: Any) -> None:
+def open_run(operator: CloudOperator, **options: Any) -> None:
     open_session(operator, **{"run_id": "run", "edge_token": EDGE, "fingerprint": FINGERPRINT, **options})
 
 
@@ -88,10 +88,10 @@ def kill(process: "subprocess.Popen[str]") -> None:
     process.wait()
 
 
-def test_a_killed_cloud_goes_on_from_its_barrier_and_nothing_differs(processes: Processes, tmp_path: Path) -> None:
+def test_a_killed_cloud_goes_on_from_its_checkpoint_and_nothing_differs(processes: Processes, tmp_path: Path) -> None:
     port = free_port()
     first_cloud = processes.cloud(port, tmp_path / "cloud")
-    operator = Operator(address=f"127.0.0.1:{port}", token=OPERATOR)
+    operator = CloudOperator(address=f"127.0.0.1:{port}", token=OPERATOR)
     open_run(operator)
     front, reached = Front(pause_s=0.005), threading.Event()
 
@@ -111,9 +111,9 @@ def test_a_killed_cloud_goes_on_from_its_barrier_and_nothing_differs(processes: 
     assert session_status(operator)[0]["barriers"] == [25, 30]
 
 
-def test_a_killed_edge_goes_on_from_its_barrier_and_nothing_differs(processes: Processes, tmp_path: Path) -> None:
+def test_a_killed_edge_goes_on_from_its_checkpoint_and_nothing_differs(processes: Processes, tmp_path: Path) -> None:
     service = CloudService("127.0.0.1:0", make_half, operator_token=OPERATOR, folder=tmp_path / "cloud")
-    operator = Operator(address=service.address, token=OPERATOR)
+    operator = CloudOperator(address=service.address, token=OPERATOR)
     try:
         open_run(operator)
         settings = {"num_batches": 24, "checkpoint_batches": 5, "pause_s": 0.02}
@@ -139,7 +139,7 @@ class Restarting:
     def __init__(self, folder: Path, **options: Any) -> None:
         self._folder, self._port = folder, free_port()
         self.service = self._start()
-        self.operator = Operator(address=self.service.address, token=OPERATOR)
+        self.operator = CloudOperator(address=self.service.address, token=OPERATOR)
         open_run(self.operator, **options)
         self._done = False
 
@@ -194,7 +194,7 @@ def test_a_reverse_split_goes_on_after_a_restart_of_the_cloud(tmp_path: Path) ->
         cloud.service.close()
 
 
-def test_after_a_move_of_the_cut_a_restart_goes_back_to_the_cut_of_the_barrier(tmp_path: Path) -> None:
+def test_after_a_move_of_the_cut_a_restart_goes_back_to_the_cut_of_the_checkpoint(tmp_path: Path) -> None:
     cloud, front = Restarting(tmp_path / "cloud"), Front()
     cuts = {2: 2, 7: 0, 11: 1}
     try:
@@ -208,18 +208,19 @@ def test_after_a_move_of_the_cut_a_restart_goes_back_to_the_cut_of_the_barrier(t
         cloud.service.close()
 
 
-def test_a_killed_cloud_without_barriers_ends_in_a_line(processes: Processes, tmp_path: Path) -> None:
-    """The cloud has its barriers, the edge, which was given no folder, has none."""
+def test_a_killed_cloud_without_checkpoints_ends_in_a_line(processes: Processes, tmp_path: Path) -> None:
+    """The cloud has its checkpoints, the edge, which was given no folder, has none."""
     port = free_port()
     first_cloud = processes.cloud(port, tmp_path / "cloud")
-    open_run(Operator(address=f"127.0.0.1:{port}", token=OPERATOR))
+    open_run(CloudOperator(address=f"127.0.0.1:{port}", token=OPERATOR))
 
     def restart(done: Any) -> None:
         if done.batch == 5:
             kill(first_cloud)
             processes.cloud(port, tmp_path / "cloud")
 
-    with pytest.raises(SplitRefused, match=r"no barrier in common .*; give both a folder for barriers") as refused:
+    no_folder = r"no checkpoint in common .*; give both a folder for checkpoints"
+    with pytest.raises(SplitRefused, match=no_folder) as refused:
         train_front(connect(port), Front(), Span(first_batch=0, num_batches=30), FrontPlan(
             split_plan=SplitPlan(cut=1), progress=restart))
     assert "\n" not in str(refused.value)
@@ -228,7 +229,7 @@ def test_a_killed_cloud_without_barriers_ends_in_a_line(processes: Processes, tm
 def test_a_cloud_that_hangs_is_noticed_by_its_heartbeat(processes: Processes, tmp_path: Path) -> None:
     port = free_port()
     cloud = processes.cloud(port, tmp_path / "cloud")
-    open_run(Operator(address=f"127.0.0.1:{port}", token=OPERATOR))
+    open_run(CloudOperator(address=f"127.0.0.1:{port}", token=OPERATOR))
     try:
         with pytest.raises(SplitLost, match="out of reach"):
             train_front(connect(port, heartbeat_s=0.8, give_up_s=0.5), Front(), Span(first_batch=0, num_batches=3000),
@@ -241,7 +242,7 @@ def test_a_cloud_that_hangs_is_noticed_by_its_heartbeat(processes: Processes, tm
 def test_a_cloud_that_takes_but_never_answers_ends_in_a_line() -> None:
     service = CloudService("127.0.0.1:0", make_half, operator_token=OPERATOR)
     try:
-        open_run(Operator(address=service.address, token=OPERATOR), settings={"pause_s": 1.5})
+        open_run(CloudOperator(address=service.address, token=OPERATOR), settings={"pause_s": 1.5})
         with pytest.raises(SplitLost, match=r"sends no gradient of batch 0 for 0.5 s") as lost:
             train_front(connect(service.port, patience_s=0.5), Front(), Span(first_batch=0, num_batches=2), PLAN)
         assert "\n" not in str(lost.value)
@@ -335,7 +336,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
 def attacked() -> Iterator[tuple[CloudService, list[str]]]:
     lines: list[str] = []
     service = CloudService("127.0.0.1:0", make_half, operator_token=OPERATOR, log=lines.append)
-    open_run(Operator(address=service.address, token=OPERATOR))
+    open_run(CloudOperator(address=service.address, token=OPERATOR))
     yield service, lines
     service.close()
 
@@ -366,5 +367,5 @@ def test_after_all_that_the_rightful_edge_trains_as_if_nothing_had_been(
     converse(service.port, [hello(), b"\0" * (9 << 20)])  # beyond what gRPC itself takes
     front = Front()
     train_front(connect(service.port), front, Span(first_batch=0, num_batches=6), PLAN)
-    weights = fetch_weights(Operator(address=service.address, token=OPERATOR), "run")[1]
+    weights = fetch_weights(CloudOperator(address=service.address, token=OPERATOR), "run")[1]
     assert same(front.weights(), weights, wanted=local_training(6))

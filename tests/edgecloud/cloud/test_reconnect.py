@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from socflower.edgecloud.cloud.cloud_service import CloudService
-from socflower.edgecloud.cloud.operator_calls import Operator, fetch_weights, open_session
+from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weights, open_session
 from socflower.edgecloud.plan.cuts import SplitPlan
-from socflower.edgecloud.runtime.front_loop import FrontPlan, Situation
+from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
 from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
 from tests.edgecloud.runtime.numpy_halves import (
@@ -36,8 +36,8 @@ def service() -> Iterator[CloudService]:
     made.close()
 
 
-def open_run(service: CloudService, run_id: str, **options: Any) -> Operator:
-    operator = Operator(address=service.address, token=OPERATOR)
+def open_run(service: CloudService, run_id: str, **options: Any) -> CloudOperator:
+    operator = CloudOperator(address=service.address, token=OPERATOR)
     open_session(operator, run_id=run_id, edge_token=EDGE, fingerprint=FINGERPRINT, **options)
     return operator
 
@@ -52,7 +52,7 @@ def test_whenever_the_line_breaks_the_weights_are_those_of_local_training(servic
     connection = connect(line.port, f"line{seed}", give_up_s=60.0)
     span = Span(first_batch=0, num_batches=15)
 
-    def decide(situation: Situation) -> SplitPlan | None:
+    def decide(situation: DecisionInput) -> SplitPlan | None:
         return SplitPlan(cut=situation.batch // 2 % 3) if seed % 2 == 0 else None
 
     try:
@@ -79,7 +79,7 @@ def test_with_a_window_each_batch_is_done_once_in_order_on_a_breaking_line(servi
                              Span(first_batch=0, num_batches=40), FrontPlan(split_plan=SplitPlan(cut=1, window=4)))
     finally:
         line.close()
-    back: Any = service._shelf.get(f"window{seed}")._half
+    back: Any = service._sessions.get(f"window{seed}")._half
     assert front.applied == front.forwards == back.steps == list(range(40))
     assert max(report.staleness.values()) <= 4 and report.peak_kept_messages <= 5
 
@@ -124,10 +124,10 @@ def test_a_session_that_is_closed_meanwhile_is_not_dialled_again(service: CloudS
     with pytest.raises(SplitRefused, match="run closed was closed by its manager"):
         train_front(connect(service.port, "closed"), Front(), Span(first_batch=0, num_batches=4000), FrontPlan(
             split_plan=SplitPlan(cut=1),
-            progress=lambda done: service._shelf.end("closed", forget=True) if done.batch == 3 else None))
+            progress=lambda done: service._sessions.end("closed", forget=True) if done.batch == 3 else None))
 
 
-def test_a_joined_party_that_falls_out_brings_all_back_to_a_barrier(tmp_path: Path) -> None:
+def test_a_joined_party_that_falls_out_brings_all_back_to_a_checkpoint(tmp_path: Path) -> None:
     """Party 1's edge is replaced by a new one, as after a crash: both go back, and end as if nothing had been."""
     made = CloudService("127.0.0.1:0", make_half, operator_token=OPERATOR, log=lambda line: None, folder=tmp_path / "c")
     operator = open_run(made, "pair", num_parties=2, joined=True)

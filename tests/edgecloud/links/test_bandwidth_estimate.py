@@ -27,7 +27,7 @@ def test_a_constant_link_is_measured_exactly(
     for num_bytes, pause_s in transfers:
         seconds = latency_s + num_bytes / rate
         now_s += seconds + pause_s
-        meter.completed("up", num_bytes, seconds, now_s)
+        meter.add_transfer("up", num_bytes, seconds, now_s)
     assert up(meter, now_s) == pytest.approx(rate, rel=1e-6)
     assert meter.rates(now_s) == LinkRates(up_bytes_per_s=up(meter, now_s), down_bytes_per_s=7.0, latency_s=latency_s)
 
@@ -38,7 +38,7 @@ def test_an_estimate_lies_between_what_was_measured(transfers: list[tuple[float,
     now_s = 0.0
     for num_bytes, seconds, pause_s in transfers:
         now_s += seconds + pause_s
-        meter.completed("up", num_bytes, seconds, now_s)
+        meter.add_transfer("up", num_bytes, seconds, now_s)
     measured = [num_bytes / seconds for num_bytes, seconds, _ in transfers]
     assert min(measured) * (1 - 1e-9) <= up(meter, now_s) <= max(measured) * (1 + 1e-9)
 
@@ -51,7 +51,7 @@ def test_the_past_is_forgotten(old: float, new: float, piece_s: float) -> None:
     for rate, until_s in ((old, 30.0), (new, 42.0)):
         while now_s < until_s:
             now_s += piece_s
-            meter.completed("up", rate * piece_s, piece_s, now_s)
+            meter.add_transfer("up", rate * piece_s, piece_s, now_s)
     assert abs(up(meter, now_s) - new) <= 0.03 * max(old, new)
 
 
@@ -60,45 +60,45 @@ def test_silence_shows_as_a_loss_two_seconds_after_something_was_due(
     rate: float, num_bytes: float, since_s: float,
 ) -> None:
     meter = BandwidthMeter(first=LinkRates(up_bytes_per_s=rate, down_bytes_per_s=1.0, latency_s=0.1))
-    meter.waiting("up", since_s, num_bytes)
+    meter.set_in_flight("up", since_s, num_bytes)
     due_s = since_s + 0.1 + max(1.0, num_bytes) / rate
     assert up(meter, due_s - 1e-3) == rate
     halfway = up(meter, due_s + 1.0)
     assert halfway == pytest.approx(max(1.0, num_bytes) / (due_s + 0.9 - since_s), rel=1e-6) and halfway < rate
     assert up(meter, due_s + 1.99) > 0.0
     assert up(meter, due_s + 2.01) == 0.0
-    meter.completed("up", 1.0, 5.0, due_s + 3.0)  # too small to be measured by, but the link works
+    meter.add_transfer("up", 1.0, 5.0, due_s + 3.0)  # too small to be measured by, but the link works
     assert up(meter, due_s + 3.0) == rate
 
 
 def test_silence_with_nothing_under_way_means_nothing() -> None:
     meter = BandwidthMeter(first=FIRST)
-    meter.waiting("down", 0.0, 100.0)
-    meter.idle("down")
+    meter.set_in_flight("down", 0.0, 100.0)
+    meter.clear_in_flight("down")
     assert meter.rates(1000.0) == FIRST
 
 
 def test_directions_are_apart() -> None:
     meter = BandwidthMeter(first=FIRST)
-    meter.waiting("down", 0.0, 100.0)
-    meter.completed("up", 3e6, 1.05, 1.05)
+    meter.set_in_flight("down", 0.0, 100.0)
+    meter.add_transfer("up", 3e6, 1.05, 1.05)
     assert meter.rates(10.0) == LinkRates(up_bytes_per_s=3e6, down_bytes_per_s=0.0, latency_s=0.05)
 
 
 @pytest.mark.parametrize(("num_bytes", "seconds"), [(100.0, 1.0), (1e6, 0.05), (1e6, 0.01), (0.0, 0.0)])
 def test_what_is_mostly_latency_is_not_counted(num_bytes: float, seconds: float) -> None:
     meter = BandwidthMeter(first=FIRST)
-    meter.completed("up", num_bytes, seconds, 5.0)
+    meter.add_transfer("up", num_bytes, seconds, 5.0)
     assert meter.rates(5.0) == FIRST
 
 
 def test_an_outage_is_not_believed_longer_than_the_memory() -> None:
     """A piece that took ten minutes of outage is outvoted by five seconds of a good link."""
     meter = BandwidthMeter(first=FIRST)
-    meter.completed("up", 1e6, 600.0, 600.0)
+    meter.add_transfer("up", 1e6, 600.0, 600.0)
     assert up(meter, 600.0) == pytest.approx(1e6 / 599.95)
     for step in range(1, 51):
-        meter.completed("up", 1e5, 0.1 + 0.05, 600.0 + 0.15 * step)
+        meter.add_transfer("up", 1e5, 0.1 + 0.05, 600.0 + 0.15 * step)
     assert up(meter, 608.0) > 0.6e6
 
 
@@ -106,9 +106,9 @@ def test_an_outage_is_not_believed_longer_than_the_memory() -> None:
     (lambda: BandwidthMeter(first=FIRST, memory_s=0.0), "memory_s = 0.0"),
     (lambda: BandwidthMeter(first=FIRST, silence_s=math.inf), "silence_s = inf"),
     (lambda: BandwidthMeter(first=FIRST, min_bytes=-1.0), "min_bytes = -1.0"),
-    (lambda: BandwidthMeter(first=FIRST).completed("up", -1.0, 1.0, 1.0), "-1.0 bytes in 1.0 s"),
-    (lambda: BandwidthMeter(first=FIRST).completed("up", 1.0, math.nan, 1.0), "1.0 bytes in nan s"),
-    (lambda: BandwidthMeter(first=FIRST).idle("sideways"), "'sideways' is unknown; use up or down"),  # type: ignore
+    (lambda: BandwidthMeter(first=FIRST).add_transfer("up", -1.0, 1.0, 1.0), "-1.0 bytes in 1.0 s"),
+    (lambda: BandwidthMeter(first=FIRST).add_transfer("up", 1.0, math.nan, 1.0), "1.0 bytes in nan s"),
+    (lambda: BandwidthMeter(first=FIRST).clear_in_flight("sideways"), "'sideways' is unknown; use up or down"),  # type: ignore
 ])
 def test_what_cannot_be_is_refused_in_one_line(call: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:

@@ -1,4 +1,4 @@
-"""Link traces against sums over small steps of time, and the files they are kept in."""
+"""Link profiles against sums over small steps of time, and the files they are kept in."""
 
 import math
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.edgecloud.links.bandwidth_profile import LinkTrace, Steps, constant, segments
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Steps, constant, segments
 from socflower.edgecloud.links.profile_files import PACKET_BYTES, read_csv, read_mahimahi, write_csv, write_mahimahi
 from socflower.errors import ConfigError
 
@@ -27,86 +27,87 @@ def steps(draw: st.DrawFn, *, lively: bool = False) -> Steps:
     return Steps((0.0, *(tick / 1000 for tick in ticks)), tuple(rates), end_s)
 
 
-def summed(trace: Steps, begin_ms: int, end_ms: int) -> float:
+def summed(profile: Steps, begin_ms: int, end_ms: int) -> float:
     """The integral, a millisecond at a time."""
     total = 0.0
     for tick in range(begin_ms, end_ms):
         middle_s = (tick + 0.5) / 1000
-        if math.isfinite(trace.end_s):
-            middle_s -= math.floor(middle_s / trace.end_s) * trace.end_s
-        value = [rate for time_s, rate in zip(trace.times_s, trace.bytes_per_s, strict=True) if time_s <= middle_s][-1]
+        if math.isfinite(profile.end_s):
+            middle_s -= math.floor(middle_s / profile.end_s) * profile.end_s
+        value = [rate for time_s, rate in zip(profile.times_s, profile.bytes_per_s, strict=True)
+                 if time_s <= middle_s][-1]
         total += value / 1000
     return total
 
 
-def link(direction: Steps) -> LinkTrace:
-    return LinkTrace(direction, constant(1.0, 1.0).down)
+def link(direction: Steps) -> BandwidthProfile:
+    return BandwidthProfile(direction, constant(1.0, 1.0).down)
 
 
 @settings(max_examples=40)
-@given(trace=steps(), ends=st.tuples(TICKS, TICKS))
-def test_bytes_between_is_the_sum_over_milliseconds(trace: Steps, ends: tuple[int, int]) -> None:
+@given(profile=steps(), ends=st.tuples(TICKS, TICKS))
+def test_bytes_between_is_the_sum_over_milliseconds(profile: Steps, ends: tuple[int, int]) -> None:
     begin, end = sorted(ends)
-    assert link(trace).bytes_between("up", begin / 1000, end / 1000) == pytest.approx(summed(trace, begin, end),
+    assert link(profile).bytes_between("up", begin / 1000, end / 1000) == pytest.approx(summed(profile, begin, end),
                                                                                     rel=1e-6, abs=1e-3)
 
 
 @settings(max_examples=40)
-@given(trace=steps(lively=True), begin=TICKS, num_bytes=st.integers(1, 10**6))
+@given(profile=steps(lively=True), begin=TICKS, num_bytes=st.integers(1, 10**6))
 def test_a_transfer_ends_in_the_millisecond_in_which_the_sum_reaches_it(
-    trace: Steps, begin: int, num_bytes: int,
+    profile: Steps, begin: int, num_bytes: int,
 ) -> None:
-    passed_ms = trace.passed_s(begin / 1000, num_bytes) * 1000
+    passed_ms = profile.passed_s(begin / 1000, num_bytes) * 1000
     if passed_ms - begin > 20_000:
-        num_bytes = 1 + round(summed(trace, begin, begin + 5000) / 2)
-        passed_ms = trace.passed_s(begin / 1000, num_bytes) * 1000
+        num_bytes = 1 + round(summed(profile, begin, begin + 5000) / 2)
+        passed_ms = profile.passed_s(begin / 1000, num_bytes) * 1000
         if passed_ms - begin > 20_000:
             return
     slack = 1e-6 * num_bytes + 1e-3
-    assert summed(trace, begin, max(begin, math.floor(passed_ms - 1e-4))) <= num_bytes + slack
-    assert summed(trace, begin, math.ceil(passed_ms + 1e-4)) >= num_bytes - slack
+    assert summed(profile, begin, max(begin, math.floor(passed_ms - 1e-4))) <= num_bytes + slack
+    assert summed(profile, begin, math.ceil(passed_ms + 1e-4)) >= num_bytes - slack
 
 
 @FEW
-@given(trace=steps(lively=True), start_s=st.floats(0, 50), num_bytes=st.floats(1, 1e8))
-def test_passing_is_the_inverse_of_bytes_between(trace: Steps, start_s: float, num_bytes: float) -> None:
-    passed_s = trace.passed_s(start_s, num_bytes)
-    between = link(trace).bytes_between("up", start_s, passed_s)
-    assert between == pytest.approx(num_bytes, rel=1e-6, abs=1e-6 * trace.total_bytes(passed_s) + 1e-2)
+@given(profile=steps(lively=True), start_s=st.floats(0, 50), num_bytes=st.floats(1, 1e8))
+def test_passing_is_the_inverse_of_bytes_between(profile: Steps, start_s: float, num_bytes: float) -> None:
+    passed_s = profile.passed_s(start_s, num_bytes)
+    between = link(profile).bytes_between("up", start_s, passed_s)
+    assert between == pytest.approx(num_bytes, rel=1e-6, abs=1e-6 * profile.total_bytes(passed_s) + 1e-2)
 
 
 @FEW
-@given(trace=steps(lively=True), start_s=st.floats(0, 50), first=st.floats(1, 1e7), second=st.floats(1, 1e7))
+@given(profile=steps(lively=True), start_s=st.floats(0, 50), first=st.floats(1, 1e7), second=st.floats(1, 1e7))
 def test_sending_two_things_takes_as_long_as_sending_both_at_once(
-    trace: Steps, start_s: float, first: float, second: float,
+    profile: Steps, start_s: float, first: float, second: float,
 ) -> None:
-    at_once_s = trace.passed_s(start_s, first + second)
-    assert trace.passed_s(trace.passed_s(start_s, first), second) == pytest.approx(at_once_s, rel=1e-7, abs=1e-6)
+    at_once_s = profile.passed_s(start_s, first + second)
+    assert profile.passed_s(profile.passed_s(start_s, first), second) == pytest.approx(at_once_s, rel=1e-7, abs=1e-6)
 
 
 @FEW
-@given(trace=steps(), starts=st.tuples(st.floats(0, 50), st.floats(0, 50)),
+@given(profile=steps(), starts=st.tuples(st.floats(0, 50), st.floats(0, 50)),
        sizes=st.tuples(st.floats(0, 1e8), st.floats(0, 1e8)))
 def test_passing_is_monotone_in_start_and_size(
-    trace: Steps, starts: tuple[float, float], sizes: tuple[float, float],
+    profile: Steps, starts: tuple[float, float], sizes: tuple[float, float],
 ) -> None:
     early_s, late_s = sorted(starts)
     small, large = sorted(sizes)
     slack_s = 1e-6
-    assert trace.passed_s(early_s, small) <= trace.passed_s(early_s, large) + slack_s
-    assert trace.passed_s(early_s, large) <= trace.passed_s(late_s, large) + slack_s
-    assert trace.passed_s(early_s, small) >= early_s
+    assert profile.passed_s(early_s, small) <= profile.passed_s(early_s, large) + slack_s
+    assert profile.passed_s(early_s, large) <= profile.passed_s(late_s, large) + slack_s
+    assert profile.passed_s(early_s, small) >= early_s
 
 
 @FEW
-@given(trace=steps(), time_s=st.floats(0, 1.4), rounds=st.integers(0, 5))
-def test_a_trace_with_an_end_begins_again(trace: Steps, time_s: float, rounds: int) -> None:
-    if math.isinf(trace.end_s):
-        assert trace.rate(trace.times_s[-1] + time_s + rounds) == trace.bytes_per_s[-1]
+@given(profile=steps(), time_s=st.floats(0, 1.4), rounds=st.integers(0, 5))
+def test_a_trace_with_an_end_begins_again(profile: Steps, time_s: float, rounds: int) -> None:
+    if math.isinf(profile.end_s):
+        assert profile.rate(profile.times_s[-1] + time_s + rounds) == profile.bytes_per_s[-1]
     else:
-        later_s = time_s + rounds * trace.end_s
-        assert trace.total_bytes(later_s) == pytest.approx(
-            trace.total_bytes(time_s) + rounds * trace.total_bytes(trace.end_s), rel=1e-6, abs=1e-3)
+        later_s = time_s + rounds * profile.end_s
+        assert profile.total_bytes(later_s) == pytest.approx(
+            profile.total_bytes(time_s) + rounds * profile.total_bytes(profile.end_s), rel=1e-6, abs=1e-3)
 
 
 def test_a_link_with_next_to_no_rate_passes_nothing_in_a_time_that_is_a_number() -> None:
@@ -124,15 +125,15 @@ def test_a_link_that_is_lost_for_good_lets_nothing_pass() -> None:
 
 
 def test_an_outage_holds_a_transfer_up_for_just_its_length() -> None:
-    trace = segments([(1.0, 10.0, 10.0), (3.0, 0.0, 0.0), (1.0, 10.0, 10.0)], latency_s=0.5, repeats=True)
-    assert trace.passed_s("up", 0.5, 10.0) == pytest.approx(4.5)
-    assert trace.arrival_s("up", 0.5, 10.0) == pytest.approx(5.0)
-    assert trace.passed_s("up", 4.5, 10.0) == pytest.approx(5.5)
-    assert trace.mean("up") == pytest.approx(4.0)
-    assert trace.mean("up", 1.0, 4.0) == 0.0
-    assert trace.mean("up", 1.0, 1.0) == 0.0
-    assert trace.rates(2.0).up_bytes_per_s == 0.0 and trace.rates(2.0).latency_s == 0.5
-    assert trace.mean_rates().down_bytes_per_s == pytest.approx(4.0)
+    profile = segments([(1.0, 10.0, 10.0), (3.0, 0.0, 0.0), (1.0, 10.0, 10.0)], latency_s=0.5, repeats=True)
+    assert profile.passed_s("up", 0.5, 10.0) == pytest.approx(4.5)
+    assert profile.arrival_s("up", 0.5, 10.0) == pytest.approx(5.0)
+    assert profile.passed_s("up", 4.5, 10.0) == pytest.approx(5.5)
+    assert profile.mean("up") == pytest.approx(4.0)
+    assert profile.mean("up", 1.0, 4.0) == 0.0
+    assert profile.mean("up", 1.0, 1.0) == 0.0
+    assert profile.rates(2.0).up_bytes_per_s == 0.0 and profile.rates(2.0).latency_s == 0.5
+    assert profile.mean_rates().down_bytes_per_s == pytest.approx(4.0)
     assert constant(3.0, 4.0).mean("down") == 4.0
     assert constant(3.0, 4.0, 0.1).arrival_s("up", 2.0, 6.0) == pytest.approx(4.1)
 
@@ -145,13 +146,13 @@ def test_an_outage_holds_a_transfer_up_for_just_its_length() -> None:
 def test_what_is_written_as_a_table_reads_back_the_same(
     tmp_path_factory: pytest.TempPathFactory, up: Steps, down: Steps,
 ) -> None:
-    trace = LinkTrace(up, Steps(down.times_s, down.bytes_per_s, up.end_s), 0.02)
-    path = tmp_path_factory.mktemp("trace") / "link.csv"
-    write_csv(trace, path)
+    profile = BandwidthProfile(up, Steps(down.times_s, down.bytes_per_s, up.end_s), 0.02)
+    path = tmp_path_factory.mktemp("profile") / "link.csv"
+    write_csv(profile, path)
     again = read_csv(path, latency_s=0.02, repeats=math.isfinite(up.end_s))
     assert again.up.end_s == up.end_s
     for time_s in (*up.times_s, *down.times_s, 1.49, 3.1):
-        assert again.rates(time_s) == trace.rates(time_s)
+        assert again.rates(time_s) == profile.rates(time_s)
 
 
 def test_the_last_row_lasts_as_long_as_the_one_before_it(tmp_path: Path) -> None:
@@ -186,12 +187,12 @@ def test_a_bad_table_is_one_line_that_names_the_line(tmp_path: Path, text: str, 
 
 
 @settings(max_examples=40)
-@given(trace=steps(lively=True))
+@given(profile=steps(lively=True))
 def test_packets_carry_what_the_trace_does_up_to_one(
-    tmp_path_factory: pytest.TempPathFactory, trace: Steps,
+    tmp_path_factory: pytest.TempPathFactory, profile: Steps,
 ) -> None:
     folder = tmp_path_factory.mktemp("mahimahi")
-    both = LinkTrace(trace, trace)
+    both = BandwidthProfile(profile, profile)
     for direction in ("up", "down"):
         try:
             write_mahimahi(both, direction, folder / direction, 4.0)
@@ -201,7 +202,7 @@ def test_packets_carry_what_the_trace_does_up_to_one(
     again = read_mahimahi(folder / "up", folder / "down", latency_s=0.1, bin_s=0.01)
     assert again.up.end_s == 4.0 and again.up == again.down and again.latency_s == 0.1
     for time_s in (0.5, 1.0, 2.5, 3.7):
-        # A packet is whole only at its end, within a millisecond, and the last one waits for the end of the trace.
+        # A packet is whole only at its end, within a millisecond, and the last one waits for the end of the profile.
         written, read = both.bytes_between("up", 0.0, time_s), again.bytes_between("up", 0.0, time_s)
         allowed = both.bytes_between("up", max(0.0, time_s - 0.011), time_s + 0.001)
         assert written - 2 * PACKET_BYTES - allowed <= read <= written + 1 + allowed
@@ -233,7 +234,7 @@ def test_what_cannot_be_written_or_read_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="bin_s = 0 must"):
         read_mahimahi(tmp_path / "missing", tmp_path / "missing", bin_s=0)
     with pytest.raises(ConfigError, match=r"the up link ends at 1\.0 s"):
-        write_csv(LinkTrace(Steps((0.0,), (1.0,), 1.0), Steps((0.0,), (1.0,))), tmp_path / "link.csv")
+        write_csv(BandwidthProfile(Steps((0.0,), (1.0,), 1.0), Steps((0.0,), (1.0,))), tmp_path / "link.csv")
     with pytest.raises(ConfigError, match="a duration of inf s"):
         write_mahimahi(constant(1e6, 1e6), "up", tmp_path / "up")
     with pytest.raises(ConfigError, match="no packet of 1500 bytes"):

@@ -1,4 +1,4 @@
-"""Generated traces have the statistics of the table that they are made from."""
+"""Generated profiles have the statistics of the table that they are made from."""
 
 import math
 from itertools import groupby
@@ -12,12 +12,12 @@ from socflower.edgecloud.links.bandwidth_profile import constant, segments
 from socflower.edgecloud.links.profile_generator import (
     JITTER_CORRELATION_S,
     LinkStatistics,
-    document,
-    generate,
-    generate_from,
-    jittered,
-    kinds,
-    statistics,
+    add_jitter,
+    generate_bandwidth_profile,
+    generate_from_statistics,
+    link_kinds,
+    link_statistics,
+    statistics_table,
     surge_drop_loss,
 )
 from socflower.errors import ConfigError
@@ -28,13 +28,13 @@ BUSY = LinkStatistics(mean_bytes_per_s=1e6, deviation_bytes_per_s=4e5, min_bytes
                       latency_s=0.01)
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", link_kinds())
 def test_long_traces_have_the_statistics_of_their_kind(kind: str) -> None:
     """Within four standard errors of a correlated mean; share and length of outages likewise."""
-    figures = statistics(kind)
-    trace = generate(kind, 3, LONG_S)
-    up, down = np.array(trace.up.bytes_per_s), np.array(trace.down.bytes_per_s)
-    assert trace.latency_s == figures.latency_s and trace.up.end_s == trace.down.end_s == LONG_S
+    figures = link_statistics(kind)
+    profile = generate_bandwidth_profile(kind, 3, LONG_S)
+    up, down = np.array(profile.up.bytes_per_s), np.array(profile.down.bytes_per_s)
+    assert profile.latency_s == figures.latency_s and profile.up.end_s == profile.down.end_s == LONG_S
     there = down > 0
     assert np.array_equal(there, up > 0)
     spread = figures.deviation_bytes_per_s / figures.mean_bytes_per_s
@@ -57,49 +57,50 @@ def test_the_logarithm_of_the_rate_forgets_by_its_time_constant(step_s: float) -
     figures = LinkStatistics(mean_bytes_per_s=1e6, deviation_bytes_per_s=3e5, min_bytes_per_s=1e3, max_bytes_per_s=1e9,
                              correlation_s=5.0, outage_share=0.0, outage_s=4.0, up_down_ratio=0.5,
                              up_down_correlation=0.6, latency_s=0.0)
-    trace = generate_from(figures, 8, 100_000.0, step_s)
-    logs = np.log(np.array(trace.down.bytes_per_s))
+    profile = generate_from_statistics(figures, 8, 100_000.0, step_s)
+    logs = np.log(np.array(profile.down.bytes_per_s))
     for lag_s in (2.0, 4.0, 10.0):
         lag = round(lag_s / step_s)
         assert np.corrcoef(logs[:-lag], logs[lag:])[0, 1] == pytest.approx(math.exp(-lag_s / 5.0), abs=0.05)
-    assert np.corrcoef(logs, np.log(np.array(trace.up.bytes_per_s)))[0, 1] == pytest.approx(0.6, abs=0.05)
+    assert np.corrcoef(logs, np.log(np.array(profile.up.bytes_per_s)))[0, 1] == pytest.approx(0.6, abs=0.05)
 
 
 @settings(max_examples=20)
-@given(kind=st.sampled_from(kinds()), seed=st.integers(0, 2**40), steps=st.integers(1, 300),
+@given(kind=st.sampled_from(link_kinds()), seed=st.integers(0, 2**40), steps=st.integers(1, 300),
        step_s=st.sampled_from([0.1, 0.5, 1.0]))
 def test_equal_seeds_give_equal_traces_and_longer_ones_begin_alike(
     kind: str, seed: int, steps: int, step_s: float,
 ) -> None:
-    trace = generate(kind, seed, steps * step_s, step_s)
-    assert trace == generate(kind, seed, steps * step_s, step_s)
-    longer = generate(kind, seed, 2 * steps * step_s, step_s)
-    assert longer.down.bytes_per_s[:steps] == trace.down.bytes_per_s
-    assert longer.up.bytes_per_s[:steps] == trace.up.bytes_per_s
-    assert len(trace.up.times_s) == steps
-    other = generate(kind, seed + 1, 2 * steps * step_s, step_s)
+    profile = generate_bandwidth_profile(kind, seed, steps * step_s, step_s)
+    assert profile == generate_bandwidth_profile(kind, seed, steps * step_s, step_s)
+    longer = generate_bandwidth_profile(kind, seed, 2 * steps * step_s, step_s)
+    assert longer.down.bytes_per_s[:steps] == profile.down.bytes_per_s
+    assert longer.up.bytes_per_s[:steps] == profile.up.bytes_per_s
+    assert len(profile.up.times_s) == steps
+    other = generate_bandwidth_profile(kind, seed + 1, 2 * steps * step_s, step_s)
     assert other.down.bytes_per_s != longer.down.bytes_per_s
 
 
 def test_outages_have_the_share_and_length_asked_for() -> None:
-    there = np.array(generate_from(BUSY, 1, 100_000.0).down.bytes_per_s) > 0
+    there = np.array(generate_from_statistics(BUSY, 1, 100_000.0).down.bytes_per_s) > 0
     runs = [len(list(run)) for lost, run in groupby(~there) if lost]
     assert 1 - there.mean() == pytest.approx(0.1, rel=0.1)
     assert np.mean(runs) == pytest.approx(4.0, rel=0.1)
 
 
 def test_every_figure_has_a_source() -> None:
-    for kind in kinds():
-        for name, figure in document()["kind"][kind].items():
+    for kind in link_kinds():
+        for name, figure in statistics_table()["kind"][kind].items():
             assert set(figure) == {"value", "source"} and len(figure["source"]) > 10, (kind, name)
-        statistics(kind)
-    assert {"4g-foot", "4g-bicycle", "4g-bus", "4g-car", "4g-tram", "4g-train", "wifi", "one-hop", "5g"} == set(kinds())
+        link_statistics(kind)
+    assert set(link_kinds()) == {"4g-foot", "4g-bicycle", "4g-bus", "4g-car", "4g-tram", "4g-train", "wifi", "one-hop",
+                                 "5g"}
 
 
 def test_a_link_surges_drops_and_is_lost() -> None:
-    trace = surge_drop_loss(1e6, 2e6, surge=3.0, drop=0.5, part_s=10.0, loss_s=5.0)
+    profile = surge_drop_loss(1e6, 2e6, surge=3.0, drop=0.5, part_s=10.0, loss_s=5.0)
     for time_s, factor in ((5, 1.0), (15, 3.0), (25, 1.0), (35, 0.5), (45, 1.0), (52, 0.0), (56, 1.0), (999, 1.0)):
-        assert (trace.rate("up", time_s), trace.rate("down", time_s)) == (factor * 1e6, factor * 2e6)
+        assert (profile.rate("up", time_s), profile.rate("down", time_s)) == (factor * 1e6, factor * 2e6)
 
 
 @pytest.mark.parametrize(("kind", "hint"), [
@@ -107,7 +108,7 @@ def test_a_link_surges_drops_and_is_lost() -> None:
 ])
 def test_an_unknown_kind_names_the_closest(kind: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        generate(kind, 0, 10.0)
+        generate_bandwidth_profile(kind, 0, 10.0)
     assert hint in str(caught.value) and kind in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -117,7 +118,7 @@ def test_an_unknown_kind_names_the_closest(kind: str, hint: str) -> None:
 ])
 def test_a_trace_that_cannot_be_is_refused(seed: int, duration_s: float, step_s: float, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        generate("wifi", seed, duration_s, step_s)
+        generate_bandwidth_profile("wifi", seed, duration_s, step_s)
 
 
 @pytest.mark.parametrize(("change", "complaint"), [
@@ -135,7 +136,7 @@ def test_figures_that_cannot_be_are_refused(change: dict[str, float], complaint:
 # ------------------------------------------------------------------------------------------------------- jitter
 @pytest.mark.parametrize("deviation", [0.05, 0.3])
 def test_jitter_keeps_the_mean_and_has_its_deviation(deviation: float) -> None:
-    link = jittered(constant(4e5, 1e6, 0.01), deviation, 5, duration_s=LONG_S)
+    link = add_jitter(constant(4e5, 1e6, 0.01), deviation, 5, duration_s=LONG_S)
     error = 4 * deviation * math.sqrt(2 * JITTER_CORRELATION_S / LONG_S)
     for steps, mean in ((link.up, 4e5), (link.down, 1e6)):
         rates = np.array(steps.bytes_per_s[:-1])  # the last is the one that holds for good
@@ -152,8 +153,8 @@ def test_a_jittered_link_is_lost_and_changes_when_the_link_itself_does(
     seed: int, repeats: bool, parts: list[tuple[float, float, float]],
 ) -> None:
     link = segments(parts, repeats=repeats)
-    scattered = jittered(link, 0.2, seed, duration_s=60.0)
-    assert scattered == jittered(link, 0.2, seed, duration_s=60.0)
+    scattered = add_jitter(link, 0.2, seed, duration_s=60.0)
+    assert scattered == add_jitter(link, 0.2, seed, duration_s=60.0)
     assert (scattered.up.end_s, scattered.down.end_s) == (link.up.end_s, link.down.end_s)
     for ours, theirs in ((scattered.up, link.up), (scattered.down, link.down)):
         assert set(theirs.times_s) <= set(ours.times_s)
@@ -165,7 +166,7 @@ def test_a_jittered_link_is_lost_and_changes_when_the_link_itself_does(
 
 def test_jitter_follows_its_seed_and_none_changes_nothing() -> None:
     link = constant(1e6, 1e6)
-    assert jittered(link, 0.0, 1, duration_s=10.0) is link
-    assert jittered(link, 0.1, 1, duration_s=10.0) != jittered(link, 0.1, 2, duration_s=10.0)
+    assert add_jitter(link, 0.0, 1, duration_s=10.0) is link
+    assert add_jitter(link, 0.1, 1, duration_s=10.0) != add_jitter(link, 0.1, 2, duration_s=10.0)
     with pytest.raises(ConfigError, match=r"jitter = -0\.1 must be 0 or more"):
-        jittered(link, -0.1, 1, duration_s=10.0)
+        add_jitter(link, -0.1, 1, duration_s=10.0)

@@ -1,4 +1,4 @@
-"""The token bucket by a clock of its own: never faster than the trace, and over long transfers not slower."""
+"""The token bucket by a clock of its own: never faster than the profile, and over long transfers not slower."""
 
 import math
 import threading
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.edgecloud.links.bandwidth_profile import LinkTrace, Steps, constant, segments
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Steps, constant, segments
 from socflower.edgecloud.links.shaping import BURST_BYTES, TokenBucket
 from socflower.errors import ConfigError
 
@@ -34,20 +34,20 @@ LATE = st.lists(st.floats(0, 0.008), min_size=1, max_size=10)
 
 
 @st.composite
-def traces(draw: st.DrawFn) -> LinkTrace:
+def profiles(draw: st.DrawFn) -> BandwidthProfile:
     rates = draw(st.lists(st.sampled_from([0.0, 1e5, 1e6]) | st.floats(2e4, 8e6), min_size=1, max_size=5))
     parts = [(draw(st.floats(0.05, 2.0)), rate, 0.0) for rate in [*rates, draw(st.floats(1e5, 8e6))]]
     return segments(parts, repeats=draw(st.booleans()))
 
 
 @settings(max_examples=80)
-@given(trace=traces(), late_s=LATE, sends=st.lists(
+@given(profile=profiles(), late_s=LATE, sends=st.lists(
     st.tuples(st.integers(1, 40_000), st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.4])), min_size=1, max_size=40))
 def test_in_no_span_passes_more_than_the_trace_and_a_burst(
-    trace: LinkTrace, late_s: list[float], sends: list[tuple[int, float]],
+    profile: BandwidthProfile, late_s: list[float], sends: list[tuple[int, float]],
 ) -> None:
     clock = Clock(late_s)
-    bucket = TokenBucket(trace, "up", clock=clock, sleep=clock.sleep)
+    bucket = TokenBucket(profile, "up", clock=clock, sleep=clock.sleep)
     passed: list[tuple[float, int]] = []
     for num_bytes, pause_s in sends:
         clock.now_s += pause_s
@@ -57,26 +57,27 @@ def test_in_no_span_passes_more_than_the_trace_and_a_burst(
         total = 0
         for end_s, more_bytes in passed[first:]:
             total += more_bytes
-            allowed = trace.bytes_between("up", begin_s, end_s) + BURST_BYTES + num_bytes
+            allowed = profile.bytes_between("up", begin_s, end_s) + BURST_BYTES + num_bytes
             assert total <= allowed * (1 + 1e-9) + 1
             assert sum(size for when_s, size in passed if when_s <= end_s) <= \
-                trace.bytes_between("up", 0.0, end_s) * (1 + 1e-9) + 1
+                profile.bytes_between("up", 0.0, end_s) * (1 + 1e-9) + 1
 
 
 @settings(max_examples=50)
-@given(trace=traces(), late_s=LATE, chunk=st.sampled_from([4096, 16384, 65536]), pause_s=st.sampled_from([0.0, 1e-4]))
+@given(profile=profiles(), late_s=LATE, chunk=st.sampled_from([4096, 16384, 65536]),
+       pause_s=st.sampled_from([0.0, 1e-4]))
 def test_a_long_transfer_takes_what_the_trace_says(
-    trace: LinkTrace, late_s: list[float], chunk: int, pause_s: float,
+    profile: BandwidthProfile, late_s: list[float], chunk: int, pause_s: float,
 ) -> None:
     """To 1 %, waking up late and the work between chunks notwithstanding, which is less than they take to pass."""
     clock = Clock(late_s)
-    bucket = TokenBucket(trace, "up", clock=clock, sleep=clock.sleep, burst_bytes=BURST_BYTES + chunk)
+    bucket = TokenBucket(profile, "up", clock=clock, sleep=clock.sleep, burst_bytes=BURST_BYTES + chunk)
     for _ in range(400):
         assert bucket.wait(chunk)
         clock.now_s += pause_s
     took_s = clock.now_s - 100.0
-    assert 0.999999 * trace.arrival_s("up", 0.0, 400 * chunk) <= took_s
-    assert took_s <= 1.01 * trace.arrival_s("up", 0.0, 400 * chunk) + max(late_s) + pause_s
+    assert 0.999999 * profile.arrival_s("up", 0.0, 400 * chunk) <= took_s
+    assert took_s <= 1.01 * profile.arrival_s("up", 0.0, 400 * chunk) + max(late_s) + pause_s
 
 
 def test_a_link_that_stood_idle_saves_nothing_up() -> None:
@@ -90,16 +91,16 @@ def test_a_link_that_stood_idle_saves_nothing_up() -> None:
 
 def test_an_outage_is_waited_for() -> None:
     clock = Clock([0.0])
-    trace = segments([(1.0, 1000.0, 0.0), (30.0, 0.0, 0.0), (1.0, 1000.0, 0.0)])
-    bucket = TokenBucket(trace, "up", clock=clock, sleep=clock.sleep)
+    profile = segments([(1.0, 1000.0, 0.0), (30.0, 0.0, 0.0), (1.0, 1000.0, 0.0)])
+    bucket = TokenBucket(profile, "up", clock=clock, sleep=clock.sleep)
     assert bucket.wait(1500)
     assert clock.now_s == pytest.approx(131.5)
 
 
 def test_the_trace_begins_where_it_is_told_to() -> None:
     clock = Clock([0.0])
-    trace = LinkTrace(Steps((0.0, 10.0), (0.0, 100.0)), Steps((0.0,), (1.0,)))
-    assert TokenBucket(trace, "up", clock=clock, sleep=clock.sleep, start_s=95.0).wait(100)
+    profile = BandwidthProfile(Steps((0.0, 10.0), (0.0, 100.0)), Steps((0.0,), (1.0,)))
+    assert TokenBucket(profile, "up", clock=clock, sleep=clock.sleep, start_s=95.0).wait(100)
     assert clock.now_s == pytest.approx(106.0)
 
 

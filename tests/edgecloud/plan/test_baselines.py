@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
-from socflower.edgecloud.plan.baselines import PEERS, choices, gradient_bits, planned
+from socflower.edgecloud.plan.baselines import BASELINES, choices, gradient_bits, plan_baseline
 from socflower.edgecloud.plan.cost_model import training_s
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.edgecloud.plan.phases import phases, transfer_s, window_limit
@@ -60,7 +60,7 @@ def test_joint_dnn_is_the_best_of_all_placements_that_cross_once_at_most(
     """The edge alone among them, and whatever width our own gradients have."""
     num_cuts = len(costs.cuts)
     once = [(*[False] * (cut + 1), *[True] * (num_cuts - cut)) for cut in range(num_cuts + 1)]
-    chosen = planned("joint-dnn", dataclasses.replace(costs, gradient_bits=bits), rates)
+    chosen = plan_baseline("joint-dnn", dataclasses.replace(costs, gradient_bits=bits), rates)
     assert (chosen.bits, chosen.window) == (32, 0)
     taken = once[num_cuts if chosen.cut is None else chosen.cut]
     assert seconds_of(costs, rates, taken) == pytest.approx(min(seconds_of(costs, rates, each) for each in once))
@@ -70,18 +70,18 @@ def test_joint_dnn_is_the_best_of_all_placements_that_cross_once_at_most(
 def test_one_cut_is_enough_where_the_cloud_is_nowhere_slower(costs: SplitCosts, rates: LinkRates) -> None:
     """So nothing is kept from JointDNN, whose paths may cross back: they never pay."""
     placements = [(False, *rest) for rest in product((False, True), repeat=len(costs.cuts))]
-    assert phases(costs, planned("joint-dnn", costs, rates), rates).total_s == pytest.approx(
+    assert phases(costs, plan_baseline("joint-dnn", costs, rates), rates).total_s == pytest.approx(
         min(seconds_of(costs, rates, placement) for placement in placements))
 
 
-@given(costs=tables(2.0), rates=RATES, peer=st.sampled_from(sorted(PEERS)), window=st.integers(0, 5),
+@given(costs=tables(2.0), rates=RATES, peer=st.sampled_from(sorted(BASELINES)), window=st.integers(0, 5),
        allowed=st.booleans(), reverse=st.booleans(), bits=st.sampled_from([4, 32]), batches=st.integers(1, 300),
        given_cut=st.none() | st.integers(0, 0))
 def test_a_method_is_planned_with_the_best_that_its_terms_allow(
     costs: SplitCosts, rates: LinkRates, peer: str, window: int, allowed: bool, reverse: bool, bits: int, batches: int,
     given_cut: int | None,
 ) -> None:
-    terms, num_cuts = PEERS[peer], len(costs.cuts)
+    terms, num_cuts = BASELINES[peer], len(costs.cuts)
     middle = num_cuts // 2
     while middle + 1 < num_cuts and costs.cuts[middle + 1].front_weight_bytes == costs.cuts[middle].front_weight_bytes:
         middle += 1  # the pooling behind a layer belongs to it
@@ -97,7 +97,8 @@ def test_a_method_is_planned_with_the_best_that_its_terms_allow(
         split_plan = SplitPlan(cut=cut, bits=32, window=limit)
         return training_s(phases(costs, split_plan, rates, reverse=reverse), batches, window_limit(costs, split_plan))
 
-    chosen = planned(peer, dataclasses.replace(costs, gradient_bits=bits), rates, num_batches=batches, window=window,
+    chosen = plan_baseline(peer, dataclasses.replace(costs, gradient_bits=bits), rates, num_batches=batches,
+                           window=window,
                      cut=given_cut, allow_edge_only=allowed, reverse=reverse)
     assert chosen.cut in cuts and (chosen.bits, chosen.window) == (32, limit)
     assert seconds(chosen.cut) == pytest.approx(min(map(seconds, cuts)))
@@ -121,9 +122,10 @@ def test_the_middle_is_behind_a_layers_pooling() -> None:
 
 def test_over_a_dead_link_all_that_may_stay_at_the_edge_do() -> None:
     dead = LinkRates(up_bytes_per_s=0.0, down_bytes_per_s=0.0)
-    alone = {peer for peer in PEERS if planned(peer, example(), dead, window=3, allow_edge_only=True).cut is None}
+    alone = {peer for peer in BASELINES
+             if plan_baseline(peer, example(), dead, window=3, allow_edge_only=True).cut is None}
     assert alone == {"joint-dnn", "pipelined", "edge-only"}
-    assert planned("pipelined", example(), dead, window=3).cut == 0
+    assert plan_baseline("pipelined", example(), dead, window=3).cut == 0
 
 
 def test_a_cut_or_a_method_that_is_not_there_is_refused() -> None:
@@ -136,7 +138,7 @@ def test_a_cut_or_a_method_that_is_not_there_is_refused() -> None:
 
 def test_only_ours_narrows_gradients() -> None:
     assert gradient_bits("split-replay", 8) == 8
-    assert {gradient_bits(peer, 8) for peer in PEERS} == {32}
+    assert {gradient_bits(peer, 8) for peer in BASELINES} == {32}
 
 
 def test_the_documentation_has_the_terms_as_they_are() -> None:
@@ -144,7 +146,7 @@ def test_the_documentation_has_the_terms_as_they_are() -> None:
     cells = {"best": "the best", "given or best": "`cut`, or the best", "given or middle": "`cut`, or the middle",
              "none": "none", "always": "always", "if allowed": "with `allow_edge_only`", "never": "never",
              "only": "only"}
-    for peer, terms in PEERS.items():
+    for peer, terms in BASELINES.items():
         row = re.search(rf"^\| `{peer}` \| (.+) \|$", page.partition("## What the others may choose")[2], re.MULTILINE)
         assert row is not None, peer
         assert row[1].split(" | ") == [cells[terms.cut], cells[terms.edge_alone], "0" if terms.waits else "`window`",

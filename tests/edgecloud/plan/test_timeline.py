@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.edgecloud.links.bandwidth_profile import LinkRates, LinkTrace, constant, segments
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates, constant, segments
 from socflower.edgecloud.links.profile_generator import surge_drop_loss
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.edgecloud.plan.phases import phases
@@ -38,7 +38,7 @@ def costs(draw: st.DrawFn, *, frozen: bool = True) -> SplitCosts:
 
 
 @st.composite
-def traces(draw: st.DrawFn) -> LinkTrace:
+def profiles(draw: st.DrawFn) -> BandwidthProfile:
     """Constant, or with rates that change, outages included; something passes in every round."""
     latency_s = draw(st.sampled_from([0.0, 0.25, 2.0]))
     if draw(st.booleans()):
@@ -124,7 +124,7 @@ def test_staleness_never_exceeds_the_window_and_every_batch_is_done_once_in_orde
     cloud = data.draw(CLOUDS)
     reverse = cloud == "own" and data.draw(st.booleans())
     where = data.draw(st.integers(0, 2))
-    parties = [Party(costs=data.draw(costs()), trace=data.draw(traces()),
+    parties = [Party(costs=data.draw(costs()), bandwidth_profile=data.draw(profiles()),
                      split_plan=SplitPlan(cut=where, bits=data.draw(st.sampled_from([4, 8, 32]))),
                      window=data.draw(schedules())) for _ in range(data.draw(st.integers(1, 3)))]
     first, num_batches = data.draw(st.integers(0, 50)), data.draw(st.integers(1, 30))
@@ -147,7 +147,7 @@ def test_the_cut_moves_only_while_nothing_is_in_flight(
     data: st.DataObject, reverse: bool, wishes: list[SplitPlan | None],
 ) -> None:
     decider = Wandering(wishes)
-    party = Party(costs=data.draw(costs()), trace=data.draw(traces()), window=data.draw(schedules()),
+    party = Party(costs=data.draw(costs()), bandwidth_profile=data.draw(profiles()), window=data.draw(schedules()),
                   split_plan=SplitPlan(cut=data.draw(st.none() | st.integers(0, 2))), decider=decider)
     timeline = simulate([party], 40, 5, reverse=reverse, cloud=data.draw(CLOUDS if not reverse else st.just("own")))
     check(timeline, [party], 5, 40)
@@ -172,7 +172,7 @@ def test_the_cut_moves_only_while_nothing_is_in_flight(
 @given(data=st.data(), reverse=st.booleans(), apply_first=st.booleans())
 def test_all_happens_as_early_as_its_order_allows(data: st.DataObject, reverse: bool, apply_first: bool) -> None:
     """A recurrence over the front half's own order: no server waits while it could work."""
-    party = Party(costs=data.draw(costs()), trace=data.draw(traces()), window=data.draw(schedules()),
+    party = Party(costs=data.draw(costs()), bandwidth_profile=data.draw(profiles()), window=data.draw(schedules()),
                   split_plan=SplitPlan(cut=1, bits=8))
     start_s = data.draw(st.sampled_from([0.0, 7.5]))
     timeline = simulate([party], 25, reverse=reverse, apply_first=apply_first, start_s=start_s)
@@ -185,11 +185,11 @@ def test_all_happens_as_early_as_its_order_allows(data: st.DataObject, reverse: 
         if action.kind == Kind.FORWARD:
             front_s += one.forward_s
             expected_s = front_s
-            out_s = party.trace.passed_s(out, max(out_s, front_s), one.feature_bytes)
-            cloud_s = max(cloud_s, out_s + party.trace.latency_s, front_s + one.sending_s) + one.step_s
+            out_s = party.bandwidth_profile.passed_s(out, max(out_s, front_s), one.feature_bytes)
+            cloud_s = max(cloud_s, out_s + party.bandwidth_profile.latency_s, front_s + one.sending_s) + one.step_s
             step_s[action.batch] = cloud_s
-            back_s = party.trace.passed_s(back, max(back_s, cloud_s), one.gradient_bytes)
-            gradient_s[action.batch] = max(back_s + party.trace.latency_s, cloud_s + one.receiving_s)
+            back_s = party.bandwidth_profile.passed_s(back, max(back_s, cloud_s), one.gradient_bytes)
+            gradient_s[action.batch] = max(back_s + party.bandwidth_profile.latency_s, cloud_s + one.receiving_s)
             front_s += one.sending_s + one.receiving_s
         elif action.kind == Kind.STEP:
             expected_s = step_s[action.batch]
@@ -228,7 +228,7 @@ def test_constant_rates_give_the_duration_of_f26(
     by_package = phases(one, split_plan, LinkRates(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1],
                                                    latency_s=rates[2]))
     assert (max(four), total_s) == pytest.approx((by_package.longest_s, by_package.total_s))
-    timeline = simulate([Party(costs=one, trace=constant(*rates), split_plan=split_plan)], num_batches)
+    timeline = simulate([Party(costs=one, bandwidth_profile=constant(*rates), split_plan=split_plan)], num_batches)
     formula_s = (num_batches - 1) * max(max(four), total_s / (window + 1)) + total_s
     assert timeline.duration_s == pytest.approx(formula_s, rel=0.02)
     # No server can be faster than its own work, and a batch waits for the update of the one K + 1 before it.
@@ -252,7 +252,7 @@ def test_a_window_of_0_takes_the_sum_of_all_phases(
     if reverse:
         total_s = phases(one, split_plan, LinkRates(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1],
                                                     latency_s=rates[2]), reverse=True).total_s
-    timeline = simulate([Party(costs=one, trace=constant(*rates), split_plan=split_plan)], num_batches,
+    timeline = simulate([Party(costs=one, bandwidth_profile=constant(*rates), split_plan=split_plan)], num_batches,
                         reverse=reverse)
     assert timeline.duration_s == pytest.approx(num_batches * total_s, rel=1e-9)
     assert set(timeline.parties[0].staleness) == {0}
@@ -280,20 +280,21 @@ def tiny(forward_s: float = 1.0, backward_s: float = 1.0, cloud_s: float = 1.0, 
 
 def test_to_apply_first_bunches_batches_up() -> None:
     """f = 1, an update of 2, 4 s elsewhere, K = 1: taking turns F26's 3.5 s a batch, else 4.5 s."""
-    party = Party(costs=tiny(1.0, 1.0, 0.0), trace=constant(1e9, 1e9, 2.0), split_plan=SplitPlan(cut=0, window=1))
+    party = Party(costs=tiny(1.0, 1.0, 0.0), bandwidth_profile=constant(1e9, 1e9, 2.0),
+                  split_plan=SplitPlan(cut=0, window=1))
     assert simulate([party], 1000).duration_s == pytest.approx(3500, rel=0.01)
     assert simulate([party], 1000, apply_first=True).duration_s == pytest.approx(4500, rel=0.01)
 
 
 def test_ten_thousand_batches_of_two_parties() -> None:
-    parties = [Party(costs=tiny(), trace=constant(100.0, 100.0), split_plan=SplitPlan(cut=0, window=4))] * 2
+    parties = [Party(costs=tiny(), bandwidth_profile=constant(100.0, 100.0), split_plan=SplitPlan(cut=0, window=4))] * 2
     timeline = simulate(parties, 10_000)
     assert timeline.batches_per_s == pytest.approx(1 / 3, rel=0.01)
     assert len(timeline.actions) == 60_000
 
 
 def test_parties_do_not_slow_each_other_down_but_for_what_they_share() -> None:
-    fast = Party(costs=tiny(0.1, 0.1, 1.0), trace=constant(1e4, 1e4), split_plan=SplitPlan(cut=0, window=4))
+    fast = Party(costs=tiny(0.1, 0.1, 1.0), bandwidth_profile=constant(1e4, 1e4), split_plan=SplitPlan(cut=0, window=4))
     slow = replace(fast, costs=tiny(2.0, 2.0, 1.0))
     own = simulate([fast, slow], 200)
     assert own.parties[0].duration_s == simulate([fast], 200).duration_s
@@ -306,7 +307,7 @@ def test_parties_do_not_slow_each_other_down_but_for_what_they_share() -> None:
 
 
 def test_what_moves_takes_the_link_that_it_travels() -> None:
-    party = Party(costs=tiny(model_weight_bytes=1000.0), trace=constant(1e6, 5e6, 0.5),
+    party = Party(costs=tiny(model_weight_bytes=1000.0), bandwidth_profile=constant(1e6, 5e6, 0.5),
                   split_plan=SplitPlan(cut=1), decider=Wandering([None, SplitPlan(cut=0), SplitPlan(cut=None),
                                                                    SplitPlan(cut=1)]))
     moves = simulate([party], 4).parties[0].moves
@@ -330,10 +331,10 @@ class ByRate:
 
 def test_the_decider_sees_what_the_link_carries_even_from_an_edge_that_trains_alone() -> None:
     decider = ByRate()
-    trace = surge_drop_loss(1000.0, 4000.0, surge=4.0, drop=0.2, part_s=400.0, loss_s=100.0)
+    profile = surge_drop_loss(1000.0, 4000.0, surge=4.0, drop=0.2, part_s=400.0, loss_s=100.0)
     costs_ = SplitCosts(model="tiny", batch_size=8, cuts=tuple(cut(i, 0.5, 0.5, 0.5, 2500) for i in range(2)),
                         edge_only_s=5.0, model_weight_bytes=1000.0)
-    party = Party(costs=costs_, trace=trace, split_plan=SplitPlan(cut=1, window=2), decider=decider)
+    party = Party(costs=costs_, bandwidth_profile=profile, split_plan=SplitPlan(cut=1, window=2), decider=decider)
     timeline = simulate([party], 500)
     check(timeline, [party], 0, 500)
     assert [move.new.cut for move in timeline.parties[0].moves][:4] == [0, 1, None, 1]
@@ -342,8 +343,8 @@ def test_the_decider_sees_what_the_link_carries_even_from_an_edge_that_trains_al
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_link_that_is_lost_for_good_is_one_line(reverse: bool) -> None:
-    trace = segments([(20.0, 100.0, 100.0), (1.0, 0.0, 100.0)])
-    party = Party(costs=tiny(), trace=trace, split_plan=SplitPlan(cut=0, window=3))
+    profile = segments([(20.0, 100.0, 100.0), (1.0, 0.0, 100.0)])
+    party = Party(costs=tiny(), bandwidth_profile=profile, split_plan=SplitPlan(cut=0, window=3))
     with pytest.raises(SocflowerError, match="party 0: its up link carries nothing any more") as caught:
         simulate([party], 100, reverse=reverse)
     assert "\n" not in str(caught.value)
@@ -354,7 +355,7 @@ def test_a_link_that_is_lost_for_good_is_one_line(reverse: bool) -> None:
     ({"cloud": "ours"}, "cloud = 'ours' is unknown"), ({"cloud": "joined", "reverse": True}, "a reverse split"),
 ])
 def test_what_cannot_be_simulated_is_one_line(change: dict[str, object], complaint: str) -> None:
-    party = Party(costs=tiny(), trace=constant(100.0, 100.0), split_plan=SplitPlan(cut=0))
+    party = Party(costs=tiny(), bandwidth_profile=constant(100.0, 100.0), split_plan=SplitPlan(cut=0))
     with pytest.raises(ConfigError, match=complaint) as caught:
         simulate(**{"parties": [party, party], "num_batches": 3, **change})  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
@@ -366,14 +367,14 @@ def test_what_cannot_be_simulated_is_one_line(change: dict[str, object], complai
     ({"split_plan": SplitPlan(cut=2)}, "the same cut"),
 ])
 def test_parties_that_share_a_half_cannot_move_its_cut(change: dict[str, object], complaint: str) -> None:
-    party = Party(costs=tiny(), trace=constant(100.0, 100.0), split_plan=SplitPlan(cut=0))
+    party = Party(costs=tiny(), bandwidth_profile=constant(100.0, 100.0), split_plan=SplitPlan(cut=0))
     other = replace(party, **change)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=complaint):
         simulate([party, other], 3, cloud="turns")
 
 
 def test_windows_cuts_and_weights_that_cannot_be_are_refused() -> None:
-    party = Party(costs=tiny(), trace=constant(100.0, 100.0), split_plan=SplitPlan(cut=0))
+    party = Party(costs=tiny(), bandwidth_profile=constant(100.0, 100.0), split_plan=SplitPlan(cut=0))
     with pytest.raises(ConfigError, match="K = -1 for batch 2"):
         simulate([replace(party, window=lambda batch: 1 - batch)], 5)
     with pytest.raises(ConfigError, match="has no cut 7"):

@@ -92,10 +92,10 @@ class Front(Layers):
     def cut(self) -> int:
         return max(self.weight)
 
-    def give(self, cut: int) -> Weights:
+    def export_layers(self, cut: int) -> Weights:
         return self._take_out(range(cut + 1, self.cut + 1))
 
-    def take(self, cut: int, weights: Weights) -> None:
+    def import_layers(self, cut: int, weights: Weights) -> None:
         self._put(weights)
         if self.cut != cut:
             raise ConfigError(f"cut {cut} does not fit")
@@ -132,10 +132,10 @@ class Back(Layers):
     def cut(self) -> int:
         return min(self.weight) - 1
 
-    def give(self, cut: int) -> Weights:
+    def export_layers(self, cut: int) -> Weights:
         return self._take_out(range(self.cut + 1, cut + 1))
 
-    def take(self, cut: int, weights: Weights) -> None:
+    def import_layers(self, cut: int, weights: Weights) -> None:
         self._put(weights)
         if self.cut != cut:
             raise ConfigError(f"cut {cut} does not fit")

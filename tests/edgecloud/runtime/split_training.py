@@ -122,14 +122,14 @@ def assert_same(weights: Weights, expected: dict[str, torch.Tensor]) -> None:
 
 def move(front: TorchFront, back: TorchBack, cut: int) -> None:
     if cut < front.cut:
-        back.take(cut, front.give(cut))
+        back.import_layers(cut, front.export_layers(cut))
     elif cut > front.cut:
-        front.take(cut, back.give(cut))
+        front.import_layers(cut, back.export_layers(cut))
 
 
 def one_batch(front: TorchFront, back: TorchBack, batch: int, *, keep_graph: bool = True) -> float:
     """Train on one batch with nothing else in flight; alone where all layers are in the front half."""
-    if front.cut == front.everything:
+    if front.cut == front.all_layers_cut:
         return front.train_alone(batch)
     features = front.forward(batch, keep_graph=keep_graph)
     (gradient,), loss = back.step(batch, [features], front.labels(batch))

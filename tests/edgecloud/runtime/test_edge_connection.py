@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from socflower.edgecloud.cloud.cloud_service import CloudService
-from socflower.edgecloud.cloud.operator_calls import Operator, fetch_weights, open_session, session_status
+from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weights, open_session, session_status
 from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.links.bandwidth_profile import constant
 from socflower.edgecloud.links.shaping import TokenBucket
@@ -43,9 +43,9 @@ class Counting:
         return self.passed_bytes <= self._most_bytes or self.open.wait(30)
 
 
-def serve(factory: Any = make_half) -> tuple[CloudService, Operator]:
+def serve(factory: Any = make_half) -> tuple[CloudService, CloudOperator]:
     service = CloudService("127.0.0.1:0", factory, operator_token=OPERATOR)
-    operator = Operator(address=service.address, token=OPERATOR)
+    operator = CloudOperator(address=service.address, token=OPERATOR)
     open_session(operator, run_id="run", edge_token=EDGE, fingerprint=FINGERPRINT)
     return service, operator
 
@@ -83,12 +83,12 @@ def test_a_shaped_line_takes_no_less_than_its_trace_and_is_measured_so() -> None
 
 def test_an_edge_that_reads_slowly_makes_the_cloud_wait() -> None:
     class Heavy(Back):
-        def give(self, cut: int) -> Weights:
-            return {**super().give(cut), "ballast": np.zeros(48 * MIB, np.uint8)}
+        def export_layers(self, cut: int) -> Weights:
+            return {**super().export_layers(cut), "ballast": np.zeros(48 * MIB, np.uint8)}
 
     class Strong(Front):
-        def take(self, cut: int, weights: Weights) -> None:
-            super().take(cut, {name: array for name, array in weights.items() if name != "ballast"})
+        def import_layers(self, cut: int, weights: Weights) -> None:
+            super().import_layers(cut, {name: array for name, array in weights.items() if name != "ballast"})
 
     service, operator = serve(lambda terms, weights: Heavy())
     down, front = Counting(2 * MIB), Strong()

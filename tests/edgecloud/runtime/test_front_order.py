@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from socflower.edgecloud.halves import Array
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.back_loop import BackLoop
-from socflower.edgecloud.runtime.checkpoints import BarrierStore
+from socflower.edgecloud.runtime.checkpoints import CheckpointStore
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
-from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan, Situation
+from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontLoop, FrontPlan
 from socflower.edgecloud.runtime.loop_report import LoopReport
 from socflower.edgecloud.stream.frame_channel import FrameChannel, Transfer
 from socflower.edgecloud.stream.frames import Limits
@@ -43,7 +43,7 @@ class Recording(Front):
 
     def apply(self, batch: int, gradient: Array | None) -> None:
         if batch == 0:  # before the gradients there is the answer to the first mark
-            wait_until(lambda: self.channel.standing()[0] == 1 + WINDOW + 1)
+            wait_until(lambda: self.channel.received_and_used()[0] == 1 + WINDOW + 1)
         # As in a real training the line is quicker to begin with a message than the half is to update itself.
         wait_until(lambda: self.channel.is_idle)
         self.order.append(("apply", batch))
@@ -66,11 +66,11 @@ def train(plan: FrontPlan, num_batches: int, longest_s: float = 0.0) -> tuple[Re
     near, far = (FrameChannel(name, limits=Limits(), patience_s=20) for name in ("the cloud", "the edge"))
     line = MemoryLine(near, far, lag_s=lags(1, longest_s))
     front, report = Recording(near), LoopReport(first_batch=0, num_batches=num_batches)
-    behind = BackLoop(Late(front), [far], joined=False, report=LoopReport(first_batch=0, num_batches=0), lineage="a",
-                      store=BarrierStore(None, "test"), receivers=[FeatureReceiver("the edge")])
+    behind = BackLoop(Late(front), [far], joined=False, report=LoopReport(first_batch=0, num_batches=0), epoch_id="a",
+                      store=CheckpointStore(None, "test"), receivers=[FeatureReceiver("the edge")])
     thread = threading.Thread(target=behind.run, args=(0,))
     thread.start()
-    FrontLoop(front, near, plan, report=report, store=BarrierStore(None, "test"), lineage="a",
+    FrontLoop(front, near, plan, report=report, store=CheckpointStore(None, "test"), epoch_id="a",
               split_plan=plan.split_plan, sender=FeatureSender()).run(0, num_batches)
     thread.join(20)
     assert not thread.is_alive()
@@ -90,7 +90,7 @@ def test_every_transfer_is_shown_to_a_decision_once() -> None:
     """Also those that are noticed while the window is full, between two decisions."""
     seen: list[Transfer] = []
 
-    def decide(now: Situation) -> None:
+    def decide(now: DecisionInput) -> None:
         seen.extend(now.transfers)
 
     _, report = train(FrontPlan(split_plan=SplitPlan(cut=1, window=WINDOW), decide=decide), 30, longest_s=0.003)
@@ -104,17 +104,17 @@ def test_no_batch_goes_forward_while_another_waits_for_the_link() -> None:
 
     class Counting(Front):
         def forward(self, batch: int, *, keep_graph: bool = False) -> Array:
-            longest.append(sum(kept.number > near._started for kept in near._kept))
+            longest.append(sum(kept.number > near._started for kept in near._unacknowledged))
             return super().forward(batch, keep_graph=keep_graph)
 
     line = MemoryLine(near, far, lag_s=lambda: 0.01)  # slower than the halves
     report = LoopReport(first_batch=0, num_batches=12)
-    behind = BackLoop(Back(), [far], joined=False, report=LoopReport(first_batch=0, num_batches=0), lineage="a",
-                      store=BarrierStore(None, "test"), receivers=[FeatureReceiver("the edge")])
+    behind = BackLoop(Back(), [far], joined=False, report=LoopReport(first_batch=0, num_batches=0), epoch_id="a",
+                      store=CheckpointStore(None, "test"), receivers=[FeatureReceiver("the edge")])
     thread = threading.Thread(target=behind.run, args=(0,))
     thread.start()
     plan = FrontPlan(split_plan=SplitPlan(cut=1, window=8))
-    FrontLoop(Counting(), near, plan, report=report, store=BarrierStore(None, "test"), lineage="a",
+    FrontLoop(Counting(), near, plan, report=report, store=CheckpointStore(None, "test"), epoch_id="a",
               split_plan=plan.split_plan, sender=FeatureSender()).run(0, 12)
     thread.join(20)
     line.close()

@@ -234,7 +234,7 @@ def test_gradients_that_do_not_fit_are_refused_and_change_nothing() -> None:
         (lambda: front.apply(4, np.zeros(shape, np.float32)), r"batch 4, which is not under way; those are \[3\]"),
         (lambda: front.apply(3, np.zeros((2, 2), np.float32)), r"the gradient for batch 3 has shape \(2, 2\)"),
         (lambda: front.forward(3), "batch 3 went forward already"),
-        (lambda: front.give(0), r"cannot move while batches \[3\] wait"),
+        (lambda: front.export_layers(0), r"cannot move while batches \[3\] wait"),
         (lambda: front.train_alone(4), "cannot be trained by the front half alone: it is cut at 1"),
     ):
         with pytest.raises(ConfigError, match=match):

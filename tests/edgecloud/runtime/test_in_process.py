@@ -68,7 +68,7 @@ class Diary:
     def unused(self, *arguments: object) -> Any:
         raise AssertionError("nothing moves here")
 
-    give = take = weights = restore = sample_ids = unused
+    export_layers = import_layers = weights = restore = sample_ids = unused
 
 
 @given(num_batches=st.integers(0, 20), window=st.integers(0, 6), first=st.integers(0, 5))

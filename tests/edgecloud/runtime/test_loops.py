@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from socflower.edgecloud.codec.quantisation import encode
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.back_loop import BackLoop
-from socflower.edgecloud.runtime.checkpoints import Barrier, BarrierStore, Saved, common_barrier
+from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, SavedHalf, common_checkpoint
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan, mean_loss
 from socflower.edgecloud.runtime.loop_report import LoopReport
@@ -28,9 +28,9 @@ def channels() -> tuple[FrameChannel, FrameChannel]:
                                                                                   patience_s=20))
 
 
-def front_loop(front: Front, channel: FrameChannel, plan: FrontPlan, store: BarrierStore | None = None) -> FrontLoop:
-    return FrontLoop(front, channel, plan, report=LoopReport(first_batch=0, num_batches=0), lineage="a",
-                     store=store or BarrierStore(None, "test"), split_plan=plan.split_plan,
+def front_loop(front: Front, channel: FrameChannel, plan: FrontPlan, store: CheckpointStore | None = None) -> FrontLoop:
+    return FrontLoop(front, channel, plan, report=LoopReport(first_batch=0, num_batches=0), epoch_id="a",
+                     store=store or CheckpointStore(None, "test"), split_plan=plan.split_plan,
                      sender=FeatureSender(feedback=plan.feedback))
 
 
@@ -39,8 +39,8 @@ def train(front: Front, back: Back, plan: FrontPlan, num_batches: int, *, breaks
     near, far = channels()
     line = MemoryLine(near, far, breaks=breaks, lag_s=lags(seed, longest_s))
     loop = front_loop(front, near, plan)
-    behind = BackLoop(back, [far], joined=False, report=LoopReport(first_batch=0, num_batches=0), lineage="a",
-                      store=BarrierStore(None, "test"), receivers=[FeatureReceiver("the edge")])
+    behind = BackLoop(back, [far], joined=False, report=LoopReport(first_batch=0, num_batches=0), epoch_id="a",
+                      store=CheckpointStore(None, "test"), receivers=[FeatureReceiver("the edge")])
     thread = threading.Thread(target=behind.run, args=(0,))
     thread.start()
     loop.run(0, num_batches)
@@ -159,41 +159,42 @@ def test_to_train_at_the_edge_alone_is_no_deployment_of_a_stream() -> None:
             line.close()
 
 
-# -------------------------------------------------------------------------------------------------------- barriers
+# -------------------------------------------------------------------------------------------------------- checkpoints
 
 
-PLACES = st.builds(lambda batch, lineage: Barrier(batch=batch, lineage=lineage), st.integers(0, 4),
+PLACES = st.builds(lambda batch, epoch_id: Checkpoint(batch=batch, epoch_id=epoch_id), st.integers(0, 4),
                    st.sampled_from(["", "a", "b"]))
 
 
 @given(offers=st.lists(st.lists(PLACES, max_size=5), min_size=2, max_size=4), last=st.integers(0, 4))
-def test_the_common_barrier_is_the_highest_at_which_all_can_stand(offers: list[list[Barrier]], last: int) -> None:
+def test_the_common_checkpoint_is_the_latest_that_all_have(offers: list[list[Checkpoint]], last: int) -> None:
     """Against a search over all batches and lineages."""
-    possible = [batch for batch in range(last + 1) for lineage in ("a", "b") if all(
-        Barrier(batch=batch) in offer or Barrier(batch=batch, lineage=lineage) in offer for offer in offers)]
-    found = common_barrier(offers, last)
+    possible = [batch for batch in range(last + 1) for epoch_id in ("a", "b") if all(
+        Checkpoint(batch=batch) in offer or Checkpoint(batch=batch, epoch_id=epoch_id) in offer for offer in offers)]
+    found = common_checkpoint(offers, last)
     assert (found.batch if found else None) == max(possible, default=None)
     if found is not None:
-        assert all(Barrier(batch=found.batch) in offer or found in offer for offer in offers)
+        assert all(Checkpoint(batch=found.batch) in offer or found in offer for offer in offers)
 
 
-def test_the_last_two_barriers_are_kept_whole(tmp_path: Path) -> None:
-    store = BarrierStore(tmp_path, "mine")
+def test_the_last_two_checkpoints_are_kept_whole(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, "mine")
     for batch in (0, 5, 10):
-        store.save(Barrier(batch=batch, lineage="ab"),
-                   Saved(half=b"h%d" % batch, codec=b"c", split_plan=SplitPlan(cut=1)))
-    assert [barrier.batch for barrier in store.barriers()] == [5, 10]
-    again = BarrierStore(tmp_path, "mine")
-    assert again.load(Barrier(batch=10, lineage="ab")) == Saved(half=b"h10", codec=b"c", split_plan=SplitPlan(cut=1))
+        store.save(Checkpoint(batch=batch, epoch_id="ab"),
+                   SavedHalf(half=b"h%d" % batch, codec=b"c", split_plan=SplitPlan(cut=1)))
+    assert [checkpoint.batch for checkpoint in store.checkpoints()] == [5, 10]
+    again = CheckpointStore(tmp_path, "mine")
+    assert again.load(Checkpoint(batch=10, epoch_id="ab")) == SavedHalf(
+        half=b"h10", codec=b"c", split_plan=SplitPlan(cut=1))
     newest = max(tmp_path.iterdir())
     newest.write_bytes(newest.read_bytes()[:-1])
-    assert [barrier.batch for barrier in again.barriers()] == [5]
+    assert [checkpoint.batch for checkpoint in again.checkpoints()] == [5]
     with pytest.raises(ConfigError, match=r"is torn or damaged .*; remove it"):
-        again.load(Barrier(batch=10, lineage="ab"))
+        again.load(Checkpoint(batch=10, epoch_id="ab"))
     with pytest.raises(ConfigError, match="none of batch 7"):
-        again.load(Barrier(batch=7, lineage="ab"))
+        again.load(Checkpoint(batch=7, epoch_id="ab"))
     with pytest.raises(ConfigError, match="belongs to mine, not to yours"):
-        BarrierStore(tmp_path, "yours").barriers()
+        CheckpointStore(tmp_path, "yours").checkpoints()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
-        BarrierStore(tmp_path / "file", "mine")
+        CheckpointStore(tmp_path / "file", "mine")

@@ -60,22 +60,22 @@ def test_any_moves_of_the_cut_at_any_batches_leave_local_training(name: str, cut
 def test_what_moves_is_named_by_the_model_and_is_given_away() -> None:
     front, back = halves(SPLIT, 0, adam)
     one_batch(front, back, 0)
-    given_by_back = back.give(2)
+    given_by_back = back.export_layers(2)
     names = set(SPLIT.front_names(2)) - set(SPLIT.front_names(0))
     assert {key for key in given_by_back if "::" not in key} == names
     trained = {name for name in names if name in dict(SPLIT.model.named_parameters())}
     assert {key for key in given_by_back if "::" in key} \
         == {f"{name}::{entry}" for name in trained for entry in ("step", "exp_avg", "exp_avg_sq")}
     assert not names & set(back.weights())
-    front.take(2, given_by_back)
+    front.import_layers(2, given_by_back)
     assert all(np.array_equal(front.weights()[name], given_by_back[name]) for name in names)
-    assert back.give(2) == {} == front.give(2)  # nothing moves, nothing is given
+    assert back.export_layers(2) == {} == front.export_layers(2)  # nothing moves, nothing is given
 
 
 def test_layers_that_do_not_fit_are_refused_and_change_nothing() -> None:
     front, back = halves(SPLIT, 1, adam)
     one_batch(front, back, 0)
-    given_by_back = dict(back.give(2))
+    given_by_back = dict(back.export_layers(2))
     saved = front.save()
     name = next(key for key in given_by_back if "::" not in key)
     for weights, match in (
@@ -85,13 +85,14 @@ def test_layers_that_do_not_fit_are_refused_and_change_nothing() -> None:
         ({**given_by_back, name: np.zeros((1, 1), np.float32)}, rf"{name} is float32 of shape \(1, 1\), it should be"),
     ):
         with pytest.raises(ConfigError, match=match) as error:
-            front.take(2, weights)
+            front.import_layers(2, weights)
         assert "\n" not in str(error.value)
     assert front.save() == saved
-    for call, match in ((lambda: front.give(3), "the front half, cut at 1, cannot give away layers by moving to 3"),
-                        (lambda: front.take(0, {}), "cannot take layers by moving to 0"),
-                        (lambda: back.give(0), "the back half, cut at 2, cannot give away"),
-                        (lambda: front.give(17), "cut = 17 does not exist")):
+    for call, match in ((lambda: front.export_layers(3),
+                         "the front half, cut at 1, cannot give away layers by moving to 3"),
+                        (lambda: front.import_layers(0, {}), "cannot take layers by moving to 0"),
+                        (lambda: back.export_layers(0), "the back half, cut at 2, cannot give away"),
+                        (lambda: front.export_layers(17), "cut = 17 does not exist")):
         with pytest.raises(ConfigError, match=match):
             call()
 

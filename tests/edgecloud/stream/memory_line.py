@@ -31,7 +31,7 @@ class MemoryLine:
     def _join(self) -> None:
         while not self._closed.is_set():
             budget = [self._breaks.pop(0) if self._breaks else 1 << 60]
-            near_has, far_has = self._near.standing(), self._far.standing()
+            near_has, far_has = self._near.received_and_used(), self._far.received_and_used()
             ends = []
             for channel, (received, used), other in (
                     (self._near, far_has, self._far), (self._far, near_has, self._near)):
@@ -51,7 +51,7 @@ class MemoryLine:
                 if budget[0] < 0:
                     break
                 time.sleep(self._lag_s())
-                sink.take(into, wire.Frame.FromString(frame.SerializeToString()))
+                sink.on_frame(into, wire.Frame.FromString(frame.SerializeToString()))
         except Exception as error:
             self.failures.append(error)
         source.detach(out)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from socflower.edgecloud.cloud.cloud_service import CloudService
-from socflower.edgecloud.cloud.operator_calls import Operator, fetch_weights, open_session
+from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weights, open_session
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_front
@@ -46,7 +46,7 @@ def test_with_certificates_on_both_sides_training_goes_on_as_without(certificate
     tls = SplitTls(ca=own.ca, certificate=own.certificate, key=own.key)
     service = serve_tls(own, mutual=True)
     try:
-        operator = Operator(address=service.address, token=OPERATOR, tls=tls)
+        operator = CloudOperator(address=service.address, token=OPERATOR, tls=tls)
         open_session(operator, run_id="run", edge_token=EDGE, fingerprint=FINGERPRINT)
         front = Front()
         train_front(connect(service.port, tls=tls), front, Span(first_batch=0, num_batches=5), PLAN)

@@ -86,13 +86,13 @@ def test_transfers_are_measured_at_both_ends() -> None:
 
 def test_what_is_under_way_is_known() -> None:
     near = channel()
-    assert near.under_way() is None
+    assert near.in_flight() is None
     near.send(layers(1, 5000))
-    assert near.under_way() is None  # in line, but there is no stream
+    assert near.in_flight() is None  # in line, but there is no stream
     frames = near.frames(near.attach(received=0, used=0, credit_bytes=1))
     next(frames)
-    under_way = near.under_way()
-    assert under_way is not None and under_way[1] > 5000
+    in_flight = near.in_flight()
+    assert in_flight is not None and in_flight[1] > 5000
 
 
 def test_patience_has_an_end_and_a_line() -> None:
@@ -106,8 +106,8 @@ def test_patience_has_an_end_and_a_line() -> None:
 
 def test_a_channel_that_failed_says_so_to_all() -> None:
     broken = channel()
-    attachment = broken.attach(received=0, used=0, credit_bytes=1)
-    frames: Iterator[wire.Frame] = broken.frames(attachment)
+    stream_id = broken.attach(received=0, used=0, credit_bytes=1)
+    frames: Iterator[wire.Frame] = broken.frames(stream_id)
     broken.fail(StartOver())
     broken.fail(SplitLost("second"))
     for act in (broken.receive, broken.poll, lambda: broken.send(Goodbye())):
@@ -121,9 +121,9 @@ def test_a_stream_that_is_over_brings_nothing_any_more() -> None:
     old = near.attach(received=0, used=0, credit_bytes=1)
     new = near.attach(received=0, used=0, credit_bytes=1)
     frame = wire.Frame(part=wire.Part(number=1, head=pack(Goodbye()).head))
-    near.take(old, frame)
+    near.on_frame(old, frame)
     assert near.poll() is None
-    near.take(new, frame)
+    near.on_frame(new, frame)
     assert near.poll() == Goodbye()
 
 
@@ -135,12 +135,12 @@ def test_a_stream_that_claims_what_cannot_be_is_refused(received: int, used: int
 
 def test_more_than_the_credit_is_refused() -> None:
     near = channel(credit_bytes=3000)
-    attachment = near.attach(received=0, used=0, credit_bytes=1)
+    stream_id = near.attach(received=0, used=0, credit_bytes=1)
     packed = pack(layers(0, 1500))
     body = b"".join(packed.body)
-    near.take(attachment, wire.Frame(part=wire.Part(number=1, head=packed.head, body=body)))
+    near.on_frame(stream_id, wire.Frame(part=wire.Part(number=1, head=packed.head, body=body)))
     with pytest.raises(FrameRefused, match="beyond the credit"):
-        near.take(attachment, wire.Frame(part=wire.Part(number=2, head=packed.head, body=body)))
+        near.on_frame(stream_id, wire.Frame(part=wire.Part(number=2, head=packed.head, body=body)))
 
 
 @pytest.mark.parametrize("limits", [{"part_bytes": 0}, {"part_bytes": (1 << 20) + 1}, {"credit_bytes": 0},

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 
 from socflower.edgecloud.codec.delta_coding import DeltaReceiver, DeltaSender
 from socflower.edgecloud.codec.quantisation import decode, encode
-from socflower.edgecloud.stream.array_blocks import pack_weights, size_of, slices_of, unpack_weights
+from socflower.edgecloud.stream.array_blocks import body_num_bytes, pack_weights, slice_body, unpack_weights
 from socflower.edgecloud.stream.failures import FrameRefused
 from socflower.edgecloud.stream.frames import (
     DeltaFeatures,
@@ -53,8 +53,8 @@ def test_weights_come_out_as_they_went_in(weights: dict[str, Any]) -> None:
 
 @given(pieces=st.lists(st.binary(max_size=20)), slice_bytes=st.integers(1, 15))
 def test_slices_are_the_whole_in_order(pieces: list[bytes], slice_bytes: int) -> None:
-    slices = list(slices_of(pieces, slice_bytes))
-    assert b"".join(slices) == b"".join(pieces) and size_of(slices) == size_of(pieces)
+    slices = list(slice_body(pieces, slice_bytes))
+    assert b"".join(slices) == b"".join(pieces) and body_num_bytes(slices) == body_num_bytes(pieces)
     assert all(len(piece) == slice_bytes for piece in slices[:-1]) and len(slices) >= 1
     assert len(slices[-1]) <= slice_bytes and (slices[-1] or len(slices) == 1)
 

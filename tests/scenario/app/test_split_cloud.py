@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from socflower.clients.split.cloud_sessions import CloudClient
-from socflower.edgecloud.cloud.operator_calls import Operator, session_status
+from socflower.edgecloud.cloud.operator_calls import CloudOperator, session_status
 from socflower.edgecloud.stream.credentials import new_token
 from socflower.engines.deployment.flower_processes import free_ports
 from socflower.errors import ConfigError
@@ -68,8 +68,8 @@ class Serving:
         assert line, self.errors.read_text("utf-8")
         return line
 
-    def operator(self, address: str, **settings: object) -> Operator:
-        return Operator(address=address, token=self.token_file.read_text("utf-8").strip(), timeout_s=30.0,
+    def operator(self, address: str, **settings: object) -> CloudOperator:
+        return CloudOperator(address=address, token=self.token_file.read_text("utf-8").strip(), timeout_s=30.0,
                         **settings)  # type: ignore[arg-type]
 
     def end(self, number: signal.Signals) -> int:

@@ -14,14 +14,14 @@ from flwr.serverapp import Grid, ServerApp
 
 from socflower import (
     CloudClient,
-    Operator,
+    CloudOperator,
     SplitReplay,
     WindowSchedule,
     adaptive_party,
     cut_shapes,
     device,
     evaluate,
-    generate,
+    generate_bandwidth_profile,
     load_data,
     parse_cluster,
     profile_module,
@@ -38,7 +38,7 @@ def cloud_of(context: Context) -> CloudClient | None:
     if not address:
         return None
     token = read_token(Path(str(context.run_config["cloud-token-file"])))
-    return CloudClient(Operator(address=address, token=token), program)
+    return CloudClient(CloudOperator(address=address, token=token), program)
 
 
 @app.main()
@@ -51,7 +51,8 @@ def main(grid: Grid, context: Context) -> None:
     costs = split_costs(profile, cut_shapes(program.split, profile), device("raspberry-pi-4b"), device("gpu-v100"),
                         batch_size)
     parties = [
-        adaptive_party(costs, generate("wifi", seed=edge, duration_s=600.0), num_batches=batches_per_epoch * num_epochs,
+        adaptive_party(costs, generate_bandwidth_profile("wifi", seed=edge, duration_s=600.0),
+                       num_batches=batches_per_epoch * num_epochs,
                        window=WindowSchedule(steps=((0.0, 1), (0.5, 5))))  # gradients may come later when less changes
         for edge in range(num_edges)]
 
