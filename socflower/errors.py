@@ -1,15 +1,15 @@
-"""What the user can get wrong, as exceptions whose text is one line: what, where, how to mend."""
+"""Exceptions for user errors; each text is one line that names the error, its place and the remedy."""
 
 
 class SocflowerError(Exception):
-    """Base of every error a user can mend; the command line prints its text and exits with status 2.
+    """Base of all errors that a user can fix; the command line prints the text and exits with status 2.
 
-    That is the status of mistakes, which show before anything is trained; training that failed has status 1.
+    Status 2 is for mistakes found before training starts; failed training has status 1.
     """
 
 
 class ConfigError(SocflowerError):
-    """A value in a file, argument or option that cannot be; the text names key, value and remedy."""
+    """An invalid value in a file, argument or option; the text names key, value and remedy."""
 
 
 class InfeasiblePlan(SocflowerError):
@@ -17,11 +17,11 @@ class InfeasiblePlan(SocflowerError):
 
 
 class DataUnavailable(SocflowerError):
-    """A data set that is neither in the named folder nor reachable; the text says where it was sought."""
+    """A data set that is neither in the named folder nor reachable; the text lists the places searched."""
 
 
 class TrainingFailed(SocflowerError):
-    """No usable reply was left to aggregate; the text carries the first cause and the node it came from.
+    """No usable reply remained to aggregate; the text has the first cause and its node.
 
     The command line exits with status 1.
     """

@@ -1,6 +1,6 @@
-"""Quantities as people read them: one place for the command line and the report, so that both say the same.
+"""Formatting of quantities for people, shared by the command line and the report.
 
-Every function takes what a result document may hold, None and NaN included, and returns `MISSING` for these.
+Every function accepts any value of a result document; for None and NaN it returns `MISSING`.
 """
 
 import math
@@ -9,12 +9,12 @@ from typing import Any
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a number and what it counts: "1 group", "2 groups", "1 batch", "2 batches" (its plural is given)."""
+    """Return a number with its noun: "1 group", "2 groups", "1 batch", "2 batches" (with a given plural)."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 MISSING = "–"
-"""Stands where a number was not measured, is not known or is not a number."""
+"""Placeholder for a number that was not measured, is unknown or is NaN."""
 
 _TIME_STEPS = ((1e-6, 1e6, "µs"), (1e-3, 1e3, "ms"), (1.0, 1.0, "s"))
 _LARGE = ("", "k", "M", "G", "T", "P", "E")
@@ -22,7 +22,7 @@ _JOULES_PER_WH = 3600.0
 
 
 def number(value: Any) -> float | None:
-    """Return a number, NumPy's included, as float; None for text, booleans, NaN and what does not fit."""
+    """Return a number, NumPy's included, as float; None for text, booleans, NaN and numbers beyond a float's range."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The hardware, what it costs, and the values that every other part exchanges. Needs no torch and no flwr."""
+"""The hardware, its cost model, and the values that all other parts exchange. Imports neither torch nor flwr."""
 
 from socflower.cluster.cluster_file import load_cluster, parse_cluster
 from socflower.cluster.cost_model import (

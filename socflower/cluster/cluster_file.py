@@ -28,7 +28,7 @@ _CLUSTER_KEYS = ("name", "boards", "socs_per_board", "device", "soc_bytes_per_s"
                  "hub_bytes_per_s")
 _BOARD_KEYS = ("socs", "count", "device", "soc_bytes_per_s", "board_bytes_per_s")
 MOST_SOCS = 4096
-"""Of a cluster: many times the largest rack, and what a plan is still found for in seconds."""
+"""Limit of a cluster: many times the largest rack, with planning still done in seconds."""
 
 _DEFAULT_DEVICE = "snapdragon-865"
 
@@ -37,12 +37,12 @@ ClusterTables: TypeAlias = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]],
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Return the cluster a TOML file describes; `ConfigError` if it cannot be read or be."""
+    """Return the cluster a TOML file describes; `ConfigError` if it is unreadable or invalid."""
     return parse_cluster(*cluster_tables(path), where=str(path))
 
 
 def cluster_tables(path: Path) -> ClusterTables:
-    """Return the tables of a cluster file, with the device profiles it names read into them."""
+    """Return the tables of a cluster file, with the device profiles that it names inlined."""
     document = read_toml(path, "cluster file")
     reject_unknown_keys(document, ("schema", "cluster", "board", "device"), str(path))
     if document.get("schema", 1) != 1:
@@ -58,7 +58,8 @@ def inline_devices(
     """Return tables in which every `device = "file.toml"` has become the name of a device table.
 
     Paths are relative to `folder`. The profile's `[link]` goes with the device, as `[device.NAME.link]`. Raises
-    `ConfigError` if a file cannot be read, does not hold exactly one device, or holds one that another has the name of.
+    `ConfigError` if a file cannot be read, does not hold exactly one device, or if two different devices have
+    the same name.
     """
     known: dict[str, Any] = dict(_mapping(devices or {}, "device", where))
 
@@ -87,12 +88,12 @@ def parse_cluster(
     """Return the cluster of a `[cluster]` table, optional `[[board]]` and optional `[device.NAME]` tables.
 
     `boards` in the table is a number of boards of `socs_per_board` slots, or a list of the slots in use. A device
-    profile that is named as a path is sought from the current folder. A profile's link is the default of the rates of
-    its boards, and of what a message costs if it is the profile of `[cluster]`.
-    Raises `ConfigError` naming key and value for anything that cannot be.
+    profile given as a path is relative to the current folder. A profile's link is the default for the rates of its
+    boards, and for the cost of a message if it is the profile of `[cluster]`.
+    Raises `ConfigError` naming key and value for invalid input.
     """
     cluster, boards, tables = inline_devices(cluster, boards, devices, folder=Path(), where=where)
-    kinds = _Kinds(tables, where)
+    kinds = _NamedDevices(tables, where)
     where = f"{where} [cluster]"
     reject_unknown_keys(cluster, _CLUSTER_KEYS, where)
     main_device = _device_name(cluster, _DEFAULT_DEVICE, where)
@@ -126,8 +127,8 @@ def parse_cluster(
                    hub_bytes_per_s=_rate(cluster, "hub_bytes_per_s", link_bytes_per_s(), where))
 
 
-class _Kinds:
-    """The devices that a cluster may name: those of the catalogue and its own tables, all of which must be sound."""
+class _NamedDevices:
+    """The devices that a cluster may name: those of the catalogue and of its own tables, all validated."""
 
     def __init__(self, tables: Mapping[str, Any], where: str) -> None:
         for name in tables:
@@ -143,12 +144,12 @@ class _Kinds:
         return self._devices[name] if name in self._devices else device(name)
 
     def link(self, name: str) -> LinkMeasurement | None:
-        """Return what was measured of the device's link, if anything."""
+        """Return the measurement of the device's link, if any."""
         return self._links.get(name)
 
 
 def _only_device(path: Path) -> tuple[str, Mapping[str, Any]]:
-    """Return name and table of a profile's device, its link within."""
+    """Return name and table of a profile's device, including its link."""
     profile = read_device_file(path)
     if len(profile.devices) != 1:
         raise ConfigError(f"{path}: a cluster needs a profile of exactly one device, this one has "

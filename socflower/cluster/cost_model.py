@@ -1,7 +1,7 @@
-"""THE cost model: what a model costs layer by layer, and what a step of it takes a device.
+"""The cost model: a model's cost by layer, and the time of a training step on a device.
 
-Every planner and every simulated second takes its compute costs from here. `socflower.capture.layer_profile` makes
-profiles of torch modules.
+All planners and the simulator take compute costs from here. `socflower.capture.layer_profile` makes profiles of torch
+modules.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class ModelProfile:
 
     @property
     def num_tensors(self) -> int:
-        """Number of trainable tensors, each of which costs a message in a gradient exchange."""
+        """Number of trainable tensors, each one message in a gradient exchange."""
         return sum(layer.num_tensors for layer in self.layers)
 
     @property
@@ -95,8 +95,8 @@ class StepCost:
     backward_s: float
     update_s: float
     processor: str
-    beside: tuple[ProcessorCost, ...] = ()  # processors that do further samples of the share at the same time
-    merge_s: float = 0.0  # of `processor`, to join its gradients with theirs before they are exchanged
+    beside: tuple[ProcessorCost, ...] = ()  # processors that compute other samples of the share concurrently
+    merge_s: float = 0.0  # of `processor`, to merge its gradients with theirs before the exchange
 
     @property
     def compute_s(self) -> float:
@@ -105,26 +105,26 @@ class StepCost:
 
     @property
     def processors(self) -> tuple[ProcessorCost, ...]:
-        """The work of each processor that has any, `processor` first."""
+        """The cost of each processor that takes part, `processor` first."""
         own = ProcessorCost(processor=self.processor, forward_s=self.forward_s, backward_s=self.backward_s)
         return tuple(part for part in (own, *self.beside) if part.compute_s) or (own,)
 
 
 class Pricing(Protocol):
-    """What an arithmetic costs on a device: FP32 here, others in `precision`, which `hierarchy` need not know."""
+    """The cost of an arithmetic on a device: FP32 here, others in `precision`, on which `hierarchy` does not depend."""
 
     def step_cost(self, model: ModelProfile, device: Device, num_samples: int) -> StepCost:
-        """Return what a device needs for `num_samples` of a batch and one update of the weights."""
+        """Return a device's cost for `num_samples` of a batch and one update of the weights."""
         ...
 
     def rate(self, model_name: str, device: Device) -> float:
-        """Return the FLOP/s of all that works on a share: the capacity that shares and plans go by (F4)."""
+        """Return the FLOP/s of all processors of a share: the capacity for shares and plans (F4)."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OneProcessor:
-    """Training on one processor of each device: the named one where a device has it, else its default one."""
+    """Training on one processor of each device: the named one if the device has it, else its default."""
 
     processor: str | None = None
 
@@ -148,12 +148,12 @@ FP32 = OneProcessor()
 
 
 def step_cost(model: ModelProfile, device: Device, num_samples: int, processor: str | None = None) -> StepCost:
-    """Return what a device needs for `num_samples` of a batch and one update of the weights.
+    """Return a device's cost for `num_samples` of a batch and one update of the weights.
 
     compute = samples x training FLOPs / sustained rate + layers x fixed overhead, so that T_train(BS) of F1 is less
-    than proportional in the batch; or, where the device's profile has timings of the model, what was measured.
-    Either is halved between the passes like the FLOPs. update = passes over the weights / memory bandwidth. No
-    samples, no compute: such a member only updates.
+    than proportional in the batch; or, where the device's profile has timings of the model, the measured time.
+    Either is divided between the passes like the FLOPs. update = passes over the weights / memory bandwidth. A member
+    without samples only updates.
     """
     name = processor or device.default_processor
     compute_s = compute_seconds(model, device, num_samples, name)
@@ -176,5 +176,5 @@ def compute_seconds(model: ModelProfile, device: Device, num_samples: int, proce
 
 
 def sustained_rates(cluster: Cluster, model_name: str = "", pricing: Pricing = FP32) -> tuple[float, ...]:
-    """Return every SoC's FLOP/s on a model, in SoC order: the capacities that shares and plans go by (F4)."""
+    """Return every SoC's FLOP/s on a model, in SoC order: the capacities for shares and plans (F4)."""
     return tuple(pricing.rate(model_name, cluster.device_of(soc)) for soc in range(cluster.num_socs))

@@ -1,4 +1,4 @@
-"""A device: what one SoC, board computer or server computes per second and draws in watts."""
+"""A device: compute rates and power of one SoC, board computer or server."""
 
 import math
 from bisect import bisect_left
@@ -28,11 +28,11 @@ class StepTimings:
     def seconds(self, num_samples: float) -> float:
         """Return the seconds of a batch; 0.0 for no samples. More samples never take less.
 
-        Between two measured batches: the straight line. Above the largest: its seconds, and for each further sample
-        the slope of the last segment (of one measurement, or where noise left no slope: seconds per sample). Below
-        the smallest: the first segment's line, whose height at 0 is the fixed cost of a step, but no less than in
-        proportion; of one measurement, which knows no fixed cost, in proportion. Where a larger batch was measured
-        faster than a smaller one, which is noise, the smaller one's seconds hold for both.
+        Between two measured batches: linear interpolation. Above the largest: extrapolation with the slope of the last
+        segment (with one measurement, or where noise leaves no slope: with the seconds per sample). Below the smallest:
+        extrapolation of the first segment, whose value at 0 is the fixed cost of a step, but at least in proportion;
+        with one measurement, which has no fixed cost, in proportion. Where a larger batch was measured faster than a
+        smaller one, which is noise, the smaller one's seconds are used for both.
         """
         if num_samples <= 0:
             return 0.0
@@ -70,10 +70,10 @@ class Processor:
     flops_per_s: float  # sustained over a whole training step; multiply and add are two operations
     active_w: float  # of the whole device while this processor trains
     number_format: str = "fp32"
-    flops_per_s_by_model: Mapping[str, float] = field(default_factory=dict)  # measured; wins over `flops_per_s`
-    timings: Mapping[str, StepTimings] = field(default_factory=dict)  # by model; measured, wins over all rates
+    flops_per_s_by_model: Mapping[str, float] = field(default_factory=dict)  # measured; overrides `flops_per_s`
+    timings: Mapping[str, StepTimings] = field(default_factory=dict)  # by model; measured, overrides all rates
     layer_timings: Mapping[str, tuple[LayerTimings, ...]] = field(default_factory=dict)  # by model, in running order
-    shares: str = ""  # the processor whose silicon this one is, so that the two cannot work at the same time
+    shares: str = ""  # the processor with the same silicon; the two cannot run at the same time
 
     def __post_init__(self) -> None:
         for key, value in (("flops_per_s", self.flops_per_s), ("active_w", self.active_w),
@@ -88,14 +88,14 @@ class Processor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """One kind of machine. Figures with their sources stand in `catalog.toml` and in device profiles."""
+    """One kind of machine. Values with their sources are in `catalog.toml` and in device profiles."""
 
     name: str
     processors: Mapping[str, Processor]
     idle_w: float
     network_w: float  # drawn on top of the rest while the network interface is busy
     memory_bytes: float
-    memory_bytes_per_s: float  # what a streaming update sees, not the data sheet's peak
+    memory_bytes_per_s: float  # of a streaming update, not the data sheet's peak
     layer_overhead_s: float  # fixed cost of a layer in a training step; why small batches are less efficient
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ class Device:
 
     @property
     def default_processor(self) -> str:
-        """The processor that trains in FP32 when nothing else is said: the first one listed."""
+        """The default processor for FP32 training: the first one listed."""
         return next(iter(self.processors))
 
     @property
@@ -135,11 +135,11 @@ class Device:
 
     @property
     def accelerator(self) -> str | None:
-        """The fastest int8 processor that can work beside the default processor; None if there is none."""
+        """The fastest int8 processor that can run concurrently with the default one; None if there is none."""
         return self._fastest_int8(lambda name: self.silicon(name) != self.silicon(self.default_processor))
 
     def silicon(self, name: str) -> str:
-        """Return the processor whose silicon a processor uses: its own name if it shares nobody's."""
+        """Return the processor whose silicon a processor uses: its own name if it shares none."""
         return self.processor(name).shares or name
 
     def _fastest_int8(self, suits: Callable[[str], bool]) -> str | None:

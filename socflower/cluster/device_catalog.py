@@ -21,7 +21,7 @@ from socflower.errors import ConfigError
 SCHEMA = 1
 NUMBER_FORMATS = ("fp32", "int8")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]+")
-"""What a device may be called: a bare key of TOML, so that `[device.NAME]` needs no quotes."""
+"""Valid device names: bare keys of TOML, so that `[device.NAME]` needs no quotes."""
 
 DEVICE_FIGURES = ("idle_w", "network_w", "memory_bytes", "memory_bytes_per_s", "layer_overhead_s")
 _MAY_BE_ZERO = ("idle_w", "network_w", "layer_overhead_s", "message_s", "round_trip_s")
@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkMeasurement:
-    """What a device's link to a peer reached."""
+    """The measurement of a device's link to a peer."""
 
     peer: str
     bytes_per_s: float  # of the slower direction
@@ -44,7 +44,7 @@ class LinkMeasurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFile:
-    """The tables of a profile, which have been read once and are sound."""
+    """The validated tables of a profile."""
 
     devices: Mapping[str, Mapping[str, Any]]
     link: Mapping[str, Any] | None = None
@@ -55,7 +55,7 @@ class DeviceFile:
 
 
 def read_device_file(path: Path) -> DeviceFile:
-    """Return the tables of a device profile; `ConfigError` in one line for anything that cannot be."""
+    """Return the tables of a device profile; `ConfigError` in one line for invalid input."""
     document = read_toml(path, "device profile")
     reject_unknown_keys(document, ("schema", "device", "link"), str(path))
     if document.get("schema", SCHEMA) != SCHEMA:
@@ -93,12 +93,12 @@ def parse_device(name: str, table: object, where: str) -> Device:
 
 
 def parse_link(table: object, where: str) -> LinkMeasurement:
-    """Return what a `[link]` table says."""
+    """Return the measurement of a `[link]` table."""
     return _link(table, _Place(where, "link"))
 
 
 def figure(value: float, source: str) -> dict[str, Any]:
-    """Return a figure as it stands in a table."""
+    """Return a figure in the form of a table entry."""
     return {"value": value, "source": source}
 
 
@@ -114,7 +114,7 @@ def toml_text(document: Mapping[str, Any], *, comment: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A table of a file, as errors name it: "my-board.toml [device.mine.processor.cpu]"."""
+    """The place of a table in a file, for error texts: "my-board.toml [device.mine.processor.cpu]"."""
 
     file: str
     path: str
@@ -221,7 +221,7 @@ def _number(table: Mapping[str, Any], key: str, at: _Place | str, *, may_be_zero
 
 
 def _made(where: str, make: Callable[[], _Result]) -> _Result:
-    """Return what `make` makes, with the file named in what it refuses."""
+    """Return the result of `make`; its errors get the file's name."""
     try:
         return make()
     except ConfigError as error:
@@ -290,7 +290,7 @@ def _quoted(text: str) -> str:
 
 @cache
 def catalog() -> Mapping[str, Any]:
-    """Return the catalogue as it stands in the file, sources included."""
+    """Return the whole catalogue, sources included."""
     return tomllib.loads(resources.files("socflower.cluster").joinpath("catalog.toml").read_text("utf-8"))
 
 

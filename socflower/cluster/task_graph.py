@@ -1,4 +1,4 @@
-"""Task graphs: what a plan lowers to, and all that the event clock knows of it."""
+"""Task graphs: the form to which a plan is lowered, and the only input of the event clock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ Endpoint: TypeAlias = int | str
 
 
 class Activity(StrEnum):
-    """What a SoC's time and energy go to; the breakdown of every report."""
+    """The uses of a SoC's time and energy, by which every report breaks them down."""
 
     COMPUTE = "compute"
     SYNCHRONISATION = "synchronisation"
@@ -25,7 +25,7 @@ class Activity(StrEnum):
 
 
 SOC_ACTIVITIES: tuple[Activity, ...] = tuple(activity for activity in Activity if activity != Activity.COOLING)
-"""What SoCs spend their time on."""
+"""The activities that take SoCs' time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class Compute:
 class Transfer:
     """Bytes from one endpoint to another over every link of the path between them.
 
-    It first costs `num_messages` times the cluster's handling time at both ends, then its bytes.
+    First both ends handle `num_messages` messages at the cluster's cost per message, then the bytes flow.
     """
 
     name: str
@@ -107,7 +107,7 @@ class GraphBuilder:
         return len(self._tasks) - 1
 
     def follow_previous(self, index: int, previous: Sequence[int]) -> None:
-        """Make task `index` also wait for tasks of the previous repetition that were not yet known when added."""
+        """Make task `index` also wait for tasks of the previous repetition that were added after it."""
         task = self._tasks[index]
         self._tasks[index] = replace(task, after_previous=(*task.after_previous, *previous))
 

@@ -61,7 +61,7 @@ def parse_value(text: str) -> object:
 def parse_table(kind: type[_Table], table: object, where: str) -> _Table:
     """Return a table's values as `kind`; `ConfigError` names the key that is unknown, missing or of a wrong type.
 
-    `kind.RENAMED`, where there is one, has the successors of keys that were renamed.
+    `kind.RENAMED`, if present, has the successors of renamed keys.
     """
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where} must be a table, got {table!r}")
@@ -75,7 +75,7 @@ def parse_table(kind: type[_Table], table: object, where: str) -> _Table:
 
 
 def _converted(value: object, expected: Any, where: str) -> object:
-    """Return a TOML value as the field's type: whole numbers are numbers, lists are tuples; nothing else bends."""
+    """Return a TOML value as the field's type: whole numbers become floats, lists tuples; no other conversion."""
     allowed = get_args(expected) if isinstance(expected, UnionType) else (expected,)
     plain = tuple(kind for kind in allowed if isinstance(kind, type) and kind is not type(None))
     if isinstance(value, list) and expected in _ROWS:

@@ -1,4 +1,4 @@
-"""Boards, links and clusters: where the SoCs sit and what lies between two of them."""
+"""Boards, links and clusters: the positions of SoCs and the paths between them."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Board:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Boards on one core switch, and servers (the hub) that hang on the same switch.
+    """Boards on one core switch, and servers (the hub) on the same switch.
 
     SoCs are numbered through all boards in order. Links are full duplex: each is two directed resources,
     `soc3/tx`, `soc3/rx`, `board0/up`, `board0/down`, `hub/tx`, `hub/rx`. Switches themselves never block.
@@ -48,7 +48,7 @@ class Cluster:
     name: str
     boards: tuple[Board, ...]
     hub_bytes_per_s: float
-    message_s: float  # handling of one message of one tensor at each of its two ends
+    message_s: float  # handling of one message of one tensor at each end
 
     def __post_init__(self) -> None:
         if not self.boards:

@@ -1,4 +1,4 @@
-"""Protocols between who plans and who keeps virtual time: neither imports the other, `scenario` joins them."""
+"""Protocols between planners and the simulator of virtual time; neither imports the other, `scenario` joins them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What executing a graph took: virtual seconds, and where SoC-seconds, joules and bytes went.
+    """The cost of executing a graph: virtual seconds, and SoC-seconds, joules and bytes by use.
 
     `soc_seconds` and `energy_j` sum over the participating SoCs; a SoC that computes while it sends
     counts as computing. `num_bytes` counts every transfer once, under the highest tier it crosses.
@@ -49,24 +49,24 @@ class Usage:
 
 @dataclass(slots=True)
 class Pace:
-    """How far SoCs have come with a repeated graph, parts of which never wait for each other, while speeds change.
+    """The progress of SoCs in a repeated graph with independent parts, while speeds change.
 
-    SoCs of one part are always equally far. A repetition that is under way when speeds change is executed as it began:
-    its part is ahead of the clock then.
+    SoCs of one part have equal progress. A repetition in progress when speeds change is finished at its initial speeds;
+    its part is then ahead of the clock.
     """
 
-    left: dict[int, int]  # repetitions that each SoC has still to begin
-    ahead_s: dict[int, float] = field(default_factory=dict)  # from the clock to the end of the one under way
-    under_way_w: dict[int, float] = field(default_factory=dict)  # what each SoC draws for that
+    remaining: dict[int, int]  # repetitions that each SoC has not started
+    ahead_s: dict[int, float] = field(default_factory=dict)  # from the clock to the end of the repetition in progress
+    under_way_w: dict[int, float] = field(default_factory=dict)  # each SoC's power during that time
 
     @property
     def done(self) -> bool:
-        """Whether no SoC has anything left to do."""
-        return not any(self.left.values()) and not any(ahead_s > 0.0 for ahead_s in self.ahead_s.values())
+        """Whether all SoCs have finished."""
+        return not any(self.remaining.values()) and not any(ahead_s > 0.0 for ahead_s in self.ahead_s.values())
 
 
 class VirtualClock(Protocol):
-    """Executes task graphs in virtual time; strategies are handed one and emit graphs to it."""
+    """Executes task graphs in virtual time; strategies receive one and emit graphs to it."""
 
     @property
     def now_s(self) -> float:
@@ -75,15 +75,15 @@ class VirtualClock(Protocol):
 
     @property
     def changes(self) -> bool:
-        """Whether speeds and users of SoCs change with time; if not, neither of the following has anything to say."""
+        """Whether speeds and users of SoCs change with time; if not, the next two are constant."""
         ...
 
     def speed_factors(self) -> Sequence[float]:
-        """Return each SoC's present speed as a fraction of its profile's, in SoC order, as its step times show it."""
+        """Return each SoC's present speed as a fraction of its profile's, in SoC order, as seen in its step times."""
         ...
 
     def taken_socs(self) -> Collection[int]:
-        """Return the SoCs that training has to leave to their users now."""
+        """Return the SoCs that users have now and training must not use."""
         ...
 
     def run(self, graph: TaskGraph, *, repeat: int = 1, label: str = "") -> Usage:
@@ -95,50 +95,50 @@ class VirtualClock(Protocol):
         ...
 
     def run_while_steady(self, graph: TaskGraph, pace: Pace, *, at_most: int | None = None, label: str = "") -> Usage:
-        """Execute `graph` until speeds or users change, or all is done; move `pace` on and return what it took.
+        """Execute `graph` until speeds or users change, or all is done; advance `pace` and return the usage.
 
-        All tasks of `graph` are of SoCs in `pace`. Ends as well once a part has done `at_most` repetitions.
+        All tasks of `graph` are of SoCs in `pace`. It also ends once a part has done `at_most` repetitions.
         """
         ...
 
-    def rest(self, socs: Sequence[int]) -> Usage:
+    def idle(self, socs: Sequence[int]) -> Usage:
         """Let `socs` idle until speeds or users change, and advance."""
         ...
 
     def spend(self, usage: Usage, label: str = "") -> None:
-        """Advance by what was simulated elsewhere, as over links whose rates follow a recording."""
+        """Advance by a usage that was simulated elsewhere, such as over links with a bandwidth profile."""
         ...
 
 
 class DeviceDynamics(Protocol):
-    """How fast each SoC runs as time and load go by (heat, clocks, user load); `sim` asks, `thermal` answers."""
+    """Each SoC's speed over time (heat, clocks, user load); used by `sim`, implemented by `thermal`."""
 
     def speed_factors(self) -> Sequence[float]:
         """Return each SoC's present speed as a fraction of its profile's, in SoC order; each above 0."""
         ...
 
     def power_factors(self) -> Sequence[float]:
-        """Return what work draws above idle on each SoC at present, as a fraction of its profile's."""
+        """Return each SoC's present power above idle under work, as a fraction of its profile's."""
         ...
 
     def taken_socs(self) -> Collection[int]:
-        """Return the SoCs that training has to leave to their users now."""
+        """Return the SoCs that users have now and training must not use."""
         ...
 
     def steady_s(self, power_w: Sequence[float]) -> float:
-        """Return how long all of these hold under this load (watts per SoC); `math.inf` if for good."""
+        """Return how long these stay constant under this load (watts per SoC); `math.inf` if always."""
         ...
 
     def advance(self, duration_s: float, power_w: Sequence[float]) -> float:
-        """Let `duration_s` pass under this mean load (watts per SoC); return the joules of cooling."""
+        """Advance by `duration_s` under this mean load (watts per SoC); return the joules of cooling."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return all that the future depends on, as plain values that JSON keeps exactly."""
+        """Return the complete state as plain values that JSON stores exactly."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Stand where others of the same description stood."""
+        """Restore the state of dynamics of the same description."""
         ...
 
 

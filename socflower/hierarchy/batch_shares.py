@@ -1,15 +1,15 @@
-"""Shares of a group's batch: who computes how many samples (F4), and which rates they follow (F20).
+"""Shares of a group's batch: each member's number of samples (F4), and the rates that shares follow (F20).
 
 Shares in proportion to measured rates make all members end a step together. Member i takes t_i = a_i + b_i n_i
-seconds for n_i of a batch's N samples: a_i for what each step costs anyway, b_i for each sample. Its measured rate is
+seconds for n_i of a batch's N samples: a_i is the fixed cost of a step, b_i the cost of a sample. Its measured rate is
 n_i / t_i, and the new shares are n_i' = N (n_i / t_i) / sum_j (n_j / t_j) = n_i T / t_i, where
 T = N / sum_j (n_j / t_j) lies between the shortest and the longest t. So
 
     t_i' - T = (a_i / t_i) (t_i - T).
 
-The distance from T never changes its sign and shrinks to the part of its time that a member spends on fixed costs:
-times approach each other monotonically, without overshoot, and are equal at once where there are no fixed costs. Whole
-samples end that where each t_i is within the mean time of one sample, t_i / n_i, of T.
+The distance from T keeps its sign and shrinks by the fraction of fixed costs in a member's time: times approach each
+other monotonically, without overshoot, and are equal after one step without fixed costs. Since samples are whole, this
+ends where each t_i is within the mean time of one sample, t_i / n_i, of T.
 """
 
 import math
@@ -48,18 +48,18 @@ def split_batch(batch_size: int, capacities: Sequence[float]) -> tuple[int, ...]
 
 
 _SETTLED = 0.2
-"""After shares have moved, what is still away by more than this part of the threshold is mended at once."""
+"""After shares have moved, a remaining distance above this fraction of the threshold is corrected at once."""
 
-_MOST_MENDED = 4
-"""Moves in a row without patience; a load that goes on changing is waited out again after that."""
+_MAX_FOLLOW_UPS = 4
+"""Most successive moves without patience; after that a load that keeps changing is waited out again."""
 
 _FIRST_PROBE, _LAST_PROBE = 8, 128
-"""How many observations a member without samples is left alone: at first, and at most, doubled by every vain probe."""
+"""Observations between probes of a member without samples: initially and at most; each failed probe doubles them."""
 
 
 @dataclass(slots=True)
 class _Member:
-    rate: float  # that shares go by; relative as given until the first move, samples per second from then on
+    rate: float  # basis of the shares; relative as given until the first move, then samples per second
     recent: list[float] = field(default_factory=list)  # samples per second, observed under the present shares
     num_idle: int = 0  # observations in a row without samples
     probe_after: int = _FIRST_PROBE
@@ -68,31 +68,32 @@ class _Member:
     def is_due(self) -> bool:
         return self.rate > 0.0 and self.num_idle >= self.probe_after
 
-    def leave_alone(self, probe_after: int) -> None:
+    def postpone_probe(self, probe_after: int) -> None:
         self.num_idle, self.probe_after = 0, min(probe_after, _LAST_PROBE)
         self.recent.clear()
 
 
 class CapacityFilter:
-    """Rates of members, that follow a lasting change and nothing else; the same in all that see the same observations.
+    """Rates of members that follow only lasting changes; deterministic in the observations.
 
-    A member's rate is the median of its newest `window` observations. Shares stay until some member's part of all rates
-    has been away from its accepted part by more than `threshold`, relative and either way, for `patience` observations
-    in a row; then all rates are accepted as they are, and once more every few observations until they fit to a fifth of
-    the threshold, since fixed costs weigh more in small shares. So shares cost at most about `threshold` of a step.
+    A member's rate is the median of its newest `window` observations. Shares are constant until some member's
+    fraction of all rates has differed from its accepted fraction by more than `threshold`, relative and in either
+    direction, for `patience` successive observations. Then all rates are accepted, and again every few observations
+    until they agree to a fifth of the threshold, since fixed costs weigh more in small shares. So unequal shares cost
+    at most about `threshold` of a step.
 
-    A member that has had no samples for eight observations is due for one: whoever makes shares gives it at least one
-    sample. If it is no faster than was thought, it is left alone for twice as long as before, 128 observations at most;
-    else it stays due until it has been observed often enough. A member with nominal capacity 0 is left out for good.
+    A member without samples for eight observations is due for a probe: the shares must give it at least one sample. If
+    it is no faster than assumed, the next probe comes after twice as many observations, at most 128; else it stays due
+    until it has been observed often enough. A member with nominal capacity 0 is always left out.
 
-    Shares stay, too, until all that have samples have been observed `enough` times under them: of three observations
-    the median ignores one that is far off. Where each is the median of many steps, as `RingOutcome.rates` are,
-    `enough` and `patience` may be 1.
+    Shares are also constant until all members with samples have been observed `enough` times under them: the median of
+    three observations ignores one outlier. Where each observation is the median of many steps, as in
+    `RingOutcome.rates`, `enough` and `patience` may be 1.
 
     Parameters
     ----------
     nominal : mapping of int to float
-        Relative capacities to begin with, by member; finite, not negative, and one at least above 0.
+        Initial relative capacities, by member; finite, not negative, and one at least above 0.
     """
 
     def __init__(
@@ -110,26 +111,26 @@ class CapacityFilter:
             raise ConfigError(f"capacities: need 1 <= enough <= window, got enough = {enough}, window = {window}")
         self._threshold, self._patience, self._window, self._enough = threshold, patience, window, enough
         self._members = {ident: _Member(rate) for ident, rate in nominal.items()}
-        self._num_away = self._num_to_mend = 0
+        self._num_away = self._num_follow_ups = 0
         self.num_noted = 0
-        """Calls of `note` so far: of two filters of one group, the one with more knows what the other knows."""
+        """Calls of `note` so far: of two filters of one group, the one with more has all observations of the other."""
         self.num_moves = 0
         """How often `capacities` has changed."""
 
     def capacities(self) -> dict[int, float]:
-        """Return the rates that shares go by, relative to each other, for every member."""
+        """Return the accepted rates, relative to each other, for every member."""
         return {ident: member.rate for ident, member in self._members.items()}
 
     @property
     def due(self) -> frozenset[int]:
-        """Members that are to have at least one sample, so that they are observed again."""
+        """Members that must get at least one sample, so that they are observed again."""
         return frozenset(ident for ident, member in self._members.items() if member.is_due)
 
     def note(self, passes: Mapping[int, tuple[float, float]]) -> bool:
-        """Take in one observation of each member that is present: its samples, and the seconds that they took it.
+        """Add one observation of each present member: its samples, and the seconds that they took.
 
-        Returns whether `capacities` have changed. What cannot be, such as samples in no time, tells nothing. Raises
-        `ConfigError` for a member that was not there at the beginning.
+        Returns whether `capacities` have changed. Invalid observations, such as samples in no time, are ignored. Raises
+        `ConfigError` for an unknown member.
         """
         unknown = passes.keys() - self._members.keys()
         if unknown:
@@ -139,25 +140,26 @@ class CapacityFilter:
         for ident in sorted(passes):
             if self._observe(self._members[ident], *passes[ident]):
                 observed.add(ident)
-        self._end_vain_probes(observed)
+        self._end_failed_probes(observed)
         return self._decide({ident for ident in observed if self._members[ident].recent})
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as plain JSON."""
+        """Return the state for `restore`, as plain JSON."""
         return {"members": [[ident, asdict(member)] for ident, member in self._members.items()],
-                "away": self._num_away, "to_mend": self._num_to_mend, "noted": self.num_noted, "moves": self.num_moves}
+                "away": self._num_away, "to_mend": self._num_follow_ups, "noted": self.num_noted,
+                "moves": self.num_moves}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Stand where another filter of the same members stood; raises `ConfigError` if its members are others."""
+        """Restore the state of another filter of the same members; raises `ConfigError` for other members."""
         members = {ident: _Member(**values) for ident, values in state["members"]}
         if members.keys() != self._members.keys():
             raise ConfigError(f"capacities: a state of members {sorted(members)}; here are {sorted(self._members)}")
         self._members = members
-        self._num_away, self._num_to_mend = state["away"], state["to_mend"]
+        self._num_away, self._num_follow_ups = state["away"], state["to_mend"]
         self.num_noted, self.num_moves = state["noted"], state["moves"]
 
     def _observe(self, member: _Member, num_samples: float, seconds: float) -> bool:
-        """Keep an observation; return whether there was one."""
+        """Record an observation; return whether it was valid."""
         if num_samples == 0.0:
             member.num_idle += 1
             return False
@@ -169,32 +171,32 @@ class CapacityFilter:
         member.recent = [*member.recent, rate][-self._window:]
         return True
 
-    def _end_vain_probes(self, observed: set[int]) -> None:
+    def _end_failed_probes(self, observed: set[int]) -> None:
         scale = self._scale({ident for ident in observed if not self._members[ident].is_due})
         for ident in observed:
             member = self._members[ident]
             if member.is_due and member.recent[-1] <= (1.0 + self._threshold) * scale * member.rate:
-                member.leave_alone(2 * member.probe_after)
+                member.postpone_probe(2 * member.probe_after)
 
     def _decide(self, ready: set[int]) -> bool:
-        """Move if it is time to, by the members that had samples; none of them may be too little known."""
+        """Move if it is due, by the members that had samples, all of which need enough observations."""
         if len(ready) < 2 or any(len(self._members[ident].recent) < self._enough for ident in ready):
             return False
         away = self._distance(ready)
-        if self._num_to_mend:
-            self._num_to_mend = self._num_to_mend - 1 if away > _SETTLED * self._threshold else 0
-            moves = self._num_to_mend > 0
+        if self._num_follow_ups:
+            self._num_follow_ups = self._num_follow_ups - 1 if away > _SETTLED * self._threshold else 0
+            moves = self._num_follow_ups > 0
         else:
             self._num_away = self._num_away + 1 if away > self._threshold else 0
             moves = self._num_away >= self._patience
             if moves:
-                self._num_to_mend = 1 + _MOST_MENDED
+                self._num_follow_ups = 1 + _MAX_FOLLOW_UPS
         if moves:
             self._move(ready)
         return moves
 
     def _distance(self, ready: set[int]) -> float:
-        """Return by how much the farthest of the members' parts of their rates is away from what was accepted."""
+        """Return the largest relative distance of a member's fraction of the rates from its accepted one."""
         order = sorted(ready)
         accepted = _parts([self._members[ident].rate for ident in order])
         measured = _parts([_median(self._members[ident].recent) for ident in order])
@@ -202,12 +204,12 @@ class CapacityFilter:
                     for old, new in zip(accepted, measured, strict=True)), default=0.0)
 
     def _move(self, ready: set[int]) -> None:
-        """Accept the rates of `ready`; of the others nothing is known but what they were beside them."""
+        """Accept the rates of `ready`; the others keep their rates relative to these."""
         scale = self._scale(ready)
         for ident, member in self._members.items():
             if ident in ready:
                 member.rate = _median(member.recent)
-                member.leave_alone(_FIRST_PROBE)
+                member.postpone_probe(_FIRST_PROBE)
             else:
                 member.rate *= scale
                 member.recent.clear()

@@ -1,6 +1,6 @@
-"""How bytes travel in an exchange, as transfers of a task graph: rings, a parameter server, trees.
+"""The transfers of an exchange in a task graph: rings, a parameter server, trees.
 
-Each function adds transfers to a `GraphBuilder` and returns the indices that whoever needs the result waits for.
+Each function adds transfers to a `GraphBuilder` and returns the indices of the tasks that complete the result.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ Dependencies = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """What a member has to exchange: the gradients or weights of a model."""
+    """The data that a member exchanges: the gradients or weights of a model."""
 
     num_bytes: float
     num_tensors: int  # each costs a message
@@ -35,7 +35,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class RingTasks:
-    """A ring all-reduce in the graph: its first and last sub-step, and what ends it at each SoC."""
+    """A ring all-reduce in the graph: its first and last sub-step, and the tasks that end it at each SoC."""
 
     first: tuple[int, ...]
     last: tuple[int, ...]
@@ -73,7 +73,7 @@ def server_exchange(
     server, *others = socs
     uploads = [builder.transfer(f"{name} upload", soc, server, exchange.num_bytes,
                                 num_messages=exchange.num_tensors, after=after[soc]) for soc in others]
-    # The server's own gradient is part of the sum too.
+    # The sum includes the server's own gradient.
     ready = (*after[server], *uploads)
     downloads = {soc: builder.transfer(f"{name} download", server, soc, exchange.num_bytes,
                                        num_messages=exchange.num_tensors, after=ready) for soc in others}

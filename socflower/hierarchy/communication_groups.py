@@ -8,7 +8,7 @@ import networkx as nx
 
 
 class PlacedGroup(Protocol):
-    """What colouring needs to know of a group."""
+    """The properties of a group that colouring needs."""
 
     @property
     def group_id(self) -> int:

@@ -27,7 +27,7 @@ class SyncInterval:
     first_step: int
     num_steps: int
     epoch_end: float  # epochs done at its end
-    deal_epoch: int  # the newest epoch that began with a synchronisation: when data could last change groups
+    deal_epoch: int  # the latest epoch that began with a synchronisation, when data could last change groups
 
 
 def group_steps_per_epoch(num_samples: int, num_groups: int, batch_size: int) -> int:
@@ -47,18 +47,18 @@ def sync_schedule(
 
     `interval_epochs` is a number of epochs, or "decay": `initial`, doubled every `doubling_epochs` (the paper's
     GN), up to `maximum`; an interval has the length that holds where it begins. Each has at least one step, and
-    the last one is cut where training ends. Raises `ConfigError` for values that cannot be, and for more than
+    the last one is cut where training ends. Raises `ConfigError` for invalid values, and for more than
     `MOST_INTERVALS`.
     """
-    walk = _walk(num_epochs, steps_per_epoch, interval_epochs, initial, doubling_epochs, maximum)
-    least = walk.total_steps / (walk.longest * steps_per_epoch + 1)  # none has more steps, rounded up
+    cursor = _cursor(num_epochs, steps_per_epoch, interval_epochs, initial, doubling_epochs, maximum)
+    least = cursor.total_steps / (cursor.longest * steps_per_epoch + 1)  # none has more steps, rounded up
     if least <= MOST_INTERVALS:
         shapes = sync_shapes(num_epochs, steps_per_epoch, interval_epochs, initial=initial,
                              doubling_epochs=doubling_epochs, maximum=maximum)
         least = Fraction(sum(count for _, count in shapes))
     if least > MOST_INTERVALS:
         raise _too_many(num_epochs, interval_epochs)
-    return tuple(walk.next() for _ in range(int(least)))
+    return tuple(cursor.next() for _ in range(int(least)))
 
 
 def sync_shapes(
@@ -70,25 +70,25 @@ def sync_shapes(
     Two are the same if they have as many steps, and both or neither begin an epoch; the first interval of all is
     always apart. Lengths repeat as soon as they do not grow any more, so the work does not depend on `num_epochs`.
     """
-    walk = _walk(num_epochs, steps_per_epoch, interval_epochs, initial, doubling_epochs, maximum)
+    cursor = _cursor(num_epochs, steps_per_epoch, interval_epochs, initial, doubling_epochs, maximum)
     firsts: dict[_Shape, SyncInterval] = {}
     counts: dict[_Shape, int] = {}
     walked: list[_Shape] = []
-    reached: dict[tuple[Fraction, int], int] = {}  # where the walk was, within its epoch, after how many intervals
+    reached: dict[tuple[Fraction, int], int] = {}  # where the cursor was, within its epoch, after how many intervals
     skipped = False
-    while not walk.done:
-        if walked and not skipped and walk.interval == walk.longest:
-            place = walk.place
+    while not cursor.done:
+        if walked and not skipped and cursor.interval == cursor.longest:
+            place = cursor.place
             if place in reached:
                 cycle = walked[reached[place]:]
-                times = (walk.total_steps - walk.first) // sum(shape[0] for shape in cycle)
+                times = (cursor.total_steps - cursor.first) // sum(shape[0] for shape in cycle)
                 for shape in cycle:
                     counts[shape] += times
-                walk.skip(times, cycle)
+                cursor.skip(times, cycle)
                 skipped = True  # what is left is shorter than a cycle
                 continue
             reached[place] = len(walked)
-        interval = walk.next()
+        interval = cursor.next()
         shape = (interval.num_steps, interval.first_step % steps_per_epoch == 0, interval.index == 0)
         firsts.setdefault(shape, interval)
         counts[shape] = counts.get(shape, 0) + 1
@@ -102,8 +102,8 @@ _Shape: TypeAlias = tuple[int, bool, bool]
 """Steps of an interval, whether it begins an epoch, and whether it is the first of all."""
 
 
-class _Walk:
-    """The intervals one after the other, from wherever it is."""
+class _IntervalCursor:
+    """An iterator over the intervals, from its present position."""
 
     def __init__(self, num_epochs: int, steps_per_epoch: int, shortest: Fraction, longest: Fraction,
                  doubling_epochs: int) -> None:
@@ -121,23 +121,23 @@ class _Walk:
     @property
     def interval(self) -> Fraction:
         """Epochs of the interval that begins here."""
-        # No power beyond the longest is computed: it would have as many digits as training has decades.
+        # No power beyond the longest is computed, since its digits would grow with the length of training.
         doublings = min(int(self._position) // self._doubling_epochs, 64)
         return min(self._shortest * (1 << doublings), self.longest)
 
     @property
     def place(self) -> tuple[Fraction, int]:
-        """What decides all intervals to come, once they do not grow any more: position and steps within the epoch."""
+        """The state that determines all later intervals once they stop growing: position and steps within the epoch."""
         epoch = int(self._position)
         return self._position - epoch, self.first - epoch * self._steps_per_epoch
 
     def next(self) -> SyncInterval:
-        """Return the interval that begins here, and go on to the next."""
+        """Return the present interval, and advance to the next."""
         first, steps_per_epoch = self.first, self._steps_per_epoch
         self._position += self.interval
         end = math.floor(self._position * steps_per_epoch + Fraction(1, 2))
         if end <= first:
-            # An interval below one step would never get on: it is one step, and the next begins where it ends.
+            # An interval below one step would make no progress: it is one step, and the next begins at its end.
             end = first + 1
             self._position = Fraction(end, steps_per_epoch)
         end = min(end, self.total_steps)
@@ -149,7 +149,7 @@ class _Walk:
         return made
 
     def skip(self, times: int, cycle: Sequence[_Shape]) -> None:
-        """Go on by intervals that come `times` again, from here to where this place is reached again."""
+        """Skip `times` repetitions of the intervals from here until this state is reached again."""
         num_steps = times * sum(shape[0] for shape in cycle)
         self.first += num_steps
         self._position += Fraction(num_steps, self._steps_per_epoch)
@@ -158,9 +158,9 @@ class _Walk:
             self._deal_epoch += num_steps // self._steps_per_epoch
 
 
-def _walk(num_epochs: int, steps_per_epoch: int, interval_epochs: float | str, initial: float, doubling_epochs: int,
-          maximum: float) -> _Walk:
-    """Return the walk from the beginning of a training; `ConfigError` for what cannot be."""
+def _cursor(num_epochs: int, steps_per_epoch: int, interval_epochs: float | str, initial: float, doubling_epochs: int,
+            maximum: float) -> _IntervalCursor:
+    """Return a cursor at the start of a training; `ConfigError` for invalid values."""
     for name, value in (("epochs", num_epochs), ("steps_per_epoch", steps_per_epoch),
                         ("doubling_epochs", doubling_epochs)):
         if value < 1:
@@ -168,7 +168,7 @@ def _walk(num_epochs: int, steps_per_epoch: int, interval_epochs: float | str, i
     shortest, longest = _lengths(interval_epochs, initial, maximum)
     if 2 * longest * steps_per_epoch < 1:
         shortest = longest = Fraction(1, steps_per_epoch)  # one step as well, without hundreds of digits
-    return _Walk(num_epochs, steps_per_epoch, shortest, longest, doubling_epochs)
+    return _IntervalCursor(num_epochs, steps_per_epoch, shortest, longest, doubling_epochs)
 
 
 def _too_many(num_epochs: int, interval_epochs: float | str) -> ConfigError:
@@ -177,7 +177,7 @@ def _too_many(num_epochs: int, interval_epochs: float | str) -> ConfigError:
 
 
 def _lengths(interval_epochs: float | str, initial: float, maximum: float) -> tuple[Fraction, Fraction]:
-    """Return the shortest and the longest interval, in epochs; `ConfigError` for what cannot be."""
+    """Return the shortest and the longest interval, in epochs; `ConfigError` for invalid values."""
     if isinstance(interval_epochs, str):
         if interval_epochs != DECAY:
             raise ConfigError(f"schedule: sync_interval_epochs = {interval_epochs!r} must be a number of epochs "
@@ -191,5 +191,5 @@ def _lengths(interval_epochs: float | str, initial: float, maximum: float) -> tu
 
 
 def _exact(epochs: float) -> Fraction:
-    """Return the decimal fraction that was written, so that ten times 0.1 is 1."""
+    """Return the exact decimal fraction of a number, so that ten times 0.1 is 1."""
     return Fraction(repr(float(epochs)))

@@ -8,7 +8,7 @@ from socflower.errors import ConfigError, TrainingFailed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupCountChoice:
-    """The chosen number of groups, and what was seen on the way."""
+    """The chosen number of groups, and the accuracies measured for it."""
 
     num_groups: int
     accuracies: Mapping[int, float]  # after the first epoch, by number of groups, in the order tried
@@ -19,7 +19,7 @@ def default_candidates(num_socs: int) -> tuple[int, ...]:
     """Return 1, 2, 4, … up to `num_socs`: the numbers of groups that the paper's Figure 4 tries.
 
     Divisors of the number of SoCs are not preferred: groups whose sizes differ by one cost little, and the
-    contention that a number of groups brings is the planner's business. Raises `ConfigError` below one SoC.
+    contention is the concern of the planner. Raises `ConfigError` below one SoC.
     """
     if num_socs < 1:
         raise ConfigError(f"group count: needs at least one SoC, got {num_socs}")
@@ -30,7 +30,7 @@ def choose_group_count(
     candidates: Iterable[int], first_epoch_accuracy: Callable[[int], float], *,
     relative_drop: float = 0.15, floor: float = 0.15,
 ) -> GroupCountChoice:
-    """Return the largest number of groups before first-epoch accuracy falls clearly (F2).
+    """Return the largest number of groups before first-epoch accuracy drops clearly (F2).
 
     From few groups to many, each profiled once. The smallest is the reference; the first one that is more than
     `relative_drop` (a fraction of the reference) below it, or below the absolute `floor` while the reference is

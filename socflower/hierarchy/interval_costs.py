@@ -1,4 +1,4 @@
-"""What a plan's training takes: the one place where strategies and predictions lower an interval to task graphs."""
+"""The cost of a plan's training: lowers an interval to task graphs, for strategies and predictions alike."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,12 +25,12 @@ from socflower.hierarchy.plan import GroupPlan
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, without_members
 
 Phase: TypeAlias = tuple[int, Mapping[int, Pricing]]
-"""Steps of an interval, and the pricings of the groups (by id) that have their own during them."""
+"""Steps of an interval, and the pricings of groups (by id) that differ during them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalCosts:
-    """A plan, and what is trained under it."""
+    """A plan, and the training under it."""
 
     cluster: Cluster
     plan: GroupPlan
@@ -61,7 +61,7 @@ class IntervalCosts:
 
     @cached_property
     def costs(self) -> Mapping[int, StepCost]:
-        """What a step takes each member."""
+        """Each member's cost of a step."""
         return self._costs(self.plan, self.shares, {})
 
     def _costs(self, plan: GroupPlan, shares: Mapping[int, int], pricings: Mapping[int, Pricing],
@@ -75,7 +75,7 @@ class IntervalCosts:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """What is exchanged, be it gradients or weights."""
+        """The exchanged data, gradients or weights."""
         return Exchange(num_bytes=self.profile.weight_bytes, num_tensors=self.profile.num_tensors)
 
     def step(
@@ -90,7 +90,7 @@ class IntervalCosts:
                           serialize_uplinks=self.serialize_uplinks if serialize_uplinks is None else serialize_uplinks)
 
     def synchronisation(self) -> TaskGraph | None:
-        """Return a synchronisation between groups, or None where there is but one."""
+        """Return a synchronisation between groups, or None where there is only one group."""
         return synchronisation_graph(self.plan, self.exchange) if len(self.plan.groups) > 1 else None
 
     def begins_with_deal(self, interval: SyncInterval) -> bool:
@@ -100,10 +100,10 @@ class IntervalCosts:
 
     def run(self, interval: SyncInterval, clock: VirtualClock, phases: Sequence[Phase] = (),
             capacities: CapacitiesInUse | None = None) -> Usage:
-        """Let an interval and the synchronisation that ends it pass on the clock.
+        """Run an interval and the synchronisation at its end on the clock.
 
-        `phases` say what steps cost where that changed within the interval; together they have all its steps. On a
-        clock on which speeds change, `capacities` are those in use at its beginning, and at its end.
+        `phases` give the cost of steps where it changed within the interval; together they have all its steps. On a
+        clock with changing speeds, `capacities` are those in use at the start, and are updated to those at the end.
         """
         usage = Usage()
         if self.begins_with_deal(interval):
@@ -122,61 +122,61 @@ class IntervalCosts:
 
 
 class _ChangingSteps:
-    """Steps of an interval while SoCs get slower and faster, and users come and go.
+    """Steps of an interval under changing speeds and users.
 
-    A member that a user takes leaves its group, which shares its batch among those that stay; a group that has nobody
-    left waits for one to come back. With re-balancing inside groups, shares follow a new speed after as many steps as
-    lie between two looks of a ring.
+    A member taken by a user leaves its group, which shares its batch among the remaining members; a group without
+    members waits for one to return. With re-balancing inside groups, shares follow a new speed after as many steps as
+    lie between two checks of a ring.
     """
 
     def __init__(self, work: IntervalCosts, clock: VirtualClock, capacities: CapacitiesInUse,
                  pricings: Mapping[int, Pricing]) -> None:
         self._work, self._clock, self._pricings = work, clock, pricings
         self._capacities = capacities
-        # Where data stay, shares are what each has of them.
+        # Where data are not redistributed, shares are fixed by each member's data.
         balancing = work.rebalancing if work.reshuffle else None
-        self._look_steps = balancing.steps if balancing is not None and balancing.within_groups else 0
+        self._check_interval_steps = balancing.steps if balancing is not None and balancing.within_groups else 0
         self._graphs: dict[tuple[object, ...], TaskGraph] = {}
 
     def run(self, num_steps: int, label: str) -> Usage:
-        """Let the steps pass."""
+        """Run the steps."""
         work, clock, usage = self._work, self._clock, Usage()
         pace = Pace({soc: num_steps for soc in work.plan.participants})
         num_behind = 0  # steps since speeds were off
         while not pace.done:
             present = without_members(work.plan, clock.taken_socs())
             groups = tuple(group for group in present.groups if any(
-                pace.left[soc] or pace.ahead_s.get(soc, 0.0) > 0.0 for soc in group.members))
+                pace.remaining[soc] or pace.ahead_s.get(soc, 0.0) > 0.0 for soc in group.members))
             if not groups:
-                usage += clock.rest(work.plan.participants)
+                usage += clock.idle(work.plan.participants)
                 continue
             plan = replace(present, groups=groups,
                            participants=tuple(sorted(soc for group in groups for soc in group.members)))
             speeds = clock.speed_factors()
             measured = {soc: speeds[soc] for soc in plan.participants}
-            is_off = self._look_steps > 0 and self._capacities.is_off(measured)
-            if is_off and num_behind >= self._look_steps:
+            is_off = self._check_interval_steps > 0 and self._capacities.is_off(measured)
+            if is_off and num_behind >= self._check_interval_steps:
                 self._capacities.take(measured)
                 is_off, num_behind = False, 0
-            before = dict(pace.left)
+            before = dict(pace.remaining)
             usage += clock.run_while_steady(
                 self._graph(plan, present.participants), pace, label=label,
-                at_most=self._look_steps - num_behind if is_off else None)
-            self._even_out(pace, plan)
-            done = max(before[soc] - left for soc, left in pace.left.items())
+                at_most=self._check_interval_steps - num_behind if is_off else None)
+            self._align_members(pace, plan)
+            done = max(before[soc] - left for soc, left in pace.remaining.items())
             num_behind = num_behind + done if is_off else 0
         return usage
 
-    def _even_out(self, pace: Pace, worked: GroupPlan) -> None:
-        """Let members that a user has taken count as having done what their groups have done without them."""
+    def _align_members(self, pace: Pace, worked: GroupPlan) -> None:
+        """Set the progress of members taken by users to that of their groups."""
         members_of = {group.group_id: group.members for group in self._work.plan.groups}
         for group in worked.groups:
-            there = group.members[0]  # all that are there are equally far
+            there = group.members[0]  # all present members have equal progress
             for soc in members_of[group.group_id]:
-                pace.left[soc], pace.ahead_s[soc] = pace.left[there], pace.ahead_s.get(there, 0.0)
+                pace.remaining[soc], pace.ahead_s[soc] = pace.remaining[there], pace.ahead_s.get(there, 0.0)
 
     def _graph(self, plan: GroupPlan, present: tuple[int, ...]) -> TaskGraph:
-        """Return a step of the plan's groups; SoCs that are present and have nothing left to do idle."""
+        """Return a step of the plan's groups; present SoCs without remaining work idle."""
         work = self._work
         shares = work.shares_of(plan, self._capacities.parts if work.reshuffle else {})
         key = (tuple(shares.items()), present)

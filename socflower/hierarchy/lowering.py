@@ -1,6 +1,6 @@
 """Lowering a plan to task graphs: a training step of all groups, and a synchronisation between them.
 
-The graphs say what waits for what; how long that takes is the clock's business.
+The graphs define dependencies and costs; the clock determines the times.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,8 +80,8 @@ def _compute(
 ) -> tuple[list[int], list[tuple[int, ...]]]:
     """Add a member's passes, the backward one in equal parts, on all its processors at once.
 
-    Returns the tasks that begin them, and for each part the tasks that end it. What several processors made of a
-    part is merged as soon as all of them are done with it (SoCFlow+ 3.2).
+    Returns the tasks that begin them, and for each part the tasks that end it. The gradients of several
+    processors for a part are merged as soon as all are done with it (SoCFlow+ 3.2).
     """
     by_processor = []
     for work in cost.processors:
@@ -106,7 +106,7 @@ def synchronisation_graph(plan: GroupPlan, exchange: Exchange) -> TaskGraph:
     arrived = hub_exchange(builder, [group.leader for group in plan.groups], exchange, "sync")
     for group in plan.groups:
         start = group.members.index(group.leader)
-        # From the leader round the ring, so that the tree stays on the leader's board as long as it can.
+        # From the leader along the ring, so that the tree stays on the leader's board as long as possible.
         broadcast(builder, group.members[start:] + group.members[:start], exchange, (arrived[group.leader],),
                   f"group {group.group_id}")
     return builder.build(plan.participants)

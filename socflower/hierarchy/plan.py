@@ -1,6 +1,6 @@
-"""The plan of a hierarchical training: which SoCs form which group, who leads, who exchanges when.
+"""The plan of a hierarchical training: groups of SoCs, their leaders, and the order of exchanges.
 
-Also the plan that is made anew while SoCs are preempted or dead.
+Also the new plan while SoCs are preempted or dead.
 """
 
 import math
@@ -13,7 +13,7 @@ from socflower.cluster import Cluster
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.hierarchy.communication_groups import communication_groups
 from socflower.hierarchy.mapping.integrity_greedy import map_groups
-from socflower.hierarchy.mapping.placement import deal_in_order, even_out, fastest_socs
+from socflower.hierarchy.mapping.placement import balance_capacities, deal_in_order, fastest_socs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +59,8 @@ def plan_groups(
 ) -> GroupPlan:
     """Return `num_groups` groups of `num_socs` SoCs (default all), mapped by F5, coloured by F6, led by F8.
 
-    `capacities`, one per SoC of the cluster in any unit (rates, speed factors), says which SoCs are there and how
-    fast they are: one at 0 has been taken away and takes no part, slow ones stay idle first, and those of a board
-    are dealt to its groups so that groups are about equally fast (F20).
+    `capacities`, one per SoC of the cluster in any unit (rates, speed factors): a SoC at 0 is away and takes no part,
+    the slowest SoCs stay idle first, and the SoCs of a board are assigned so that groups are about equally fast (F20).
 
     Raises `InfeasiblePlan` for more groups than SoCs or more SoCs than slots, `ConfigError` for capacities that
     are negative, not finite or of the wrong number.
@@ -76,7 +75,7 @@ def plan_groups(
     slots = tuple(map(len, available.values()))
     placement = map_groups(slots, num_groups, num_socs)
     members = deal_in_order(placement.groups, fastest_socs(placement.groups, available, capacities))
-    members = even_out(members, board_of, capacities)
+    members = balance_capacities(members, board_of, capacities)
     groups = tuple(_group(group_id, socs, board_of) for group_id, socs in enumerate(members))
     return GroupPlan(
         groups=groups, communication_groups=communication_groups(groups), contention=placement.contention,
@@ -111,7 +110,7 @@ def plan_without(
     if len(present) == len(whole.participants):
         return whole
     if not present:
-        raise InfeasiblePlan("no SoC is left to train: all are gone, or wanted by their users")
+        raise InfeasiblePlan("no SoC is left to train: all are gone, or preempted by their users")
     there = set(present)
     return plan_groups(cluster, min(len(whole.groups), len(present)), None,
                        [capacity if soc in there else 0.0 for soc, capacity in enumerate(capacities)])

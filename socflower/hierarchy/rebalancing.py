@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 
 from socflower.cluster import Cluster
 from socflower.errors import ConfigError
-from socflower.hierarchy.mapping.placement import even_out
+from socflower.hierarchy.mapping.placement import balance_capacities
 from socflower.hierarchy.plan import GroupPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rebalancing:
-    """What measured capacities may move, and how little moves nothing.
+    """Settings of re-balancing by measured capacities, and its tolerance.
 
     `within_groups`: shares of a group's batch, every `steps` steps (0: only between intervals). `across_groups`: SoCs
     of one board change groups, between intervals, where shares follow in any case: without that no exchange would speed
@@ -35,7 +35,7 @@ class Rebalancing:
 
 @dataclass(slots=True)
 class CapacitiesInUse:
-    """Which part of its nominal capacity each SoC is taken to have; those that are not named have all of it."""
+    """The assumed fraction of nominal capacity of each SoC; SoCs that are not named have all of it."""
 
     tolerance: float
     parts: dict[int, float] = field(default_factory=dict)
@@ -73,7 +73,7 @@ def reordered(plan: GroupPlan, cluster: Cluster, capacities: Sequence[float], mi
         raise ConfigError(f"re-balancing: need {cluster.num_socs} capacities, got {len(capacities)}")
     board_of = {soc: cluster.board_of(soc) for soc in plan.participants}
     leaders = {group.leader for group in plan.groups}
-    members = even_out([group.members for group in plan.groups], board_of, capacities, fixed=leaders)
+    members = balance_capacities([group.members for group in plan.groups], board_of, capacities, fixed=leaders)
     before = slowest(capacities, (group.members for group in plan.groups))
     if slowest(capacities, members) <= before * (1.0 + min_gain):
         return plan
@@ -97,9 +97,9 @@ def with_members(plan: GroupPlan, members: Sequence[Sequence[int]]) -> GroupPlan
 
 
 def without_members(plan: GroupPlan, taken: Iterable[int]) -> GroupPlan:
-    """Return the plan while SoCs are taken from its groups, which go on without them; one with nobody left is left out.
+    """Return the plan without SoCs taken by users; a group without remaining members is left out.
 
-    For virtual time: a ring goes on in just this way until the next plan.
+    For virtual time: a ring continues in the same way until the next plan.
     """
     gone = set(taken)
     if not gone.intersection(plan.participants):

@@ -1,6 +1,6 @@
-"""Whether communication groups take turns (F6): what the clock says of both decides.
+"""Whether communication groups take turns (F6), decided by the predicted times of both.
 
-Turns hide computation behind exchanges, and cost where uplinks stand still while messages are handled (F7).
+Turns hide computation behind exchanges, and cost time where uplinks are idle while messages are handled (F7).
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from socflower.hierarchy.interval_costs import IntervalCosts
 from socflower.hierarchy.plan import GroupPlan
 
 AUTO = "auto"
-"""What leaves the choice to the prediction."""
+"""The setting that leaves the choice to the prediction."""
 
 ASKED, PREDICTED, NO_SHARED_UPLINK, NOT_PREDICTED = "asked", "predicted", "no-shared-uplink", "not-predicted"
 
@@ -29,18 +29,18 @@ class StepTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turns:
-    """Whether groups that share an uplink exchange in turn, and what decided that."""
+    """Whether groups that share an uplink exchange in turn, and the reason."""
 
     taken: bool
     decided_by: str
 
     def to_document(self) -> dict[str, Any]:
-        """Return the part of plan and result documents that tells of it."""
+        """Return the entry for plan and result documents."""
         return {"sequenced": self.taken, "sequenced_by": self.decided_by}
 
 
 def step_times(work: IntervalCosts, lengths: Mapping[int, int], clock: VirtualClock) -> StepTimes:
-    """Return what a step takes in turn and freely, over all intervals; the work's own choice does not matter.
+    """Return the step times with and without turns, over all intervals; `work`'s own setting is ignored.
 
     `lengths`: how many intervals there are of how many steps.
     """
@@ -52,7 +52,7 @@ def step_times(work: IntervalCosts, lengths: Mapping[int, int], clock: VirtualCl
 
 
 def choose_turns(plan: GroupPlan, serialize_uplinks: bool | str, predict: Callable[[], StepTimes] | None) -> Turns:
-    """Return what `serialize_uplinks` asks for, or with "auto" what takes less time; on a tie groups run freely.
+    """Return the choice of `serialize_uplinks`, or with "auto" the faster one; on a tie without turns.
 
     Without `predict`, groups that share an uplink take turns: by F7's max(C + S, 2S) against C + 2S turns never lose,
     but that leaves out what handling messages takes. Raises `ConfigError` if `serialize_uplinks` is anything else.

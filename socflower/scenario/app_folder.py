@@ -19,7 +19,7 @@ from socflower.errors import ConfigError
 from socflower.scenario.priced_processors import cluster_gpu_notes
 from socflower.scenario.runner import new_folder
 from socflower.sim import EventClock, Trace
-from socflower.wire.folders import sole_use
+from socflower.wire.folders import exclusive_folder
 
 
 def run_app_folder(
@@ -32,7 +32,7 @@ def run_app_folder(
     a foreign client's training takes no virtual time, only its messages do. `overrides` set keys of the run config.
     Raises `TrainingFailed`, and writes nothing, if no client succeeded, or none of those that trained last.
     """
-    with sole_use(out, f"--out {out}"):
+    with exclusive_folder(out, f"--out {out}"):
         return _run(folder, cluster_file, out, num_nodes, training_flops, overrides, num_workers)
 
 

@@ -14,7 +14,7 @@ from socflower.scenario.runner import run_to_folder, time_to_accuracy_s, with_st
 from socflower.scenario.schema.config import CLUSTER_STRATEGIES, STRATEGIES, Scenario
 from socflower.scenario.schema.file import to_document
 from socflower.scenario.schema.split import SPLIT_STRATEGIES
-from socflower.wire.folders import sole_use
+from socflower.wire.folders import exclusive_folder
 
 _ROW_KEYS = ("strategy", "seed", "final_accuracy", "virtual_s", "wall_s", "energy_j", "bytes", "weights_sha256",
              "target_accuracy", "time_to_accuracy_s")
@@ -42,7 +42,7 @@ def compare(
             raise ConfigError(f"--strategies {name}: is named twice; name each once")
     # All of them before the first: what cannot run should not be found after the others have trained.
     variants = {name: prepare(with_strategy(scenario, name), engine) for name in strategies}
-    with sole_use(out, f"--out {out}"):
+    with exclusive_folder(out, f"--out {out}"):
         return _compare(scenario, variants, out, engine, num_workers, on_start)
 
 

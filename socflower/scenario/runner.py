@@ -34,7 +34,7 @@ from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster, to_document
-from socflower.wire.folders import sole_use, temporary_folder
+from socflower.wire.folders import exclusive_folder, temporary_folder
 
 _TEMPORARY = ".socflower-"  # how the names of folders begin whose files are not finished
 _NEED_WORKERS = ("hang", "die")  # kinds of fault that only a process of its own can suffer
@@ -143,7 +143,7 @@ def run_to_folder(
     prepared = scenario if isinstance(scenario, PreparedRun) else prepare(
         scenario, engine, trains_here=not deployment.superlink)
     run = partial(_run_to_folder, prepared, out, engine, num_workers, on_round, say, deployment, save_model)
-    with sole_use(out, f"--out {out}"):
+    with exclusive_folder(out, f"--out {out}"):
         return run(None) if not resumable else _resumed(run, prepared.scenario, out, engine, fresh, say)
 
 

@@ -1,4 +1,4 @@
-"""Where a SoC's seconds and joules go: time in each state first, then watts."""
+"""A SoC's seconds and joules by activity: first the time in each state, then its watts."""
 
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
@@ -7,7 +7,7 @@ from socflower.cluster import Activity, Device
 from socflower.sim.program import Load
 
 State: TypeAlias = tuple[tuple[Load, ...], bool]
-"""Which loads run on a SoC (sorted), and whether a transfer touches it."""
+"""Which loads run on a SoC (sorted), and whether it has a transfer."""
 
 IDLE_STATE: State = ((), False)
 
@@ -34,19 +34,19 @@ class StateMeter:
         self._loads[soc] = tuple(loads)
 
     def connect(self, soc: int, now_s: float) -> None:
-        """A transfer begins to touch the SoC."""
+        """A transfer of the SoC begins."""
         if not self._num_transfers[soc]:
             self._settle(soc, now_s)
         self._num_transfers[soc] += 1
 
     def disconnect(self, soc: int, now_s: float) -> None:
-        """A transfer ceases to touch the SoC."""
+        """A transfer of the SoC ends."""
         if self._num_transfers[soc] == 1:
             self._settle(soc, now_s)
         self._num_transfers[soc] -= 1
 
     def settle_all(self, now_s: float) -> None:
-        """Bring the seconds of every SoC up to now."""
+        """Add the time of every SoC's present state up to now."""
         for soc in range(len(self.seconds)):
             self._settle(soc, now_s)
 
@@ -62,7 +62,7 @@ class StateMeter:
 def power_w(state: State, device: Device, factor: float = 1.0) -> float:
     """Return a device's watts in a state: active processors add what they draw above idle, the network its own.
 
-    `factor` is what is left of the former at the present clocks.
+    `factor` scales the former to the present clocks.
     """
     loads, networking = state
     active_w = sum(device.processor(processor).active_w - device.idle_w for processor, _ in loads)

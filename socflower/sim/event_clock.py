@@ -1,4 +1,4 @@
-"""The event clock: what task graphs take in virtual time, on shared links, with energy and changing speeds."""
+"""The event clock: task graphs in virtual time, with shared links, energy and changing speeds."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from socflower.cluster.virtual_clock import Pace
 from socflower.errors import ConfigError
 from socflower.sim.energy import IDLE_STATE, State, add_activities, power_w
 from socflower.sim.execution import Solution
-from socflower.sim.pacing import Part, move_on, parts_of, stretch_s
+from socflower.sim.pacing import Part, advance_pace, parts_of, stretch_s
 from socflower.sim.program import CompiledGraph, Program, compile_graph
 from socflower.sim.trace import Trace, record
 
@@ -29,8 +29,8 @@ class EventClock:
 
     Repetitions in steady state and components of one shape are not simulated again; with `extrapolate=False`
     everything is, and the result is the same to rounding.
-    With `dynamics`, independent parts of a graph go on each at its own pace; a part's pipeline drains when speeds
-    change, and what it has begun then ends as it began. Joules of cooling count as an activity of their own.
+    With `dynamics`, independent parts of a graph progress separately. A part's pipeline drains when speeds change, and
+    repetitions in progress finish at their initial speeds. Joules of cooling count as a separate activity.
     """
 
     def __init__(self, cluster: Cluster, dynamics: DeviceDynamics | None = None, trace: Trace | None = None, *,
@@ -51,11 +51,11 @@ class EventClock:
 
     @property
     def usage(self) -> Usage:
-        """Everything that all runs took together."""
+        """The total usage of all runs."""
         return self._usage
 
     def state(self) -> dict[str, Any]:
-        """Return where the clock stands, as plain values that JSON keeps exactly."""
+        """Return the state as plain values that JSON stores exactly."""
         usage = self._usage
         return {"duration_s": usage.duration_s,
                 "soc_seconds": [[key.value, value] for key, value in usage.soc_seconds.items()],
@@ -64,8 +64,8 @@ class EventClock:
                 **({} if self._dynamics is None else {"dynamics": self._dynamics.state()})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Stand where another clock of the same cluster stood; the trace is restored by itself."""
-        # In the order they had: the sum of floats depends on it.
+        """Restore the state of another clock of the same cluster; the trace is restored separately."""
+        # In the original order, on which the sum of floats depends.
         self._usage = Usage(
             duration_s=state["duration_s"],
             soc_seconds={Activity(key): value for key, value in state["soc_seconds"]},
@@ -89,7 +89,7 @@ class EventClock:
         return factors
 
     def taken_socs(self) -> frozenset[int]:
-        """Return the SoCs that their users have now."""
+        """Return the SoCs that users have now."""
         return frozenset() if self._dynamics is None else frozenset(self._dynamics.taken_socs())
 
     def run(self, graph: TaskGraph, *, repeat: int = 1, label: str = "") -> Usage:
@@ -112,7 +112,7 @@ class EventClock:
         return total
 
     def predicted_s(self, graph: TaskGraph, *, repeat: int = 1) -> float:
-        """Return what `run` would take where nothing gets hot and nobody else comes; see `VirtualClock.predicted_s`."""
+        """Return the time of `run` at nominal speeds, without heat or users; see `VirtualClock.predicted_s`."""
         if repeat < 0:
             raise ConfigError(f"clock: repeat must not be negative, got {repeat}")
         return stretch_s(self._whole_parts(self._compiled(graph), repeat), inf) if repeat else 0.0
@@ -133,12 +133,12 @@ class EventClock:
             if self._trace is not None and part.done is not None:
                 record(self._trace, graph, part.component, part.done, start_s + part.before_s)
         usage = self._account(compiled, parts, duration_s, powers, pace)
-        move_on(pace, parts)
+        advance_pace(pace, parts)
         self._usage += usage
         self._label(label, start_s, usage, max((part.repetitions for part in parts), default=0))
         return usage
 
-    def rest(self, socs: Sequence[int]) -> Usage:
+    def idle(self, socs: Sequence[int]) -> Usage:
         """Let `socs` idle until speeds or users change; `ConfigError` where they never do."""
         idle_w = [device.idle_w for device in self._devices]
         duration_s = inf if self._dynamics is None else self._dynamics.steady_s(idle_w)
@@ -153,7 +153,7 @@ class EventClock:
         return usage
 
     def spend(self, usage: Usage, label: str = "") -> None:
-        """Advance by what was simulated elsewhere; see `VirtualClock.spend`."""
+        """Advance by a usage simulated elsewhere; see `VirtualClock.spend`."""
         if self._dynamics is not None:
             raise ConfigError("clock: what is simulated elsewhere does not heat this clock's devices; leave the "
                               "dynamics out")
@@ -207,12 +207,12 @@ class EventClock:
 
     def _account(self, compiled: CompiledGraph, parts: Sequence[Part], duration_s: float,
                  powers: Sequence[float], pace: Pace) -> Usage:
-        """Return what a stretch took, and let it pass on the dynamics."""
+        """Return the usage of a stretch of time, and advance the dynamics by it."""
         soc_seconds: dict[Activity, float] = dict.fromkeys(SOC_ACTIVITIES, 0.0)
         energy_j: dict[Activity, float] = dict.fromkeys(SOC_ACTIVITIES, 0.0)
         num_bytes = dict.fromkeys(compiled.num_bytes, 0.0)
         states: dict[int, Mapping[State, float]] = {}
-        watts: dict[int, list[tuple[float, float]]] = {}  # of SoCs: until when, and how many
+        watts: dict[int, list[tuple[float, float]]] = {}  # by SoC: (end time, watts)
         for part, part_bytes in zip(parts, compiled.component_bytes, strict=True):
             for tier, value in part_bytes.items():
                 num_bytes[tier] += value * part.repetitions
@@ -233,7 +233,7 @@ class EventClock:
 
     def _heat(self, dynamics: DeviceDynamics, watts: Mapping[int, Sequence[tuple[float, float]]],
               duration_s: float) -> float:
-        """Let the stretch pass on the dynamics, each SoC drawing its watts in turn; return the joules of cooling."""
+        """Advance the dynamics by the stretch, with each SoC's watts over time; return the joules of cooling."""
         ends_s = sorted({end_s for phases in watts.values() for end_s, _ in phases if 0.0 < end_s < duration_s})
         begin_s = cooling_j = 0.0
         for end_s in (*ends_s, duration_s):
@@ -245,7 +245,7 @@ class EventClock:
         return cooling_j
 
     def _working_w(self, parts: Sequence[Part], powers: Sequence[float], pace: Pace) -> list[float]:
-        """Return each SoC's mean watts while it works on what it has left; one that has nothing left idles."""
+        """Return each SoC's mean watts during its remaining work; a SoC without work idles."""
         working_w = [device.idle_w for device in self._devices]
         for part in parts:
             if part.left:

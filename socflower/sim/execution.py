@@ -18,17 +18,17 @@ from socflower.sim.flows import COMPUTE_END, SAME_INSTANT, Event, Flows, RateTab
 from socflower.sim.program import SERVER, ComputeStep, Program
 
 MAX_PERIOD = 16
-"""Longest period that is looked for, repetitions; groups that share links fall into step within a few."""
+"""Longest period that is tested, in repetitions; groups that share links synchronise within a few."""
 
 SAME_STATE = 1e-11
 """Largest difference between clocks of equal states, relative to the period; m periods are off by as little."""
 
 _ROUNDING = 2.0**-47
-"""What rounding may add to a clock, relative to the time: 32 units in the last place."""
+"""Tolerance for rounding of a clock, relative to the time: 32 units in the last place."""
 
 
 class Snapshot(NamedTuple):
-    """The state when a repetition has just ended, all of it that the future depends on.
+    """The complete state at the end of a repetition.
 
     `shape` holds for each task its repetition (counted from the oldest unfinished) and its stage; `clocks_s` for
     each task under way the seconds until it ends at the present rate, or since it was queued.
@@ -91,7 +91,7 @@ class Instance(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What executing a program took. With a recurrence, any number of its periods fits in at `recurrence.at_s`."""
+    """The result of executing a program. With a recurrence, any number of its periods can be inserted at its `at_s`."""
 
     repetitions: int
     duration_s: float
@@ -163,7 +163,7 @@ class Execution:
                        recurrence=self._recurrence, instances=self._instances, num_unlogged=self._num_unlogged)
 
     def _settle(self, ended: Sequence[int]) -> None:
-        """Follow everything that happens at this instant, then share the network once."""
+        """Process all events of this instant, then share the network once."""
         while ended:
             ready: list[int] = []
             for task in ended:
@@ -180,7 +180,7 @@ class Execution:
             if step.soc != SERVER:
                 self._meter.stop(step.soc, step.load, self._now_s)
             if queue := self._queues[step.processor]:
-                ready.append(queue[0][2])  # so that `_start` looks at this processor again
+                ready.append(queue[0][2])  # so that `_start` checks this processor again
         elif stage != _PASSING:
             self._flows.remove(task)
             if stage == _HANDLING and step.num_bytes:
@@ -193,7 +193,7 @@ class Execution:
         self._complete(task, ready)
 
     def _complete(self, task: int, ready: list[int]) -> None:
-        """Move a task to its next repetition, and release what waited for this one."""
+        """Move a task to its next repetition, and release the tasks that waited for this one."""
         finished, missing, repetition = self._repetition[task], self._missing, self._repetition
         if self._max_instances:
             self._log(Instance(task, finished, self._start_s[task], self._moved_s[task], self._now_s))
@@ -201,7 +201,7 @@ class Execution:
         repetition[task] = following = finished + 1
         if finished == self._oldest:
             self._num_oldest -= 1
-        # Before its dependents learn of it, so that a task which follows its own previous repetition counts once.
+        # Before its dependents are released, so that a task that follows its own previous repetition counts once.
         program = self._program
         count = 0
         for other in program.after[task]:
@@ -269,11 +269,11 @@ class Execution:
         heappush(self._events, (end_s, COMPUTE_END, task, self._versions[task]))
 
     def _close_repetition(self) -> None:
-        """Note that the oldest repetition has ended; if the state recurs, leave whole periods out."""
+        """Record the end of the oldest repetition; if the state recurs, skip whole periods."""
         self._oldest = min(self._repetition)
         self._num_oldest = self._repetition.count(self._oldest)
         begun = max(self._repetition) + 1
-        # Once a task has done its last repetition the end is felt, and an endless run would go on otherwise.
+        # Once a task has done its last repetition, the state differs from that of an endless run.
         if self._finder is None or self._recurrence is not None or begun > self._limit:
             return
         self._meter.settle_all(self._now_s)
@@ -339,7 +339,7 @@ class Solution:
         self._outcomes: list[Outcome] = []
 
     def repeated(self, repetitions: int) -> Repeated:
-        """Return what `repetitions` take."""
+        """Return the result of `repetitions`."""
         for outcome in self._outcomes:
             more = repetitions - outcome.repetitions
             if not more:

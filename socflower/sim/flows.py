@@ -1,4 +1,4 @@
-"""The flows that are under way, their max-min fair rates, and when each will end."""
+"""The active flows, their max-min fair rates, and their end times."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from heapq import heappush
@@ -28,7 +28,7 @@ def max_min_rates(paths: Sequence[Sequence[Resource]], capacities: Mapping[Resou
     rates = [-1.0] * len(paths)
     while rising:
         shares = {resource: left[resource] / count for resource, count in rising.items()}
-        # Rounding may bring a later share a hair under an earlier one; a rate is never negative.
+        # Rounding may make a later share slightly smaller than an earlier one; a rate is never negative.
         level = max(min(shares.values()), 0.0)
         for resource, share in shares.items():
             if share > level * (1.0 + SAME_SHARE):
@@ -50,7 +50,7 @@ COMPUTE_END, FLOW_END = 0, 1
 
 
 SAME_INSTANT = 1e-12
-"""Relative difference below which two events happen together: rounding, not physics, keeps them apart."""
+"""Relative difference below which two events happen together: the difference is due to rounding."""
 
 _MAX_KNOWN = 1_000_000
 
@@ -82,7 +82,7 @@ class RateTable:
 
 
 class Flows:
-    """Active flows by task; a change re-shares only the flows that it can reach through shared resources.
+    """Active flows by task; a change re-shares only the flows connected to it through shared resources.
 
     Of flows that share, only those that end first get an event: the others are shared anew by then.
     `versions[task]` tells a valid event from one that a later change of rate replaced.
@@ -102,7 +102,7 @@ class Flows:
         self._changed: set[int] = set()
 
     def add(self, task: int, path: int, volume: float, now_s: float) -> None:
-        """Start a flow; it has no rate until `share`."""
+        """Add a flow; it has no rate until `share`."""
         self._path[task] = path
         self._left[task] = volume
         self._rate[task] = 0.0
@@ -113,14 +113,14 @@ class Flows:
             self._users[resource][task] = None
 
     def remove(self, task: int) -> None:
-        """Take out a flow that has ended."""
+        """Remove a flow that has ended."""
         resources = self._table.paths[self._path[task]]
         self._changed.update(resources)
         for resource in resources:
             del self._users[resource][task]
 
     def share(self, now_s: float) -> None:
-        """Give the flows that the changes since the last call can have touched their rates and ends."""
+        """Update rates and ends of the flows affected by changes since the last call."""
         reached: set[int] = set()
         for first in self._changed:
             users = self._users[first]
@@ -130,7 +130,7 @@ class Flows:
             reached.update(tasks)
             alone, path_of = self._table.alone, self._path
             if crossing == len(tasks) and level <= min([alone[path_of[task]] for task in tasks]):
-                # All cross the narrowest resource and nothing else holds one back: equal shares.
+                # All cross the narrowest resource and no other resource limits one: equal shares.
                 self._set_rates(tasks, [level] * len(tasks), now_s)
             else:
                 rates = self._table.rates(sorted([path_of[task] for task in tasks]))

@@ -1,4 +1,4 @@
-"""Parts of a graph that never wait for each other, each at its own pace while the speeds of SoCs change."""
+"""Independent parts of a graph, each with its own progress while the speeds of SoCs change."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from socflower.sim.execution import Repeated, Solution
 from socflower.sim.program import Component
 
 _SAME_INSTANT = 1e-9
-"""Of the length of a stretch: what ends so little after it has ended with it."""
+"""Tolerance relative to a stretch: a repetition that ends this little later ends with it."""
 
 
 @dataclass(slots=True)
 class Part:
-    """A component, and how far it has come; `solution` is that of the present speeds."""
+    """A component and its progress; `solution` is that of the present speeds."""
 
     component: Component
     solution: Solution
     left: int  # repetitions
-    ahead_s: float  # to the end of the repetition under way
+    ahead_s: float  # to the end of the repetition in progress
     before_s: float = 0.0  # of the stretch, that went on that repetition
     work_s: float = 0.0  # of the stretch, that went on new ones
     idle_s: float = 0.0  # of the stretch, after the last one
@@ -30,7 +30,7 @@ class Part:
         return self.ahead_s + (self.solution.repeated(repetitions).duration_s if repetitions else 0.0)
 
     def spend(self, stretch_s: float) -> None:
-        """Do all repetitions that begin within the stretch; the last one may end after it."""
+        """Execute all repetitions that begin within the stretch; the last one may end after it."""
         self.before_s = min(self.ahead_s, stretch_s)
         self.repetitions = self._beginning(stretch_s)
         end_s = self.end_s(self.repetitions)
@@ -59,22 +59,22 @@ class Part:
 
 
 def parts_of(components: Sequence[Component], pace: Pace, solve: Callable[[Component], Solution]) -> list[Part]:
-    """Return the components with what their SoCs have left; a part without SoCs has as much as the rest."""
-    most = max(pace.left.values(), default=0)
-    return [Part(component, solve(component), min((pace.left[soc] for soc in component.socs), default=most),
+    """Return the components with their SoCs' remaining work; a part without SoCs has as much as the others."""
+    most = max(pace.remaining.values(), default=0)
+    return [Part(component, solve(component), min((pace.remaining[soc] for soc in component.socs), default=most),
                  max((pace.ahead_s.get(soc, 0.0) for soc in component.socs), default=0.0))
             for component in components]
 
 
 def stretch_s(parts: Sequence[Part], hold_s: float, at_most: int | None = None) -> float:
-    """Return how long to go on: as long as speeds hold, all is not done, and no part has done `at_most`."""
+    """Return how long to continue: while speeds are constant, work remains, and no part has done `at_most`."""
     all_s = max((part.end_s(part.left) for part in parts), default=0.0)
     few_s = (part.end_s(at_most) for part in parts if at_most is not None and part.left > at_most)
     return min(hold_s, all_s, *few_s)
 
 
-def move_on(pace: Pace, parts: Sequence[Part]) -> None:
-    """Note in `pace` what the parts have come to."""
+def advance_pace(pace: Pace, parts: Sequence[Part]) -> None:
+    """Write the parts' progress to `pace`."""
     for part in parts:
         for soc in part.component.socs:
-            pace.left[soc], pace.ahead_s[soc] = part.left, part.ahead_s
+            pace.remaining[soc], pace.ahead_s[soc] = part.left, part.ahead_s

@@ -13,10 +13,10 @@ from socflower.cluster import Activity, Cluster, Compute, Endpoint, TaskGraph, T
 from socflower.errors import ConfigError
 
 Load: TypeAlias = tuple[str, Activity]
-"""The processor that works and what for."""
+"""The busy processor and its activity."""
 
 SERVER = -1
-"""In place of a SoC's number: servers draw nothing here."""
+"""Placeholder for a SoC's number: the power of servers is not counted."""
 
 
 class ComputeStep(NamedTuple):
@@ -53,7 +53,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A program and what its local numbers stand for."""
+    """A program and the meaning of its local numbers."""
 
     program: Program
     tasks: tuple[int, ...]
@@ -81,7 +81,7 @@ class CompiledGraph:
 
 
 def compile_graph(graph: TaskGraph, cluster: Cluster) -> CompiledGraph:
-    """Return the graph in executable form; `ConfigError` for what the cluster does not have."""
+    """Return the graph in executable form; `ConfigError` for endpoints or processors that the cluster does not have."""
     for soc in graph.participants:
         cluster.board_of(soc)
     routes = _Routes(cluster)
@@ -119,7 +119,7 @@ class _Route(NamedTuple):
 
 
 class _Routes:
-    """What the cluster answers about endpoints, asked once for each pair."""
+    """The cluster's paths between endpoints, computed once per pair."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -26,7 +26,7 @@ class _Span(NamedTuple):
 
 
 class Trace:
-    """Collects spans in virtual seconds; beyond `max_spans` it counts what it drops and says so in the file."""
+    """Collects spans in virtual seconds; spans beyond `max_spans` are dropped and counted in the file."""
 
     def __init__(self, max_spans: int = 200_000) -> None:
         if max_spans < 1:
@@ -38,12 +38,12 @@ class Trace:
 
     @property
     def num_spans(self) -> int:
-        """How many spans are kept."""
+        """Number of spans kept."""
         return len(self._spans)
 
     @property
     def room(self) -> int:
-        """How many more spans will be kept."""
+        """Number of spans that can still be added."""
         return self.max_spans - len(self._spans)
 
     def add(self, process: str, row: str, name: str, start_s: float, duration_s: float, *,
@@ -61,7 +61,7 @@ class Trace:
         self.num_dropped += num_spans
 
     def state(self, first_span: int = 0) -> dict[str, Any]:
-        """Return the trace from a span on, as plain values that JSON keeps exactly; see `restore`."""
+        """Return the trace from a span on, as plain values that JSON stores exactly; see `restore`."""
         rows = {row: index for index, row in enumerate(self._rows)}
         return {"first_span": first_span, "num_dropped": self.num_dropped,
                 "rows": [[*row, list(order)] for row, order in self._rows.items()],
@@ -69,7 +69,7 @@ class Trace:
                           for span in self._spans[first_span:]]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Add what another trace has said of itself; called with consecutive parts, the trace is that other one."""
+        """Add a part of another trace's state; consecutive parts together restore that trace."""
         if state["first_span"] != self.num_spans:
             raise ConfigError(f"trace: a part from span {state['first_span']} does not follow {self.num_spans} spans")
         rows = [(process, row) for process, row, _ in state["rows"]]
@@ -129,7 +129,7 @@ class _Piece(NamedTuple):
 
 
 def record(trace: Trace, graph: TaskGraph, component: Component, repeated: Repeated, origin_s: float) -> None:
-    """Add what a component did from `origin_s` on.
+    """Add the execution of a component from `origin_s` on.
 
     Work has a row for each processor. A SoC's network and a link can serve several transfers at once; their
     rows show when they are busy, and with how many bytes. Where periods were skipped, each row shows one span.
@@ -196,7 +196,7 @@ def _merged(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
 
 
 def _parted(pieces: Iterable[_Piece], at_s: float, inserted_s: float) -> Iterator[_Piece]:
-    """Yield the pieces with `inserted_s` made free at `at_s`; one under way there goes on after it."""
+    """Yield the pieces with a gap of `inserted_s` at `at_s`; a piece across it continues after the gap."""
     for piece in pieces:
         if piece.end_s <= at_s:
             yield piece

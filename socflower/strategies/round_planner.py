@@ -91,7 +91,7 @@ class RoundPlanner:
             free = [soc for soc in present if soc not in taken]
             if free or not present:
                 return free
-            self._idle_usage += clock.rest(self.full_plan.participants)
+            self._idle_usage += clock.idle(self.full_plan.participants)
 
     def _replan(self, present: Sequence[int]) -> None:
         """Plan for the SoCs that are present: fewer SoCs form fewer groups, each with more data and as many steps."""

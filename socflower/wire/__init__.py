@@ -1,1 +1,1 @@
-"""What crosses processes: message keys, files of saved state, locked and temporary folders, and logging."""
+"""Communication among processes: message keys, files of saved state, locked and temporary folders, and logging."""

@@ -1,7 +1,7 @@
-"""Certificates for the machines of a rack: a certificate authority of its own, and a key for each host.
+"""Certificates for the machines of a rack: a private certificate authority, and a key for each host.
 
-The authority is private: what it has signed may take part, nobody else may, and no public name is needed. Its key,
-`ca.key`, signs new hosts and belongs on no machine of the rack. The same files serve rings and Flower's SuperLink.
+Only hosts with a certificate of the private authority may take part; no public name is needed. Its key, `ca.key`,
+signs new hosts and must not be on a machine of the rack. The same files serve rings and Flower's SuperLink.
 """
 
 import ipaddress
@@ -19,11 +19,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from socflower.errors import ConfigError
-from socflower.wire.folders import sole_use
-from socflower.wire.saved_state import write_whole
+from socflower.wire.folders import exclusive_folder
+from socflower.wire.saved_state import write_atomically
 
 _CA_DAYS = 3650
-# A board without a battery for its clock wakes up in the past, and would call a new certificate not yet valid.
+# A board without a clock battery starts with a past time, at which a new certificate would not be valid yet.
 _CLOCK_SKEW = timedelta(days=1)
 _LABEL = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)")
 _NODE_CONFIG_REFUSES = set("\"'\\\n")
@@ -31,7 +31,7 @@ _NODE_CONFIG_REFUSES = set("\"'\\\n")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCertificate:
-    """One host's files; the three of them go to the host, the key readable by its Flower user alone."""
+    """One host's files; copy all three to the host, with the key readable only by its Flower user."""
 
     host: str
     ca: Path
@@ -42,7 +42,7 @@ class HostCertificate:
 
     @property
     def node_config(self) -> str:
-        """What `--node-config` of the host's SuperNode needs, with the paths as they are here."""
+        """The entries for `--node-config` of the host's SuperNode, with the present paths."""
         return f'ring-ca="{self.ca}" ring-certificate="{self.certificate}" ring-key="{self.key}"'
 
 
@@ -54,7 +54,7 @@ class _Authority:
 
     def sign(self, host: str, key: ec.EllipticCurvePrivateKey, valid_days: int) -> x509.Certificate:
         not_after = min(_now() + timedelta(days=valid_days), self.certificate.not_valid_after_utc)
-        # A host is both ends: it listens to one neighbour of the ring and dials the other.
+        # A host is both server and client: it listens to one neighbour of the ring and connects to the other.
         usages = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         builder = _builder(_name(host), self.certificate.subject, key, not_after)
         return (
@@ -70,13 +70,12 @@ class _Authority:
 def write_certificates(
     folder: Path, hosts: Sequence[str], *, valid_days: int = 825, renew: bool = False,
 ) -> dict[str, HostCertificate]:
-    """Write a certificate and a key for each host into `folder`, and an authority if none is there; return them.
+    """Write a certificate and a key for each host into `folder`, and an authority if there is none; return them.
 
-    A host is a DNS name or an IP address, as its peers dial it. What a host has already is kept, unless `renew` asks
-    for new ones. Certificates end with the authority's at the latest, ten years after it was made. Keys are written
-    with mode 0600. Raises `ConfigError` for a host that is neither, a folder that cannot be written, files that are
-    damaged or of another authority, and certificates that are out of date; nothing is written before all hosts and
-    files have been looked at.
+    A host is a DNS name or an IP address, as used by its peers. Existing files are kept, unless `renew` is set.
+    Certificates expire at the latest with the authority's, ten years after its creation. Keys are written with mode
+    0600. Raises `ConfigError` for a host that is neither, a folder that cannot be written, files that are damaged or of
+    another authority, and expired certificates; nothing is written before all hosts and files are checked.
     """
     names = list(dict.fromkeys(_host(host) for host in hosts))
     if not names:
@@ -87,7 +86,7 @@ def write_certificates(
     if _NODE_CONFIG_REFUSES & set(str(folder)):
         raise ConfigError(f"{folder}: quotes, backslashes and line breaks in a path cannot stand in --node-config; "
                           "name another folder")
-    with sole_use(folder, f"--out {folder}"):
+    with exclusive_folder(folder, f"--out {folder}"):
         return _write(folder, names, valid_days, renew)
 
 
@@ -109,7 +108,7 @@ def _write(folder: Path, names: Sequence[str], valid_days: int, renew: bool) -> 
 
 
 def _host(text: str) -> str:
-    """Return the host's name or address in its one spelling."""
+    """Return the host's name or address in canonical form."""
     host = text.strip().lower().rstrip(".")
     if isinstance(_address(host), ipaddress.IPv6Address) and "%" in host:
         raise ConfigError(f"host {text!r}: a zone cannot stand in a certificate; leave out %{host.partition('%')[2]}")
@@ -138,7 +137,7 @@ def _general_name(host: str) -> x509.GeneralName:
 
 
 def _stem(host: str) -> str:
-    # Not every file system takes colons, and scp reads them as a host; no DNS name holds an underscore.
+    # Some file systems do not allow colons, and scp reads them as a host; no DNS name contains an underscore.
     return host.replace(":", "_")
 
 
@@ -151,7 +150,7 @@ def _key_path(folder: Path, host: str) -> Path:
 
 
 def _read_authority(folder: Path) -> _Authority | None:
-    """Return the folder's authority, or None if it has none; `ConfigError` if it is no longer good."""
+    """Return the folder's authority, or None if it has none; `ConfigError` if it is not valid."""
     path, key_path = folder / "ca.pem", folder / "ca.key"
     if not path.exists() and not key_path.exists():
         return None
@@ -175,7 +174,7 @@ def _is_authority(certificate: x509.Certificate) -> bool:
 
 
 def _read_host(folder: Path, host: str, authority: _Authority, renew: bool) -> x509.Certificate | None:
-    """Return the certificate that a host has, or None if it is to get one."""
+    """Return a host's existing certificate, or None if a new one is needed."""
     path, key_path = _certificate_path(folder, host), _key_path(folder, host)
     if renew or not (path.exists() or key_path.exists()):
         return None
@@ -193,7 +192,7 @@ def _read_host(folder: Path, host: str, authority: _Authority, renew: bool) -> x
 
 
 def _refuse_orphans(folder: Path, hosts: Sequence[str]) -> None:
-    """Refuse to make a new authority beside keys of an old one, which would be overwritten."""
+    """Refuse to make a new authority in a folder with keys of an old one, which would be overwritten."""
     for host in hosts:
         for path in (_certificate_path(folder, host), _key_path(folder, host)):
             if path.exists():
@@ -238,8 +237,8 @@ def _make_authority(folder: Path) -> _Authority:
         .add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
         .sign(key, hashes.SHA256())
     )
-    write_whole(folder / "ca.key", [_pem_of_key(key)], mode=0o600)
-    write_whole(folder / "ca.pem", [certificate.public_bytes(serialization.Encoding.PEM)], mode=0o644)
+    write_atomically(folder / "ca.key", [_pem_of_key(key)], mode=0o600)
+    write_atomically(folder / "ca.pem", [certificate.public_bytes(serialization.Encoding.PEM)], mode=0o644)
     return _Authority(folder / "ca.pem", certificate, key)
 
 
@@ -248,8 +247,8 @@ def _issue(folder: Path, host: str, authority: _Authority, valid_days: int) -> H
     status = "renewed" if key_path.exists() or path.exists() else "new"
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = authority.sign(host, key, valid_days)
-    write_whole(key_path, [_pem_of_key(key)], mode=0o600)
-    write_whole(path, [certificate.public_bytes(serialization.Encoding.PEM)], mode=0o644)
+    write_atomically(key_path, [_pem_of_key(key)], mode=0o600)
+    write_atomically(path, [certificate.public_bytes(serialization.Encoding.PEM)], mode=0o644)
     return HostCertificate(host=host, ca=authority.path, certificate=path, key=key_path,
                            not_after=certificate.not_valid_after_utc, status=status)
 
@@ -273,7 +272,7 @@ def _key_usage(
 
 
 def _name(text: str) -> x509.Name:
-    # A common name holds 64 characters; it is for people, TLS reads the alternative name.
+    # A common name is limited to 64 characters; it is for people, TLS uses the alternative name.
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 

@@ -1,7 +1,7 @@
-"""Folders that one process uses at a time, and temporary folders that do not stay.
+"""Folders that one process uses at a time, and temporary folders that are removed.
 
-A process holds a lock on its folder, which the kernel releases whatever ends the process. Whoever makes a temporary
-folder in the same place removes those that nobody holds any more.
+A process holds a lock on its folder, which the kernel releases at the end of the process. Creating a temporary folder
+removes those in the same place whose lock is free.
 """
 
 import fcntl
@@ -21,19 +21,19 @@ _POLL_S = 0.5
 
 
 class FolderLock:
-    """Holds the file `path` until `release` or the end of this process; the file has the process id of its holder.
+    """Locks the file `path` until `release` or the end of this process; the file has the process id of its holder.
 
     Parameters
     ----------
     path : Path
-        The lock's file, in or beside what it keeps others from. It is made, and removed by `release`; what a killed
-        process leaves of it keeps nobody out.
+        The lock's file, in or next to the protected folder. It is created, and removed by `release`; the file of a
+        killed process locks nothing.
     what : str
-        How an error begins: the option and the folder that are locked.
+        Prefix of errors: the option and the folder that are locked.
     wait_s : float
-        For how long a holder is waited for, as one that is about to end.
+        How long to wait for a holder, such as one that is about to end.
     on_wait : Callable
-        Gets a line before a wait.
+        Called with a line before a wait.
 
     Raises `ConfigError`, which names the holder, if another process or another lock of this one holds the file; and if
     the file cannot be made or its file system has no locks.
@@ -56,7 +56,7 @@ class FolderLock:
         os.write(descriptor, f"{os.getpid()}\n".encode())
 
     def _try(self, what: str) -> int | None:
-        """Return the descriptor of the file, locked; None if somebody else holds it."""
+        """Return the descriptor of the file, locked; None if it is held elsewhere."""
         while True:
             try:
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)  # never inherited by new programs
@@ -65,7 +65,7 @@ class FolderLock:
                                   ) from None
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Its holder may have removed the file after it was opened here: then others lock a new one.
+                # Its holder may have removed the file after it was opened here; others would then lock a new one.
                 if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
                     return descriptor
             except BlockingIOError:
@@ -84,12 +84,12 @@ class FolderLock:
             pid = self.path.read_text("utf-8").strip()
         except (OSError, ValueError):
             pid = ""
-        return f"process {pid}" if pid else "another process"  # which has not written its id yet
+        return f"process {pid}" if pid else "another process"  # it has not written its id yet
 
     def release(self) -> None:
-        """Remove the file and let others in; again does nothing."""
+        """Remove the file and release the lock; a second call does nothing."""
         if self._descriptor is not None:
-            self.path.unlink(missing_ok=True)  # while it is held: after that it may be another's
+            self.path.unlink(missing_ok=True)  # while locked: afterwards it may belong to another process
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -102,8 +102,8 @@ class FolderLock:
 
 
 @contextmanager
-def sole_use(folder: Path, what: str) -> Iterator[None]:
-    """Keep other processes out of a folder, which is made if it is missing; after an error it is not left behind empty.
+def exclusive_folder(folder: Path, what: str) -> Iterator[None]:
+    """Lock a folder for this process; a missing one is created, and removed after an error if empty.
 
     Raises `ConfigError`, which begins with `what`, as `FolderLock` does, and for a file of that name.
     """
@@ -124,7 +124,7 @@ def sole_use(folder: Path, what: str) -> Iterator[None]:
         raise
 
 
-_SUFFIX = ".locked"  # only folders of this kind are ever removed for another process
+_SUFFIX = ".locked"  # only folders with this suffix are removed on behalf of another process
 _TRIES = 100
 
 
@@ -140,18 +140,18 @@ def temporary_folder(prefix: str = "socflower-", *, within: Path | None = None) 
     try:
         yield folder
     finally:
-        # Processes that are about to end may still write there; what they leave, the next run removes.
+        # Processes that are about to end may still write there; the next run removes their files.
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
 
 
 def remove_abandoned(parent: Path, prefix: str = "socflower-") -> None:
-    """Remove this user's folders of the kind in `parent` whose processes are gone."""
+    """Remove this user's temporary folders in `parent` whose processes have ended."""
     for folder in parent.glob(f"{prefix}*{_SUFFIX}"):
         try:
-            # No link is followed: in a folder that all may write to, anybody may have put it there.
+            # No link is followed: in a world-writable folder any user may have created it.
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # gone, or somebody else's
+        except OSError:  # removed meanwhile, or another user's
             continue
         try:
             if os.fstat(descriptor).st_uid == os.getuid():
@@ -169,14 +169,14 @@ def _make(parent: Path, prefix: str) -> tuple[Path, int]:
         folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=_SUFFIX, dir=parent))
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # another process took it for abandoned before the lock was ours
+        except FileNotFoundError:  # another process removed it as abandoned before it was locked here
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
             continue
-        except OSError:  # no locks on this file system; then nobody else can lock it either, so it is left alone
+        except OSError:  # no locks on this file system; other processes cannot lock it either, so none removes it
             return folder, descriptor
         if folder.is_dir():
             return folder, descriptor

@@ -1,4 +1,4 @@
-"""Lines in Flower's log, without importing Flower; and what a port refused, in few lines for each peer and minute."""
+"""Lines in Flower's log, without importing Flower, and a rate-limited log of a port's refusals."""
 
 import logging
 import time
@@ -17,8 +17,8 @@ _OTHERS = "other peers"
 
 
 @dataclass(slots=True)
-class _Minute:
-    """What was said of one host since its first refusal."""
+class _HostPeriod:
+    """The lines about one host since its first refusal."""
 
     since_s: float
     num_lines: int = 0
@@ -28,11 +28,11 @@ class _Minute:
 class RefusalLog:
     """Logs refusals through `log_line`; from several threads.
 
-    Whoever tries again and again must neither fill the log nor silence it.
-    Of each host `lines_per_period` are logged in `period_s`; the rest is counted, and told in one line when the period
-    has ended and something happens again, or at `flush`. At most `most_hosts` are told apart at a time; all others
-    share the lines of one, so that an attacker with many addresses costs neither memory nor log. A port's own messages
-    do not pass through here, so nobody can use them up.
+    A peer that tries repeatedly must neither fill the log nor silence it.
+    Of each host `lines_per_period` are logged in `period_s`; the rest is counted, and reported in one line at the
+    first event after the period, or at `flush`. At most `most_hosts` are counted separately at a time; all others share
+    the lines of one, so that an attacker with many addresses uses neither memory nor log. A port's own messages do not
+    pass through here, so they are not limited.
     """
 
     def __init__(
@@ -42,43 +42,44 @@ class RefusalLog:
         self._log_line, self._what, self._clock = log_line, what, clock
         self._lines_per_period, self._most_hosts, self._period_s = lines_per_period, most_hosts, period_s
         self._lock = Lock()
-        self._minutes: dict[str, _Minute] = {}
+        self._periods: dict[str, _HostPeriod] = {}
 
     def report(self, peer: str, line: str) -> None:
         """Log a line about `peer`, an address with a port at its end or none, or count it."""
-        host = peer.rpartition(":")[0] or peer  # a stranger has a new port each time
+        host = peer.rpartition(":")[0] or peer  # an unknown peer has a new port each time
         with self._lock:
-            said = self._ended()
-            if host not in self._minutes and len(self._minutes) - (_OTHERS in self._minutes) >= self._most_hosts:
+            lines_to_log = self._ended()
+            if host not in self._periods and len(self._periods) - (_OTHERS in self._periods) >= self._most_hosts:
                 host = _OTHERS
-            minute = self._minutes.setdefault(host, _Minute(self._clock()))
-            if minute.num_lines < self._lines_per_period:
-                minute.num_lines += 1
-                last = minute.num_lines == self._lines_per_period
-                said.append(line + (f"; more about {host} is only counted for {self._period_s:g} s" if last else ""))
+            period = self._periods.setdefault(host, _HostPeriod(self._clock()))
+            if period.num_lines < self._lines_per_period:
+                period.num_lines += 1
+                last = period.num_lines == self._lines_per_period
+                note = f"; more about {host} is only counted for {self._period_s:g} s" if last else ""
+                lines_to_log.append(line + note)
             else:
-                minute.num_left_out += 1
-        self._say(said)
+                period.num_left_out += 1
+        self._log_lines(lines_to_log)
 
     def flush(self, *, everything: bool = False) -> None:
-        """Tell how many lines were left out in the periods that have ended; or in all of them."""
+        """Log how many lines were left out in the periods that have ended, or with `everything` in all."""
         with self._lock:
-            said = self._ended(everything)
-        self._say(said)
+            lines_to_log = self._ended(everything)
+        self._log_lines(lines_to_log)
 
     def _ended(self, everything: bool = False) -> list[str]:
-        """Forget hosts whose period has ended; return what there is to say about them."""
+        """Remove hosts whose period has ended; return the lines about them."""
         now_s = self._clock()
-        ended = [host for host, minute in self._minutes.items()
-                 if everything or now_s >= minute.since_s + self._period_s]
+        ended = [host for host, period in self._periods.items()
+                 if everything or now_s >= period.since_s + self._period_s]
         lines: list[str] = []
         for host in ended:
-            minute = self._minutes.pop(host)
-            if minute.num_left_out:
-                lines.append(f"{self._what}: {minute.num_left_out} more refusals of {host} within "
-                             f"{min(self._period_s, now_s - minute.since_s):.0f} s")
+            period = self._periods.pop(host)
+            if period.num_left_out:
+                lines.append(f"{self._what}: {period.num_left_out} more refusals of {host} within "
+                             f"{min(self._period_s, now_s - period.since_s):.0f} s")
         return lines
 
-    def _say(self, lines: list[str]) -> None:
+    def _log_lines(self, lines: list[str]) -> None:
         for line in lines:  # outside the lock: a log may be slow
             self._log_line(line)

@@ -1,4 +1,4 @@
-"""What strategies and clients say to each other inside Flower messages: keys and encodings, without Flower."""
+"""Keys and encodings of the records that strategies and clients exchange in Flower messages, without Flower."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -13,67 +13,67 @@ ARRAYS = "arrays"
 CONFIG = "config"
 METRICS = "metrics"
 GROUP = "group"
-"""The record that makes a TRAIN message a whole group's work; without it a client trains alone."""
+"""The record of a TRAIN message for a whole group; without it a client trains alone."""
 
 NUM_EXAMPLES = "num-examples"
 SERVER_ROUND = "server-round"
 PARTITION_ID = "partition-id"
 NUM_PARTITIONS = "num-partitions"
 PRICED = "socflower-priced"
-"""Present in a message whose virtual time its strategy accounts for, so that the grid must not."""
+"""Present in a message whose virtual time the strategy accounts for, so that the grid does not."""
 
 GROUP_ID = "socflower-group"
-"""The metric by which a client says that it did the work of that group, and not only of its own node."""
+"""The metric that marks a reply as the work of that group, not only of the client's own node."""
 
 EVENTS = "socflower-events"
-"""The record of a reply that tells, a line each, what went wrong at the client and was made good."""
+"""The record of a reply with the errors that the client recovered from, one line each."""
 
 ALPHA, ALPHA_STEPS = "socflower-alpha", "socflower-alpha-steps"
-"""The metrics by which a mixed-precision client says which confidence held for how many steps (F9)."""
+"""The metrics of a mixed-precision client: each confidence and its number of steps (F9)."""
 
 CPU_SHARE = "cpu-share"
-"""And by which it says what part of its samples its CPUs had (F11)."""
+"""The metric for the share of its samples that its CPUs computed (F11)."""
 
 WARM_UP = "socflower-warm-up"
-"""Present in messages of the epochs that only help to choose the number of groups."""
+"""Present in messages of the epochs that only serve to choose the number of groups."""
 
 RESUMED = "socflower-resumed"
 """In a group's first message after a resume: its client reads the group's state of the round before from its file.
 
-True if it must have one; False where that round dropped the group's reply, which may mean that its client died."""
+True if the state must exist; False where that round dropped the group's reply, as when its client died."""
 
 LOST_STATE = "has no trainer state"
-"""In the text of the error of a client that has not."""
+"""Part of the error text of a client without that state."""
 
 
 DEPARTURES = "socflower-departures"
 """The record by which a scenario's event makes SoCs leave within an interval: after which part of it, by SoC."""
 
 QUERY_ACTION = "socflower"
-"""The action of QUERY messages by which a strategy asks a node for its status, or for its group's model."""
+"""The action of QUERY messages that ask a node for its status, or for its group's model."""
 
 ASK = "socflower-ask"
 ASK_STATUS, ASK_MODEL = "status", "model"
 STATUS = "socflower-status"
-"""The record of the answer to either."""
+"""The record of the answer to both."""
 
 TRANSPORTS = ("auto", "gloo", "grpc")
-"""What carries a ring's gradients; "auto" is what the nodes are configured for."""
+"""The transports of a ring's gradients; "auto" is what the nodes are configured for."""
 
 GRPC_WITH_TLS = "grpc+tls"
-"""What nodes with certificates offer: they and those without cannot form a ring."""
+"""The transport of nodes with certificates; they cannot form a ring with nodes without."""
 
 COMPRESSIONS = ("none", "fp16", "int8", "int8-stochastic", "dgc")
-"""What a ring may send instead of gradients in float32."""
+"""The compressions that a ring may use instead of float32 gradients."""
 
 RING = "ring"
-"""The record that makes a TRAIN message one member's part of a group's work, in a ring of real machines."""
+"""The record of a TRAIN message for one member of a group, in a ring of real machines."""
 
 OUTCOME = "socflower-outcome"
-"""The record of a ring member's reply that says how the ring ended for it; see `RingOutcome`."""
+"""The record of a ring member's reply with the outcome of the ring; see `RingOutcome`."""
 
 HEAT = "socflower-heat"
-"""The record of a reply that says how hot its device was and what it did about it; see `HeatReport`."""
+"""The record of a reply with its device's heat and throttling; see `HeatReport`."""
 
 
 def encode(values: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def encode(values: Any) -> dict[str, Any]:
 
 
 def decode(kind: type[_Values], record: Mapping[str, Any], name: str) -> _Values:
-    """Return the dataclass of a record that `encode` made; `ConfigError` names what is missing or too much."""
+    """Return the dataclass of a record that `encode` made; `ConfigError` names missing and unknown keys."""
     values: dict[str, Any] = {key.replace("-", "_"): tuple(value) if isinstance(value, list) else value
                               for key, value in record.items()}
     known = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def _empty_by_default(kind: Any) -> set[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupTask:
-    """What one group does between two synchronisations; every member can compute its part from it alone."""
+    """One group's work between two synchronisations; each member derives its part from it alone."""
 
     group_id: int
     num_groups: int
@@ -117,10 +117,10 @@ class GroupTask:
     steps_per_epoch: int
     total_steps: int
     batch_size: int  # of the group
-    reshuffle: bool  # all data are dealt to the groups now and then, or each stays where it is
-    deal_epoch: int  # the epoch at whose start the data were dealt last, if they are dealt
+    reshuffle: bool  # whether data are redistributed among groups, or stay where they are
+    deal_epoch: int  # the epoch at whose start data were last redistributed, if at all
     seed: int
-    num_samples: int  # of the whole data set, as the strategy was told
+    num_samples: int  # of the whole data set, as given to the strategy
     npu_ratios: tuple[float, ...] = ()  # of the members' throughputs (F10); none where clients measure, or need none
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ class GroupTask:
 
     @classmethod
     def decode(cls, record: Mapping[str, Any]) -> "GroupTask":
-        """Return the task of a record; `ConfigError` names what is missing or too much."""
+        """Return the task of a record; `ConfigError` names missing and unknown keys."""
         return decode(cls, record, "group")
 
 
@@ -149,14 +149,14 @@ class RingTask:
     """
 
     participant: int  # this member
-    leader: int  # the participant that has the model, and answers with it
+    leader: int  # the participant that has the model, and replies with it
     addresses: tuple[str, ...]  # host:port of the members' ring ports, in the order of the group's members
     token: str  # hexadecimal, secret, of all rings of this interval only
     transport: str  # "gloo", "grpc" or "grpc+tls"
     num_buckets: int  # parts of the gradient whose exchange overlaps with the backward pass (F7)
     compression: str  # "none", "fp16", "int8" or "dgc"
-    heartbeat_s: float  # after so long without a sign of life a member is taken for hung
-    rendezvous_s: float  # and after so long for absent at the beginning
+    heartbeat_s: float  # a member without a heartbeat for so long counts as hung
+    rendezvous_s: float  # and one that does not connect for so long at the start, as absent
     # Groups that take turns with this one (F6): those before it in a step, those after it, and where to tell them.
     groups_before: tuple[int, ...] = ()
     groups_after: tuple[int, ...] = ()
@@ -171,13 +171,13 @@ class RingTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeStatus:
-    """What a node says of itself."""
+    """A node's report of its status."""
 
     ring: str = ""  # host:port of its ring port; empty where it has none, as in simulation
-    board: int = -1  # where it sits; -1 where its node config does not say
+    board: int = -1  # its board; -1 if not in its node config
     slot: int = -1
     transports: tuple[str, ...] = ()  # that it allows, best first
-    preempted: bool = False  # a user's workload has the device
+    preempted: bool = False  # a user's workload occupies the device
 
 
 COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT = "completed", "preempted", "no-model", "left-out"
@@ -187,30 +187,30 @@ COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT = "completed", "preempted", "no-model",
 class RingOutcome:
     """How the ring ended for one member."""
 
-    outcome: str  # COMPLETED; PREEMPTED: it left on a user's wish; NO_MODEL: no one had the model; LEFT_OUT: too late
+    outcome: str  # COMPLETED; PREEMPTED: left for a user; NO_MODEL: no member had the model; LEFT_OUT: too late
     members: tuple[int, ...]  # SoCs in the ring at the end
     num_steps: int  # that this member has applied
-    answers: bool  # whether it is the one that answers for its group
-    recoveries_s: tuple[float, ...] = ()  # how long each re-forming took, from noticing to training again
-    preempted: tuple[int, ...] = ()  # SoCs that left on a user's wish
-    log: tuple[str, ...] = ()  # what happened to the ring, a line each
+    answers: bool  # whether it replies for its group
+    recoveries_s: tuple[float, ...] = ()  # duration of each re-forming, from detection to training
+    preempted: tuple[int, ...] = ()  # SoCs that left for a user
+    log: tuple[str, ...] = ()  # events of the ring, one line each
     rates: tuple[float, ...] = ()  # samples per second of each of `members`, while it waited for nobody; 0: unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeatReport:
-    """How a device was while it answered a message. What it does not say is None, and has no key in the record."""
+    """A device's state while it handled a message. Unknown values are None, and have no key in the record."""
 
     temperature_c: float | None = None  # at the end
     peak_c: float | None = None
     clock_factor: float | None = None  # mean of present clock over the highest while it worked, 0 to 1
-    throttled_s: float | None = None  # for how long the device said that heat or power held its clocks down
-    share: float = 1.0  # mean of the part of its power that it gave to training, above 0
+    throttled_s: float | None = None  # for how long the device reported throttling by heat or power
+    share: float = 1.0  # mean share of its power used for training, above 0
     battery_fraction: float | None = None  # charge, 0 to 1, at the end
     user_load: float | None = None  # part of the processors that others used at the end, 0 to 1
-    paused_s: float = 0.0  # for how long the message was held before its work began
-    triggered: bool = False  # whether the device asks for shares to be balanced anew
-    notes: tuple[str, ...] = ()  # what is wrong with sensors, a line each
+    paused_s: float = 0.0  # for how long the message waited before its work started
+    triggered: bool = False  # whether the device requests re-balancing of shares
+    notes: tuple[str, ...] = ()  # sensor errors, one line each
 
     def __post_init__(self) -> None:
         if not 0.0 < self.share <= 1.0:
@@ -226,6 +226,6 @@ class HeatReport:
 
     @classmethod
     def decode(cls, record: Mapping[str, Any]) -> "HeatReport":
-        """Return the report of a record; `ConfigError` for a key or a value that cannot be."""
+        """Return the report of a record; `ConfigError` for an invalid key or value."""
         unsaid = {entry.name.replace("_", "-"): None for entry in fields(cls) if entry.default is None}
         return decode(cls, {**unsaid, **record}, "heat")

@@ -1,4 +1,4 @@
-"""Files of saved state that are whole or not there, with a digest over every byte; and arrays as bytes for them."""
+"""Files of saved state, written atomically with a digest of all bytes, and arrays as bytes for them."""
 
 import hashlib
 import io
@@ -20,38 +20,38 @@ _MAGIC = "socflower-sealed"
 
 
 class DamagedFile(Exception):
-    """A sealed file that is torn, changed or no sealed file at all; the text names it."""
+    """A sealed file that is incomplete, changed or not a sealed file; the text names it."""
 
 
 def write_sealed(path: Path, header: Mapping[str, Any], payload: Iterable[bytes | memoryview] = (), *,
                  sync_folder: bool = True) -> None:
-    """Write `header` (JSON) and the bytes of `payload`; whatever happens, `path` holds the old file or the new one.
+    """Write `header` (JSON) and the bytes of `payload` atomically: `path` always holds the old file or the new one.
 
-    The first line has the SHA-256 and the length of all that follows. `sync_folder` False spares a wait for the disk
-    where another file is written into the folder right after. Raises `OSError` where it cannot be written.
+    The first line has the SHA-256 and the length of the rest. `sync_folder=False` avoids waiting for the disk where
+    another file follows in the same folder. Raises `OSError` where the file cannot be written.
     """
     pieces = [json.dumps(header, separators=(",", ":")).encode() + b"\n", *payload]
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
     first_line = f"{_MAGIC} {digest.hexdigest()} {sum(memoryview(piece).nbytes for piece in pieces)}\n"
-    write_whole(path, (first_line.encode(), *pieces))
+    write_atomically(path, (first_line.encode(), *pieces))
     if sync_folder:
         _sync_folder(path.parent)
 
 
-def write_whole(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int = 0o666) -> None:
-    """Write a file that is whole or not there, and at no time readable by more than `mode` and the umask allow.
+def write_atomically(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int = 0o666) -> None:
+    """Write a file atomically, at no time readable beyond `mode` and the umask.
 
     Raises `OSError` where it cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    partial.unlink(missing_ok=True)  # of a process that was killed, and had this number
+    partial.unlink(missing_ok=True)  # of a killed process with the same id
     try:
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
             stream.writelines(pieces)
             stream.flush()
-            # Without this a power failure can leave the new name on an empty file.
+            # Without this a power failure may leave an empty file under the new name.
             os.fsync(stream.fileno())
         os.replace(partial, path)
     except BaseException:
@@ -60,7 +60,7 @@ def write_whole(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int =
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Any], memoryview]:
-    """Return header and payload; `DamagedFile` if a byte is missing, too much or not what was written."""
+    """Return header and payload; `DamagedFile` if any byte is missing, added or changed."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -74,7 +74,7 @@ def read_sealed(path: Path) -> tuple[dict[str, Any], memoryview]:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what a writer that was killed left half-written."""
+    """Remove the partial files of killed writers."""
     for partial in folder.glob(".*.part"):
         partial.unlink(missing_ok=True)
 
@@ -92,7 +92,7 @@ _HEADER = "header"
 
 
 def to_bytes(kind: str, header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """Return `header` (JSON) and `arrays` as bytes that only `from_bytes` of the same `kind` takes."""
+    """Return `header` (JSON) and `arrays` as bytes that only `from_bytes` of the same `kind` accepts."""
     text = json.dumps({**header, "kind": kind}).encode()
     stream = io.BytesIO()
     members: dict[str, Any] = {f"array {key}": array for key, array in arrays.items()}
@@ -102,7 +102,7 @@ def to_bytes(kind: str, header: Mapping[str, Any], arrays: Mapping[str, NDArray[
 
 
 def from_bytes(kind: str, saved: bytes) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Return header and arrays; `ConfigError` for what is damaged or of another kind. Never unpickles anything."""
+    """Return header and arrays; `ConfigError` for damaged bytes or another kind. Never unpickles."""
     try:
         with np.load(io.BytesIO(saved), allow_pickle=False) as archive:
             header = json.loads(archive[_HEADER].tobytes())

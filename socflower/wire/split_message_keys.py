@@ -1,4 +1,4 @@
-"""What strategy and edges of a split training say to each other inside Flower messages, without Flower."""
+"""Keys and records that strategy and edges of a split training exchange in Flower messages, without Flower."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from socflower.errors import ConfigError
 from socflower.wire.message_keys import decode, encode
 
 SPLIT = "split"
-"""The record that makes a TRAIN message the edge's part of a split training."""
+"""The record of a TRAIN message for the edge's part of a split training."""
 
 SPLIT_REPORT = "socflower-split"
-"""The record of a reply that says how it went on a real link; see `SplitReport`."""
+"""The record of a reply with measurements of a real link; see `SplitReport`."""
 
 OWN: Final = "own"
 TURNS: Final = "turns"
 JOINED: Final = "joined"
 CLOUD_MODES = (OWN, TURNS, JOINED)
-"""Each edge has a cloud half of its own; one cloud half takes their batches in turn; or it joins their features."""
+"""Each edge has its own cloud half; one cloud half takes their batches in turn; or it joins their features."""
 
 EDGE_ALONE = -1
 """In a record, the cut of an edge that has the whole model."""
@@ -25,9 +25,9 @@ EDGE_ALONE = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitTask:
-    """What one message asks of its client: a span of batches, for one party or, in one process, for all of them."""
+    """The work of one message: a span of batches, for one party or, in one process, for all of them."""
 
-    parties: tuple[int, ...]  # whose work this is
+    parties: tuple[int, ...]  # the parties of this task
     num_parties: int  # of the whole training
     mode: str  # one of CLOUD_MODES
     reverse: bool  # the front half is in the cloud
@@ -40,12 +40,12 @@ class SplitTask:
     bits: tuple[int, ...]
     windows: tuple[int, ...]  # K at the beginning
     gradient_bits: int
-    actions: tuple[int, ...] = ()  # who does what in which order (edgecloud.timeline); none on a real link
+    actions: tuple[int, ...] = ()  # the order of all actions (edgecloud.plan.timeline); empty on a real link
     address: str = ""  # host:port of the cloud; empty where both halves train in the client's process
     run: str = ""  # the cloud's session
     session_first: int = 0  # the batch that the session counts as its first
     token: str = ""  # hexadecimal, of that session
-    fingerprint: str = ""  # of the model as the server cut it
+    fingerprint: str = ""  # of the server's split model
 
     def __post_init__(self) -> None:
         if self.mode not in CLOUD_MODES:
@@ -69,17 +69,17 @@ class SplitTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitReport:
-    """How a span went on a real link, as the edge saw it."""
+    """The edge's measurements of a span of batches on a real link."""
 
     cut: int  # at the end
     bits: int
     duration_s: float
-    compute_s: float  # of it, the edge's processor
+    compute_s: float  # of that, on the edge's processor
     up_bytes: int
     down_bytes: int
-    staleness: tuple[int, ...]  # how many gradients came back how stale: index is t - t'
+    staleness: tuple[int, ...]  # number of gradients by staleness: the index is t - t'
     reconnects: int = 0
-    events: tuple[str, ...] = ()  # re-cuts, lost links, a line each
+    events: tuple[str, ...] = ()  # re-cuts, lost links, one line each
 
     def encode(self) -> dict[str, Any]:
         """Return the report as a Flower record's scalars and lists."""

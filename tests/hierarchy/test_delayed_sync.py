@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
 from socflower.hierarchy import SyncInterval, group_steps_per_epoch, sync_schedule, sync_shapes
-from socflower.hierarchy.delayed_sync import _Walk
+from socflower.hierarchy.delayed_sync import _IntervalCursor
 
 INTERVALS = st.one_of(st.just("decay"), st.floats(1e-3, 50.0))
 
@@ -64,14 +64,14 @@ def test_the_shapes_of_a_schedule_are_its_intervals_counted(
 def test_shapes_take_no_more_work_for_more_epochs(steps: int, interval: float | str) -> None:
     """Counted in intervals that are walked along: two decimals repeat after a hundred epochs."""
     num_walked = [0]
-    next_one = _Walk.next
+    next_one = _IntervalCursor.next
 
-    def counting(walk: _Walk) -> SyncInterval:
+    def counting(walk: _IntervalCursor) -> SyncInterval:
         num_walked[0] += 1
         return next_one(walk)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Walk, "next", counting)
+        patch.setattr(_IntervalCursor, "next", counting)
         shapes = sync_shapes(10**12, steps, interval)
     assert num_walked[0] <= 100 * 120 + 1000
     assert sum(first.num_steps * count for first, count in shapes) == 10**12 * steps

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from socflower.cluster import Cluster, parse_cluster
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.hierarchy import GroupPlan, plan_groups
-from socflower.hierarchy.mapping.placement import even_out
+from socflower.hierarchy.mapping.placement import balance_capacities
 
 
 def cluster(*slots: int) -> Cluster:
@@ -110,7 +110,7 @@ def test_exchanges_never_make_groups_less_even_and_end(data: st.DataObject) -> N
     capacities = data.draw(st.lists(st.floats(1e-3, 1e3), min_size=12, max_size=12))
     members = [[0, 1, 2, 6], [3, 4, 7], [5, 8, 9, 10, 11]]
     board_of = {soc: soc // 6 for soc in range(12)}
-    after = even_out(members, board_of, capacities)
+    after = balance_capacities(members, board_of, capacities)
     assert [[board_of[soc] for soc in group] for group in after] == [[board_of[s] for s in g] for g in members]
     assert sorted(soc for group in after for soc in group) == list(range(12))
     squares = [sum(sum(capacities[soc] for soc in group) ** 2 for group in groups) for groups in (members, after)]

@@ -14,7 +14,7 @@ from socflower.cluster import Activity, Cluster, LayerProfile, ModelProfile, Usa
 from socflower.errors import ConfigError
 from socflower.hierarchy import GroupPlan, IntervalCosts, conflicts, plan_groups, sync_schedule
 from socflower.hierarchy.communication_groups import communication_groups
-from socflower.hierarchy.mapping.placement import even_out
+from socflower.hierarchy.mapping.placement import balance_capacities
 from socflower.hierarchy.rebalancing import (
     CapacitiesInUse,
     Rebalancing,
@@ -83,7 +83,7 @@ def test_after_reordering_no_single_exchange_makes_the_slowest_group_faster(
     capacities = data.draw(capacities_of(cluster))
     leaders = {group.leader for group in plan.groups}
     board_of = {soc: cluster.board_of(soc) for soc in plan.participants}
-    groups = even_out(members_of(plan), board_of, capacities, fixed=leaders)
+    groups = balance_capacities(members_of(plan), board_of, capacities, fixed=leaders)
     least = slowest(capacities, groups)
     assert least >= slowest(capacities, members_of(plan)) * (1.0 - 1e-12)
     for (left, one), (right, other) in combinations(list(enumerate(groups)), 2):

@@ -9,7 +9,7 @@ import pytest
 
 from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.errors import ConfigError, InfeasiblePlan
-from socflower.hierarchy.delayed_sync import _Walk
+from socflower.hierarchy.delayed_sync import _IntervalCursor
 from socflower.scenario.heat import predicted_heat
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.schema.config import EventConfig, PrecisionConfig, RingConfig, StrategyConfig, TrainConfig
@@ -45,13 +45,13 @@ def test_a_number_beyond_all_meaning_is_refused_or_planned_with_little_work(
     table: str, key: str, kind: type, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Work is counted in intervals between synchronisations that planning walks along."""
-    num_walked, next_one = [0], _Walk.next
+    num_walked, next_one = [0], _IntervalCursor.next
 
-    def counting(walk: _Walk) -> Any:
+    def counting(walk: _IntervalCursor) -> Any:
         num_walked[0] += 1
         return next_one(walk)
 
-    monkeypatch.setattr(_Walk, "next", counting)
+    monkeypatch.setattr(_IntervalCursor, "next", counting)
     refused = []
     for value in (HUGE[kind], TINY[kind]):
         try:
@@ -66,13 +66,13 @@ def test_a_number_beyond_all_meaning_is_refused_or_planned_with_little_work(
 
 
 def test_planning_costs_the_same_whatever_the_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_walked, next_one = [0], _Walk.next
+    num_walked, next_one = [0], _IntervalCursor.next
 
-    def counting(walk: _Walk) -> Any:
+    def counting(walk: _IntervalCursor) -> Any:
         num_walked[0] += 1
         return next_one(walk)
 
-    monkeypatch.setattr(_Walk, "next", counting)
+    monkeypatch.setattr(_IntervalCursor, "next", counting)
     work = []
     for epochs in (100, 1_000_000):
         num_walked[0] = 0

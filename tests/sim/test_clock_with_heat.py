@@ -221,10 +221,10 @@ def test_running_while_steady_again_and_again_is_running(
     while not pace.done:
         walker = heat(policy, around)
         walker.restore(parts.state())
-        before = sum(pace.left.values()), sum(pace.ahead_s.values())
+        before = sum(pace.remaining.values()), sum(pace.ahead_s.values())
         loads.clear()
         part = clock.run_while_steady(graph, pace)
-        assert (sum(pace.left.values()), sum(pace.ahead_s.values())) < before
+        assert (sum(pace.remaining.values()), sum(pace.ahead_s.values())) < before
         total += part
         assert part.duration_s == pytest.approx(sum(duration_s for duration_s, _ in loads))
         duration_s, power_w = loads[-1]
@@ -262,7 +262,7 @@ def test_resting_lasts_until_the_window_opens_and_cools_the_rack(make_cluster: M
     hot_c, rested_s, before_j = rack.temperatures_c, 0.0, rack.cooling_j
     rests = []
     while clock.taken_socs():
-        rests.append(clock.rest([0, 1]))
+        rests.append(clock.idle([0, 1]))
         rested_s += rests[-1].duration_s
     assert clock.now_s == pytest.approx(400.0)
     assert sum(rest.energy_j[Activity.IDLE] for rest in rests) == pytest.approx(2.0 * 1.0 * rested_s)
@@ -271,7 +271,7 @@ def test_resting_lasts_until_the_window_opens_and_cools_the_rack(make_cluster: M
     assert (rack.temperatures_c < hot_c).all()
     # Half an hour at a time where nothing changes any more.
     still = EventClock(cluster, heat())
-    assert still.rest([0]).duration_s == pytest.approx(1800.0)
+    assert still.idle([0]).duration_s == pytest.approx(1800.0)
 
 
 @FEW

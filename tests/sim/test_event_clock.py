@@ -350,9 +350,9 @@ def test_running_while_steady_ends_at_the_change_and_says_how_often(make_cluster
     graph = builder.build([0])
     pace = Pace({0: 100})
     usage = clock.run_while_steady(graph, pace)
-    assert (pace.left, usage.duration_s) == ({0: 96}, pytest.approx(2.0))
+    assert (pace.remaining, usage.duration_s) == ({0: 96}, pytest.approx(2.0))
     clock.run_while_steady(graph, pace, at_most=7)
-    assert pace.left == {0: 89}
+    assert pace.remaining == {0: 89}
     assert clock.now_s == pytest.approx(2.0 + 7 * 0.25)
     with pytest.raises(ConfigError, match="at_most must be 1"):
         clock.run_while_steady(graph, pace, at_most=0)
@@ -369,7 +369,7 @@ def test_parts_that_never_wait_for_each_other_go_on_at_their_own_pace(make_clust
     graph, pace = builder.build([0, 1]), Pace({0: 4, 1: 4})
     clock.run_while_steady(graph, pace)
     assert clock.now_s == 2.0
-    assert (pace.left, pace.ahead_s) == ({0: 2, 1: 0}, {0: pytest.approx(1.0), 1: 0.0})
+    assert (pace.remaining, pace.ahead_s) == ({0: 2, 1: 0}, {0: pytest.approx(1.0), 1: 0.0})
     usage = clock.run_while_steady(graph, pace)
     assert pace.done
     assert clock.now_s == pytest.approx(3.0 + 2 * 0.75)
@@ -380,15 +380,15 @@ def test_parts_that_never_wait_for_each_other_go_on_at_their_own_pace(make_clust
 def test_resting_lasts_until_something_changes_and_costs_idle_watts_and_fans(make_cluster: MakeCluster) -> None:
     clock = switching_clock(make_cluster)
     assert clock.taken_socs() == {3}
-    usage = clock.rest([0, 1])
+    usage = clock.idle([0, 1])
     device = make_cluster([4]).device_of(0)
     assert usage.duration_s == clock.now_s == 2.0
     assert usage.energy_j == {Activity.IDLE: pytest.approx(4.0 * device.idle_w), Activity.COOLING: 20.0}
     assert clock.taken_socs() == frozenset()
     with pytest.raises(ConfigError, match="would never end"):
-        clock.rest([0])
+        clock.idle([0])
     with pytest.raises(ConfigError, match="would never end"):
-        EventClock(make_cluster()).rest([0])
+        EventClock(make_cluster()).idle([0])
 
 
 def test_a_clock_keeps_its_dynamics(make_cluster: MakeCluster) -> None:

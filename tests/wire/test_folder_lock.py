@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from socflower.errors import ConfigError
-from socflower.wire.folders import LOCK_FILE, FolderLock, sole_use
+from socflower.wire.folders import LOCK_FILE, FolderLock, exclusive_folder
 
 HOLD = """\
 import sys
 from pathlib import Path
-from socflower.wire.folders import sole_use
-with sole_use(Path(sys.argv[1]), "--out there"):
+from socflower.wire.folders import exclusive_folder
+with exclusive_folder(Path(sys.argv[1]), "--out there"):
     print("held", flush=True)
     sys.stdin.readline()
 """
@@ -45,13 +45,13 @@ def test_a_second_process_is_told_who_is_there_until_the_first_is_killed(tmp_pat
     holder = Holder(folder)
     try:
         with pytest.raises(ConfigError, match=f"^--out here: process {holder.process.pid} is at work there; wait"), \
-                sole_use(folder, "--out here"):
+                exclusive_folder(folder, "--out here"):
             raise AssertionError("two at a time")
         assert (folder / LOCK_FILE).exists(), "the refused one took the lock away"
     finally:
         holder.kill()
     assert (folder / LOCK_FILE).exists()
-    with sole_use(folder, "--out here"):
+    with exclusive_folder(folder, "--out here"):
         assert int((folder / LOCK_FILE).read_text()) == os.getpid()
     assert list(folder.iterdir()) == []
 
@@ -111,10 +111,10 @@ def test_at_no_time_do_two_hold_it_though_files_come_and_go(tmp_path: Path) -> N
 
 
 def test_folders_that_were_made_in_vain_go_again(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), sole_use(tmp_path / "a" / "b", "--out a/b"):
+    with pytest.raises(RuntimeError), exclusive_folder(tmp_path / "a" / "b", "--out a/b"):
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(RuntimeError), sole_use(tmp_path / "a" / "b", "--out a/b"):
+    with pytest.raises(RuntimeError), exclusive_folder(tmp_path / "a" / "b", "--out a/b"):
         (tmp_path / "a" / "kept").touch()
         raise RuntimeError
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "kept"]
@@ -123,5 +123,5 @@ def test_folders_that_were_made_in_vain_go_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "says"), [("file", "is a file; name a folder"), ("file/below", "cannot write in")])
 def test_what_cannot_be_a_folder_is_one_line(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=says), sole_use(tmp_path / name, "--out x"):
+    with pytest.raises(ConfigError, match=says), exclusive_folder(tmp_path / name, "--out x"):
         pass

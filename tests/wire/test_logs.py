@@ -46,11 +46,11 @@ def test_an_attacker_with_many_addresses_costs_neither_memory_nor_log() -> None:
     for host in range(10_000):
         watched.refuse(f"10.1.{host // 256}.{host % 256}", 2)
     assert len(watched.lines) == 32 * 2 + 5
-    assert len(watched.log._minutes) == 33
+    assert len(watched.log._periods) == 33
     watched.now_s = 60.0
     watched.refuse("10.0.0.1")
     assert watched.lines[-2] == f"port: {2 * (10_000 - 32) - 5} more refusals of other peers within 60 s"
-    assert watched.lines[-1] == "refused 10.0.0.1" and len(watched.log._minutes) == 1
+    assert watched.lines[-1] == "refused 10.0.0.1" and len(watched.log._periods) == 1
 
 
 def test_what_was_only_counted_is_said_at_the_end() -> None:
@@ -75,7 +75,7 @@ def test_every_refusal_is_logged_or_counted(events: list[tuple[float, int]], lin
         before = len(watched.lines)
         watched.refuse(f"host{host}")
         per_minute[int(watched.now_s // 60)] += sum("refused" in line for line in watched.lines[before:])
-        assert len(watched.log._minutes) <= hosts + 1
+        assert len(watched.log._periods) <= hosts + 1
     watched.log.flush(everything=True)
     counted = [re.match(r"port: (\d+) more refusals", line) for line in watched.lines]
     assert sum(int(match[1]) if match else 1 for match in counted) == len(events)

@@ -81,7 +81,7 @@ def deal_in_order(groups: Sequence[Pieces], socs: Mapping[int, Sequence[int]]) -
     return [[next(decks[board]) for board, count in pieces for _ in range(count)] for pieces in groups]
 
 
-def even_out(members: Sequence[Sequence[int]], board_of: Mapping[int, int], capacities: Sequence[float],
+def balance_capacities(members: Sequence[Sequence[int]], board_of: Mapping[int, int], capacities: Sequence[float],
              fixed: Collection[int] = ()) -> list[list[int]]:
     """Return the groups after exchanges of SoCs on the same board that even out the groups' total capacities.
 

@@ -18,7 +18,7 @@ from socflower.thermal.fans.outputs import DutyOutput, FanFailure, FanOutput, ca
 from socflower.thermal.fans.policies import FanPolicy
 from socflower.thermal.sensors.remote import BackgroundSource
 from socflower.wire.folders import FolderLock
-from socflower.wire.saved_state import write_whole
+from socflower.wire.saved_state import write_atomically
 
 PolicyMaker = Callable[[str, Mapping[str, object]], FanPolicy]
 
@@ -142,7 +142,7 @@ class _Reporter:
             self._said_rpm = state.rpm
         if self._loaded.status_file is not None:
             try:
-                write_whole(self._loaded.status_file, (json.dumps(document, indent=1).encode(), b"\n"))
+                write_atomically(self._loaded.status_file, (json.dumps(document, indent=1).encode(), b"\n"))
                 self._complained = False
             except OSError as error:
                 if not self._complained:
