@@ -119,7 +119,7 @@ class TrainerState:
             return None
         raise ConfigError(f"group {self._begin.group_id} {LOST_STATE} for step {self._begin.next_step} of "
                           f"{self._begin.total_steps} to resume from: {cause}; without its momentum the weights would "
-                          "be others, so start the training anew (--fresh)")
+                          "differ, so start a new training (--fresh)")
 
     def save(self, state: bytes | None, mean_loss: float, *, in_file: bool = True) -> None:
         """Save the state of the task's end; None if there is none."""

@@ -81,7 +81,7 @@ class GradientCompression(ABC):
         saved: dict[str, Any] = torch.load(io.BytesIO(state), weights_only=True)
         if (saved["schema"], saved["name"]) != (_STATE_SCHEMA, self.name):
             raise ConfigError(f"gradient compression: the saved state is of {saved['name']!r}, not of {self.name!r}; "
-                              "go on with the same compression, or start anew")
+                              "continue with the same compression, or start a new training")
         self._kept = saved["kept"]
         self._pending = {}
 
@@ -92,7 +92,8 @@ class GradientCompression(ABC):
             return tuple(torch.zeros_like(gradient) for _ in range(num_tensors))
         if len(kept) != num_tensors or kept[0].shape != gradient.shape:
             raise ConfigError(f"gradient compression {self.name!r}: bucket {bucket} had {kept[0].numel()} elements and "
-                              f"has {gradient.numel()}; keep model and number of buckets, or start anew")
+                              f"has {gradient.numel()}; keep model and number of buckets, or start a "
+                              "new training")
         return kept
 
 
