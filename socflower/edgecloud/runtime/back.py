@@ -1,4 +1,4 @@
-"""The half with the loss: it takes features, updates itself, and returns the gradient with respect to them."""
+"""The half with the loss: it updates its weights from features, and returns the gradient with respect to them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -61,7 +61,7 @@ class TorchBack(TorchHalf):
             return self._combine(leaves)
         if len(leaves) > 1:
             return torch.cat(list(leaves), dim=1)
-        # What autograd calls a leaf must not be overwritten, nor the caller's array.
+        # Neither an autograd leaf nor the caller's array may be overwritten.
         return leaves[0].clone() if self._split.writes_in_place else leaves[0]
 
     def _gradient(self, leaf: torch.Tensor) -> Array:

@@ -1,4 +1,4 @@
-"""What a loop did, and how: for the caller, for the cost model's measured side, and for tests of bounds."""
+"""The report of a loop: for the caller, for comparison with the cost model, and for tests of bounds."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ LARGEST_TRANSFERS = 100_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """The cut has moved."""
+    """A move of the cut."""
 
     batch: int  # the first one at the new cut
     old: int
@@ -24,7 +24,7 @@ class Move:
 
 @dataclass(slots=True)
 class LoopReport:
-    """One side's account of a span; batches that were done twice, after a rollback, count once."""
+    """One side's report of a span; batches that were repeated after a rollback count once."""
 
     first_batch: int
     num_batches: int

@@ -1,4 +1,4 @@
-"""Trains a span with the edge's half: joins, restores what was agreed, drives the loop, begins anew where it must."""
+"""Trains a span with the edge's half: joins, restores the agreed checkpoint, runs the loop, starts over if needed."""
 
 import time
 from collections.abc import Callable
@@ -41,11 +41,11 @@ class Span:
 def train_front(
     connection: EdgeConnection, half: FrontHalf, span: Span, plan: FrontPlan, *, folder: Path | None = None,
 ) -> LoopReport:
-    """Train a span with the front half here and the back half in the cloud, and return how it went.
+    """Train a span with the front half here and the back half in the cloud, and return a report.
 
-    `half` stands before `span.first_batch` when this is called, and after the span when it returns, both halves saved.
-    With a `folder` checkpoints are kept there, which an edge that was killed goes on from: called anew with the same
-    arguments it then restores `half`, and `first_batch` of the report says from where. Raises `SplitRefused`,
+    `half` must be in the state before `span.first_batch`; on return it is trained on the span, and both halves are
+    saved. With a `folder`, checkpoints are stored there, from which an edge that was killed continues: called again
+    with the same arguments it restores `half`, and `first_batch` of the report tells from where. Raises `SplitRefused`,
     `SplitLost`, and whatever the half raises.
     """
     def drive(training: "_Training", channel: FrameChannel, terms: JoinTerms) -> None:
@@ -62,7 +62,7 @@ def train_front(
 def train_back(
     connection: EdgeConnection, half: BackHalf, span: Span, *, folder: Path | None = None,
 ) -> LoopReport:
-    """Train a span of a reverse split: the back half is here, the front half in the cloud. Else as `train_front`."""
+    """Train a span of a reverse split, with the back half here and the front half in the cloud; see `train_front`."""
     def drive(training: "_Training", channel: FrameChannel, terms: JoinTerms) -> None:
         receiver = FeatureReceiver(channel.peer)
         FeatureReceiver.restore_all([receiver], training.codec)
@@ -74,7 +74,7 @@ def train_back(
 
 
 class _Training:
-    """One call of the functions above, over all its beginnings."""
+    """One call of the functions above, with all its restarts."""
 
     def __init__(self, connection: EdgeConnection, half: Half, span: Span, folder: Path | None, *, front: bool) -> None:
         self._connection, self._half, self._span, self._front = connection, half, span, front
@@ -118,7 +118,7 @@ class _Training:
                     self.report.add_traffic(channel.traffic)
 
     def _begin_at(self, terms: JoinTerms) -> None:
-        """Stand where all agreed to begin."""
+        """Restore the checkpoint on which all sides agreed."""
         place = terms.start
         self.codec = b""
         if self._state_batch != place.batch:

@@ -1,4 +1,4 @@
-"""Arrays as bytes: weights on the wire and in files, without a pickle that could carry code."""
+"""Arrays as bytes: weights on the wire and in files, without pickle, which could execute code."""
 
 import math
 import struct
@@ -21,7 +21,7 @@ _MOST_ELEMENTS = 1 << 40
 
 
 def array_to_bytes(array: NDArray[Any]) -> memoryview:
-    """Return an array's elements in C order, little-endian; a view where the array is laid out so already."""
+    """Return an array's elements in C order, little-endian; a view if the array already has this layout."""
     # ascontiguousarray would make a vector of a scalar, hence the reshape.
     flat: NDArray[Any] = np.ascontiguousarray(array).reshape(-1)
     return flat.astype(flat.dtype.newbyteorder("<"), copy=False).view(np.uint8).data if flat.size else memoryview(b"")
@@ -35,7 +35,7 @@ def describe_array(array: NDArray[Any], name: str = "") -> wire.Block:
 
 
 def array_num_bytes(block: wire.Block) -> int:
-    """Return how many bytes an array has; `FrameRefused` for a type or shape that cannot be."""
+    """Return the size of an array in bytes; `FrameRefused` for an invalid type or shape."""
     try:
         dtype = np.dtype(block.dtype)
     except (TypeError, ValueError, SyntaxError):
@@ -86,7 +86,7 @@ def unpack_weights(body: memoryview) -> dict[str, NDArray[Any]]:
 
 
 def body_num_bytes(pieces: Iterable[bytes | memoryview]) -> int:
-    """Return how many bytes a body in pieces has."""
+    """Return the total bytes of a body in pieces."""
     return sum(memoryview(piece).nbytes for piece in pieces)
 
 

@@ -1,4 +1,4 @@
-"""Who may talk to whom: tokens, certificates, and which addresses may do without."""
+"""Authentication: tokens, certificates, and the addresses that are allowed without TLS."""
 
 import hashlib
 import hmac
@@ -22,22 +22,22 @@ _MIN_TOKEN_LENGTH = 16
 
 
 def new_token() -> str:
-    """Return a token that nobody guesses: 256 random bits."""
+    """Return a token of 256 random bits."""
     return secrets.token_urlsafe(32)
 
 
 def hash_token(token: str) -> bytes:
-    """Return what is kept of a token: SHA-256, so that a stolen file or a dump shows none."""
+    """Return the SHA-256 of a token, which is stored instead of it, so that files and dumps do not reveal it."""
     return hashlib.sha256(token.encode()).digest()
 
 
 def token_matches(shown: str | bytes | None, digest: bytes) -> bool:
-    """Whether this is the token of that digest; takes equally long however much of it is right."""
+    """Whether a token has this digest, compared in constant time."""
     return isinstance(shown, str) and hmac.compare_digest(hash_token(shown), digest)
 
 
 def read_token(path: Path) -> str:
-    """Return the token of a file; `ConfigError` if it cannot be read or is none."""
+    """Return the token in a file; `ConfigError` if it cannot be read or is invalid."""
     try:
         return check_token(path.read_text("utf-8").strip(), f"token file {path}")
     except (OSError, UnicodeDecodeError) as error:
@@ -46,7 +46,7 @@ def read_token(path: Path) -> str:
 
 
 def check_token(token: str, where: str) -> str:
-    """Return the token; `ConfigError` for one that is short, or that cannot travel in a header."""
+    """Return the token; `ConfigError` if it is too short or cannot be sent in a header."""
     if len(token) < _MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(f"{where}: a token has at least {_MIN_TOKEN_LENGTH} printable ASCII characters without "
                           "blanks; make one with `openssl rand -hex 32`")
@@ -57,8 +57,8 @@ def check_token(token: str, where: str) -> str:
 class SplitTls:
     """PEM files of one end.
 
-    The cloud needs `certificate` and `key`, and with `ca` asks edges for certificates of that authority. The edge needs
-    `ca`, the authority that signed the cloud's certificate, and shows `certificate` and `key` where it is asked.
+    The cloud needs `certificate` and `key`, and with `ca` requires certificates of that authority from edges. The edge
+    needs `ca`, the authority that signed the cloud's certificate, and presents `certificate` and `key` if required.
     """
 
     ca: Path | None = None

@@ -1,19 +1,19 @@
-"""How a split training can end otherwise than with its last batch; each text is one line."""
+"""The errors that end a split training before its last batch; each message is one line."""
 
 from socflower.errors import SocflowerError
 
 
 class SplitRefused(SocflowerError):
-    """The other side does not want this, or what it says cannot be: trying again would not help."""
+    """The other side refused, or sent something invalid: retrying would not help."""
 
 
 class SplitLost(SocflowerError):
-    """The other side is gone, silent or out of reach for longer than was to be waited."""
+    """The other side was gone, silent or unreachable for longer than the timeout."""
 
 
 class StartOver(Exception):
-    """Not a failure: the other side has lost its place, or a party has, so all join anew and agree on a checkpoint."""
+    """Not a failure: the other side or a party has lost its state, so all join again and agree on a checkpoint."""
 
 
 class FrameRefused(Exception):
-    """A frame that no honest peer sends; the text says what is wrong with it. It ends that stream, nothing else."""
+    """An invalid frame; the text says what is wrong with it. It ends that stream only."""

@@ -1,14 +1,15 @@
 """Messages in order, each exactly once, over a succession of streams that may break at any frame.
 
-Both ends keep what they sent until the other has it whole. A stream is *attached* to the channel: it draws frames with
-`frames`, and hands arriving ones to `take`. When it breaks another one is attached, told by the other end how many
-messages that has, and sending goes on from there; what was half through begins anew. The loops above see none of this.
+Both ends keep sent messages until the other end has received them completely. A stream is *attached* to the channel: it
+takes outgoing frames from `frames`, and passes incoming ones to `on_frame`. When it breaks, another stream is attached;
+the other end reports how many messages it has, and sending continues from there. A message that was interrupted is sent
+again from its beginning. The training loops do not see this.
 
-Memory is bounded on both sides. What has arrived and is not worked off is at most the credit this end gave, or one
-single message however large: a message goes out if nothing of before waits at the other end, or if all of it fits into
-the credit. What this end keeps for the other is bounded by the replay window (F23) in a front half, and in a back half
+Memory is bounded on both sides. Received messages that are not processed yet take at most the credit that this end
+gave, or are one single message of any size: a message is sent if no earlier one waits at the other end, or if all of it
+fits into the credit. Sent messages kept here are bounded by the replay window (F23) in a front half, and in a back half
 by `send(..., wait_for_room=True)`. A front half must not wait for room: two ends that wait for each other to read would
-stand still.
+deadlock.
 """
 
 import math
@@ -37,7 +38,7 @@ _KEPT_TRANSFERS = 1024
 
 @dataclass(slots=True)
 class _Unacknowledged:
-    """A message that the other end may not have yet."""
+    """A sent message that the other end has not acknowledged."""
 
     number: int
     packed: Packed
@@ -72,10 +73,10 @@ class Traffic:
 
 
 class FrameChannel:
-    """One end. Loops call `send`, `receive`, `poll` and `flush`; streams call the methods below them; all may at once.
+    """One end of the channel, safe between threads. Loops call `send`, `receive`, `poll` and `flush`, streams the rest.
 
-    `patience_s` is how long `receive`, and `send` where it waits for room, wait without any sign of life that brings
-    them nearer; then they raise `SplitLost`. `peer` names the other end in such texts.
+    `patience_s` is how long `receive`, and `send` where it waits for room, wait without progress; then they raise
+    `SplitLost`. `peer` names the other end in such messages.
     """
 
     def __init__(self, peer: str, *, limits: Limits, patience_s: float = 900.0,
@@ -113,7 +114,7 @@ class FrameChannel:
     # ------------------------------------------------------------------------------------------------- for the loops
 
     def send(self, message: Message, *, wait_for_room: bool = False) -> None:
-        """Put a message in line; `wait_for_room` until what the other end does not have yet is within the credit.
+        """Queue a message; `wait_for_room` until the unacknowledged messages fit into the credit.
 
         The arrays in the message must not change any more. Raises what `fail` was given, and `SplitLost`.
         """
@@ -133,7 +134,7 @@ class FrameChannel:
             self._changed.notify_all()
 
     def poll(self) -> Message | None:
-        """Return the next message if it is there. Raises what `fail` was given."""
+        """Return the next message if there is one. Raises what `fail` was given."""
         with self._changed:
             self._raise_failure()
             return self._pop() if self._inbox else None
@@ -150,25 +151,25 @@ class FrameChannel:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no message waits for the link: each has at least begun to go out."""
+        """Whether no message waits for the link: the sending of each has at least begun."""
         with self._changed:
             return self._all_started()
 
     def flush(self, timeout_s: float) -> bool:
-        """Return whether the other end got everything, after waiting for that as long as it takes or is allowed."""
+        """Wait at most `timeout_s` until everything is acknowledged, and return whether it is."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unacknowledged or self._failure is not None, timeout_s)
             return not self._unacknowledged
 
     def transfers(self) -> tuple[Transfer, ...]:
-        """Return what has crossed the link since this was asked last, the newest at most."""
+        """Return the transfers since the last call; only the newest ones if there are many."""
         with self._changed:
             transfers = tuple(self._transfers)
             self._transfers.clear()
             return transfers
 
     def in_flight(self) -> tuple[float, int] | None:
-        """Return since when (on the channel's clock) how many bytes have been on their way; None if none are."""
+        """Return the begin (on the channel's clock) and the bytes of what is in flight; None if nothing is."""
         with self._changed:
             going = [kept for kept in self._unacknowledged if kept.number <= self._started]
             if not going:
@@ -176,7 +177,7 @@ class FrameChannel:
             return max(going[0].began_s, self._free_s), sum(kept.cost_bytes for kept in going)
 
     def fail(self, failure: Exception) -> None:
-        """End the channel: from now on loops get `failure`, the first one given, and streams end."""
+        """End the channel: loops get the first `failure` that was given, and streams end."""
         with self._changed:
             self._failure = self._failure or failure
             self._attached = False
@@ -185,18 +186,18 @@ class FrameChannel:
 
     @property
     def failure(self) -> Exception | None:
-        """What ended the channel."""
+        """The exception that ended the channel, or None."""
         return self._failure
 
     # ----------------------------------------------------------------------------------------------- for the streams
 
     def received_and_used(self) -> tuple[int, int]:
-        """Return how many messages this end has whole, and how many of them it has worked off."""
+        """Return how many messages this end has received completely, and how many of them it has processed."""
         with self._changed:
             return self._received, self._used
 
     def detach(self, stream_id: int | None = None) -> None:
-        """End a stream, the present one if no number is given; what it brings or draws from now on counts nothing."""
+        """End a stream, by default the current one; its frames are ignored from now on."""
         with self._changed:
             if stream_id is None or stream_id == self._stream_id:
                 self._stream_id += 1
@@ -205,14 +206,14 @@ class FrameChannel:
                 self._changed.notify_all()
 
     def wait_detached(self, stream_id: int) -> None:
-        """Return when a stream is no longer the present one; whoever reads it may then be told."""
+        """Return when a stream is no longer the current one."""
         with self._changed:
             self._changed.wait_for(lambda: stream_id != self._stream_id)
 
     def attach(self, *, received: int, used: int, credit_bytes: int) -> int:
-        """Begin a stream in place of the one before and return its number; arguments are what the other end said.
+        """Replace the current stream by a new one and return its id; the arguments are those of the other end.
 
-        Raises `FrameRefused` where its counts cannot be.
+        Raises `FrameRefused` for impossible counts.
         """
         with self._changed:
             oldest = self._unacknowledged[0].number if self._unacknowledged else self._next_number
@@ -238,7 +239,7 @@ class FrameChannel:
             return self._stream_id
 
     def frames(self, stream_id: int) -> Iterator[wire.Frame]:
-        """Yield what is to be sent, as it comes up, until another stream is attached or this one detached."""
+        """Yield outgoing frames until another stream is attached or this one is detached."""
         parts: Iterator[wire.Part] | None = None
         sending: _Unacknowledged | None = None
         while True:
@@ -259,13 +260,13 @@ class FrameChannel:
                         frame = wire.Frame(part=part)
                         sending.sent_bytes += frame.ByteSize()
                     elif frame is None:
-                        # Woken whenever something is to be said; without a change there is nothing to wait for.
+                        # Notified on every change; without one there is nothing to send.
                         self._changed.wait()
                 self.traffic.sent_bytes += frame.ByteSize()
             yield frame
 
     def on_frame(self, stream_id: int, frame: wire.Frame) -> None:
-        """Work in a frame that has come. Raises `FrameRefused` for one that no honest peer sends."""
+        """Process an incoming frame. Raises `FrameRefused` for an invalid one."""
         with self._changed:
             if stream_id != self._stream_id:
                 return
@@ -313,7 +314,7 @@ class FrameChannel:
         return message
 
     def _start_next(self) -> _Unacknowledged | None:
-        """Return the next message if the other end's credit lets it go."""
+        """Return the next message if the other end's credit allows it."""
         for kept in self._unacknowledged:
             if kept.number <= self._started:
                 continue
@@ -360,7 +361,7 @@ class FrameChannel:
             self._unacknowledged_bytes -= kept.cost_bytes
             crossed.append(kept)
         if crossed and measure:
-            # Several that became known together crossed one after the other: no more can be said of each.
+            # Several messages acknowledged together count as one transfer: single durations are not known.
             seconds = now_s - max(crossed[0].began_s, self._free_s)
             transfer = Transfer(sent=True, num_bytes=sum(kept.sent_bytes for kept in crossed), seconds=seconds,
                                 at_s=now_s)
@@ -398,7 +399,7 @@ class FrameChannel:
             raise FrameRefused(f"parts of message {part.number} that do not make up its {head.num_bytes} bytes")
         body += part.body
         if len(body) > self._most_received or not head.num_bytes:
-            # A line that breaks at the same place again and again is no progress.
+            # A connection that repeatedly breaks at the same byte makes no progress.
             self._most_received, self._progress_s = len(body), self._clock()
         self._arriving = (head, body, index + 1)
         if len(body) == head.num_bytes:

@@ -1,7 +1,7 @@
-"""The messages of a stream: what they hold, and how they become a head and a body of bytes and back.
+"""The messages of a stream, and their conversion to and from a head and a body of bytes.
 
-What comes over the wire is not believed: sizes, shapes and numbers are checked before anything is made of them, and
-what does not fit raises `FrameRefused`.
+Data from the wire is not trusted: sizes, shapes and numbers are checked before use, and invalid ones raise
+`FrameRefused`.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import ConfigError
 
 PROTOCOL_VERSION = 1
-"""Changes whenever an older peer would misunderstand a newer one."""
+"""Increased whenever an older peer would misunderstand a newer one."""
 
 LARGEST_PART_BYTES = 1 << 20
 """Of a message's body, in one frame."""
@@ -40,12 +40,12 @@ LARGEST_FRAME_BYTES = LARGEST_PART_BYTES + (256 << 10)
 
 
 _MESSAGE_BYTES = 1024
-"""What a message counts beside its body, so that many small ones are bounded too."""
+"""The cost of a message in addition to its body, so that many small ones are bounded too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaFeatures:
-    """Features coded against what was last sent of each sample, and all that the other end needs to follow."""
+    """Delta-coded features, with all that the other end needs to decode them."""
 
     message: DeltaMessage
     sample_ids: NDArray[np.int64]
@@ -67,7 +67,7 @@ class Features:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradient:
-    """What comes back for a batch; without `encoded` only that it is done (a frozen front half)."""
+    """A batch's gradient; without `encoded`, only the information that the batch is done (a frozen front half)."""
 
     batch: int
     encoded: EncodedTensor | None
@@ -76,7 +76,7 @@ class Gradient:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recut:
-    """The cut moves to `cut`; with weights: of the layers that change sides."""
+    """A move of the cut to `cut`, with or without the weights of the layers that move."""
 
     cut: int
     weights: Weights | None = None
@@ -84,7 +84,7 @@ class Recut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """A checkpoint before `batch`: nothing is out, and both halves are saved, cut at `cut`."""
+    """A checkpoint before `batch`: nothing is in flight, and both halves are saved with this `cut`."""
 
     batch: int
     cut: int
@@ -100,7 +100,7 @@ Message: TypeAlias = Features | Gradient | Recut | Mark | Goodbye
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a side sends in one part, and takes; in bytes."""
+    """Limits on what a side sends in one part and accepts, in bytes."""
 
     part_bytes: int = 256 << 10  # of the messages that it sends
     credit_bytes: int = 64 << 20  # of messages that it has not worked off
@@ -117,14 +117,14 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """A message as it travels: its head, and its body in pieces that are not copied before they are sent."""
+    """An encoded message: its head, and its body in pieces that are not copied before they are sent."""
 
     head: wire.Head
     body: list[bytes | memoryview] = field(default_factory=list)
 
 
 def digest_of_ids(sample_ids: NDArray[np.int64]) -> bytes:
-    """Return 16 bytes that two batches share only if they hold the same samples in the same order."""
+    """Return a 16-byte digest that is equal for batches with the same samples in the same order."""
     return hashlib.sha256(array_to_bytes(np.asarray(sample_ids, np.int64))).digest()[:16]
 
 
@@ -157,14 +157,14 @@ def pack(message: Message) -> Packed:
 
 
 def cost_bytes(head: wire.Head) -> int:
-    """Return what a message takes of its receiver's credit."""
+    """Return the bytes that a message takes of its receiver's credit."""
     tensor = head.tensor
     num_ranges = len(tensor.plain.low) + len(tensor.delta.first.low) + len(tensor.delta.change.low)
     return int(head.num_bytes) + 16 * num_ranges + _MESSAGE_BYTES
 
 
 def check_head(head: wire.Head, limits: Limits) -> None:
-    """Raise `FrameRefused` for what is too large or impossible, before a byte of it is kept."""
+    """Raise `FrameRefused` for a message that is too large or invalid, before any of it is stored."""
     kind = head.WhichOneof("kind")
     if kind is None:
         raise FrameRefused("a message of an unknown kind")
@@ -178,7 +178,7 @@ def check_head(head: wire.Head, limits: Limits) -> None:
 
 
 def unpack(head: wire.Head, body: memoryview) -> Message:
-    """Return the message of a head that `check_head` let pass, and of all its body; `FrameRefused` if they differ."""
+    """Return the message of a checked head and its complete body; `FrameRefused` if they do not match."""
     kind = head.WhichOneof("kind")
     if kind == "mark":
         return Mark(batch=head.mark.batch, cut=head.mark.cut)
@@ -209,7 +209,7 @@ def unpack(head: wire.Head, body: memoryview) -> Message:
 
 
 class _Cursor:
-    """Where reading a body stands."""
+    """The read position in a body."""
 
     def __init__(self, body: memoryview) -> None:
         self._body, self._at = body, 0
