@@ -51,14 +51,14 @@ def serve(
     tls = SplitTls(ca=ca, certificate=certificate, key=key) if certificate or key or ca else None
     with prints_on_stderr() as own:
 
-        def ready(address: str) -> None:
+        def on_ready(address: str) -> None:
             text = json.dumps({"address": address}) if as_json else f"listening on {address}; Ctrl-C ends"
             own.write(text + "\n")
             own.flush()
 
         serve_until_signal(program, set_ or [], listen=listen, token=token, tls=tls, insecure=insecure, folder=folder,
-                           num_threads=threads, ready=ready,
-                           say=lambda line: ERR.print(line, soft_wrap=True, highlight=False, markup=False))
+                           num_threads=threads, on_ready=on_ready,
+                           on_notice=lambda line: ERR.print(line, soft_wrap=True, highlight=False, markup=False))
 
 
 @cloud.command(cls=PlainCommand)

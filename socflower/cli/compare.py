@@ -26,7 +26,7 @@ from socflower.cli.terminal import (
     print_question,
     run_progress,
 )
-from socflower.engines.names import MOST_WORKERS, require_count, require_engine
+from socflower.engines.names import MAX_WORKERS, require_count, require_engine
 from socflower.quantities import human_bytes, human_joules, human_seconds, percent
 from socflower.scenario.schema.config import Scenario
 
@@ -44,7 +44,7 @@ def compare(
     """Run the same work under several strategies and put them side by side."""
     require_engine(engine)
     refuse_unread(context, unread_by_compare(engine))
-    require_count("--workers", workers, 0, MOST_WORKERS)
+    require_count("--workers", workers, 0, MAX_WORKERS)
     from socflower.scenario.comparison import compare as run_comparison
     from socflower.scenario.schema.file import load_scenario
 

@@ -24,13 +24,13 @@ from socflower.cli.terminal import (
     exit_by,
     print_claims,
     print_json,
+    print_notice,
     print_question,
     run_progress,
-    say,
     share_of,
 )
 from socflower.cluster.cluster_file import MOST_SOCS
-from socflower.engines.names import MOST_WORKERS, require_count, require_engine
+from socflower.engines.names import MAX_WORKERS, require_count, require_engine
 from socflower.errors import ConfigError
 from socflower.quantities import human_bytes, human_joules, human_seconds, percent
 from socflower.scenario.priced_processors import priced_line
@@ -72,7 +72,7 @@ def run(
     require_engine(engine)
     refuse_unread(context, unread_by_run(of_app_folder=is_app, engine=engine, elsewhere=bool(superlink),
                                          keeps_checkpoints=bool(checkpoint_folder)))
-    require_count("--workers", workers, 0, MOST_WORKERS)
+    require_count("--workers", workers, 0, MAX_WORKERS)
     require_count("--nodes", nodes, 1, MOST_SOCS)
     if is_app:
         _run_app_folder(scenario, cluster, out, nodes, training_flops, set_ or [], workers, as_json)
@@ -93,10 +93,11 @@ def run(
             # Checkpoints of a run on a SuperLink of others are there, not here.
             result = runner.run_to_folder(
                 prepared, target, engine, num_workers=workers, on_round=bar(loaded.strategy.name),
-                resumable=not superlink, fresh=fresh, say=say, deployment=deployment, save_model=save_model)
+                resumable=not superlink, fresh=fresh, on_notice=print_notice, deployment=deployment,
+                save_model=save_model)
     except KeyboardInterrupt:
         kept = runner.checkpoint_folder(target)
-        say(f"interrupted; {runner.kept_line(kept) if kept.rounds() else 'nothing was written'}")
+        print_notice(f"interrupted; {runner.kept_line(kept) if kept.rounds() else 'nothing was written'}")
         raise typer.Exit(130) from None
     if as_json:
         print_json(result)

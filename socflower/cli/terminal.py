@@ -111,7 +111,7 @@ def run_progress(as_json: bool) -> Iterator[StartBar]:
         yield bar
 
 
-def say(line: str) -> None:
+def print_notice(line: str) -> None:
     """Print a line about a run on standard error."""
     ERR.print(escape(line), soft_wrap=True, highlight=False)
 

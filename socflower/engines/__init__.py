@@ -1,1 +1,1 @@
-"""Where an app runs: `local` (virtual time), Flower's `simulation`, `deployment`; and checkpoints of runs."""
+"""The engines that run an app: `local` (virtual time), Flower's `simulation`, `deployment`; and checkpoints."""

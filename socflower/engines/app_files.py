@@ -1,4 +1,4 @@
-"""The Flower app that carries a run into Flower's processes: the source of its two apps, and files beside them."""
+"""The Flower app that runs a scenario in Flower's processes: the source of its two apps, and further files."""
 
 import json
 from collections.abc import Mapping
@@ -38,17 +38,18 @@ clientapp = "client_app:app"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AppFiles:
-    """A Flower app before it is a folder; its run config is known when it is written."""
+    """The files of a Flower app; its run config is given when the folder is written."""
 
     server_app: str  # source of a module with `app`
     client_app: str
-    beside: Mapping[str, str] = field(default_factory=dict)  # texts of further files, by name
+    extra_files: Mapping[str, str] = field(default_factory=dict)  # texts of further files, by name
 
     def write(self, folder: Path, run_config: Mapping[str, Any]) -> None:
-        """Make `folder`, which must not be there, the folder of the app."""
+        """Create `folder`, which must not exist, with the files of the app."""
         folder.mkdir()
-        for name, text in {"server_app.py": self.server_app, "client_app.py": self.client_app, **self.beside}.items():
+        files = {"server_app.py": self.server_app, "client_app.py": self.client_app, **self.extra_files}
+        for name, text in files.items():
             (folder / name).write_text(text, "utf-8")
-        # A JSON string, number or truth value is one of TOML as well.
+        # A JSON string, number or boolean is valid TOML.
         config = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in run_config.items())
         (folder / "pyproject.toml").write_text(_PROJECT + config, "utf-8")

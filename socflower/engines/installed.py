@@ -1,6 +1,6 @@
-"""What socflower allows of the packages it stands on, and what it was tested with, by its installation's metadata.
+"""Allowed and tested versions of the packages that socflower depends on, from its installation's metadata.
 
-`pyproject.toml` has both, the tested versions as the extra `tested`; nothing else states them a second time.
+`pyproject.toml` is the only source of both; the tested versions are the extra `tested`.
 """
 
 from dataclasses import dataclass
@@ -15,27 +15,27 @@ _TESTED = "tested"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dependency:
-    """A package of which a tested version is known."""
+    """A package with a known tested version."""
 
     name: str
-    installed: str | None  # None: it is not here
-    allowed: SpecifierSet  # empty where every version is
+    installed: str | None  # None: not installed
+    allowed: SpecifierSet  # empty if every version is allowed
     tested: str
 
     @property
     def is_allowed(self) -> bool:
-        """Whether the installed version, if any, is one that socflower may be installed with."""
+        """Whether the installed version, if any, is within socflower's requirements."""
         return self.installed is None or self.allowed.contains(self.installed, prereleases=True)
 
     @property
     def is_tested(self) -> bool:
-        """Whether it is the tested version, of whichever build ("2.13.0+cpu" is 2.13.0)."""
+        """Whether it is the tested version, of any build ("2.13.0+cpu" is 2.13.0)."""
         return self.installed is not None and self.installed.partition("+")[0] == self.tested
 
 
 @cache
 def dependencies() -> dict[str, Dependency]:
-    """Return each package that the extra `tested` names, by its name."""
+    """Return the packages that the extra `tested` names, by name."""
     required = [Requirement(text) for text in metadata.requires("socflower") or ()]
     tested = {one.name: next(iter(one.specifier)).version for one in required if _belongs_to(one, _TESTED)}
     return {name: Dependency(name=name, installed=_installed(name), tested=version,

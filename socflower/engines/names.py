@@ -1,20 +1,20 @@
-"""The engines by name, and limits of what they start."""
+"""The names of the engines, and limits on the processes that they start."""
 
 from socflower.errors import ConfigError
 
 ENGINES = ("local", "simulation", "deployment")
 
-MOST_WORKERS = 1024
-"""Processes or threads: more than any machine here has cores."""
+MAX_WORKERS = 1024
+"""Of processes or threads: more than the cores of any supported machine."""
 
 
 def require_engine(engine: str) -> None:
-    """Raise `ConfigError` for an engine that nobody knows."""
+    """Raise `ConfigError` for an unknown engine."""
     if engine not in ENGINES:
         raise ConfigError(f"--engine {engine}: unknown; use one of {', '.join(ENGINES)}")
 
 
 def require_count(option: str, value: int | None, least: int, most: int) -> None:
-    """Raise `ConfigError` for a number that cannot be meant."""
+    """Raise `ConfigError` for a number outside `least` to `most`."""
     if value is not None and not least <= value <= most:
         raise ConfigError(f"{option} {value}: must be from {least} to {most}")

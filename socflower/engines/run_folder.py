@@ -1,7 +1,6 @@
-"""The folder through which a running app and the process that started it speak: scenario in, progress and outcome out.
+"""The folder through which a running app and the process that started it exchange scenario, progress and outcome.
 
-On the `simulation` and `deployment` engines the ServerApp runs in a process of Flower's; on all engines it uses the
-same files.
+On the `simulation` and `deployment` engines Flower starts the ServerApp's process; all engines use the same files.
 """
 
 import json
@@ -20,15 +19,15 @@ from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
 
 @dataclass(frozen=True, slots=True)
 class CloudAddress:
-    """Where the cloud of a split run is, and what a ServerApp shows it."""
+    """The address of a split run's cloud, and the credentials that a ServerApp presents to it."""
 
     address: str  # host:port
     token_file: str  # of the operator's token
     ca: str = ""  # PEM file of the authority that signed its certificate; plain text without
 
     @classmethod
-    def of_environment(cls) -> "CloudAddress | None":
-        """Return what the environment of a SuperLink says: SOCFLOWER_CLOUD, _CLOUD_TOKEN_FILE and _CLOUD_CA."""
+    def from_environment(cls) -> "CloudAddress | None":
+        """Return the address in a SuperLink's environment: SOCFLOWER_CLOUD, _CLOUD_TOKEN_FILE and _CLOUD_CA."""
         address = os.environ.get("SOCFLOWER_CLOUD", "")
         if not address:
             return None
@@ -48,21 +47,21 @@ class RunFolder:
         return self.path / "trace.json"
 
     def write_scenario(self, document: Mapping[str, Any]) -> None:
-        """Leave the resolved scenario for server and clients."""
+        """Write the resolved scenario for server and clients."""
         write_atomically(self.path / "scenario.json", json.dumps(document))
 
     def read_scenario(self) -> dict[str, Any]:
-        """Return the document of the scenario that was left here."""
+        """Return the document of the scenario in this folder."""
         document: dict[str, Any] = json.loads((self.path / "scenario.json").read_text("utf-8"))
         return document
 
     def write_checkpointing(self, checkpointing: Checkpointing) -> None:
-        """Say, for server and clients, that the run keeps checkpoints, and which one it goes on from."""
+        """Write, for server and clients, where the run keeps checkpoints and which one it resumes from."""
         write_atomically(self.path / "checkpointing.json", json.dumps(
             {**asdict(checkpointing), "folder": str(checkpointing.folder.resolve())}))
 
     def read_checkpointing(self) -> Checkpointing | None:
-        """Return what was said of checkpoints, or None if the run keeps none."""
+        """Return how the run keeps checkpoints, or None if it keeps none."""
         path = self.path / "checkpointing.json"
         if not path.exists():
             return None
@@ -70,24 +69,24 @@ class RunFolder:
         return Checkpointing(**{**document, "folder": Path(document["folder"])})
 
     def clients_folder(self, node_config: Mapping[str, Any]) -> Path | None:
-        """Return where the clients of this run keep their trainers' states; None if nowhere."""
+        """Return the folder in which this run's clients keep trainer states; None if they keep none."""
         return _clients_folder(self)
 
     def write_server_process(self, pid: int) -> None:
-        """Say which process the ServerApp is, so that its death can be told from its silence."""
+        """Write the ServerApp's process id, so that its death is distinguishable from its silence."""
         write_atomically(self.path / "server.json", json.dumps({"pid": pid}))
 
     def read_server_process(self) -> int | None:
-        """Return the process id of the ServerApp, or None while it has not begun."""
+        """Return the process id of the ServerApp, or None before it has started."""
         path = self.path / "server.json"
         return int(json.loads(path.read_text("utf-8"))["pid"]) if path.exists() else None
 
     def write_cloud(self, cloud: CloudAddress) -> None:
-        """Say where the cloud of this run is."""
+        """Write the address of this run's cloud."""
         write_atomically(self.path / "cloud.json", json.dumps(asdict(cloud)))
 
     def read_cloud(self) -> CloudAddress | None:
-        """Return where the cloud is; None where both halves train in the clients' processes."""
+        """Return the cloud's address; None if both halves train in the clients' processes."""
         path = self.path / "cloud.json"
         return CloudAddress(**json.loads(path.read_text("utf-8"))) if path.exists() else None
 
@@ -97,7 +96,7 @@ class RunFolder:
             stream.write(json.dumps(entry) + "\n")
 
     def read_progress(self, first: int) -> Iterator[dict[str, Any]]:
-        """Yield the complete progress lines from the `first` on."""
+        """Yield the complete progress lines from index `first` on."""
         path = self.path / "progress.jsonl"
         if path.exists():
             for line in path.read_text("utf-8").splitlines(keepends=True)[first:]:
@@ -110,11 +109,11 @@ class RunFolder:
         return self.path / "model.npz"
 
     def write_model(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Leave the trained model: its arrays by the names of the state dict."""
+        """Write the trained model: its arrays by the names of the state dict."""
         np.savez(self.model, **arrays)  # type: ignore[arg-type]
 
     def write_outcome(self, outcome: dict[str, Any]) -> None:
-        """Leave what the app found, or `{"error": …}`, with the `kind` of a `SocflowerError`."""
+        """Write the app's outcome, or `{"error": …}` with the `kind` of a `SocflowerError`."""
         write_atomically(self.path / "outcome.json", json.dumps(outcome))
 
     def read_outcome(self) -> dict[str, Any] | None:
@@ -125,13 +124,13 @@ class RunFolder:
 
 @cache
 def _clients_folder(folder: RunFolder) -> Path | None:
-    # Read once: Flower's processes may outlive the run's folder for some rounds, of which the server keeps checkpoints.
+    # Read once: Flower's processes may outlive the run's folder by some rounds.
     checkpointing = folder.read_checkpointing()
     return None if checkpointing is None else CheckpointFolder(checkpointing.folder).clients
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is either there in full or not at all."""
+    """Write a file so that readers see either all of it or none."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, "utf-8")
     os.replace(temporary, path)

@@ -27,7 +27,7 @@ from socflower.cluster.device_catalog import (
     read_device_file,
     toml_text,
 )
-from socflower.engines.names import MOST_WORKERS, require_count
+from socflower.engines.names import MAX_WORKERS, require_count
 from socflower.errors import ConfigError
 from socflower.profiling.cells import (
     CellStore,
@@ -75,7 +75,7 @@ class ProfileRequest:
             raise ConfigError(f"profile: batch sizes, threads and repeats must be 1 or more, got "
                               f"{list(self.batch_sizes)}, {self.num_threads}, {self.repeats}")
         for option, values, most in (("--batch-size", self.batch_sizes, _MOST_SAMPLES),
-                                     ("--threads", (self.num_threads,), MOST_WORKERS),
+                                     ("--threads", (self.num_threads,), MAX_WORKERS),
                                      ("--repeats", (self.repeats,), _MOST_REPEATS)):
             for value in values:
                 require_count(option, value, 1, most)

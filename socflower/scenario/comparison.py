@@ -88,12 +88,13 @@ def common_target(results: Sequence[dict[str, Any]]) -> float | None:
 def _finished(path: Path, scenario: Scenario, engine: str) -> dict[str, Any] | None:
     try:
         result: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        same = _training_of(result["scenario"]) == _training_of(to_document(scenario)) and result["engine"] == engine
-    except (OSError, ValueError, KeyError, TypeError):  # cut short, or somebody else's
+        same = result["engine"] == engine and \
+            _training_keys(result["scenario"]) == _training_keys(to_document(scenario))
+    except (OSError, ValueError, KeyError, TypeError):  # incomplete, or not a result
         return None
     return result if same else None
 
 
-def _training_of(document: Mapping[str, Any]) -> dict[str, Any]:
+def _training_keys(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return what decides how training goes: neither the claims nor what it is compared with do."""
     return {key: value for key, value in document.items() if key not in ("question", "compare", "expect")}

@@ -1,4 +1,4 @@
-"""Running a scenario on an engine and writing what it found, all of it or nothing."""
+"""Runs a scenario on an engine and writes its result files, either all of them or none."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from flwr.app import Context, RecordDict, UserConfig
 
 from socflower.engines.app_files import RUN_FOLDER_KEY
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing, require_same_run
-from socflower.engines.deployment.attempts import Say
+from socflower.engines.deployment.attempts import OnNotice
 from socflower.engines.deployment.options import DeploymentOptions
 from socflower.engines.deployment.run import run_in_deployment
 from socflower.engines.local.grid import LocalGrid, num_cores
@@ -36,13 +36,13 @@ from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster, to_document
 from socflower.wire.folders import exclusive_folder, temporary_folder
 
-_TEMPORARY = ".socflower-"  # how the names of folders begin whose files are not finished
-_NEED_WORKERS = ("hang", "die")  # kinds of fault that only a process of its own can suffer
+_TEMPORARY = ".socflower-"  # prefix of folders with unfinished files
+_NEED_WORKERS = ("hang", "die")  # kinds of fault that need a separate worker process
 _NOTES = (
     "Virtual time and energy come from the cluster model; accuracy comes from real training of this model.",
     "Exchange constants are fitted to the eight latencies of SoCFlow+ 2.2 (see docs/cost-model.md).",
 )
-"""What a reader of any result should know of where its figures come from."""
+"""Where the figures of every result come from."""
 
 _NOTES_OF_DEPLOYMENT = (
     "Wall time was measured on this deployment, its start included; predicted time, SoC time, energy and bytes come "
@@ -62,13 +62,14 @@ DEFAULT_DEPLOYMENT = DeploymentOptions()
 def run_scenario(
     scenario: Scenario | PreparedRun, engine: str = "local", *, num_workers: int | None = None,
     on_round: OnRound = lambda entry: None, trace_to: Path | None = None, checkpointing: Checkpointing | None = None,
-    deployment: DeploymentOptions = DEFAULT_DEPLOYMENT, say: Say = lambda line: None, model_to: Path | None = None,
+    deployment: DeploymentOptions = DEFAULT_DEPLOYMENT, on_notice: OnNotice = lambda line: None,
+    model_to: Path | None = None,
 ) -> dict[str, Any]:
     """Train and return the result document, expectations checked; trace and model go to `trace_to` and `model_to`.
 
-    `num_workers` is the number of worker processes of the local engine (default: one a core; 0: none).
-    With `checkpointing`, every synchronisation leaves a checkpoint, and the run may go on from one.
-    `deployment` is for the engine of that name, which tells `say` a line about what it had to mend.
+    `num_workers` is the number of worker processes of the local engine (default: one per core; 0: none).
+    With `checkpointing`, every synchronisation writes a checkpoint, and the run may resume from one.
+    `deployment` is for the engine of that name; `on_notice` gets a line about each failure that it recovered from.
     A scenario that is not prepared yet is checked first. Raises a `SocflowerError` in one line if it cannot run or
     failed.
     """
@@ -87,9 +88,9 @@ def run_scenario(
             if engine == "local":
                 _run_locally(prepared, folder, num_workers)
             elif engine == "deployment":
-                run_in_deployment(deployed_app(scenario), folder, deployment, say)
+                run_in_deployment(deployed_app(scenario), folder, deployment, on_notice)
             else:
-                say(_WARNING_OF_SIMULATION)
+                on_notice(_WARNING_OF_SIMULATION)
                 run_in_flower_simulation(folder, app_in_folder(), _num_nodes(scenario))
         outcome = folder.read_outcome()
         assert outcome is not None
@@ -100,7 +101,7 @@ def run_scenario(
         if model_to is not None:
             shutil.copyfile(folder.model, model_to)
     result = {"schema": 1, "scenario": to_document(scenario), "engine": engine, **outcome}
-    # Before virtual time becomes a prediction: it is the model's in any case, and so are claims about it.
+    # Before `with_predictions` renames virtual time: claims are about the model's time on every engine.
     result["expectations"] = check_expectations(scenario.expect, result)
     if engine == "deployment":
         result = with_predictions(result)
@@ -113,13 +114,13 @@ def run_scenario(
 
 
 def _failure(outcome: Mapping[str, Any]) -> SocflowerError:
-    """Return what a run ended with: a mistake that only showed there still is one, and has a mistake's exit status."""
+    """Return the error of a run; a user's mistake that only the app detected keeps its type and exit status."""
     mistakes = {kind.__name__: kind for kind in (ConfigError, DataUnavailable, InfeasiblePlan)}
     return mistakes.get(outcome.get("kind", ""), TrainingFailed)(outcome["error"])
 
 
 def with_predictions(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of a deployment: what the clock says is a prediction there, and time is what passed."""
+    """Return the result of a deployment, in which virtual time is a prediction."""
 
     def predicted(entry: dict[str, Any]) -> dict[str, Any]:
         return {**entry, "virtual_s": None, "predicted_s": entry["virtual_s"]}
@@ -132,31 +133,33 @@ def with_predictions(result: dict[str, Any]) -> dict[str, Any]:
 def run_to_folder(
     scenario: Scenario | PreparedRun, out: Path, engine: str = "local", *, num_workers: int | None = None,
     on_round: OnRound = lambda entry: None, resumable: bool = False, fresh: bool = False,
-    say: Say = lambda line: None, deployment: DeploymentOptions = DEFAULT_DEPLOYMENT, save_model: Path | None = None,
+    on_notice: OnNotice = lambda line: None, deployment: DeploymentOptions = DEFAULT_DEPLOYMENT,
+    save_model: Path | None = None,
 ) -> dict[str, Any]:
     """Run and write `result.json`, `trace.json` and `report.html` into `out`, all three or none.
 
-    A `resumable` run keeps checkpoints in `out/checkpoint` until it ends, and goes on from the newest that is there,
-    unless it is to start `fresh`; `say` gets a line about that. `save_model` is a file for the trained model. Raises
+    A `resumable` run keeps checkpoints in `out/checkpoint` until it succeeds, and resumes from the newest one there
+    unless `fresh` is set; `on_notice` gets a line about that. `save_model` is a file for the trained model. Raises
     `ConfigError` for a checkpoint of another run.
     """
     prepared = scenario if isinstance(scenario, PreparedRun) else prepare(
         scenario, engine, trains_here=not deployment.superlink)
-    run = partial(_run_to_folder, prepared, out, engine, num_workers, on_round, say, deployment, save_model)
+    run = partial(_run_to_folder, prepared, out, engine, num_workers, on_round, on_notice, deployment, save_model)
     with exclusive_folder(out, f"--out {out}"):
-        return run(None) if not resumable else _resumed(run, prepared.scenario, out, engine, fresh, say)
+        return run(None) if not resumable else _resumed(run, prepared.scenario, out, engine, fresh, on_notice)
 
 
 def _resumed(
     run: Callable[[Checkpointing | None], dict[str, Any]], scenario: Scenario, out: Path, engine: str, fresh: bool,
-    say: Say,
+    on_notice: OnNotice,
 ) -> dict[str, Any]:
     with _kept_checkpoints(out, fresh) as kept:
-        checkpoint = kept.newest(say)
+        checkpoint = kept.newest(on_notice)
         if checkpoint is not None:
             require_same_run(checkpoint, to_document(scenario), engine, versions(), kept.path)
-            kept.forget_after(checkpoint.server_round)
-            say(f"resuming {out} after round {checkpoint.server_round} of {checkpoint.num_rounds}; --fresh starts anew")
+            kept.remove_after(checkpoint.server_round)
+            on_notice(f"resuming {out} after round {checkpoint.server_round} of {checkpoint.num_rounds}; "
+                      "--fresh starts anew")
         result = run(Checkpointing(
             folder=kept.path, engine=engine, resume_after=None if checkpoint is None else checkpoint.server_round))
         kept.remove()
@@ -164,13 +167,13 @@ def _resumed(
 
 
 def _run_to_folder(
-    run: PreparedRun, out: Path, engine: str, num_workers: int | None, on_round: OnRound, say: Say,
+    run: PreparedRun, out: Path, engine: str, num_workers: int | None, on_round: OnRound, on_notice: OnNotice,
     deployment: DeploymentOptions, save_model: Path | None, checkpointing: Checkpointing | None,
 ) -> dict[str, Any]:
     with new_folder(out, within=None if checkpointing is None else checkpointing.folder) as fresh:
         result = run_scenario(run, engine, num_workers=num_workers, on_round=on_round,
                               trace_to=fresh / "trace.json", checkpointing=checkpointing, deployment=deployment,
-                              say=say, model_to=None if save_model is None else fresh / "model.npz")
+                              on_notice=on_notice, model_to=None if save_model is None else fresh / "model.npz")
         if save_model is not None:
             within_out = save_model.parent.resolve() == out.resolve()
             (fresh / "model.npz").replace(fresh / save_model.name if within_out else save_model)
@@ -180,13 +183,13 @@ def _run_to_folder(
 
 
 def checkpoint_folder(out: Path) -> CheckpointFolder:
-    """Return where a run into `out` keeps its checkpoints."""
+    """Return the checkpoint folder of a run into `out`."""
     return CheckpointFolder(out / "checkpoint")
 
 
 @contextmanager
 def _kept_checkpoints(out: Path, fresh: bool) -> Iterator[CheckpointFolder]:
-    """Yield the folder of checkpoints; after an error with none in it, it is gone."""
+    """Yield the folder of checkpoints; after an error it is removed if it has none."""
     kept = checkpoint_folder(out)
     try:
         if fresh:
@@ -207,20 +210,20 @@ def _kept_checkpoints(out: Path, fresh: bool) -> Iterator[CheckpointFolder]:
 
 
 def kept_line(kept: CheckpointFolder) -> str:
-    """Return what to know of a run that ended early."""
+    """Return the line about the kept checkpoint of a run that ended early."""
     return (f"round {kept.rounds()[0]} is kept in {kept.path}: the same command goes on after it, --fresh starts anew")
 
 
 @contextmanager
 def new_folder(out: Path, *, within: Path | None = None) -> Iterator[Path]:
-    """Yield an empty folder whose files move to `out` at the end; after an error `out` is as it was before.
+    """Yield an empty folder whose files move to `out` at the end; after an error `out` is unchanged.
 
-    It is made in `within`, by default in `out` or the nearest folder above it that exists.
+    It is created in `within`, by default in `out` or its nearest existing parent.
     """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is a file; name a folder")
     nearest = within or next((parent for parent in (out, *out.parents) if parent.exists()), Path("."))
-    # On the file system of `out`, so that moving there is a rename; and what cannot be written is known at once.
+    # On the file system of `out`, so that the move is a rename and write errors appear before training.
     with ExitStack() as stack:
         try:
             temporary = stack.enter_context(temporary_folder(_TEMPORARY, within=nearest))
@@ -239,7 +242,7 @@ def new_folder(out: Path, *, within: Path | None = None) -> Iterator[Path]:
 def time_to_accuracy_s(result: dict[str, Any], target: float | None) -> float | None:
     """Return the time at the end of the first round that reached `target`, or None.
 
-    It is virtual, or real where there is no virtual time.
+    It is virtual time, or wall time if there is no virtual time.
     """
     if target is None:
         return None
@@ -267,7 +270,7 @@ def _num_nodes(scenario: Scenario) -> int:
 
 
 def _num_busy_nodes(scenario: Scenario, num_nodes: int) -> int:
-    """Return how many clients can run at the same time: more worker processes than that would idle."""
+    """Return how many clients can run at the same time; more worker processes than that would idle."""
     if scenario.strategy.name in ("sgd", "ring"):
         return 1
     groups = scenario.strategy.groups
@@ -276,17 +279,17 @@ def _num_busy_nodes(scenario: Scenario, num_nodes: int) -> int:
 
 @contextmanager
 def _following(folder: RunFolder, on_round: OnRound) -> Iterator[None]:
-    """Hand each round's progress line to `on_round` as it appears."""
+    """Pass each round's progress entry to `on_round` as it is written."""
     ended = threading.Event()
 
     def follow() -> None:
         seen = 0
         while True:
-            last_look = ended.wait(0.1)
+            is_last_poll = ended.wait(0.1)
             for entry in folder.read_progress(seen):
                 seen += 1
                 on_round(entry)
-            if last_look:
+            if is_last_poll:
                 return
 
     thread = threading.Thread(target=follow, daemon=True)

@@ -14,7 +14,7 @@ from socflower.edgecloud.codec.error_feedback import Form
 from socflower.edgecloud.plan.cuts import BITS, SplitCosts
 from socflower.edgecloud.program import LayeredProgram
 from socflower.edgecloud.runtime.measuring import Measuring, from_document, measure_cloud, measure_costs, to_document
-from socflower.engines.names import MOST_WORKERS, require_count
+from socflower.engines.names import MAX_WORKERS, require_count
 from socflower.engines.run_folder import write_atomically
 from socflower.errors import ConfigError
 from socflower.quantities import human_bytes, human_seconds
@@ -37,7 +37,7 @@ def measure_split(scenario: Scenario, program: object, *, side: str, cloud: Path
     if repeats < 1 or threads < 1:
         raise ConfigError(f"--repeats {repeats} and --threads {threads} must be 1 or more")
     require_count("--repeats", repeats, 1, 10_000)
-    require_count("--threads", threads, 1, MOST_WORKERS)
+    require_count("--threads", threads, 1, MAX_WORKERS)
     torch.set_num_threads(threads)
     how = Measuring(optimizer=program.optimizer, batch_size=scenario.train.batch_size, num_repeats=repeats)
     if side == "cloud":

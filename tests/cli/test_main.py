@@ -346,7 +346,7 @@ def test_a_round_in_which_no_client_succeeds_is_in_the_result_and_said(socflower
                     "--set", "num-rounds=3")
     assert ran.status == 0
     (event,) = json.loads((tmp_path / "here" / "result.json").read_text())["events"]
-    assert event["kind"] == "no-client" and "round 2: 2 of 2 train messages came to nothing" in event["text"]
+    assert event["kind"] == "no-client" and "round 2: 2 of 2 train messages failed" in event["text"]
     assert event["text"] in ran.out
     ran = socflower("run", app, "--cluster", app / "cluster.toml", "--out", "last", "--workers", 0, "--set", "fails=2")
     assert ran.status == 1 and ran.out == ""

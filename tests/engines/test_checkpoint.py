@@ -62,7 +62,7 @@ def test_the_last_two_are_kept_and_the_spans_of_all_rounds(tmp_path: Path) -> No
     found = kept.newest()
     assert found is not None and found.server_round == 11
     assert [part["spans"] for part in kept.trace_parts(found)] == [[number] for number in range(1, 12)]
-    kept.forget_after(10)
+    kept.remove_after(10)
     assert kept.rounds() == [10] and not list(tmp_path.glob("trace-000011*"))
     kept.remove()
     assert not tmp_path.exists()

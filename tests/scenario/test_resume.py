@@ -113,7 +113,7 @@ def test_each_round_is_told_once_those_before_included(tmp_path: Path) -> None:
     stop_after(small(interval=0.25), tmp_path, 2)
     told: list[dict[str, Any]] = []
     said: list[str] = []
-    result = resume(small(interval=0.25), tmp_path, on_round=told.append, say=said.append)
+    result = resume(small(interval=0.25), tmp_path, on_round=told.append, on_notice=said.append)
     assert [entry["round"] for entry in told] == [0, 1, 2, 3, 4]
     assert told == [{**entry, "num_rounds": 4} for entry in result["rounds"]]
     assert said == [f"resuming {tmp_path} after round 2 of 4; --fresh starts anew"]
@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_costs_one_round_and_no_exactness(tmp_path: Path) -
     newest = out / "checkpoint" / "round-000003.ckpt"
     newest.write_bytes(newest.read_bytes()[:-1])
     said: list[str] = []
-    resume(scenario, out, say=said.append)
+    resume(scenario, out, on_notice=said.append)
     assert assert_ends_as(tmp_path / "reference", out)["resumed_from"] == [2]
     assert len(said) == 2 and "round-000003.ckpt" in said[0] and "after round 2 of 4" in said[1]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from socflower.errors import ConfigError
-from socflower.scenario.app.far_main import BundledRunFolder
 from socflower.scenario.app.files import SCENARIO_FILE
+from socflower.scenario.app.remote_main import BundledRunFolder
 from socflower.scenario.schema.file import to_document
 from socflower.wire.folders import LOCK_FILE, FolderLock
 from tests.command_line import Ran, Socflower
@@ -79,12 +79,12 @@ def test_two_profiles_into_one_file_keep_each_other_out(socflower: Socflower, tm
 
 def test_the_checkpoints_of_a_run_elsewhere_have_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ServerApp waits for the one before, which may have to find out that it was given up."""
-    monkeypatch.setattr("socflower.scenario.app.far_main._ENDING_S", 0.0)
+    monkeypatch.setattr("socflower.scenario.app.remote_main._ENDING_S", 0.0)
     bundle, kept, lines = tmp_path / "bundle", tmp_path / "kept", list[str]()
     bundle.mkdir()
     kept.mkdir()
     (bundle / SCENARIO_FILE).write_text(json.dumps(to_document(small())))
-    folder = BundledRunFolder(path=tmp_path / "run", bundle=bundle, kept=kept, fresh=False, say=lines.append)
+    folder = BundledRunFolder(path=tmp_path / "run", bundle=bundle, kept=kept, fresh=False, print_line=lines.append)
     folder.path.mkdir()
     with FolderLock(kept / LOCK_FILE, "the first"), \
             pytest.raises(ConfigError, match=f"{kept}: process {os.getpid()} is at work there"):

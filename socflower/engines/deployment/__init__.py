@@ -1,1 +1,1 @@
-"""Engine `deployment`: SuperLink, SuperNodes and the cloud as processes, and runs on a far SuperLink."""
+"""Engine `deployment`: SuperLink, SuperNodes and the cloud as processes, and runs on a remote SuperLink."""

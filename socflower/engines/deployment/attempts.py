@@ -1,4 +1,4 @@
-"""All attempts at a deployed run as one run: what its user follows, and what stands in its result."""
+"""All attempts at a deployed run, merged into one progress log and one result."""
 
 import shutil
 import time
@@ -10,34 +10,34 @@ from socflower.engines.deployment.superlink import ENGINE
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import TrainingFailed
 
-Say: TypeAlias = Callable[[str], None]
+OnNotice: TypeAlias = Callable[[str], None]
 
 
-class RunStory:
-    """Each round once, with the real time since the start, and the restarts beside them."""
+class RunHistory:
+    """Collects each round once, with the wall time since the start, and the restarts."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._begun_s = time.monotonic()
+        self._started_s = time.monotonic()
         checkpointing = folder.read_checkpointing()
         self._done_before = -1 if checkpointing is None or checkpointing.resume_after is None \
             else checkpointing.resume_after
         self._wall_s: dict[int, float | None] = {}
         self.restarts: list[dict[str, Any]] = []
-        self.superlink_shared_because: str | None = None  # "" if it is isolated; None where it is not ours
+        self.superlink_shared_because: str | None = None  # "" if it is isolated; None if it was not started here
 
-    def tell(self, entry: dict[str, Any]) -> None:
+    def add_round(self, entry: dict[str, Any]) -> None:
         """Add a round, unless an earlier attempt did."""
         number = int(entry["round"])
         if number not in self._wall_s:
-            # Of rounds that an earlier command trained, nobody knows any more how long they took.
-            self._wall_s[number] = None if number <= self._done_before else time.monotonic() - self._begun_s
+            # The wall time of rounds that an earlier command trained is unknown.
+            self._wall_s[number] = None if number <= self._done_before else time.monotonic() - self._started_s
             self._folder.append_progress({**entry, "wall_s": self._wall_s[number]})
 
-    def restart(self, after_round: int | None, cause: str, most: int, say: Say) -> None:
-        """Record that the run has to be submitted again; `TrainingFailed` if that was done often enough.
+    def record_restart(self, after_round: int | None, cause: str, most: int, on_notice: OnNotice) -> None:
+        """Record that the run has to be submitted again; raise `TrainingFailed` after `most` restarts.
 
-        Where checkpoints are far away, `after_round` is None until `resumed` is told.
+        If the checkpoints are on a remote machine, `after_round` is None until `record_resume` is called.
         """
         if len(self.restarts) >= most:
             tried = "; ".join(f"after round {entry['after_round']}: {entry['cause']}" for entry in self.restarts)
@@ -45,10 +45,10 @@ class RunStory:
                 f", after {most} restart{'s' if most > 1 else ''} ({tried})" if most else "; --restarts is 0"))
         self.restarts.append({"after_round": after_round, "cause": cause})
         how = "submitted again" if after_round is None else f"going on after round {after_round}"
-        say(f"{cause}; {how} (restart {len(self.restarts)} of at most {most})")
+        on_notice(f"{cause}; {how} (restart {len(self.restarts)} of at most {most})")
 
-    def resumed(self, after_round: int) -> None:
-        """Add to the newest restart which round the run goes on after."""
+    def record_resume(self, after_round: int) -> None:
+        """Set the round after which the run resumed in the newest restart."""
         if self.restarts:
             self.restarts[-1]["after_round"] = after_round
 
@@ -58,12 +58,12 @@ class RunStory:
             return {"superlink_isolated": None, "superlink_shared_because": "it was not started here"}
         return {"superlink_isolated": not shared_because, "superlink_shared_because": shared_because or None}
 
-    def end(self, outcome: dict[str, Any], trace: Path | None) -> None:
-        """Leave the outcome, with what only this side knows, where the runner looks for it."""
+    def write_outcome(self, outcome: dict[str, Any], trace: Path | None) -> None:
+        """Write the outcome, with wall times, restarts and isolation, to the run's folder."""
         if "rounds" in outcome:
             for entry in outcome["rounds"]:
                 entry["wall_s"] = self._wall_s.get(int(entry["round"]))
-            outcome = {**outcome, "wall_s": time.monotonic() - self._begun_s, "restarts": self.restarts,
+            outcome = {**outcome, "wall_s": time.monotonic() - self._started_s, "restarts": self.restarts,
                        **self._isolation()}
         if trace is not None and trace.exists():
             shutil.copyfile(trace, self._folder.trace)

@@ -1,4 +1,4 @@
-"""The cloud of a deployment on this machine: a process beside SuperLink and SuperNodes, started again if it dies."""
+"""The cloud process of a deployment on this machine, which is restarted if it ends."""
 
 import json
 import time
@@ -16,14 +16,14 @@ _STARTS = 3
 
 
 class LocalCloud:
-    """`socflower cloud serve` with sessions in `folder`, on a port that it keeps when it is started again."""
+    """`socflower cloud serve` with sessions in `folder`; a restart keeps the port."""
 
     def __init__(
-        self, folder: Path, document: Mapping[str, Any], environment: Mapping[str, str], say: Callable[[str], None],
-        network: Network = MACHINE_NETWORK,
+        self, folder: Path, document: Mapping[str, Any], environment: Mapping[str, str],
+        on_notice: Callable[[str], None], network: Network = MACHINE_NETWORK,
     ) -> None:
         self._network = network
-        self._folder, self._environment, self._say = folder / "cloud", environment, say
+        self._folder, self._environment, self._on_notice = folder / "cloud", environment, on_notice
         self._folder.mkdir(exist_ok=True)
         self._scenario = self._folder / "scenario.json"
         write_atomically(self._scenario, json.dumps(document))
@@ -38,21 +38,21 @@ class LocalCloud:
 
     @property
     def pid(self) -> int:
-        """Process id of the cloud that runs now."""
+        """Process id of the current cloud process."""
         return self._process.pid
 
-    def look_after(self) -> None:
-        """Start the cloud again if it has ended; edges come back by themselves."""
+    def restart_if_ended(self) -> None:
+        """Restart the cloud if it has ended; edges reconnect by themselves."""
         code = self._process.poll()
         if code is not None:
-            self._say(f"the cloud ended (exit status {code}); starting it again")
+            self._on_notice(f"the cloud ended (exit status {code}); starting it again")
             self._process = self._start()
 
     def _start(self) -> Process:
         for _ in range(_STARTS - 1):
             if (process := self._start_once()) is not None:
                 return process
-            self._say("the cloud was killed while it started; starting it again")
+            self._on_notice("the cloud was killed while it started; starting it again")
         process = self._start_once()
         if process is None:
             raise TrainingFailed(f"engine deployment: the cloud was killed at each of its {_STARTS} starts; is there "
@@ -60,7 +60,7 @@ class LocalCloud:
         return process
 
     def _start_once(self) -> Process | None:
-        """Return the cloud when it listens, or None if it was killed before."""
+        """Start the cloud once; return its process when it listens, or None if it was killed before that."""
         log = self._folder / "log"
         command = ["socflower", "cloud", "serve", str(self._scenario), "--listen", self.address.address,
                    "--token-file", self.address.token_file, "--folder", str(self._folder / "sessions"),

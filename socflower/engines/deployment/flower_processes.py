@@ -1,8 +1,8 @@
-"""Flower's commands as processes of ours: their environment, their start, and the end of all that came of them.
+"""Flower's commands as child processes: their environment, their start, and the end of all their descendants.
 
-Flower starts processes of its own, some in sessions of their own, which outlive a SuperLink that is killed. So each
-process that is started here carries a mark in its environment, which its children inherit, and all that carry it are
-ended. A guard (`process_guard.py`) does the same where this process has no time left for it.
+Flower starts further processes, some in their own sessions, which outlive a SuperLink that is killed. Each process
+that is started here therefore has a mark in its environment, which its children inherit, and all processes with the
+mark are ended. A guard (`process_guard.py`) does the same if this process is killed.
 """
 
 import json
@@ -26,24 +26,24 @@ from socflower.errors import ConfigError, TrainingFailed
 
 START_TIMEOUT_S = 90.0
 _END_TIMEOUT_S = 10.0
-_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RANDOM = random.SystemRandom()
 
 Process = subprocess.Popen[bytes]
 
 
 def flower_environment(folder: Path) -> dict[str, str]:
-    """Return the environment in which Flower's commands work in `folder`, apart from the user's own Flower."""
+    """Return the environment in which Flower's commands use `folder` as their home, not the user's own."""
     return {**users_environment(), "FLWR_HOME": str(folder / "flwr-home")}
 
 
 def users_environment() -> dict[str, str]:
-    """Return the environment in which Flower's commands work with the user's own configuration of Flower."""
+    """Return the environment in which Flower's commands use the user's own Flower configuration."""
     return {
         **os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
-        # Else Flower makes a fresh environment for each run and installs the app's dependencies into it.
+        # Otherwise Flower creates an environment for each run and installs the app's dependencies into it.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "PYTHONUNBUFFERED": "1",  # lines of a log come when they are written
+        "PYTHONUNBUFFERED": "1",  # log lines appear as soon as they are written
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
     }
 
@@ -57,21 +57,21 @@ def require_command(name: str, environment: Mapping[str, str], engine: str) -> N
 def start(
     command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path, *, append: bool = False,
 ) -> Process:
-    """Start a process in a session of its own, so that Ctrl-C does not reach it; what it says goes to `log`."""
+    """Start a process in its own session, so that Ctrl-C does not reach it; its output goes to `log`."""
     with log.open("ab" if append else "wb") as stream:
         return subprocess.Popen(command, env=dict(environment), cwd=folder, start_new_session=True,
                                 stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT)
 
 
 def end(process: Process) -> None:
-    """End a process that `start` began, and the processes of its group; return when it has ended."""
+    """End a process that `start` started, and its process group; return when it has ended."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     await_end(process)
 
 
 def await_end(process: Process) -> None:
-    """Wait some seconds for a process that was told to end, then kill it."""
+    """Wait for a process that was told to end; kill it after a timeout."""
     try:
         process.wait(timeout=_END_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -81,9 +81,9 @@ def await_end(process: Process) -> None:
 
 @contextmanager
 def own_processes(folder: Path | None = None) -> Iterator[str]:
-    """Yield a mark for the environment of processes; all that carry it end with this, or with this process.
+    """Yield a mark for the environment of processes; all processes with it end with the context or this process.
 
-    Where this process is killed, `folder` is removed after them: nobody else is left to do it.
+    If this process is killed, the guard also removes `folder`.
     """
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "socflower.engines.deployment.process_guard", mark]
@@ -103,7 +103,7 @@ def own_processes(folder: Path | None = None) -> Iterator[str]:
 def wait_until_healthy(
     port: int, process: Process, log: Path, engine: str, network: Network = MACHINE_NETWORK,
 ) -> None:
-    """Return when the SuperLink on a port of this machine answers; `TrainingFailed` if it ended or takes too long."""
+    """Wait until the SuperLink on a local port answers; `TrainingFailed` if it ended or takes too long."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -115,9 +115,9 @@ def wait_until_healthy(
 
 
 def write_connection(home: Path, name: str, address: str, *, root_certificates: Path | None = None) -> None:
-    """Let `flwr` know a SuperLink by a name: by TLS where a certificate authority is named, in plain HTTP otherwise."""
+    """Add a SuperLink to Flower's configuration: with TLS if `root_certificates` is given, else in plain HTTP."""
     home.mkdir(exist_ok=True)
-    # A JSON string is one of TOML as well.
+    # A JSON string is a valid TOML string.
     how = "insecure = true" if root_certificates is None else "root-certificates = " + json.dumps(
         str(root_certificates.resolve()), ensure_ascii=False)
     (home / "config.toml").write_text(f'[superlink]\ndefault = "{name}"\n\n[superlink.{name}]\n'
@@ -125,17 +125,17 @@ def write_connection(home: Path, name: str, address: str, *, root_certificates: 
 
 
 def free_ports(count: int) -> list[int]:
-    """Return so many ports of this machine, no two alike, that nobody used a moment ago.
+    """Return `count` distinct ports of this machine that were free at the time of the call.
 
-    They lie below those that the system gives to connections, or one that any process opens might take a port before
-    its server has started.
+    They lie below the ephemeral port range; otherwise another process's connection could take a port before its
+    server has started.
     """
     with ExitStack() as stack:
         ports: list[int] = []
         candidates = _server_ports()
         for port in [*_RANDOM.sample(candidates, min(20 * count, len(candidates))), *[0] * count]:
             probe = stack.enter_context(socket.socket())
-            with suppress(OSError):  # somebody has it
+            with suppress(OSError):  # in use
                 probe.bind(("127.0.0.1", port))
                 ports.append(int(probe.getsockname()[1]))
                 if len(ports) == count:
@@ -144,15 +144,15 @@ def free_ports(count: int) -> list[int]:
 
 
 def _server_ports() -> range:
-    """Return ports that the system gives to nobody by itself."""
+    """Return the ports below the ephemeral port range."""
     try:
-        first = int(_GIVEN_PORTS.read_text().split()[0])
+        first = int(_EPHEMERAL_PORTS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         first = 49152  # RFC 6335
     return range(10000, first) if first > 20000 else range(first, 60000)
 
 
 def tail(log: Path, num_lines: int = 3) -> str:
-    """Return the last lines of a log as one."""
+    """Return the last lines of a log as one line."""
     lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
     return " | ".join(lines[-num_lines:]) if lines else "(its log is empty)"

@@ -1,4 +1,4 @@
-"""What a deployment runs, as plain values, and where: on this machine, or on a SuperLink elsewhere."""
+"""Options of a deployment as plain values: the app, its nodes, and the SuperLink, local or remote."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -12,24 +12,24 @@ from socflower.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeployedApp:
-    """The app, its document, and the nodes that it needs."""
+    """The app, its scenario document, and the nodes that it needs."""
 
-    document: Mapping[str, Any]  # what ServerApp, ClientApps and cloud read; in each attempt's folder
-    here: AppFiles  # reads the document there
-    elsewhere: AppFiles  # has the document with it
-    node_configs: tuple[str, ...]  # `--node-config` of each SuperNode, but for the address of its ring
-    needs_cloud: bool = False  # its clients dial the cloud of a split training
+    document: Mapping[str, Any]  # read by ServerApp, ClientApps and cloud; written to each attempt's folder
+    local_files: AppFiles  # reads the document from the attempt's folder
+    bundle_files: AppFiles  # carries the document in its bundle
+    node_configs: tuple[str, ...]  # `--node-config` of each SuperNode, without its ring's address
+    needs_cloud: bool = False  # its clients connect to the cloud of a split training
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentOptions:
-    """Where to run, and how often to try again: what may be said of it on the command line."""
+    """Where to run and how often to restart, as given on the command line."""
 
-    superlink: str = ""  # HOST:PORT, or a name in the user's Flower configuration; "": start one here
+    superlink: str = ""  # HOST:PORT, or a name in the user's Flower configuration; "": start a local one
     superlink_ca: Path | None = None  # the certificate authority of a SuperLink given by its address
     restarts: int = 3
-    checkpoint_folder: str = ""  # on the machine of a SuperLink that is not ours; "": none
-    fresh: bool = False  # forget what is in it
+    checkpoint_folder: str = ""  # on the machine of a remote SuperLink; "": none
+    fresh: bool = False  # remove the checkpoints in it first
     warm: bool = False  # fork clients from processes that have torch loaded; see `warm_executor.py`
 
     def __post_init__(self) -> None:

@@ -1,13 +1,13 @@
-"""A network of its own for the processes of a run, in which nobody else reaches what listens on 127.0.0.1.
+"""A private network for the processes of a run, in which other users cannot reach ports of 127.0.0.1.
 
-Flower's SuperLink takes orders from whoever reaches its port, and on this machine's loopback that is every user. In a
-network namespace of Linux there is another loopback, which only processes that were started in it reach, and whoever
-may enter it: the same user, and root.
+Flower's SuperLink accepts commands from any client that reaches its port, and every user of this machine reaches its
+loopback. A Linux network namespace has a separate loopback. Only processes in the namespace reach it, and only the
+same user and root may enter the namespace.
 
     python -m socflower.engines.deployment.private_network
 
-keeps such a namespace open: it switches the loopback on, says so in a line, and then answers for each line of its
-standard input (`health PORT` or `connect PORT`) whether something answers there. It ends with its input.
+keeps such a namespace open: it enables the loopback, prints a line when it is ready, and answers each line of its
+standard input (`health PORT` or `connect PORT`) with whether that port responds. It ends at the end of its input.
 """
 
 import fcntl
@@ -29,18 +29,18 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
 
 
 class Network(Protocol):
-    """Where processes of a run listen and connect."""
+    """The network in which processes of a run listen and connect."""
 
     @property
     def shared_because(self) -> str:
-        """Why other users of this machine reach what listens here; "" if they do not."""
+        """Why other users of this machine can reach its ports; "" if they cannot."""
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What processes here need in their environment beside what they have."""
+        """Additional environment variables for processes in this network."""
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """Return the command that runs `command` here; it is the same process in the end."""
+        """Return the command that executes `command` in this network, in the same process."""
 
     def healthy(self, port: int) -> bool:
         """Return whether GET /health at a port of 127.0.0.1 is answered."""
@@ -50,14 +50,14 @@ class Network(Protocol):
 
 
 class MachineNetwork:
-    """The network of this machine, with everybody on it."""
+    """The network of this machine, which all its users share."""
 
     def __init__(self, shared_because: str = "no network of their own was asked for") -> None:
         self.shared_because = shared_because
         self.environment: Mapping[str, str] = {}
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """Return it as it is."""
+        """Return the command unchanged."""
         return list(command)
 
     def healthy(self, port: int) -> bool:
@@ -73,11 +73,11 @@ MACHINE_NETWORK = MachineNetwork()
 
 
 class _Namespace:
-    """A network namespace, as long as the process that keeps it open lives."""
+    """A network namespace; it exists as long as the process that keeps it open."""
 
     shared_because = ""
-    # The internet is out of reach. Data sets were loaded before the run and are in the cache of the hub's packages,
-    # which would otherwise try to reach the hub first.
+    # The internet is unreachable. Data sets were loaded before the run and are cached; without this variable the
+    # hub's packages would try to reach the hub first.
     environment: Mapping[str, str] = {"HF_HUB_OFFLINE": "1"}
 
     def __init__(self, keeper: "subprocess.Popen[str]", enter: Sequence[str]) -> None:
@@ -88,14 +88,14 @@ class _Namespace:
         return [*self._enter, *command]
 
     def healthy(self, port: int) -> bool:
-        return self._ask(f"health {port}")
+        return self._query(f"health {port}")
 
     def listens(self, port: int) -> bool:
-        return self._ask(f"connect {port}")
+        return self._query(f"connect {port}")
 
-    def _ask(self, question: str) -> bool:
+    def _query(self, question: str) -> bool:
         assert self._keeper.stdin is not None and self._keeper.stdout is not None
-        with suppress(OSError):  # it was killed: nothing answers there
+        with suppress(OSError):  # the keeper was killed: no port responds
             self._keeper.stdin.write(f"{question}\n")
             self._keeper.stdin.flush()
             return self._keeper.stdout.readline() == "yes\n"
@@ -104,20 +104,20 @@ class _Namespace:
 
 @contextmanager
 def private_network(environment: Mapping[str, str]) -> Iterator[Network]:
-    """Yield a network of its own for processes with an environment; where there can be none, the machine's, and why.
+    """Yield a private network for processes with an environment; if none is possible, the machine's, with the cause.
 
-    The namespace goes when its last process has ended.
+    The namespace disappears when its last process has ended.
     """
     missing = [tool for tool in ("unshare", "nsenter") if shutil.which(tool, path=environment.get("PATH")) is None]
     if missing:
         yield MachineNetwork(f"there is no command {missing[0]} here, which makes network namespaces on Linux")
         return
     reasons = []
-    # Root needs no user namespace, in which files of other users would be foreign.
+    # Root needs no user namespace, in which other users' files would be inaccessible.
     for with_user in ((False, True) if os.geteuid() == 0 else (True,)):
-        keeper = _keeper(environment, with_user=with_user)
+        keeper = _start_keeper(environment, with_user=with_user)
         try:
-            entered = _entered(keeper, environment, with_user=with_user)
+            entered = _enter(keeper, environment, with_user=with_user)
             if isinstance(entered, _Namespace):
                 yield entered
                 return
@@ -127,7 +127,7 @@ def private_network(environment: Mapping[str, str]) -> Iterator[Network]:
     yield MachineNetwork(f"no network namespace can be made here: {reasons[-1]}")
 
 
-def _keeper(environment: Mapping[str, str], *, with_user: bool) -> "subprocess.Popen[str]":
+def _start_keeper(environment: Mapping[str, str], *, with_user: bool) -> "subprocess.Popen[str]":
     user = ["--user", "--map-root-user"] if with_user else []
     return subprocess.Popen(
         ["unshare", *user, "--net", sys.executable, "-m", "socflower.engines.deployment.private_network"],
@@ -135,13 +135,13 @@ def _keeper(environment: Mapping[str, str], *, with_user: bool) -> "subprocess.P
         start_new_session=True)
 
 
-def _entered(keeper: "subprocess.Popen[str]", environment: Mapping[str, str], *, with_user: bool) -> _Namespace | str:
-    """Return the namespace that the process keeps, tried out, or the words of what failed."""
+def _enter(keeper: "subprocess.Popen[str]", environment: Mapping[str, str], *, with_user: bool) -> _Namespace | str:
+    """Return the namespace that the process keeps open, after a test of it; else the error text."""
     assert keeper.stdout is not None
     said = keeper.stdout.readline().strip()
     if said != _READY:
         return said or "unshare ended without a word"
-    # Inside, this user is root, which it is only there; what it makes is this user's.
+    # Inside the namespace this user is mapped to root; files that are created there belong to this user.
     user = ["--user", "--preserve-credentials"] if with_user else []
     namespace = _Namespace(keeper, ["nsenter", "--target", str(keeper.pid), *user, "--net"])
     probe = (f"import os, sys; sys.exit(os.stat('/proc/self/ns/net').st_ino != os.stat('/proc/{keeper.pid}/ns/net')"
@@ -179,8 +179,8 @@ def _listens(port: int) -> bool:
         return False
 
 
-def _switch_loopback_on() -> None:
-    """Set the flag IFF_UP of `lo`, which is off in a new namespace; needs no tool."""
+def _enable_loopback() -> None:
+    """Set the flag IFF_UP of `lo`, which is off in a new namespace; needs no external tool."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         name = b"lo".ljust(16, b"\0")
         (flags,) = struct.unpack_from("h", fcntl.ioctl(probe, _SIOCGIFFLAGS, name + bytes(16)), 16)
@@ -189,7 +189,7 @@ def _switch_loopback_on() -> None:
 
 def _keep_open() -> None:
     try:
-        _switch_loopback_on()
+        _enable_loopback()
     except OSError as error:
         print(f"the loopback of a new network namespace cannot be switched on ({error.strerror})", flush=True)
         return

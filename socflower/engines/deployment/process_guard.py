@@ -1,10 +1,10 @@
-"""Ending all processes that carry a mark, also when the one that started them was killed.
+"""Ends all processes with a mark, also if the process that started them was killed.
 
     python -m socflower.engines.deployment.process_guard MARK [FOLDER]
 
-waits until its standard input ends, which it does when its parent is gone in whatever way, and then ends them and
-removes the folder in which they worked; unless its parent wrote something first, since it has done so itself. It
-imports little, since it is there as long as a run is.
+waits for the end of its standard input, which comes when its parent has ended for any reason. It then ends the marked
+processes and removes their folder, unless its parent wrote something first: then the parent has done both. It imports
+little, since it runs as long as the run.
 """
 
 import os
@@ -16,21 +16,21 @@ import psutil
 
 MARK = "SOCFLOWER_RUN"
 PART = "SOCFLOWER_PART"
-"""Environment variables: the run a process belongs to, and which part of it, such as its SuperLink."""
+"""Environment variables: the run that a process belongs to, and the part of it, such as its SuperLink."""
 
 _GRACE_S = 5.0
 _SCANS = 5
 
 
 def marked(environment: Mapping[str, str], mark: str, part: str = "") -> dict[str, str]:
-    """Return an environment whose processes, and all that they start, can be ended by the mark."""
+    """Return an environment with the mark, by which its processes and their descendants can be ended."""
     return {**environment, MARK: mark, PART: part}
 
 
 def end_marked(mark: str, part: str | None = None) -> None:
-    """End all processes with the mark, or those of one part of the run: at first by a signal they can obey."""
+    """End all processes with the mark, or those of one part of the run: by SIGTERM first, then by SIGKILL."""
     for scan in range(_SCANS):
-        # One that is being started while we look is found the next time.
+        # The next scan finds a process that starts during this one.
         found = processes_of(mark, part)
         if not found:
             return
@@ -42,14 +42,14 @@ def end_marked(mark: str, part: str | None = None) -> None:
 
 
 def processes_of(mark: str, part: str | None = None) -> list[psutil.Process]:
-    """Return the running processes of a run, or of one part of it, this one not among them."""
+    """Return the running processes of a run, or of one part of it, without this process."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
             environment = process.environ()
-        except (psutil.Error, OSError):  # gone, or somebody else's
+        except (psutil.Error, OSError):  # ended, or of another user
             continue
         if environment.get(MARK) == mark and part in (None, environment.get(PART)):
             found.append(process)
@@ -62,7 +62,7 @@ def _signal(process: psutil.Process, *, kill: bool) -> None:
             process.kill()
         else:
             process.terminate()
-    except psutil.Error:  # it was faster
+    except psutil.Error:  # already ended
         pass
 
 

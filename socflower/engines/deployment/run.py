@@ -1,7 +1,7 @@
-"""Engine `deployment`: an app on a SuperLink and SuperNodes, of this machine or of a rack somewhere.
+"""Engine `deployment`: an app on a SuperLink and SuperNodes, on this machine or on a remote rack.
 
-Without a SuperLink's address the engine starts one, and a SuperNode for each SoC that takes part, and ends them. When
-the ServerApp or the SuperLink dies, the run is submitted again, and goes on from its newest checkpoint.
+Without a SuperLink's address the engine starts and ends a SuperLink and one SuperNode per participating SoC. When the
+ServerApp or the SuperLink dies, the run is submitted again and resumes from its newest checkpoint.
 """
 
 import os
@@ -15,107 +15,108 @@ import psutil
 
 from socflower.engines.app_files import NUM_NODES_KEY, RUN_FOLDER_KEY, AppFiles
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
-from socflower.engines.deployment.attempts import RunStory, Say
+from socflower.engines.deployment.attempts import OnNotice, RunHistory
 from socflower.engines.deployment.cloud_process import LocalCloud
-from socflower.engines.deployment.far_superlink import run_far_away
 from socflower.engines.deployment.flower_processes import tail
 from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
+from socflower.engines.deployment.remote_superlink import run_on_remote_superlink
 from socflower.engines.deployment.submitted_run import FlwrClient, RunLog
 from socflower.engines.deployment.superlink import CONNECTION, ENGINE, LocalFlower, local_flower
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import TrainingFailed
 
 _POLL_S = 0.2
-_ASK_S = 5.0  # between two questions to Flower, each of which starts a process
-_LAST_WORDS_S = 5.0  # in which Flower ends a run whose ServerApp failed by itself; that one was killed it learns later
+_ASK_S = 5.0  # between two queries of Flower, each of which starts a process
+# Flower ends a run within this time if its ServerApp raised an error; it notices a killed ServerApp only later.
+_FAILURE_NOTICE_S = 5.0
 
 
-def run_in_deployment(app: DeployedApp, folder: RunFolder, deployment: DeploymentOptions, say: Say) -> None:
-    """Run the app, whose run's folder is `folder`, and leave the outcome there.
+def run_in_deployment(app: DeployedApp, folder: RunFolder, deployment: DeploymentOptions, on_notice: OnNotice) -> None:
+    """Run the app with `folder` as the run's folder, and write the outcome there.
 
-    `say` gets a line about each thing that went wrong and was made good. Raises `ConfigError` for a SuperLink that is
-    not known and `TrainingFailed` where no attempt came to an outcome.
+    `on_notice` gets a line about each failure that was recovered from. Raises `ConfigError` for an unknown SuperLink
+    and `TrainingFailed` if no attempt produced an outcome.
     """
-    story = RunStory(folder)
+    history = RunHistory(folder)
     if deployment.superlink:
-        story.end(*run_far_away(app, folder.path, story, deployment, say))
+        history.write_outcome(*run_on_remote_superlink(app, folder.path, history, deployment, on_notice))
     else:
-        story.end(*_run_here(app, folder, story, deployment, say))
+        history.write_outcome(*_run_locally(app, folder, history, deployment, on_notice))
 
 
-def _run_here(
-    app: DeployedApp, folder: RunFolder, story: RunStory, deployment: DeploymentOptions, say: Say,
+def _run_locally(
+    app: DeployedApp, folder: RunFolder, history: RunHistory, deployment: DeploymentOptions, on_notice: OnNotice,
 ) -> tuple[dict[str, Any], Path]:
     checkpointing = folder.read_checkpointing() or Checkpointing(folder=folder.path / "checkpoint", engine=ENGINE)
     kept = CheckpointFolder(checkpointing.folder)
     kept.create()
-    with local_flower(folder.path, app.node_configs, say, warm=deployment.warm) as flower:
-        story.superlink_shared_because = flower.network.shared_because
+    with local_flower(folder.path, app.node_configs, on_notice, warm=deployment.warm) as flower:
+        history.superlink_shared_because = flower.network.shared_because
         flwr = FlwrClient(flower.environment, CONNECTION, folder.path, flower.network)
-        cloud = LocalCloud(folder.path, app.document, flower.environment, say, flower.network) if app.needs_cloud \
-            else None
+        cloud = LocalCloud(folder.path, app.document, flower.environment, on_notice, flower.network) \
+            if app.needs_cloud else None
         while True:
-            attempt = RunFolder(folder.path / f"attempt-{len(story.restarts) + 1}")
+            attempt = RunFolder(folder.path / f"attempt-{len(history.restarts) + 1}")
             attempt.path.mkdir()
             attempt.write_scenario(app.document)
             attempt.write_checkpointing(checkpointing)
             if cloud is not None:
                 attempt.write_cloud(cloud.address)
-            cause, run_id = _attempt_here(app.here, attempt, flower, cloud, flwr, story)
+            cause, run_id = _attempt_locally(app.local_files, attempt, flower, cloud, flwr, history)
             outcome = attempt.read_outcome()
             if cause is None and outcome is not None:
                 if attempt.model.exists():
                     attempt.model.replace(folder.model)
                 return outcome, attempt.trace
-            checkpoint = kept.newest(say)
+            checkpoint = kept.newest(on_notice)
             after = 0 if checkpoint is None else checkpoint.server_round
-            story.restart(after, str(cause), deployment.restarts, say)
+            history.record_restart(after, str(cause), deployment.restarts, on_notice)
             flower.restart_superlink()
             if run_id is not None:
-                # Else its messages would still be handed to the nodes.
+                # Otherwise the nodes would still receive its messages.
                 flwr.stop(run_id)
-            kept.forget_after(after)
+            kept.remove_after(after)
             checkpointing = replace(checkpointing, resume_after=None if checkpoint is None else after)
 
 
-def _attempt_here(
+def _attempt_locally(
     files: AppFiles, attempt: RunFolder, flower: LocalFlower, cloud: LocalCloud | None, flwr: FlwrClient,
-    story: RunStory,
+    history: RunHistory,
 ) -> tuple[str | None, int | None]:
-    """Submit the run and follow it until there is an outcome; return why there will be none, and Flower's run id.
+    """Submit the run and follow it to its outcome; return the cause of failure, if any, and Flower's run id.
 
-    After that the attempt's ServerApp runs no more, though its clients may.
+    When this returns, the attempt's ServerApp has ended; its clients may still run.
     """
     app = attempt.path / "app"
     files.write(app, {RUN_FOLDER_KEY: str(attempt.path), NUM_NODES_KEY: len(flower.node_pids)})
     start = _ServerAppStart(flower)
-    log, num_told, asked_s, pid = flwr.submit(app), 0, 0.0, None
+    log, num_read, asked_s, pid = flwr.submit(app), 0, 0.0, None
     try:
         while True:
-            flower.look_after_nodes()
+            flower.poll_nodes()
             if cloud is not None:
-                cloud.look_after()
-            cause = flower.superlink_death()
+                cloud.restart_if_ended()
+            cause = flower.superlink_exit()
             died_s = start.died_s() if pid is None else None
-            # After that: whoever has ended may have told its process id before.
+            # Read after `died_s`: a process that ended may have written its process id before.
             pid = pid or attempt.read_server_process()
             if cause is None and pid is not None and not _is_running(pid):
                 cause = "the ServerApp's process died"
             if cause is None and log.ended() and time.monotonic() - asked_s >= _ASK_S:
                 cause, asked_s = _verdict(log, flwr, begun=pid is not None), time.monotonic()
-            if cause is None and pid is None and died_s is not None and time.monotonic() - died_s >= _LAST_WORDS_S:
+            if cause is None and pid is None and died_s is not None and time.monotonic() - died_s >= _FAILURE_NOTICE_S:
                 cause = "the ServerApp's process died while it started"
-            # In this order: whoever died may have left an outcome before, and progress before that.
+            # In this order: a process that died may have written progress and then an outcome before.
             has_outcome = attempt.read_outcome() is not None
-            for entry in attempt.read_progress(num_told):
-                num_told += 1
-                story.tell(entry)
+            for entry in attempt.read_progress(num_read):
+                num_read += 1
+                history.add_round(entry)
             list(log.new_lines())
             if has_outcome:
                 return None, log.run_id
             if cause is not None:
                 if pid is not None and _is_running(pid):
-                    os.kill(pid, signal.SIGKILL)  # it hangs, or does not know yet that its SuperLink is gone
+                    os.kill(pid, signal.SIGKILL)  # it hangs, or has not noticed that its SuperLink ended
                 return cause, log.run_id
             time.sleep(_POLL_S)
     finally:
@@ -123,20 +124,20 @@ def _attempt_here(
 
 
 class _ServerAppStart:
-    """The ServerApp's process from its start to the moment at which it tells its process id.
+    """Observes the ServerApp's process from its start until it writes its process id.
 
-    Flower notices the death of such a process after a minute, and then ends the run, or starts another process.
+    Flower notices the death of such a process after a minute, and then ends the run or starts another process.
     """
 
     def __init__(self, flower: LocalFlower) -> None:
         self._flower = flower
-        self._of_others = flower.server_apps()  # of an earlier attempt
+        self._earlier = flower.server_apps()  # of an earlier attempt
         self._seen = False
         self._died_s: float | None = None
 
     def died_s(self) -> float | None:
-        """Return since when no process is left of those that were seen, None if there is one or none was seen."""
-        if self._flower.server_apps() - self._of_others:
+        """Return the time at which the last observed process ended; None if one still runs or none was seen."""
+        if self._flower.server_apps() - self._earlier:
             self._seen, self._died_s = True, None
         elif self._seen and self._died_s is None:
             self._died_s = time.monotonic()
@@ -144,20 +145,20 @@ class _ServerAppStart:
 
 
 def _verdict(log: RunLog, flwr: FlwrClient, *, begun: bool) -> str | None:
-    """Return why a run has ended whose log has, or None if Flower says that it goes on."""
+    """Return why a run whose log has ended is over, or None if Flower reports that it still runs."""
     list(log.new_lines())
     status = None if log.run_id is None else flwr.status(log.run_id)
     if status is not None and not status.startswith("finished"):
         return None
     if not begun:
-        # The next attempt would fare no better.
+        # The next attempt would fail in the same way.
         what = "Flower did not start the run" if log.run_id is None else "the ServerApp failed as it started"
-        raise TrainingFailed(f"engine {ENGINE}: {what}; Flower's last words: {tail(log.path)}")
+        raise TrainingFailed(f"engine {ENGINE}: {what}; the end of its log: {tail(log.path)}")
     return f"Flower ended the run ({status or 'it does not answer'})"
 
 
 def _is_running(pid: int) -> bool:
-    """Return whether a process is there, and not only its exit status."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

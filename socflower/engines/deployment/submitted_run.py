@@ -1,4 +1,4 @@
-"""A run as Flower's command line sees it: submitted to a SuperLink, followed by its log, asked for and stopped."""
+"""A run through Flower's command line: submission to a SuperLink, its log, its status and its stop."""
 
 import json
 import re
@@ -14,9 +14,9 @@ _COMMAND_TIMEOUT_S = 60.0
 
 
 class FlwrClient:
-    """`flwr` with one SuperLink: `connection` is its name in the Flower configuration that `environment` finds.
+    """`flwr` for one SuperLink: `connection` is its name in the Flower configuration of `environment`.
 
-    `network` is where it reaches the SuperLink.
+    `network` is the network in which it reaches the SuperLink.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class FlwrClient:
         self._num_logs = 0
 
     def submit(self, app: Path) -> "RunLog":
-        """Send the app to the SuperLink, and follow its log."""
+        """Submit the app to the SuperLink and follow its log."""
         return self._follow(["flwr", "run", str(app), self._connection, "--stream"])
 
     def log_again(self, run_id: int) -> "RunLog":
@@ -37,9 +37,9 @@ class FlwrClient:
         return self._follow(["flwr", "log", str(run_id), self._connection, "--stream"])
 
     def status(self, run_id: int) -> str | None:
-        """Return what Flower says of a run, such as "running" or "finished:failed"; None if it does not answer."""
-        answer = self._ask(["flwr", "list", "--run-id", str(run_id), self._connection, "--format", "json"])
-        # Words for people come before the document.
+        """Return Flower's status of a run, such as "running" or "finished:failed"; None if it does not answer."""
+        answer = self._run(["flwr", "list", "--run-id", str(run_id), self._connection, "--format", "json"])
+        # The command prints text before the JSON document.
         start_of_document = answer.find("{")
         if start_of_document < 0:
             return None
@@ -50,15 +50,15 @@ class FlwrClient:
             return None
 
     def stop(self, run_id: int) -> None:
-        """Tell the SuperLink that a run is to end; one that has ended already stays as it is."""
-        self._ask(["flwr", "stop", str(run_id), self._connection])
+        """Ask the SuperLink to stop a run; a run that has ended is not changed."""
+        self._run(["flwr", "stop", str(run_id), self._connection])
 
     def _follow(self, command: list[str]) -> "RunLog":
         self._num_logs += 1
         path = self._folder / f"run-{self._num_logs}.log"
         return RunLog(start(self._network.command(command), self._environment, path, self._folder), path)
 
-    def _ask(self, command: list[str]) -> str:
+    def _run(self, command: list[str]) -> str:
         try:
             ran = subprocess.run(self._network.command(command), env=dict(self._environment), cwd=self._folder,
                                  capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False,
@@ -79,11 +79,11 @@ class RunLog:
         self._partial = ""
 
     def ended(self) -> bool:
-        """Return whether `flwr` has no more to say: the run has ended, or the SuperLink does not answer any more."""
+        """Return whether `flwr` has ended: the run has ended, or the SuperLink no longer answers."""
         return self._process.poll() is not None
 
     def new_lines(self) -> Iterator[str]:
-        """Yield the lines that came since the last call."""
+        """Yield the lines written since the last call."""
         while chunk := self._stream.readline():
             self._partial += chunk
             if not self._partial.endswith("\n"):
@@ -94,7 +94,7 @@ class RunLog:
             yield line
 
     def close(self) -> None:
-        """End `flwr`, which does not end the run."""
+        """End `flwr`; this does not end the run."""
         self._stream.close()
         if not self.ended():
             end(self._process)

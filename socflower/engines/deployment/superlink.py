@@ -1,6 +1,6 @@
-"""A SuperLink and SuperNodes as processes of this machine: a node for each config, all on 127.0.0.1.
+"""A SuperLink and SuperNodes as processes of this machine: one node per config, all on 127.0.0.1.
 
-Where the system allows it they have a network of their own (`private_network.py`).
+They run in a private network where the system allows it (`private_network.py`).
 """
 
 import signal
@@ -32,17 +32,17 @@ _SERVER_APP = "flwr-serverapp"
 
 
 class LocalFlower:
-    """A SuperLink on a database, so that it can be started again, and its SuperNodes."""
+    """A SuperLink with a database, so that it can be restarted, and its SuperNodes."""
 
     def __init__(
-        self, folder: Path, configs: Sequence[str], ports: Sequence[int], mark: str, say: Callable[[str], None],
+        self, folder: Path, configs: Sequence[str], ports: Sequence[int], mark: str, on_notice: Callable[[str], None],
         network: Network, *, warm: bool = False,
     ) -> None:
         self.environment = {**marked(flower_environment(folder), mark, "command"), **network.environment}
         self.network = network
         self._folder = folder
         self._mark = mark
-        self._say = say
+        self._on_notice = on_notice
         self._warm = warm
         self._port = ports[0]
         for command in ("flower-superlink", "flower-supernode", "flwr"):
@@ -54,16 +54,16 @@ class LocalFlower:
 
     @property
     def superlink_pid(self) -> int:
-        """Process id of the SuperLink that runs now."""
+        """Process id of the current SuperLink."""
         return self._superlink.pid
 
     @property
     def node_pids(self) -> tuple[int, ...]:
-        """Process ids of the SuperNodes that are left."""
+        """Process ids of the SuperNodes that still run."""
         return tuple(process.pid for process in self._nodes.values())
 
     def server_apps(self) -> set[psutil.Process]:
-        """Return the ServerApps' processes that run now, started by the SuperLink."""
+        """Return the running ServerApp processes that the SuperLink started."""
         found = set()
         with suppress(psutil.Error):
             for process in psutil.Process(self._superlink.pid).children(recursive=True):
@@ -72,35 +72,35 @@ class LocalFlower:
                         found.add(process)
         return found
 
-    def superlink_death(self) -> str | None:
+    def superlink_exit(self) -> str | None:
         """Return how the SuperLink ended, or None while it runs."""
         code = self._superlink.poll()
         return None if code is None else f"the SuperLink ended ({_how(code)})"
 
-    def look_after_nodes(self) -> None:
-        """Say a line about each SuperNode that has ended since; `TrainingFailed` if none is left.
+    def poll_nodes(self) -> None:
+        """Report each SuperNode that has ended since the last call; raise `TrainingFailed` if none is left.
 
-        A dead node is not started again: that a machine is gone is what the strategy has to deal with.
+        An ended node is not restarted: the strategy has to handle the loss of a machine.
         """
         for config, process in list(self._nodes.items()):
             code = process.poll()
             if code is not None:
                 del self._nodes[config]
-                self._say(f"SuperNode {process.pid} ({config}) ended ({_how(code)}); {len(self._nodes)} left")
+                self._on_notice(f"SuperNode {process.pid} ({config}) ended ({_how(code)}); {len(self._nodes)} left")
         if not self._nodes:
             raise TrainingFailed(f"engine {ENGINE}: no SuperNode is left; run the same command again")
 
     def restart_superlink(self) -> None:
-        """Start the SuperLink again, on the same port and database, if it has ended; SuperNodes reconnect."""
+        """Restart the SuperLink on the same port and database if it has ended; SuperNodes reconnect."""
         if self._superlink.poll() is None:
             return
-        # What it had started must not go on beside what comes now.
+        # Processes of the old SuperLink must not run beside those of the new one.
         end_marked(self._mark, _SUPERLINK)
         self._superlink = self._start_superlink()
 
     def _start_superlink(self) -> Process:
         log = self._folder / "superlink.log"
-        # The ServerApp is looked for more often than every second, which matters at the start of short runs.
+        # Poll for tasks more often than Flower's default of one second, which delays the start of short runs.
         environment = {**marked(self.environment, self._mark, _SUPERLINK), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
         command = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self._port),
                    "--database", str(self._folder / "superlink.sqlite")]
@@ -108,8 +108,7 @@ class LocalFlower:
         try:
             wait_until_healthy(self._port, process, log, ENGINE, self.network)
         except TrainingFailed:
-            # One that was killed is a death like any other, of which `superlink_death` tells; one that gave up would
-            # do so again.
+            # A killed SuperLink is reported by `superlink_exit`; one that exited with an error would do so again.
             if (process.poll() or 0) >= 0:
                 raise
         return process
@@ -126,20 +125,21 @@ class LocalFlower:
 
 @contextmanager
 def local_flower(
-    folder: Path, node_configs: Sequence[str], say: Callable[[str], None], *, warm: bool = False,
+    folder: Path, node_configs: Sequence[str], on_notice: Callable[[str], None], *, warm: bool = False,
 ) -> Iterator[LocalFlower]:
-    """Keep a SuperLink and SuperNodes running in `folder`; at the end nothing of them is left.
+    """Run a SuperLink and SuperNodes in `folder` within the context, and end all their processes at its exit.
 
-    `node_configs` are those of the nodes, to which each node's port for rings is added.
+    Each entry of `node_configs` is one node's config, to which the node's port for rings is added.
     """
     num_nodes = len(node_configs)
     ports = free_ports(2 * num_nodes + 1)
     configs = [f'{config} ring="127.0.0.1:{port}"' for config, port in zip(node_configs, ports, strict=False)]
-    with own_processes(folder) as mark, private_network(marked(flower_environment(folder), mark, "network")) as network:
+    with own_processes(folder) as mark, \
+            private_network(marked(flower_environment(folder), mark, "network")) as network:
         if network.shared_because:
-            say("while this runs, every user of this machine can reach its SuperLink, and so run programs as you: "
-                + network.shared_because)
-        yield LocalFlower(folder, configs, ports[num_nodes:], mark, say, network, warm=warm)
+            on_notice("while this runs, every user of this machine can reach its SuperLink, and so run programs as "
+                      f"you: {network.shared_because}")
+        yield LocalFlower(folder, configs, ports[num_nodes:], mark, on_notice, network, warm=warm)
 
 
 def _how(code: int) -> str:

@@ -1,16 +1,16 @@
-"""Warm executor: a SuperNode whose ClientApps are forked from a process that has torch loaded already.
+"""Warm executor: a SuperNode whose ClientApps are forked from a process that has already imported torch.
 
-Flower starts a fresh Python for every message, which imports torch before it trains. This command runs Flower's own
-SuperNode or SuperExec with one thing changed, how a ClientApp's process comes to be:
+Flower starts a new Python process for every message, which imports torch before it trains. This command runs Flower's
+own SuperNode or SuperExec and changes only how a ClientApp's process is started:
 
     python -m socflower.engines.deployment.warm_executor -- flower-supernode --insecure --superlink 10.0.0.1:9092 …
 
-Beside the SuperExec stands a zygote, a process with one thread that has imported what clients need and does nothing but
-fork. A fork of it runs `flwr-clientapp` with the arguments, environment, streams and exit status that the fresh process
-would have. The zygote ends with its SuperExec; a killed one is replaced at the next message.
+The SuperExec starts a zygote: a process with one thread that has imported the clients' modules and only forks. A fork
+of it runs `flwr-clientapp` with the arguments, environment, streams and exit status that the new process would have.
+The zygote ends with its SuperExec; a killed one is replaced at the next message.
 
-Of all files this relies most on Flower's internals: that two of its modules start their children by
-`subprocess.Popen` (see `_STARTERS`). Hence the check of its version, and hence the option is off unless asked for.
+This file depends on Flower's internals: two of its modules start their children with `subprocess.Popen` (see
+`_STARTERS`). It therefore checks Flower's version, and the option is off by default.
 """
 
 import argparse
@@ -42,27 +42,27 @@ from socflower.quantities import counted
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "flwr.supernode.cli", "flwr.clientapp", "socflower.clients")
 
 _SUPERNODE, _SUPEREXEC, _CLIENTAPP = "flower-supernode", "flower-superexec", "flwr-clientapp"
-_STARTERS = {  # Flower's command, and its module that starts a child by `subprocess.Popen`
+_STARTERS = {  # Flower's command, and its module that starts a child with `subprocess.Popen`
     _SUPERNODE: "flwr.supernode.start_client_internal",
     _SUPEREXEC: "flwr.supercore.superexec.executor.subprocess_executor",
 }
-_READY_TIMEOUT_S = 300.0  # a small board under load imports torch from a slow card
+_READY_TIMEOUT_S = 300.0  # a loaded small board imports torch from a slow SD card
 _FORK_TIMEOUT_S = 60.0
-_CANNOT_BE = 2  # exit status after a ConfigError
-_THREADS_OF_OPENBLAS = "OPENBLAS_NUM_THREADS"
+_CONFIG_ERROR_STATUS = 2  # exit status after a ConfigError
+_OPENBLAS_THREADS = "OPENBLAS_NUM_THREADS"
 _HEADER = struct.Struct("!I")
 
 
 def warm_supernode_command(args: Sequence[str], preload: Sequence[str] = ()) -> list[str]:
-    """Return the command that does what `flower-supernode ARGS` does, warm; `preload` names more modules to import."""
+    """Return the warm equivalent of `flower-supernode ARGS`; `preload` names more modules to import."""
     return [*_own_command(preload), "--", _SUPERNODE, *args]
 
 
 class ForkedProcess:
-    """A process that a zygote forked, as its requester sees it. It may be forgotten: the process goes on."""
+    """Handle of a process that a zygote forked. The process continues if the handle is deleted."""
 
     def __init__(self, report: socket.socket) -> None:
-        self._report = report  # on which its number comes now, and its exit code in the end
+        self._report = report  # carries its process id at the start and its exit code at the end
         self._exit_code: int | None = None
         report.settimeout(_FORK_TIMEOUT_S)
         answer = _read_line(report)
@@ -78,7 +78,7 @@ class ForkedProcess:
         return self.wait(0.0)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Return the exit code, or None after `timeout_s`; raises `ProcessLookupError` if the zygote died before."""
+        """Return the exit code, or None after `timeout_s`; raise `ProcessLookupError` if the zygote died before."""
         if self._exit_code is None:
             if not select.select([self._report], [], [], timeout_s)[0]:
                 return None
@@ -86,7 +86,7 @@ class ForkedProcess:
         return self._exit_code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -94,37 +94,37 @@ class ForkedProcess:
 class Zygote:
     """A process that has imported `preload` and forks on request; it ends when this end of its socket closes.
 
-    Raises `ConfigError` if a module cannot be imported, or one starts a thread: a fork would copy its locks as they
-    happen to be, but not the thread that releases them.
+    Raises `ConfigError` if a module cannot be imported or starts a thread: a fork would copy locks that such a thread
+    holds, but not the thread that releases them.
     """
 
     def __init__(self, preload: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self._requests, theirs = socket.socketpair()
         environment = dict(os.environ if environment is None else environment)
         with theirs:
-            # NumPy's OpenBLAS starts its threads on import unless told to have one.
+            # NumPy's OpenBLAS starts its threads on import unless it is limited to one.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", __file__, "--zygote", str(theirs.fileno()),
-                 json.dumps({"preload": list(preload), "openblas-threads": environment.get(_THREADS_OF_OPENBLAS)})],
-                pass_fds=[theirs.fileno()], env={**environment, _THREADS_OF_OPENBLAS: "1"})
+                 json.dumps({"preload": list(preload), "openblas-threads": environment.get(_OPENBLAS_THREADS)})],
+                pass_fds=[theirs.fileno()], env={**environment, _OPENBLAS_THREADS: "1"})
         self.pid = self._process.pid
         try:
             self._requests.settimeout(_READY_TIMEOUT_S)
-            trouble = _read_line(self._requests)
+            problem = _read_line(self._requests)
         except OSError as error:
             self.close()
-            raise ConfigError(f"warm executor: the zygote did not get ready ({error}); see its words above, or leave "
+            raise ConfigError(f"warm executor: the zygote did not get ready ({error}); see its output above, or leave "
                               "the warm executor out") from error
-        if trouble:
+        if problem:
             self.close()
-            raise ConfigError(f"warm executor: {trouble}")
+            raise ConfigError(f"warm executor: {problem}")
 
     def fork(
         self, entry: str, argv: Sequence[str], *, stdout: int | None = None, stderr: int | None = None,
     ) -> ForkedProcess:
         """Run `entry` ("module:function", without arguments) in a fork whose `sys.argv` is `argv`.
 
-        `stdout` and `stderr` are file descriptors, or None for this process's own. Raises `OSError` if it cannot.
+        `stdout` and `stderr` are file descriptors, or None for this process's own. Raises `OSError` on failure.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -138,7 +138,7 @@ class Zygote:
         return ForkedProcess(ours)
 
     def close(self) -> None:
-        """End the zygote; what it forked goes on."""
+        """End the zygote; the processes that it forked continue."""
         self._requests.close()
         try:
             self._process.wait(timeout=5.0)
@@ -148,18 +148,18 @@ class Zygote:
 
 
 class _WarmSuperNode:
-    """Stands in for `subprocess` where the SuperNode starts its SuperExec, which becomes a warm one."""
+    """Replaces `subprocess` where the SuperNode starts its SuperExec, to start a warm one."""
 
     def __init__(self, options: Sequence[str]) -> None:
         self._options = options
 
     def Popen(self, args: Sequence[str], **settings: Any) -> "subprocess.Popen[bytes]":
-        """Start what the SuperNode asks for by this file's command instead."""
+        """Start the SuperNode's child through this file's command."""
         superexec = subprocess.Popen([*_own_command(), *self._options, "--", *args], **settings)
 
         def follow() -> None:
-            # A SuperNode whose SuperExec cannot be warm would take messages and never answer.
-            if superexec.wait() == _CANNOT_BE:
+            # A SuperNode whose SuperExec failed to start would accept messages and never answer.
+            if superexec.wait() == _CONFIG_ERROR_STATUS:
                 os.kill(os.getpid(), signal.SIGTERM)
 
         threading.Thread(target=follow, daemon=True).start()
@@ -167,7 +167,7 @@ class _WarmSuperNode:
 
 
 class _WarmSuperExec:
-    """Stands in for `subprocess` where the SuperExec starts tasks: ClientApps are forked, the rest starts as ever."""
+    """Replaces `subprocess` where the SuperExec starts tasks: ClientApps are forked, other tasks start as usual."""
 
     DEVNULL = subprocess.DEVNULL
 
@@ -179,7 +179,7 @@ class _WarmSuperExec:
     def Popen(
         self, args: Sequence[str], stdout: int | None = None, stderr: int | None = None,
     ) -> "ForkedProcess | subprocess.Popen[bytes]":
-        """Start a task with these streams; Flower does not look at what this returns."""
+        """Start a task with these streams; Flower ignores the return value."""
         if args[0] != _CLIENTAPP:
             return subprocess.Popen(args, stdout=stdout, stderr=stderr)
         with open(os.devnull, "wb") as null:
@@ -232,11 +232,11 @@ def main(arguments: Sequence[str]) -> None:
     options, command = list(arguments[:split]), list(arguments[split + 1:])
     chosen = parser.parse_args([*options, *command[:1]])
     if "torch" in sys.modules:
-        # `python -m` has imported the whole package; a SuperNode and a SuperExec have no use for torch's memory.
+        # `python -m` has imported the whole package; a SuperNode and a SuperExec do not need torch in memory.
         os.execv(sys.executable, [*_own_command(), *arguments])
     if not chosen.any_flwr_version:
         check_flwr_version(version("flwr"))
-    _refuse_what_cannot_be(command, chosen.preload)
+    _require_supported(command, chosen.preload)
     starter = importlib.import_module(_STARTERS[command[0]])
     if getattr(starter, "subprocess", None) is not subprocess:
         raise ConfigError(f"warm executor: flwr {version('flwr')} starts its processes in another way than "
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str]) -> None:
     sys.exit(_function(_console_script(command[0]))())
 
 
-def _refuse_what_cannot_be(command: Sequence[str], preload: Sequence[str]) -> None:
+def _require_supported(command: Sequence[str], preload: Sequence[str]) -> None:
     if not hasattr(os, "fork"):
         raise ConfigError("warm executor: this system cannot fork; leave it out")
     if command[0] not in _STARTERS:
@@ -265,22 +265,22 @@ def _refuse_what_cannot_be(command: Sequence[str], preload: Sequence[str]) -> No
 
 # ------------------------------------------------------------------------------------------ in the zygote
 def _zygote_main(descriptor: str, settings: str) -> None:
-    """Import, say that it is ready, fork; a child comes out of `_serve` and becomes what was asked for."""
-    # Ctrl-C reaches the whole terminal's group: the SuperExec ends on it, and the zygote then by its closed socket.
+    """Import, report readiness, fork; a child returns from `_serve` and runs the requested entry point."""
+    # Ctrl-C reaches the terminal's process group: it ends the SuperExec, and the closed socket then ends the zygote.
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     chosen = json.loads(settings)
     requests = socket.socket(fileno=int(descriptor))
-    with contextlib.suppress(BrokenPipeError):  # its SuperExec has ended meanwhile, as `_serve` finds out
+    with contextlib.suppress(BrokenPipeError):  # its SuperExec has ended, which `_serve` detects
         requests.sendall((_preload(chosen["preload"]) + "\n").encode())
     gc.collect()
-    gc.freeze()  # else each child's first collection copies the pages of all objects that it shares
+    gc.freeze()  # otherwise each child's first collection copies the pages of all shared objects
     entry, sys.argv = _serve(requests)
     signal.signal(signal.SIGINT, interrupt)
     if chosen["openblas-threads"] is None:
-        del os.environ[_THREADS_OF_OPENBLAS]
+        del os.environ[_OPENBLAS_THREADS]
     else:
-        os.environ[_THREADS_OF_OPENBLAS] = chosen["openblas-threads"]
-    # A fresh process draws its global seeds from the system; forks would have the zygote's, but for Python's own.
+        os.environ[_OPENBLAS_THREADS] = chosen["openblas-threads"]
+    # A new process draws its global seeds from the system; forks would share the zygote's, except Python's own.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
@@ -291,7 +291,7 @@ def _zygote_main(descriptor: str, settings: str) -> None:
 
 
 def _preload(modules: Sequence[str]) -> str:
-    """Import `modules`; return what is wrong, or nothing."""
+    """Import `modules`; return an error text, or "" on success."""
     for module in modules:
         try:
             importlib.import_module(module)
@@ -334,7 +334,7 @@ def _serve(requests: socket.socket) -> tuple[str, list[str]]:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.dup2(out, 1)
                 os.dup2(err, 2)
-                # The child says its own number, so that an answer means that it lives even if the zygote dies now.
+                # The child itself sends its process id, so that an answer proves that it runs even if the zygote dies.
                 report.sendall(f"{os.getpid()}\n".encode())
                 for opened in (requests, report, *reports.values()):
                     opened.close()
@@ -355,9 +355,9 @@ def _report_ended(reports: dict[int, socket.socket]) -> None:
             report.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
-# --------------------------------------------------------------------------------------------- small parts
+# --------------------------------------------------------------------------------------------- helpers
 def _own_command(preload: Sequence[str] = ()) -> list[str]:
-    # By path and not by -m: the package's __init__ imports torch, which a SuperNode has no use for. -P keeps this
+    # By path and not by -m: the package's __init__ imports torch, which a SuperNode does not need. -P keeps this
     # file's folder out of sys.path.
     return [sys.executable, "-P", __file__, *(word for module in preload for word in ("--preload", module))]
 
@@ -405,4 +405,4 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except ConfigError as problem:
         print(problem, file=sys.stderr)
-        sys.exit(_CANNOT_BE)
+        sys.exit(_CONFIG_ERROR_STATUS)

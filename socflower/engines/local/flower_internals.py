@@ -1,10 +1,10 @@
-"""The two things the local engine needs of Flower that Flower 1.41 does not export publicly, in one place."""
+"""The parts of Flower that the local engine needs and Flower 1.41 does not export publicly."""
 
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 SUPERLINK_NODE_ID = 1
-"""The node that a ServerApp's messages come from."""
+"""The source node of a ServerApp's messages."""
 
 LOAD_CLIENT_APP_EXCEPTION = 1
 CLIENT_APP_RAISED_EXCEPTION = 2
@@ -13,7 +13,7 @@ CLIENT_APP_CRASHED = 8
 
 
 def begin_run(run_id: int) -> Run:
-    """Make this process the ServerApp of run `run_id`, so that messages can be built, and describe the run."""
+    """Make this process the ServerApp of run `run_id`, so that it can build messages; return the run."""
     TaskIdentity.run_id = run_id
     TaskIdentity.task_id = 0
     TaskIdentity.node_id = SUPERLINK_NODE_ID

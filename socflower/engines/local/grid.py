@@ -1,4 +1,4 @@
-"""A Flower Grid without Ray: nodes are contexts, messages run in worker processes of this machine."""
+"""A Flower Grid without Ray: a node is a `Context`, and worker processes of this machine handle messages."""
 
 import os
 import secrets
@@ -21,10 +21,10 @@ _FIRST_NODE_ID = 1000
 
 
 class EngineGrid(Grid):
-    """A Grid that is not connected to any SuperLink, and has a run of its own."""
+    """A Grid without a SuperLink, with its own run."""
 
     def __init__(self, node_configs: NodeConfigs, run_config: UserConfig | None) -> None:
-        """Make the contexts of the nodes; their ids ascend, and each knows its partition if its config names none."""
+        """Create the nodes' contexts with ascending ids; a config without a partition gets the node's index."""
         self._run = begin_run(secrets.randbits(62))
         self._contexts = {
             _FIRST_NODE_ID + index: Context(
@@ -35,12 +35,12 @@ class EngineGrid(Grid):
         }
 
     def set_run(self, run: Run) -> None:
-        """Set the run this grid works for."""
+        """Set the grid's run."""
         self._run = run
 
     @property
     def run(self) -> Run:
-        """The run this grid works for."""
+        """The grid's run."""
         return self._run
 
     def create_message(
@@ -51,15 +51,15 @@ class EngineGrid(Grid):
 
 
 class LocalGrid(EngineGrid):
-    """Runs unmodified ClientApps for `num_nodes` nodes; a node's `Context.state` lives as long as the grid.
+    """Runs unmodified ClientApps for `num_nodes` nodes; a node's `Context.state` is kept as long as the grid.
 
     Node ids ascend with the SoC index, and `node_config` has `partition-id` and `num-partitions` as in Flower's
-    simulation. `num_workers` is the number of worker processes (default: one for each core); 0 runs all messages
-    in this process. Replies come in the order of their messages, however the workers finish. `messages` is told what
-    became of each.
+    simulation. `num_workers` is the number of worker processes (default: one per core); 0 handles all messages in this
+    process. Replies are in the order of their messages, whichever worker finishes first. `messages` records the result
+    of each message.
     """
 
-    in_one_process = True  # a group's members, for want of machines
+    in_one_process = True  # a group's members run in one client call
 
     def __init__(
         self, client_app: ClientAppSource, num_nodes: int, *, run_config: UserConfig | None = None,
@@ -79,7 +79,7 @@ class LocalGrid(EngineGrid):
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Give each message an id and keep it until it is pulled; `ConfigError` for an unknown node."""
+        """Assign an id to each message and keep it until it is pulled; `ConfigError` for an unknown node."""
         message_ids = []
         for message in messages:
             node_id = message.metadata.dst_node_id
@@ -92,11 +92,11 @@ class LocalGrid(EngineGrid):
         return message_ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Run the pushed messages of these ids and return their replies."""
+        """Handle the pushed messages with these ids and return their replies."""
         return self._answer(message_ids, None, pulled=True)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Run messages and return their replies; after `timeout` seconds, those that are there."""
+        """Handle messages and return their replies; after `timeout` seconds, the replies received so far."""
         return self._answer(self.push_messages(messages), timeout)
 
     def close(self) -> None:
@@ -121,8 +121,8 @@ class LocalGrid(EngineGrid):
                 reply.metadata.__dict__["_message_id"] = str(uuid4())
                 answered[message_id] = reply
         if self._messages is not None:
-            self._messages.note([(message, answered.get(message_id)) for message_id, message in asked.items()],
-                                self._soc_of_node, pulled=pulled)
+            self._messages.record([(message, answered.get(message_id)) for message_id, message in asked.items()],
+                                  self._soc_of_node, pulled=pulled)
         return [answered[message_id] for message_id in asked if message_id in answered]
 
 
@@ -132,7 +132,7 @@ def num_cores() -> int:
 
 
 def _one_message_per_node(messages: Mapping[str, Message]) -> list[list[tuple[str, int]]]:
-    """Deal (message id, node id) to turns in which no node has two: the second must see the state the first left."""
+    """Divide (message id, node id) into turns with one message per node: a second one needs the first one's state."""
     turns: list[list[tuple[str, int]]] = []
     num_seen: dict[int, int] = {}
     for message_id, message in messages.items():

@@ -1,4 +1,4 @@
-"""What became of a run's messages: whether any client did what it was asked, and the first cause if none did."""
+"""Results of a run's messages: whether any client succeeded, and the first cause if none did."""
 
 import math
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from socflower.errors import TrainingFailed
 from socflower.wire.message_keys import NUM_EXAMPLES, SERVER_ROUND
 
 Answered: TypeAlias = tuple[Message, Message | None]
-"""A message and its reply, or None if there was none in time."""
+"""A message and its reply, or None if no reply came in time."""
 
 _SOME, _ALL, _NOTHING = "client-failed", "no-client", "no-message"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageEvent:
-    """Messages of one exchange that came to nothing, as a result tells of them."""
+    """Failed messages of one exchange, as listed in a result's events."""
 
     kind: str  # "client-failed": some of an exchange; "no-client": all of it; "no-message": none was ever sent
     text: str
@@ -27,30 +27,30 @@ class MessageEvent:
 
 @dataclass(slots=True, kw_only=True)
 class _Exchange:
-    """What became of messages of one kind that were sent together."""
+    """Results of messages of one kind that were sent together."""
 
     where: str  # "round 3: "
     pulled: bool
     num_sent: int = 0
-    failed: list[tuple[int, str]] = field(default_factory=list)  # SoC, and what became of its message
+    failed: list[tuple[int, str]] = field(default_factory=list)  # SoC, and why its message failed
 
     @property
     def first_cause(self) -> str:
-        """That of the lowest SoC: strategies ask in any order."""
+        """The cause of the lowest SoC, since strategies send messages in any order."""
         return min(self.failed)[1] if self.failed else ""
 
 
 @dataclass(slots=True)
 class MessageLog:
-    """Counts what was sent and answered, by the kind of message; strategies may drop failures without a word."""
+    """Counts sent and answered messages by kind, since strategies may drop failures silently."""
 
     events: list[MessageEvent] = field(default_factory=list)
     _exchanges: dict[str, list[_Exchange]] = field(default_factory=dict)
 
-    def note(self, exchanged: Sequence[Answered], soc_of_node: dict[int, int], *, pulled: bool = False) -> None:
-        """Take in messages that were sent together; `soc_of_node` says where they went.
+    def record(self, exchanged: Sequence[Answered], soc_of_node: dict[int, int], *, pulled: bool = False) -> None:
+        """Record messages that were sent together; `soc_of_node` maps their nodes to SoCs.
 
-        Those that were `pulled` may be one of many: they are judged with those of their round that were before them.
+        Messages that were `pulled` may be part of an exchange: they are added to the preceding ones of their round.
         """
         by_kind: dict[str, list[Answered]] = {}
         for message, reply in exchanged:
@@ -66,36 +66,36 @@ class MessageLog:
             exchanges[-1].failed += failed
             if failed:
                 self.events.append(MessageEvent(kind=_ALL if len(failed) == len(answered) else _SOME, text=(
-                    f"{where}{len(failed)} of {len(answered)} {kind} messages came to nothing; "
+                    f"{where}{len(failed)} of {len(answered)} {kind} messages failed; "
                     f"first cause: {min(failed)[1]}")))
 
     @property
     def failure(self) -> str | None:
-        """Why the run came to nothing, with the first cause; None if some client did what it was asked.
+        """Why the run failed, with the first cause; None if some client succeeded.
 
-        A run that trains is judged by its TRAIN messages: what the last ones made is what it leaves. Any other run is
-        judged by all that it sent.
+        A run that trains is judged by its TRAIN messages, of which the last determine its weights. Any other run is
+        judged by all its messages.
         """
         kinds = self._judged_kinds
         exchanges = [exchange for kind in kinds for exchange in self._exchanges[kind]]
-        if exchanges and not any(map(_came_to_something, exchanges)):
+        if exchanges and not any(map(_any_succeeded, exchanges)):
             num_sent = sum(exchange.num_sent for exchange in exchanges)
             return (f"no client succeeded: none of {num_sent} {' and '.join(kinds)} messages had a usable answer; "
                     f"first cause: {exchanges[0].first_cause}")
-        if kinds == [MessageType.TRAIN] and not _came_to_something(last := exchanges[-1]):
+        if kinds == [MessageType.TRAIN] and not _any_succeeded(last := exchanges[-1]):
             return (f"no client succeeded in the end: none of the last {last.num_sent} {MessageType.TRAIN} messages "
                     f"had a usable answer; first cause: {last.where}{last.first_cause}")
         return None
 
     @property
     def first_cause(self) -> str:
-        """Who failed first in what `failure` tells of, and how."""
+        """The first client that failed among the messages of `failure`, and its fault."""
         exchanges = [exchange for kind in self._judged_kinds for exchange in self._exchanges[kind]]
-        told = exchanges[-1:] if any(map(_came_to_something, exchanges)) else exchanges[:1]
-        return told[0].first_cause if told else ""
+        judged = exchanges[-1:] if any(map(_any_succeeded, exchanges)) else exchanges[:1]
+        return judged[0].first_cause if judged else ""
 
     def require_success(self) -> None:
-        """Raise `TrainingFailed` if the run came to nothing; note if it sent nothing at all."""
+        """Raise `TrainingFailed` if the run failed; add an event if it sent no message."""
         failure = self.failure
         if failure is not None:
             raise TrainingFailed(failure)
@@ -103,7 +103,7 @@ class MessageLog:
             self.events.append(MessageEvent(kind=_NOTHING, text="the ServerApp sent no message to any client"))
 
     def documents(self) -> list[dict[str, str]]:
-        """Return the events as a result has them."""
+        """Return the events as documents of a result."""
         return [{"kind": event.kind, "text": event.text} for event in self.events]
 
     @property
@@ -111,12 +111,12 @@ class MessageLog:
         return [MessageType.TRAIN] if MessageType.TRAIN in self._exchanges else list(self._exchanges)
 
 
-def _came_to_something(exchange: _Exchange) -> bool:
+def _any_succeeded(exchange: _Exchange) -> bool:
     return len(exchange.failed) < exchange.num_sent
 
 
 def _faults(kind: str, answered: Sequence[Answered]) -> list[tuple[int, str]]:
-    """Return node and fault of each message that had no answer that can be used."""
+    """Return node and fault of each message without a usable reply."""
     faults = []
     for message, reply in answered:
         fault = _fault(reply)
@@ -132,7 +132,7 @@ def _kind(message: Message) -> str:
 
 
 def _round(message: Message) -> str:
-    """Return "round 3: " where the message says so, as those of Flower's strategies and of ours do."""
+    """Return "round 3: " if the message contains its round, as those of Flower's and our strategies do."""
     for record in message.content.config_records.values():
         if isinstance(server_round := record.get(SERVER_ROUND), int):
             return f"round {server_round}: "
@@ -144,7 +144,7 @@ def _fault(reply: Message | None) -> str | None:
         return "no reply in time"
     if not reply.has_error():
         return None
-    # Exceptions of torch have many lines, results have one.
+    # Exceptions of torch have several lines; a result's text has one.
     return " ".join((reply.error.reason or f"error {reply.error.code} without a reason").split())
 
 
@@ -160,7 +160,7 @@ def _first_non_finite(record: ArrayRecord) -> str | None:
     for name, array in record.items():
         try:
             values: Any = array.numpy()
-        except (TypeError, ValueError, EOFError):  # in a serialisation of the app's own
+        except (TypeError, ValueError, EOFError):  # in the app's own serialisation
             continue
         if np.issubdtype(values.dtype, np.inexact) and not np.isfinite(values).all():
             return name
@@ -168,7 +168,7 @@ def _first_non_finite(record: ArrayRecord) -> str | None:
 
 
 def metric(reply: Message, key: str) -> float | None:
-    """Return a number of the first metric record that has it; None if none has."""
+    """Return a number from the first metric record with this key, or None."""
     for record in reply.content.metric_records.values():
         value = record.get(key)
         if isinstance(value, int | float):
@@ -177,7 +177,7 @@ def metric(reply: Message, key: str) -> float | None:
 
 
 def fault_of_num_examples(reply: Message) -> str | None:
-    """Return what is wrong with how many examples the client says it had; to say nothing is no fault."""
+    """Return the fault of the client's number of examples, or None; a missing number is no fault."""
     value = metric(reply, NUM_EXAMPLES)
     if value is None or (math.isfinite(value) and value >= 0):
         return None

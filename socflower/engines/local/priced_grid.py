@@ -1,4 +1,4 @@
-"""Virtual time for apps that know nothing of it: a Grid around any Grid that prices the messages going through."""
+"""Virtual time for ordinary Flower apps: a Grid that wraps any Grid and prices its messages."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -26,13 +26,13 @@ from socflower.wire.message_keys import CPU_SHARE, NUM_EXAMPLES, PRICED
 
 
 class PricedGrid(Grid):
-    """Forwards everything to `grid` and runs on `clock` what each exchange would have taken on the cluster.
+    """Forwards everything to `grid` and runs each exchange's task graph on `clock`.
 
     A TRAIN message costs its bytes from the hub to the node's SoC, the reply's `num-examples` by the profile of the
     SoC's device, and the reply's bytes back; other messages cost their bytes only. Nodes are SoCs in ascending
-    order of their ids. Messages that their strategy prices itself are left alone. Without a `model_profile` training
-    takes no virtual time. `batch_size` tells how many updates the examples stand for, `pricing` in which arithmetic.
-    Raises `TrainingFailed` where a client tells a number of examples that is negative or not finite.
+    order of their ids. Messages that their strategy has priced are not priced again. Without a `model_profile`
+    training takes no virtual time. `batch_size` determines the number of updates, `pricing` the arithmetic.
+    Raises `TrainingFailed` if a client reports a number of examples that is negative or not finite.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PricedGrid(Grid):
 
     @property
     def clock(self) -> VirtualClock:
-        """The clock, for strategies that know more of what their clients do than the messages tell."""
+        """The clock, for strategies that price their clients' work themselves."""
         return self._clock
 
     @property
@@ -59,7 +59,7 @@ class PricedGrid(Grid):
 
     @property
     def in_one_process(self) -> bool:
-        """Whether the inner grid is known to run a group's members in one process."""
+        """Whether the inner grid runs a group's members in one process."""
         return bool(getattr(self._grid, "in_one_process", False))
 
     def set_run(self, run: Run) -> None:
@@ -82,15 +82,15 @@ class PricedGrid(Grid):
         return self._grid.get_node_ids()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push unpriced: which reply belongs to what is known only in `send_and_receive`."""
+        """Push without a price: only `send_and_receive` can match replies to messages."""
         return self._grid.push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pull unpriced; see `push_messages`."""
+        """Pull without a price; see `push_messages`."""
         return self._grid.pull_messages(message_ids)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Exchange messages through the inner grid and let the virtual time pass that they would take."""
+        """Exchange messages through the inner grid and advance the clock by the time that they would take."""
         sent = list(messages)
         replies = list(self._grid.send_and_receive(sent, timeout=timeout))
         to_price = [message for message in sent if not _is_priced(message)]
@@ -134,7 +134,7 @@ class PricedGrid(Grid):
             return after
         pricing, on_cpu = self._pricing, metric(reply, CPU_SHARE)
         if isinstance(pricing, MixedPricing) and on_cpu is not None:
-            pricing = replace(pricing, cpu_share=on_cpu)  # what the client says goes before what its alpha might be
+            pricing = replace(pricing, cpu_share=on_cpu)  # the client's report, not the predicted alpha
         cost = pricing.step_cost(self._profile, self._cluster.device_of(soc), batch)
         num_batches = num_examples / batch
         trained = [builder.compute(f"train {num_examples}", soc, work.compute_s * num_batches,
@@ -148,6 +148,6 @@ def _is_priced(message: Message) -> bool:
 
 
 def _payload(message: Message) -> tuple[float, int]:
-    """Return bytes and number of tensors of a message; one without arrays still is one message."""
+    """Return the bytes and number of tensors of a message; without arrays it counts as one tensor."""
     arrays = [array for record in message.content.array_records.values() for array in record.values()]
     return float(sum(len(array.data) for array in arrays)), max(1, len(arrays))

@@ -22,7 +22,7 @@ from socflower.sim.event_clock import EventClock
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlowerApp:
-    """An ordinary Flower app folder: references to its two apps, and its run config."""
+    """A Flower app folder: references to its two apps, and its run config."""
 
     server_app: AppReference
     client_app: AppReference
@@ -30,7 +30,7 @@ class FlowerApp:
 
 
 def load_flower_app(folder: Path) -> FlowerApp:
-    """Return the app of a folder with a Flower `pyproject.toml`; `ConfigError` says what it lacks."""
+    """Return the app of a folder with a Flower `pyproject.toml`; `ConfigError` names what it lacks."""
     path = folder / "pyproject.toml"
     document = read_toml(path, "Flower app")
     try:
@@ -54,10 +54,11 @@ def run_app(
 ) -> EventClock:
     """Run the app on `num_nodes` nodes (default: every SoC) and return the clock, with the virtual time it took.
 
-    What the client raises reaches the strategy as an error reply; what the ServerApp raises is raised here, except that
-    `sys.exit` with 0 is its end, and with any other status `TrainingFailed`. Strategies may drop failed replies and
-    keep their weights: a run in which no client succeeded, or none of those that trained last, raises `TrainingFailed`
-    with the first cause, whatever its ServerApp made of it. `messages` is told what became of each message.
+    An exception of the client reaches the strategy as an error reply. An exception of the ServerApp is raised here;
+    its `sys.exit` ends it normally with status 0 and raises `TrainingFailed` with any other. Strategies may drop failed
+    replies and keep their weights: if no client succeeded, or none of those that trained last, this raises
+    `TrainingFailed` with the first cause, even if the ServerApp ended normally. `messages` records the result of each
+    message.
     """
     app = server_app.load() if isinstance(server_app, AppReference) else server_app
     if not isinstance(app, ServerApp):
@@ -75,19 +76,19 @@ def run_app(
         try:
             app(priced, context)
         except SystemExit as end:
-            # With 0, or nothing, the app has done its work; the command's own status tells what became of the run.
+            # With 0 or None the app has finished; the command's own exit status reports the result of the run.
             if end.code is not None and end.code != 0:
-                _name_first_cause(messages, end)
+                _raise_first_cause(messages, end)
                 raise TrainingFailed(f"the ServerApp ended with sys.exit({end.code!r})") from end
         except Exception as error:
-            _name_first_cause(messages, error)
+            _raise_first_cause(messages, error)
             raise
     messages.require_success()
     return clock
 
 
-def _name_first_cause(messages: MessageLog, error: Exception | SystemExit) -> None:
-    """Raise `TrainingFailed` where a ServerApp stumbled over clients that had all failed, unless it says so itself."""
+def _raise_first_cause(messages: MessageLog, error: Exception | SystemExit) -> None:
+    """Raise `TrainingFailed` if a ServerApp failed after all clients had, unless its error names their cause."""
     failure = messages.failure
     mistake = isinstance(error, SocflowerError) and not isinstance(error, TrainingFailed)
     text = " ".join(str(error).split())
@@ -97,13 +98,13 @@ def _name_first_cause(messages: MessageLog, error: Exception | SystemExit) -> No
 
 
 def quiet_flower(level: int = logging.ERROR) -> None:
-    """Keep Flower's own log lines below `level` off the terminal, where a progress bar stands."""
+    """Hide Flower's log lines below `level`, which would disturb a progress bar."""
     logging.getLogger("flwr").setLevel(level)
 
 
 @contextmanager
 def flower_quiet() -> Iterator[None]:
-    """Keep Flower's log lines below errors off the terminal within; afterwards its log is as it was."""
+    """Hide Flower's log lines below errors within the context, and restore the level afterwards."""
     before = logging.getLogger("flwr").level
     quiet_flower()
     try:
@@ -113,7 +114,7 @@ def flower_quiet() -> Iterator[None]:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> UserConfig:
-    """Return nested tables with dotted keys, as Flower hands a run config to apps."""
+    """Return nested tables as dotted keys, as Flower passes a run config to apps."""
     flat: UserConfig = {}
     for key, value in table.items():
         if isinstance(value, Mapping):

@@ -28,7 +28,7 @@ from socflower.engines.local.flower_internals import (
 from socflower.errors import ConfigError
 
 _PRELOADED = ("flwr.clientapp", "torch", "torch._dynamo")
-"""Imported once in the fork server, whose children then start in milliseconds and share the pages."""
+"""Imported once in the fork server, whose children then start in milliseconds and share the memory pages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class AppReference:
     """A ClientApp or ServerApp by `module:attribute`, as a Flower app's pyproject.toml names it."""
 
     target: str
-    folder: Path | None = None  # put on the import path first
+    folder: Path | None = None  # prepended to the import path
 
     def load(self) -> object:
         """Import and return the app; `ConfigError` if module or attribute is missing."""
@@ -54,13 +54,13 @@ class AppReference:
 
 
 ClientAppSource: TypeAlias = AppReference | Callable[[], ClientApp] | ClientApp
-"""A reference, a factory that can be pickled, or (without worker processes) the app itself."""
+"""A reference, a picklable factory, or (without worker processes) the app itself."""
 
 Work: TypeAlias = tuple[Message, Context]
 
 
 def resolve_client_app(source: ClientAppSource) -> ClientApp:
-    """Return the ClientApp that a source stands for."""
+    """Return the ClientApp of a source."""
     if isinstance(source, ClientApp):
         return source
     made = source.load() if isinstance(source, AppReference) else source()
@@ -70,9 +70,9 @@ def resolve_client_app(source: ClientAppSource) -> ClientApp:
 
 
 def handle(app: ClientApp, message: Message, context: Context) -> Message:
-    """Run one message through the app; an exception becomes an error reply, as in Flower's own runtimes.
+    """Handle one message with the app; an exception becomes an error reply, as in Flower's own runtimes.
 
-    So do `sys.exit`, which would end the whole run with the client's status, and a return value that is no message.
+    The same holds for `sys.exit`, which would end the whole run, and for a return value that is no message.
     """
     try:
         reply: object = app(message, context)
@@ -86,13 +86,13 @@ def handle(app: ClientApp, message: Message, context: Context) -> Message:
 
 
 class InProcessWorkers:
-    """No worker processes: messages run here, one after the other. A hung client cannot be given up on."""
+    """Handles messages in this process, one after the other. A hung client cannot be interrupted."""
 
     def __init__(self, source: ClientAppSource) -> None:
         self._app = resolve_client_app(source)
 
     def run(self, work: Mapping[str, Work], deadline: float | None) -> dict[str, tuple[Message, Context]]:
-        """Return reply and context for each message id; those not begun by the deadline are left out."""
+        """Return reply and context by message id; messages not started by the deadline are left out."""
         done = {}
         for message_id, (message, context) in work.items():
             if deadline is not None and monotonic() > deadline:
@@ -105,23 +105,23 @@ class InProcessWorkers:
 
 
 class ProcessWorkers:
-    """`num_workers` processes; a free one takes the next message, whichever node it is for.
+    """`num_workers` processes; a free one takes the next message, of any node.
 
-    One executor per process, so that a hung or killed process costs the message it was handling and no other.
+    There is one executor per process, so that a hung or killed process loses only the message it was handling.
     """
 
     def __init__(self, source: ClientAppSource, num_workers: int) -> None:
         if isinstance(source, ClientApp):
             raise ConfigError("local engine: worker processes import the ClientApp by reference; give AppReference("
                               "'module:app') or a module-level factory, or num_workers=0 to run it in this process")
-        self._spawner = _spawner()
+        self._start_method = _start_method()
         self._source = source
         self._workers = [self._start() for _ in range(num_workers)]
 
     def run(self, work: Mapping[str, Work], deadline: float | None) -> dict[str, tuple[Message, Context]]:
-        """Return reply and context for each message id; those not answered by the deadline are left out.
+        """Return reply and context by message id; messages not answered by the deadline are left out.
 
-        A worker that is still busy at the deadline is killed and replaced, so that the next round has all of them.
+        A worker that is still busy at the deadline is killed and replaced, so that the next round has all workers.
         """
         waiting = deque(work)
         idle = deque(range(len(self._workers)))
@@ -158,12 +158,12 @@ class ProcessWorkers:
         try:
             return self._workers[index].submit(_handle_in_worker, *work)
         except BrokenProcessPool:
-            # It died while it was idle, which is no fault of this message's client.
+            # The worker died while it was idle, so this message's client did not cause it.
             self._replace(index)
             return self._workers[index].submit(_handle_in_worker, *work)
 
     def _start(self) -> "_Worker":
-        return _Worker(self._source, self._spawner)
+        return _Worker(self._source, self._start_method)
 
     def _replace(self, index: int) -> None:
         self._workers[index].kill()
@@ -171,11 +171,11 @@ class ProcessWorkers:
 
 
 class NodeProcess:
-    """The process of one node; another one takes its place when it has died."""
+    """The process of one node; it is replaced when it has died."""
 
     def __init__(self, source: ClientAppSource) -> None:
-        self._source, self._spawner = source, _spawner()
-        self._worker = _Worker(source, self._spawner)
+        self._source, self._start_method = source, _start_method()
+        self._worker = _Worker(source, self._start_method)
 
     @property
     def pid(self) -> int:
@@ -183,12 +183,12 @@ class NodeProcess:
         return self._worker.pid
 
     def submit(self, work: Message, context: Context) -> "Future[tuple[Message, Context]]":
-        """Begin to run a message; the future raises `BrokenProcessPool` if the process dies."""
+        """Start handling a message; the future raises `BrokenProcessPool` if the process dies."""
         try:
             return self._worker.submit(_handle_in_worker, work, context)
         except BrokenProcessPool:
             self._worker.kill()
-            self._worker = _Worker(self._source, self._spawner)
+            self._worker = _Worker(self._source, self._start_method)
             return self._worker.submit(_handle_in_worker, work, context)
 
     def kill(self) -> None:
@@ -196,20 +196,20 @@ class NodeProcess:
         self._worker.kill()
 
 
-def _spawner() -> BaseContext:
-    """Return how processes start: forked from a server that has torch loaded, where the system can."""
+def _start_method() -> BaseContext:
+    """Return the start method of processes: forked from a server with torch loaded, if the system supports it."""
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    spawner = multiprocessing.get_context(method)
+    context = multiprocessing.get_context(method)
     if method == "forkserver":
-        spawner.set_forkserver_preload(list(_PRELOADED))
-    return spawner
+        context.set_forkserver_preload(list(_PRELOADED))
+    return context
 
 
 class _Worker(ProcessPoolExecutor):
-    """One process that can be killed: it tells its process id as its first task."""
+    """One process that can be killed: its first task returns its process id."""
 
-    def __init__(self, source: ClientAppSource, spawner: BaseContext) -> None:
-        super().__init__(max_workers=1, mp_context=spawner, initializer=_start_worker, initargs=(source,))
+    def __init__(self, source: ClientAppSource, start_method: BaseContext) -> None:
+        super().__init__(max_workers=1, mp_context=start_method, initializer=_start_worker, initargs=(source,))
         self._pid = self.submit(os.getpid)
 
     @property
@@ -218,7 +218,7 @@ class _Worker(ProcessPoolExecutor):
 
     def kill(self) -> None:
         """Kill the process, whatever it is doing."""
-        # Broken before it could tell its id means that it is gone already.
+        # If the pool broke before the first task returned, the process has ended already.
         with suppress(BrokenProcessPool, ProcessLookupError):
             os.kill(self._pid.result(timeout=60.0), signal.SIGKILL)
         self.shutdown(wait=True, cancel_futures=True)
@@ -229,17 +229,17 @@ _app_of_this_worker: ClientApp | Exception = RuntimeError("the worker has not st
 
 def _start_worker(source: ClientAppSource) -> None:
     global _app_of_this_worker  # noqa: PLW0603 - one app per worker process, set once at its start
-    # Ctrl-C reaches the whole process group; the parent decides what ends.
+    # Ctrl-C reaches the whole process group; the parent ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         _app_of_this_worker = resolve_client_app(source)
-    except Exception as error:  # told in the reply to every message: an initializer that raises tells nobody
+    except Exception as error:  # reported in the reply to every message; an initializer's exception would be lost
         _app_of_this_worker = error
 
 
 def _end_with_parent() -> None:
-    """End this worker when the process that it works for is gone, however that ended: nobody else would."""
+    """End this worker when its parent process has ended for any reason."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,4 +1,4 @@
-"""What a deployment needs of a scenario: its app, and a node for each SoC that takes part."""
+"""What a deployment needs of a scenario: its app, and a node config for each participating SoC."""
 
 from socflower.cluster import sustained_rates
 from socflower.engines.deployment.options import DeployedApp
@@ -10,13 +10,14 @@ from socflower.scenario.schema.file import scenario_cluster, to_document
 
 
 def deployed_app(scenario: Scenario) -> DeployedApp:
-    """Return the scenario as plain values."""
-    return DeployedApp(document=to_document(scenario), here=app_in_folder(), elsewhere=app_in_bundle(scenario),
-                       node_configs=node_configs(scenario), needs_cloud=needs_cloud(scenario))
+    """Return the scenario's app as the plain values that a deployment takes."""
+    return DeployedApp(
+        document=to_document(scenario), local_files=app_in_folder(), bundle_files=app_in_bundle(scenario),
+        node_configs=node_configs(scenario), needs_cloud=needs_cloud(scenario))
 
 
 def participants(scenario: Scenario) -> tuple[int, ...]:
-    """Return the SoCs that the scenario's plan uses; where only training decides the plan, the first ones."""
+    """Return the SoCs that the scenario's plan uses; if only training can decide the plan, the first SoCs."""
     cluster, settings = scenario_cluster(scenario), scenario.strategy
     num_socs = 1 if settings.name == "sgd" else settings.socs or cluster.num_socs
     if settings.name == "fedavg" or scenario.is_split or (settings.name == "socflow" and settings.groups == "auto"):
@@ -27,7 +28,7 @@ def participants(scenario: Scenario) -> tuple[int, ...]:
 
 
 def node_configs(scenario: Scenario) -> tuple[str, ...]:
-    """Return `--node-config` of each SuperNode: its part of the data, and its place in the rack."""
+    """Return `--node-config` of each SuperNode: its data partition and its position in the rack."""
     cluster, socs = scenario_cluster(scenario), participants(scenario)
     configs = []
     for index, soc in enumerate(socs):
@@ -38,5 +39,5 @@ def node_configs(scenario: Scenario) -> tuple[str, ...]:
 
 
 def needs_cloud(scenario: Scenario) -> bool:
-    """Return whether a scenario's edges dial a cloud."""
+    """Return whether a scenario's edges connect to a cloud."""
     return scenario.is_split and scenario.strategy.name != "edge-only"

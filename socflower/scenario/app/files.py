@@ -1,7 +1,7 @@
-"""The app of a scenario as files: three small ones, and the scenario where it travels.
+"""The app of a scenario as files: three small ones, and the scenario if the app runs on other machines.
 
-Where Flower's processes share this machine's disk they are told of the run's folder (`run-folder`). Elsewhere the
-scenario is in the bundle itself, which Flower brings to the SuperLink and to every SuperNode.
+If Flower's processes share this machine's disk, the run config names the run's folder (`run-folder`). Otherwise the
+bundle contains the scenario, and Flower sends the bundle to the SuperLink and to every SuperNode.
 """
 
 import json
@@ -19,11 +19,11 @@ from socflower.scenario.app.main import {name}_app as app
 
 __all__ = ["app"]
 '''
-_IN_BUNDLE = '''"""The {part}App of every socflower scenario; the scenario lies beside it."""
+_IN_BUNDLE = '''"""The {part}App of every socflower scenario; the scenario is in the same folder."""
 
 from pathlib import Path
 
-from socflower.scenario.app.far_main import bundled_{name}_app
+from socflower.scenario.app.remote_main import bundled_{name}_app
 
 app = bundled_{name}_app(Path(__file__).parent)
 
@@ -32,15 +32,15 @@ __all__ = ["app"]
 
 
 def app_in_folder() -> AppFiles:
-    """Return the app that reads its scenario in the run's folder, on this machine."""
+    """Return the app that reads its scenario from the run's folder on this machine."""
     return _app(_IN_FOLDER)
 
 
 def app_in_bundle(scenario: Scenario) -> AppFiles:
-    """Return the app that has its scenario with it, and needs nothing of this machine."""
+    """Return the app whose bundle contains its scenario, for other machines."""
     return _app(_IN_BUNDLE, {SCENARIO_FILE: json.dumps(to_document(scenario))})
 
 
-def _app(template: str, beside: Mapping[str, str] | None = None) -> AppFiles:
+def _app(template: str, extra_files: Mapping[str, str] | None = None) -> AppFiles:
     return AppFiles(server_app=template.format(part="Server", name="server"),
-                    client_app=template.format(part="Client", name="client"), beside=beside or {})
+                    client_app=template.format(part="Client", name="client"), extra_files=extra_files or {})

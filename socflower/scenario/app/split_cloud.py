@@ -19,7 +19,7 @@ from socflower.edgecloud.cloud.operator_calls import CloudOperator, session_stat
 from socflower.edgecloud.cloud.session import SessionFactory
 from socflower.edgecloud.program import SplitProgram
 from socflower.edgecloud.stream.credentials import SplitTls, new_token, read_token
-from socflower.engines.names import MOST_WORKERS, require_count
+from socflower.engines.names import MAX_WORKERS, require_count
 from socflower.errors import ConfigError
 from socflower.quantities import human_bytes
 from socflower.scenario.app.split_edges import split_settings
@@ -30,20 +30,20 @@ from socflower.scenario.split_setting import SplitSetting
 
 def serve_until_signal(
     program: str, overrides: Sequence[str], *, listen: str, token: str, tls: SplitTls | None, insecure: bool,
-    folder: Path | None, num_threads: int, ready: Callable[[str], None], say: Callable[[str], None],
+    folder: Path | None, num_threads: int, on_ready: Callable[[str], None], on_notice: Callable[[str], None],
 ) -> None:
-    """Serve a program's runs until SIGINT or SIGTERM; `ready` gets the address, `say` a line about what goes wrong."""
+    """Serve a program's runs until SIGINT or SIGTERM; `on_ready` gets the address, `on_notice` a line per failure."""
     factory = _factory(program, overrides)
-    require_count("--threads", num_threads, 0, MOST_WORKERS)
+    require_count("--threads", num_threads, 0, MAX_WORKERS)
     if num_threads:
         torch.set_num_threads(num_threads)
     ended = threading.Event()
     before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         service = CloudService(listen, factory, operator_token=token, tls=tls, insecure=insecure, folder=folder,
-                               log=say)
+                               log=on_notice)
         try:
-            ready(service.address)
+            on_ready(service.address)
             ended.wait()
         finally:
             service.close()

@@ -12,7 +12,7 @@ from socflower.strategies.split_replay import SplitRoundReport
 _MOST_MOMENTS = 2000  # of a link's history
 
 
-class SplitStory:
+class SplitHistory:
     """Collects rounds; times are virtual seconds from the start of the run."""
 
     def __init__(self, links: Sequence[BandwidthProfile], parties: Sequence[Party],

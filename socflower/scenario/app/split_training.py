@@ -15,7 +15,7 @@ from socflower.edgecloud.stream.credentials import SplitTls, read_token
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import TrainingFailed
 from socflower.scenario.app.round_record import RoundRecord, event_documents
-from socflower.scenario.app.split_result import SplitStory, place, staleness_of
+from socflower.scenario.app.split_result import SplitHistory, place, staleness_of
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.split_models import Score
 from socflower.scenario.split_setting import SplitSetting
@@ -50,11 +50,11 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
     if resumed is not None:
         checkpoint, arrays = resumed
         strategy.resume_from(checkpoint.server_round, state=checkpoint.balance)
-    story = SplitStory(setting.links, strategy.parties, resumed[0].balance.get("story") if resumed else None)
+    history = SplitHistory(setting.links, strategy.parties, resumed[0].balance.get("story") if resumed else None)
 
     def round_end(server_round: int) -> dict[str, Any]:
         report = strategy.reports[-1]
-        story.add(report, clock.now_s - report.timeline.duration_s)
+        history.add(report, clock.now_s - report.timeline.duration_s)
         stale = staleness_of(report)
         entry = {"epoch": report.epoch, "events": event_documents(report.events),
                  "mean_staleness": sum(value * count for value, count in stale.items()) / max(1, stale.total()),
@@ -64,7 +64,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
         return entry
 
     def own_state() -> dict[str, Any]:
-        return {"balance": {**strategy.state, "story": story.state()}}
+        return {"balance": {**strategy.state, "story": history.state()}}
 
     try:
         final = strategy.start(
@@ -82,7 +82,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
         "data_source": workload.source,
         **record.totals(final),
         "wall_s": perf_counter() - started_s, "heat": None, "plan": None,
-        "split": story.document(strategy.parties, setting.mode, clock.now_s),
+        "split": history.document(strategy.parties, setting.mode, clock.now_s),
     }
 
 

@@ -15,20 +15,20 @@ import psutil
 import pytest
 from flwr.app import Context, RecordDict, UserConfig
 
-from socflower.engines.deployment.attempts import RunStory
-from socflower.engines.deployment.far_superlink import connection_to
+from socflower.engines.deployment.attempts import RunHistory
 from socflower.engines.deployment.flower_processes import free_ports
 from socflower.engines.deployment.options import DeploymentOptions
 from socflower.engines.deployment.private_network import private_network
 from socflower.engines.deployment.process_guard import MARK, end_marked, marked, processes_of
+from socflower.engines.deployment.remote_superlink import connection_to
 from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.workers import AppReference
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.report import render_report
 from socflower.scenario.app.deployed import node_configs, participants
-from socflower.scenario.app.far_main import bundled_server_app
 from socflower.scenario.app.files import app_in_bundle, app_in_folder
+from socflower.scenario.app.remote_main import bundled_server_app
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_to_folder, time_to_accuracy_s, with_predictions
 from socflower.scenario.schema.config import DataConfig
@@ -129,7 +129,7 @@ def test_a_super_link_that_does_not_answer_is_one_line(socflower: Socflower, tmp
     ran = socflower("run", "case.toml", "--engine", "deployment", "--superlink", f"127.0.0.1:{free_ports(1)[0]}",
                     "--json")
     assert ran.status == 2 and ran.out == "" and ran.err.count("\n") == 1
-    assert ran.err.startswith("error: engine deployment: Flower did not start the run; its last words: ")
+    assert ran.err.startswith("error: engine deployment: Flower did not start the run; the end of its log: ")
     assert not (tmp_path / "out").exists()
 
 
@@ -257,21 +257,21 @@ def test_a_guard_ends_what_is_left_when_its_owner_is_killed(tmp_path: Path) -> N
     assert not child.is_running()
 
 
-# ---------------------------------------------------------------------------------------------- one story of all
+# ---------------------------------------------------------------------------------------------- history of all attempts
 def test_restarts_are_one_story_with_each_round_once(tmp_path: Path) -> None:
     folder, said = RunFolder(tmp_path), list[str]()
-    story = RunStory(folder)
+    history = RunHistory(folder)
     for number in (0, 1, 1, 0, 2):
-        story.tell({"round": number})
-    story.restart(1, "the SuperLink ended", 2, said.append)
-    story.restart(2, "the ServerApp's process died", 2, said.append)
+        history.add_round({"round": number})
+    history.record_restart(1, "the SuperLink ended", 2, said.append)
+    history.record_restart(2, "the ServerApp's process died", 2, said.append)
     assert said[0] == "the SuperLink ended; going on after round 1 (restart 1 of at most 2)"
     with pytest.raises(TrainingFailed) as caught:
-        story.restart(2, "again", 2, said.append)
+        history.record_restart(2, "again", 2, said.append)
     assert str(caught.value) == ("engine deployment: again, after 2 restarts (after round 1: the SuperLink ended; "
                                  "after round 2: the ServerApp's process died)")
     assert [entry["round"] for entry in folder.read_progress(0)] == [0, 1, 2]
-    story.end({"rounds": [{"round": number} for number in range(3)], "wall_s": 1e9}, None)
+    history.write_outcome({"rounds": [{"round": number} for number in range(3)], "wall_s": 1e9}, None)
     outcome = folder.read_outcome()
     assert outcome is not None and outcome["wall_s"] < 1e9
     assert [entry["after_round"] for entry in outcome["restarts"]] == [1, 2]

@@ -112,7 +112,7 @@ def test_a_server_app_that_fails_by_itself_as_it_starts_is_not_started_again(
     scenario.write_text(SCENARIO.format(epochs=1))
     said: list[str] = []
     with pytest.raises(TrainingFailed, match=r"failed as it started; .*failed to import a required module"):
-        run_to_folder(load_scenario(scenario), tmp_path / "out", "deployment", say=said.append)
+        run_to_folder(load_scenario(scenario), tmp_path / "out", "deployment", on_notice=said.append)
     assert said == []
 
 

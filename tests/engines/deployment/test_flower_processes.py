@@ -33,6 +33,6 @@ def test_server_ports_lie_below_those_of_connections_where_there_is_room(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str, first: int,
 ) -> None:
     (tmp_path / "range").write_text(given)
-    monkeypatch.setattr(flower_processes, "_GIVEN_PORTS", tmp_path / "range")
+    monkeypatch.setattr(flower_processes, "_EPHEMERAL_PORTS", tmp_path / "range")
     ports = flower_processes._server_ports()
     assert ports[0] == first and len(ports) > 20000

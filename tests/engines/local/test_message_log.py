@@ -89,7 +89,7 @@ def test_a_run_fails_if_and_only_if_no_client_succeeded_in_its_last_round() -> N
             continue
         kinds = {1: "client-failed", 2: "no-client"}
         assert [(event.kind, event.text) for event in run(fedavg(), app).events] == [
-            (kinds[len(socs)], f"round {number}: {len(socs)} of 2 train messages came to nothing; first cause: "
+            (kinds[len(socs)], f"round {number}: {len(socs)} of 2 train messages failed; first cause: "
                                f"{cause[number]}") for number, socs in failing.items() if socs]
 
 
@@ -103,7 +103,7 @@ def test_a_value_that_is_not_finite_is_seen_wherever_it_is(dtype: str) -> None:
             return Array(array)
 
         (event,) = run(fedavg(), client(lambda server_round, partition: False, weights=weights)).events
-        assert event.text == ("round 2: 1 of 2 train messages came to nothing; first cause: SoC 1 (node 1001): its "
+        assert event.text == ("round 2: 1 of 2 train messages failed; first cause: SoC 1 (node 1001): its "
                               "weights are not finite, w first; a lower learning rate may help")
 
 
@@ -137,7 +137,7 @@ def test_weights_that_are_never_finite_are_no_success() -> None:
 def test_evaluation_that_always_fails_is_told_and_training_counts() -> None:
     events = run(fedavg(fraction_evaluate=1.0), client(lambda server_round, partition: False, evaluates=False)).events
     assert [event.kind for event in events] == ["no-client", "no-client"]
-    assert "2 of 2 evaluate messages came to nothing" in events[0].text and "no test data" in events[0].text
+    assert "2 of 2 evaluate messages failed" in events[0].text and "no test data" in events[0].text
 
 
 def test_a_run_that_only_evaluates_is_judged_by_that() -> None:

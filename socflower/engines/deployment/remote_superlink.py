@@ -1,4 +1,4 @@
-"""Engine `deployment` on a SuperLink of others: submit the app, and read from the run's log what comes of it."""
+"""Engine `deployment` on a remote SuperLink: submit the app, and read progress and outcome from the run's log."""
 
 import json
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from socflower.engines.app_files import CHECKPOINT_FOLDER_KEY, FRESH_KEY, NUM_NODES_KEY
-from socflower.engines.deployment.attempts import RunStory, Say
+from socflower.engines.deployment.attempts import OnNotice, RunHistory
 from socflower.engines.deployment.flower_processes import (
     flower_environment,
     own_processes,
@@ -26,28 +26,28 @@ from socflower.engines.run_folder import write_atomically
 from socflower.errors import ConfigError, TrainingFailed
 
 _POLL_S = 0.2
-_ASK_S = 5.0  # until a SuperLink that did not answer is asked again
-_SILENCE_S = 180.0  # how long it may not answer, as while it restarts
+_ASK_S = 5.0  # before a SuperLink that did not answer is queried again
+_SILENCE_S = 180.0  # for which it may not answer, for example while it restarts
 
 
-def run_far_away(
-    app: DeployedApp, folder: Path, story: RunStory, deployment: DeploymentOptions, say: Say,
+def run_on_remote_superlink(
+    app: DeployedApp, folder: Path, history: RunHistory, deployment: DeploymentOptions, on_notice: OnNotice,
 ) -> tuple[dict[str, Any], Path | None]:
-    """Return the outcome and the trace, if that came too; after a failure submit again, where checkpoints allow it."""
+    """Return the outcome, and the trace if it was sent; after a failure submit again where checkpoints allow it."""
     environment, connection = connection_to(deployment, folder)
     require_command("flwr", environment, ENGINE)
     fresh = deployment.fresh
     with own_processes(folder) as mark:
         flwr = FlwrClient(marked(environment, mark, "command"), connection, folder)
         while True:
-            bundle = folder / f"app-{len(story.restarts) + 1}"
-            app.elsewhere.write(bundle, {NUM_NODES_KEY: len(app.node_configs), FRESH_KEY: fresh,
+            bundle = folder / f"app-{len(history.restarts) + 1}"
+            app.bundle_files.write(bundle, {NUM_NODES_KEY: len(app.node_configs), FRESH_KEY: fresh,
                                          CHECKPOINT_FOLDER_KEY: deployment.checkpoint_folder})
-            documents = _attempt_far_away(bundle, flwr, story, say)
+            documents = _attempt_remotely(bundle, flwr, history, on_notice)
             if isinstance(documents, str):
                 if not deployment.checkpoint_folder:
                     raise TrainingFailed(f"engine {ENGINE}: {documents}; with --checkpoint-folder the run would go on")
-                story.restart(None, documents, deployment.restarts, say)
+                history.record_restart(None, documents, deployment.restarts, on_notice)
                 fresh = False
                 continue
             trace = None
@@ -57,8 +57,8 @@ def run_far_away(
             return documents["outcome"], trace
 
 
-def _attempt_far_away(app: Path, flwr: FlwrClient, story: RunStory, say: Say) -> dict[str, Any] | str:
-    """Submit and follow; return the documents that came, the outcome among them, or why there will be no outcome."""
+def _attempt_remotely(app: Path, flwr: FlwrClient, history: RunHistory, on_notice: OnNotice) -> dict[str, Any] | str:
+    """Submit and follow; return the received documents, outcome included, or why there will be no outcome."""
     reader, documents = LineReader(), dict[str, Any]()
     log, run_id, answered_s, status = flwr.submit(app), None, time.monotonic(), None
     try:
@@ -67,23 +67,24 @@ def _attempt_far_away(app: Path, flwr: FlwrClient, story: RunStory, say: Say) ->
             for line in log.new_lines():
                 for kind, document in reader.feed(line):
                     if kind == "progress":
-                        story.tell(document)
+                        history.add_round(document)
                     elif kind == "resumed":
-                        story.resumed(int(document["after_round"]))
+                        history.record_resume(int(document["after_round"]))
                     else:
                         documents[kind] = document
             run_id = run_id or log.run_id
             if "outcome" in documents:
-                run_id = None  # nothing is left to stop
+                run_id = None  # there is nothing to stop
                 return documents
             if not ended:
                 time.sleep(_POLL_S)
                 continue
             if run_id is None:
-                # Nothing was trained: a wrong address or name, as a rule.
-                raise ConfigError(f"engine {ENGINE}: Flower did not start the run; its last words: {tail(log.path)}")
+                # Nothing was trained; the usual cause is a wrong address or name.
+                raise ConfigError(f"engine {ENGINE}: Flower did not start the run; the end of its log: "
+                                  f"{tail(log.path)}")
             if status is not None and status.startswith("finished"):
-                # All of its log was read after that.
+                # The whole log was read after this status was received.
                 run_id = None
                 return f"Flower ended the run ({status})"
             status = flwr.status(run_id)
@@ -93,7 +94,7 @@ def _attempt_far_away(app: Path, flwr: FlwrClient, story: RunStory, say: Say) ->
                 raise TrainingFailed(f"engine {ENGINE}: the SuperLink has not answered for {_SILENCE_S:g} s; run "
                                      f"{run_id} may still go on there")
             else:
-                say("the SuperLink does not answer; trying again")
+                on_notice("the SuperLink does not answer; trying again")
                 time.sleep(_ASK_S)
             log.close()
             log = flwr.log_again(run_id)
@@ -104,7 +105,7 @@ def _attempt_far_away(app: Path, flwr: FlwrClient, story: RunStory, say: Say) ->
 
 
 def connection_to(deployment: DeploymentOptions, folder: Path) -> tuple[Mapping[str, str], str]:
-    """Return the environment of `flwr` and the name by which it knows the SuperLink."""
+    """Return the environment of `flwr` and the SuperLink's name in its configuration."""
     if deployment.is_address:
         environment = flower_environment(folder)
         write_connection(Path(environment["FLWR_HOME"]), CONNECTION, deployment.superlink,

@@ -1,7 +1,7 @@
-"""The scenario's app where it runs far from whoever submitted it: scenario beside it, outcome by its log.
+"""The scenario's app on a remote SuperLink: it reads the scenario from its bundle and reports through its log.
 
-On the SuperLink's machine a temporary folder takes the place of the run's folder. Checkpoints stay there too, in the
-folder that the run config names, and are removed when the run has ended well.
+On the SuperLink's machine a temporary folder replaces the run's folder. Checkpoints are kept on that machine, in the
+folder that the run config names, and are removed when the run succeeds.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from socflower.engines.app_files import CHECKPOINT_FOLDER_KEY, FRESH_KEY
-from socflower.engines.checkpoint import CheckpointFolder, Checkpointing, require_same_run, training_of
+from socflower.engines.checkpoint import CheckpointFolder, Checkpointing, require_same_run, training_keys
 from socflower.engines.deployment.outcome_lines import to_lines
 from socflower.engines.run_folder import CloudAddress, RunFolder
 from socflower.errors import ConfigError
@@ -35,14 +35,14 @@ from socflower.wire.folders import LOCK_FILE, FolderLock, temporary_folder
 
 ENGINE = "deployment"
 STATE_FOLDER_KEY = "state-folder"
-"""In a SuperNode's config: where its machine keeps the states of trainers between runs."""
+"""Key of a SuperNode's config: the folder in which its machine keeps trainer states between runs."""
 
-_ENDING_S = 60.0  # how long the ServerApp of an attempt before may take to find that its SuperLink has given it up
-_MOST_TRACE_BYTES = 64 * 2**20  # a longer one stays where it is: it would fill the SuperLink's database
+_ENDING_S = 60.0  # within which the ServerApp of an earlier attempt notices that the SuperLink dropped it
+_MAX_TRACE_BYTES = 64 * 2**20  # a larger trace is not sent: it would fill the SuperLink's database
 
 
 def bundled_server_app(bundle: Path) -> ServerApp:
-    """Return the ServerApp of the scenario that lies in `bundle`."""
+    """Return the ServerApp of the scenario in the folder `bundle`."""
 
     app = ServerApp()
 
@@ -51,26 +51,26 @@ def bundled_server_app(bundle: Path) -> ServerApp:
         kept = str(context.run_config.get(CHECKPOINT_FOLDER_KEY, ""))
         with temporary_folder() as path:
             folder = BundledRunFolder(path=path, bundle=bundle, kept=Path(kept) if kept else None,
-                                      fresh=bool(context.run_config.get(FRESH_KEY, False)), say=_say)
+                                      fresh=bool(context.run_config.get(FRESH_KEY, False)), print_line=_print_line)
             scenario_server_app(lambda _: folder)(grid, context)
 
     return app
 
 
 def bundled_client_app(bundle: Path) -> ClientApp:
-    """Return the ClientApp of the scenario that lies in `bundle`."""
-    folder = BundledRunFolder(path=bundle, bundle=bundle, kept=None, fresh=False, say=_say)
+    """Return the ClientApp of the scenario in the folder `bundle`."""
+    folder = BundledRunFolder(path=bundle, bundle=bundle, kept=None, fresh=False, print_line=_print_line)
     return scenario_client_app(lambda context: folder)
 
 
 @dataclass(frozen=True, slots=True)
 class BundledRunFolder(RunFolder):
-    """A run's folder on the SuperLink's machine, of which whoever submitted the run sees the log."""
+    """A run's folder on the SuperLink's machine; the machine that submitted the run sees only its log."""
 
     bundle: Path
     kept: Path | None  # checkpoints
     fresh: bool
-    say: Callable[[str], None]
+    print_line: Callable[[str], None]
 
     def read_scenario(self) -> dict[str, Any]:
         """Return the document of the bundle's scenario."""
@@ -78,36 +78,36 @@ class BundledRunFolder(RunFolder):
         return document
 
     def read_checkpointing(self) -> Checkpointing | None:
-        """Return where checkpoints are kept, and the one to go on from; `ConfigError` if they are of another run."""
+        """Return where checkpoints are kept and which to resume from; `ConfigError` if they are of another run."""
         if self.kept is None:
             return None
         kept, scenario = CheckpointFolder(self.kept), to_document(_scenario(self.bundle))
-        _hold(self.kept, self.say)
+        _lock(self.kept, self.print_line)
         if self.fresh:
             kept.remove()
         kept.create()
-        checkpoint = kept.newest(self.say)
+        checkpoint = kept.newest(self.print_line)
         if checkpoint is None:
             self._log("resumed", {"after_round": 0})
             return Checkpointing(folder=self.kept, engine=ENGINE)
         require_same_run(checkpoint, scenario, ENGINE, versions(), self.kept)
         self._log("resumed", {"after_round": checkpoint.server_round})
-        kept.forget_after(checkpoint.server_round)
+        kept.remove_after(checkpoint.server_round)
         return Checkpointing(folder=self.kept, engine=ENGINE, resume_after=checkpoint.server_round)
 
     def clients_folder(self, node_config: Mapping[str, Any]) -> Path | None:
-        """Return where this node keeps trainers' states, a folder for each training; None if it has no such place."""
+        """Return where this node keeps trainer states, one folder per training; None if its config names no folder."""
         named = str(node_config.get(STATE_FOLDER_KEY, ""))
         if not named:
             return None
-        training = json.dumps(training_of(to_document(_scenario(self.bundle))), sort_keys=True)
+        training = json.dumps(training_keys(to_document(_scenario(self.bundle))), sort_keys=True)
         folder = Path(named) / hashlib.sha256(training.encode()).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def read_cloud(self) -> CloudAddress | None:
-        """Return where the environment of this SuperLink says that the cloud is; a split scenario needs one."""
-        cloud, scenario = CloudAddress.of_environment(), _scenario(self.bundle)
+        """Return the cloud's address from the environment of this SuperLink; a split scenario needs one."""
+        cloud, scenario = CloudAddress.from_environment(), _scenario(self.bundle)
         if cloud is None and needs_cloud(scenario):
             raise ConfigError(f"[strategy] name = {scenario.strategy.name!r} needs a cloud, and this SuperLink's "
                               "environment names none; set SOCFLOWER_CLOUD and SOCFLOWER_CLOUD_TOKEN_FILE where it is "
@@ -119,38 +119,38 @@ class BundledRunFolder(RunFolder):
         self._log("progress", entry)
 
     def write_outcome(self, outcome: dict[str, Any]) -> None:
-        """Log what the app found, the trace before it; after success there is no need for checkpoints."""
+        """Log the trace, then the outcome; remove the checkpoints after a success."""
         if self.trace.exists():
-            if self.trace.stat().st_size <= _MOST_TRACE_BYTES:
+            if self.trace.stat().st_size <= _MAX_TRACE_BYTES:
                 self._log("trace", json.loads(self.trace.read_text("utf-8")))
             else:
                 descriptor, kept = tempfile.mkstemp(prefix="socflower-trace-", suffix=".json")
                 os.close(descriptor)
                 shutil.copyfile(self.trace, kept)
-                self.say(f"the trace is long and stays on the SuperLink's machine, until you remove it: {kept}")
+                self.print_line(f"the trace is long and stays on the SuperLink's machine, until you remove it: {kept}")
         self._log("outcome", outcome)
         if self.kept is not None and "error" not in outcome:
-            if lock := _held.pop(self.kept, None):
+            if lock := _locks.pop(self.kept, None):
                 lock.release()
             CheckpointFolder(self.kept).remove()
 
     def _log(self, kind: str, document: Any) -> None:
         for line in to_lines(kind, document):
-            self.say(line)
+            self.print_line(line)
 
 
-_held: dict[Path, FolderLock] = {}
-"""Locks of checkpoint folders; this process holds them until its run has ended well, or it ends itself."""
+_locks: dict[Path, FolderLock] = {}
+"""Locks of checkpoint folders; this process holds them until its run succeeds or the process ends."""
 
 
-def _hold(folder: Path, say: Callable[[str], None]) -> None:
-    if folder not in _held:
+def _lock(folder: Path, on_wait: Callable[[str], None]) -> None:
+    if folder not in _locks:
         what = f"{CHECKPOINT_FOLDER_KEY} {folder}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{what}: cannot be made ({error.strerror}); name another folder") from None
-        _held[folder] = FolderLock(folder / LOCK_FILE, what, wait_s=_ENDING_S, on_wait=say)
+        _locks[folder] = FolderLock(folder / LOCK_FILE, what, wait_s=_ENDING_S, on_wait=on_wait)
 
 
 @cache
@@ -158,7 +158,7 @@ def _scenario(bundle: Path) -> Scenario:
     return from_document(json.loads((bundle / SCENARIO_FILE).read_text("utf-8")))
 
 
-def _say(line: str) -> None:
-    # In one call, so that no other thread's words come between a line and its end.
+def _print_line(line: str) -> None:
+    # One call, so that no other thread writes between a line and its line end.
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
