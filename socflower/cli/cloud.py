@@ -41,9 +41,9 @@ def serve(
     """Host the cloud's halves of a program's runs, until Ctrl-C. A token file that is not there is made."""
     refuse_unread(context, {"insecure": "is for plain text, and --certificate was given"} if certificate else {})
     from socflower.edgecloud.stream.credentials import SplitTls
-    from socflower.scenario.app.split_cloud import read_or_make_token, serve_until_signal
+    from socflower.scenario.app.split_cloud import read_or_create_token, serve_until_signal
 
-    token, is_new = read_or_make_token(token_file)
+    token, is_new = read_or_create_token(token_file)
     if is_new:
         ERR.print(f"made {token_file}: give it to the ServerApp's machine, and to nobody else", soft_wrap=True,
                    highlight=False, markup=False)

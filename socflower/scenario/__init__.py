@@ -1,1 +1,1 @@
-"""Scenarios: a question in a TOML file, run on an engine, and its claim checked."""
+"""Scenarios: a question in a TOML file, its run on an engine, and the check of its claims."""

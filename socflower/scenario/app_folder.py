@@ -1,4 +1,4 @@
-"""Any Flower app folder on the local engine: its own ServerApp and ClientApp, unmodified, in virtual time."""
+"""Runs any Flower app folder on the local engine: its unmodified ServerApp and ClientApp in virtual time."""
 
 import json
 import math
@@ -28,9 +28,9 @@ def run_app_folder(
 ) -> dict[str, Any]:
     """Run the app and write `result.json` and `trace.json`; return the result.
 
-    A node is a SoC of the cluster (default: all). `training_flops` is what one example costs in training; without it
-    a foreign client's training takes no virtual time, only its messages do. `overrides` set keys of the run config.
-    Raises `TrainingFailed`, and writes nothing, if no client succeeded, or none of those that trained last.
+    A node is a SoC of the cluster (default: all). `training_flops` is the cost of one example in training; without it
+    only messages take virtual time, training does not. `overrides` set keys of the run config. Raises
+    `TrainingFailed`, and writes nothing, if no client succeeded, or none of those that trained last.
     """
     with exclusive_folder(out, f"--out {out}"):
         return _run(folder, cluster_file, out, num_nodes, training_flops, overrides, num_workers)
@@ -68,7 +68,7 @@ def _run(
 
 
 def _override(override: str, run_config: UserConfig) -> tuple[str, UserConfigValue]:
-    """Return key and value of `--set key=value`; `ConfigError` for a key the app lacks, or a value of another kind."""
+    """Return key and value of `--set key=value`; `ConfigError` for an unknown key or a value of another type."""
     key, separator, text = (part.strip() for part in override.partition("="))
     if not separator or not text:
         raise ConfigError(f"--set {override}: write key=value, as in num-server-rounds=3")
@@ -77,7 +77,7 @@ def _override(override: str, run_config: UserConfig) -> tuple[str, UserConfigVal
     value, default = parse_value(text), run_config[key]
     if not isinstance(value, bool | int | float | str):
         raise ConfigError(f"--set {override}: a run config holds numbers, texts, true and false only")
-    # A text may stand for anything in an app, as "auto" for a number; a number or a switch for nothing else.
+    # A text's default may accept any value, such as "auto" or a number; numbers and booleans keep their type.
     if not isinstance(default, str) and _kind(value) != _kind(default):
         raise ConfigError(f"--set {override}: must be {_kind(default)}, as {key} = {json.dumps(default)} of the app is")
     return key, value

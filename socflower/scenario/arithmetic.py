@@ -1,4 +1,4 @@
-"""The arithmetic of a scenario: model and profile, trainer, costs in virtual time, and the data it sets aside."""
+"""The arithmetic of a scenario: model and profile, trainer, costs in virtual time, and held-out data."""
 
 import math
 from functools import cache, partial
@@ -25,28 +25,28 @@ from socflower.workloads import LabelledData, build_model, data_shape, load_data
 
 
 def initial_model(scenario: Scenario, num_classes: int | None = None) -> nn.Module:
-    """Return the scenario's model with the weights its seed gives it, for the data's classes or `num_classes`."""
+    """Return the scenario's model with initial weights from its seed, for the data's classes or `num_classes`."""
     shape = data_shape(scenario.data.name)
     return build_model(scenario.model.name, in_channels=shape.channels, image_size=shape.size,
                        num_classes=num_classes or shape.num_classes, seed=scenario.seed)
 
 
 def model_profile(scenario: Scenario, model: nn.Module | None = None) -> ModelProfile:
-    """Return the layer profile of the scenario's model on its data; `model` is that model, if it is there already."""
+    """Return the layer profile of the scenario's model on its data; `model` is that model if it is built already."""
     shape = data_shape(scenario.data.name)
     input_shape = (shape.channels, shape.size, shape.size)
     return profile_module(model or initial_model(scenario), input_shape, scenario.model.name)
 
 
 def pricing(scenario: Scenario) -> Pricing:
-    """Return what the scenario's arithmetic costs a device."""
+    """Return the cost model of the scenario's arithmetic."""
     if scenario.precision.arithmetic == "int8":
         return Int8Pricing()
     return MixedPricing(rule=scenario.precision.rule) if scenario.precision.arithmetic == "mixed" else FP32
 
 
 def mixing_note(rule: str) -> str:
-    """Return what a reader should know of a mixing rule: what it can gain at most over the CPU alone (F11)."""
+    """Return a note on a mixing rule: its largest possible speed-up over the CPU alone (F11)."""
     most = most_speedup(rule)
     if rule == "fp32":
         return "Rule 'fp32' leaves everything to the CPU."
@@ -63,7 +63,7 @@ def uses_int8(scenario: Scenario) -> bool:
 
 
 def arithmetic_notes(scenario: Scenario) -> list[str]:
-    """Return what a reader of a result should know of its arithmetic."""
+    """Return a result's notes on its arithmetic."""
     kind, devices = scenario.precision.arithmetic, _devices(scenario)
     if kind == "fp32":
         return []
@@ -77,7 +77,7 @@ def arithmetic_notes(scenario: Scenario) -> list[str]:
 
 
 def _devices(scenario: Scenario) -> list[Device]:
-    """Return the cluster's kinds of device, each once: their tables make them unhashable."""
+    """Return the distinct devices of the cluster, by name since their tables make them unhashable."""
     return list({board.device.name: board.device for board in scenario_cluster(scenario).boards}.values())
 
 
@@ -87,7 +87,7 @@ def _int8_side(kind: str, device: Device) -> str:
 
 
 def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
-    """Return the trainer of a SoC's client; one that trains alone splits batches by its device's throughputs."""
+    """Return the trainer of a SoC's client; outside groups it splits batches by its device's throughputs."""
     settings, precision = scenario.train, scenario.precision
     if precision.arithmetic == "int8":
         return Int8Trainer(
@@ -101,7 +101,7 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
     fp32 = FP32Trainer(
         optimizer=optimizer(scenario),
         scheduler=cosine_annealing if settings.schedule == "cosine" else None,
-        channels_last=True,  # the models of the registry take it, and are faster in it
+        channels_last=True,  # the registry's models support it and are faster with it
         reduction=settings.reduction, num_buckets=scenario.strategy.overlap_buckets,
     )
     if precision.arithmetic == "fp32":
@@ -115,12 +115,12 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
 
 
 def unsupported(scenario: Scenario) -> Literal["refuse", "fp32"]:
-    """Return what becomes of operators that int8 has not."""
+    """Return how operators that int8 does not support are handled."""
     return "fp32" if scenario.precision.unsupported == "fp32" else "refuse"
 
 
 def optimizer(scenario: Scenario) -> OptimizerFn:
-    """Return the scenario's optimiser; momentum is SGD's alone."""
+    """Return the scenario's optimiser; only SGD has momentum."""
     settings = scenario.train
     if settings.optimizer == "adam":
         return partial(torch.optim.Adam, lr=settings.learning_rate, weight_decay=settings.weight_decay)
@@ -128,14 +128,14 @@ def optimizer(scenario: Scenario) -> OptimizerFn:
 
 
 def training_data(scenario: Scenario) -> LabelledData:
-    """Return the samples that are trained on: all but those set aside."""
+    """Return the samples to train on: all except the held-out ones."""
     if not scenario.precision.num_held_out:
         return load_data(scenario.data.name).train
     return _split(scenario.data.name, scenario.precision.num_held_out)[0]
 
 
 def num_training_samples(scenario: Scenario, num_train: int) -> int:
-    """Return how many of a data set's training samples are trained on; `ConfigError` if none is left."""
+    """Return the number of training samples without the held-out ones; `ConfigError` if none is left."""
     num_held_out = scenario.precision.num_held_out
     if num_held_out >= num_train:
         raise ConfigError(f"[precision] held_out = {num_held_out}, but {scenario.data.name} has only {num_train} "
@@ -145,7 +145,7 @@ def num_training_samples(scenario: Scenario, num_train: int) -> int:
 
 @cache
 def _split(name: str, num_held_out: int) -> tuple[LabelledData, LabelledData]:
-    """Return the samples to train on and those set aside, which are spread evenly: files may be sorted by class."""
+    """Return training and held-out samples; the latter are spread evenly, since files may be sorted by class."""
     train = load_data(name).train
     held_out = np.arange(num_held_out) * len(train) // num_held_out
     return train.select(np.delete(np.arange(len(train)), held_out)), train.select(held_out)

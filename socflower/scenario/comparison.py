@@ -1,4 +1,4 @@
-"""The same work under several strategies: results side by side, each resumed if it is already there."""
+"""Comparison of the same work under several strategies; finished results are reused."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +27,9 @@ def compare(
 ) -> dict[str, Any]:
     """Run the scenario under each strategy and return the comparison document.
 
-    Each strategy's result stands in `out/<strategy>/`; one that is there already, from the same scenario and
-    engine, is taken as it is, so that an interrupted comparison goes on where it stopped. `comparison.json` and
-    `report.html` hold all of them. The claims are the first strategy's, against the others.
+    Each strategy's result is in `out/<strategy>/`; an existing result of the same scenario and engine is reused, so
+    that an interrupted comparison continues where it stopped. `comparison.json` and `report.html` contain all of them.
+    The claims are checked for the first strategy against the others.
     """
     family = SPLIT_STRATEGIES if scenario.is_split else CLUSTER_STRATEGIES
     for name in strategies:
@@ -40,7 +40,7 @@ def compare(
                               f"{', '.join(family)}")
         if strategies.count(name) > 1:
             raise ConfigError(f"--strategies {name}: is named twice; name each once")
-    # All of them before the first: what cannot run should not be found after the others have trained.
+    # Prepare all before the first run, so that an error appears before any training.
     variants = {name: prepare(with_strategy(scenario, name), engine) for name in strategies}
     with exclusive_folder(out, f"--out {out}"):
         return _compare(scenario, variants, out, engine, num_workers, on_start)
@@ -77,9 +77,9 @@ def _compare(
 
 
 def common_target(results: Sequence[dict[str, Any]]) -> float | None:
-    """Return the accuracy all strategies are timed to: a point below the lowest final one, so that all reach it.
+    """Return the accuracy that all strategies are timed to: 0.01 below the lowest final one, so that all reach it.
 
-    None where a result has no accuracy, since nothing of what is learnt is right or wrong.
+    None if a result has no accuracy, as of a generator.
     """
     reached = [result["final_accuracy"] for result in results]
     return None if None in reached else max(0.0, min(map(float, reached)) - 0.01)
@@ -96,5 +96,5 @@ def _finished(path: Path, scenario: Scenario, engine: str) -> dict[str, Any] | N
 
 
 def _training_keys(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what decides how training goes: neither the claims nor what it is compared with do."""
+    """Return the part of a document that determines the training: without question, comparison and claims."""
     return {key: value for key, value in document.items() if key not in ("question", "compare", "expect")}

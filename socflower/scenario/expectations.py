@@ -9,7 +9,7 @@ from socflower.scenario.schema.config import STRATEGIES
 
 Result: TypeAlias = Mapping[str, Any]
 
-_OF_ONE_RUN: Mapping[str, Callable[[Result], float | None]] = {
+_RUN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
     "accuracy": lambda result: result["final_accuracy"],
     "loss": lambda result: result["rounds"][-1]["loss"],
     "virtual_s": lambda result: result["virtual_s"],
@@ -32,7 +32,7 @@ _OF_ONE_RUN: Mapping[str, Callable[[Result], float | None]] = {
     "communication_groups": lambda result: result["plan"] and len(result["plan"]["communication_groups"]),
     "groups": lambda result: result["plan"] and len(result["plan"]["groups"]),  # fedavg has no plan
 }
-_AGAINST: Mapping[str, Callable[[Result, Result], float | None]] = {
+_COMPARED_QUANTITIES: Mapping[str, Callable[[Result, Result], float | None]] = {
     "accuracy_gap_to": lambda ours, other: other["final_accuracy"] - ours["final_accuracy"],
     "speedup_over": lambda ours, other: _ratio(_time_s(other), _time_s(ours)),
     "time_to_accuracy_gain_over": lambda ours, other: _ratio(other["time_to_accuracy_s"], ours["time_to_accuracy_s"]),
@@ -40,12 +40,12 @@ _AGAINST: Mapping[str, Callable[[Result, Result], float | None]] = {
 }
 
 
-def check_known(expect: object, where: str) -> None:
-    """Raise `ConfigError` for a claim nobody knows how to check."""
+def require_known_claims(expect: object, where: str) -> None:
+    """Raise `ConfigError` for an unknown claim."""
     if not isinstance(expect, Mapping):
         raise ConfigError(f"{where} [expect] must be a table, got {expect!r}")
-    known = [f"{bound}_{name}" for bound in ("min", "max")
-             for name in (*_OF_ONE_RUN, *(f"{kind}_{other}" for kind in _AGAINST for other in STRATEGIES))]
+    compared = [f"{kind}_{other}" for kind in _COMPARED_QUANTITIES for other in STRATEGIES]
+    known = [f"{bound}_{name}" for bound in ("min", "max") for name in (*_RUN_QUANTITIES, *compared)]
     for key, value in expect.items():
         if key not in known:
             close = get_close_matches(key, known, n=1)
@@ -59,20 +59,20 @@ def check_known(expect: object, where: str) -> None:
 def check_expectations(
     expect: Mapping[str, float], result: Result, others: Sequence[Result] = (),
 ) -> list[dict[str, Any]]:
-    """Return each claim with what was observed; `holds` is None where its other strategy did not run."""
+    """Return each claim with the observed value; `holds` is None if its other strategy did not run."""
     by_strategy = {other["strategy"]: other for other in others}
     return [_check(key, expected, result, by_strategy) for key, expected in expect.items()]
 
 
 def _check(key: str, expected: float, result: Result, others: Mapping[str, Result]) -> dict[str, Any]:
     bound, _, quantity = key.partition("_")
-    if quantity in _OF_ONE_RUN:
-        observed = _OF_ONE_RUN[quantity](result)
+    if quantity in _RUN_QUANTITIES:
+        observed = _RUN_QUANTITIES[quantity](result)
     else:
         kind, _, other = quantity.rpartition("_")
         if other not in others:
             return {"name": key, "expected": expected, "observed": None, "holds": None}
-        observed = _AGAINST[kind](result, others[other])
+        observed = _COMPARED_QUANTITIES[kind](result, others[other])
     if observed is None:
         return {"name": key, "expected": expected, "observed": None, "holds": False}
     return {"name": key, "expected": expected, "observed": observed,
@@ -80,19 +80,19 @@ def _check(key: str, expected: float, result: Result, others: Mapping[str, Resul
 
 
 def _heat(result: Result, key: str) -> float | None:
-    """Return what a result says of heat; None where nothing could get hot."""
+    """Return a figure of a result's heat; None without a heat simulation."""
     heat = result.get("heat")
     return heat[key] if heat else None
 
 
 def _split(result: Result, key: str) -> float | None:
-    """Return what a result says of a split training; None of any other."""
+    """Return a figure of a split training's result; None for other results."""
     split = result.get("split")
     return split[key] if split else None
 
 
 def _time_s(result: Result) -> float | None:
-    """Return the time that two runs of one engine are compared by: virtual, or real where there is none."""
+    """Return the time by which runs of one engine are compared: virtual time, or wall time if there is none."""
     virtual_s: float | None = result["virtual_s"]
     return result["wall_s"] if virtual_s is None else virtual_s
 

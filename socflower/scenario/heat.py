@@ -1,4 +1,4 @@
-"""The rack of a scenario: what its `[thermal]` and `[background_load]` tables make of the cluster in virtual time."""
+"""The rack of a scenario: the cluster with heat and background load, by `[thermal]` and `[background_load]`."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,14 +20,14 @@ from socflower.thermal.model.dynamics import RackDynamics, Surroundings
 from socflower.thermal.model.governor import ClockGovernor
 from socflower.thermal.model.rack import Rack
 
-_HORIZON_S = 14.0 * DAY_S  # for so long games are drawn; after that nobody comes any more
-_MOST_ROUNDS = 20_000  # whose heat is planned, in minutes
+_HORIZON_S = 14.0 * DAY_S  # games are drawn for this time; later there are none
+_MAX_ROUNDS = 20_000  # for which heat is predicted, which takes minutes
 _ONE_CLOCK = ClockGovernor(clock_hz=(1.0,), trip_c=(), resume_c=(), power_exponent=0.0)
 _NO_FANS = replace(rack_fans(), drag_w_per_rpm=0.0, air_w_per_rpm3=0.0)
 
 
 def rack_dynamics(scenario: Scenario, cluster: Cluster) -> RackDynamics | None:
-    """Return how the cluster's SoCs run as they heat up and users come and go; None where no table asks for it."""
+    """Return how the SoCs' speeds change with heat and users; None if the scenario has neither table."""
     if scenario.thermal is None and scenario.background_load is None:
         return None
     check_boards(scenario, cluster)
@@ -39,7 +39,7 @@ def rack_dynamics(scenario: Scenario, cluster: Cluster) -> RackDynamics | None:
     rack = _rack(thermal, cluster, scenario.seed)
     return RackDynamics(
         rack, _policy(thermal, scenario, cluster, rack), start_c=thermal.start_c, start_rpm=thermal.rpm,
-        # Where only users matter, heat changes nothing and fans draw nothing.
+        # Without [thermal], only users matter: clocks do not throttle and fans draw no power.
         governor=None if scenario.thermal else _ONE_CLOCK, fans=None if scenario.thermal else _NO_FANS,
         surroundings=Surroundings(
             ambient_c=changes(thermal.ambient_c, thermal.ambient_changes),
@@ -48,13 +48,13 @@ def rack_dynamics(scenario: Scenario, cluster: Cluster) -> RackDynamics | None:
 
 
 def heat_document(
-    scenario: Scenario, rack: RackDynamics, virtual_s: float, cold_s: float | None,
+    scenario: Scenario, rack: RackDynamics, virtual_s: float, unthrottled_s: float | None,
 ) -> dict[str, Any]:
-    """Return the part of a result that tells of heat. `cold_s` is what the training takes where nothing gets hot.
+    """Return the heat part of a result; `unthrottled_s` is the training time without heat and users.
 
-    Without a `[thermal]` table there are users only, and no temperatures.
+    Without a `[thermal]` table there are only users and no temperatures.
     """
-    slowdown = virtual_s / cold_s - 1.0 if cold_s else None
+    slowdown = virtual_s / unthrottled_s - 1.0 if unthrottled_s else None
     if scenario.thermal is None:
         return {"peak_c": None, "cooling_j": 0.0, "slowdown": slowdown, "history": None}
     history = rack.history
@@ -69,24 +69,24 @@ def heat_document(
 
 
 def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | None:
-    """Return what heat and users make of the planned training, without training: the heat of a result, and totals.
+    """Predict the planned training with heat and users: the heat part of a result, and totals.
 
-    None where nothing can get hot. SoCs that users have taken are not planned without at synchronisations, as a run
-    does it: their groups go on without them.
+    None without a heat simulation. Unlike a run, the prediction does not plan anew without the SoCs that users have
+    taken at a synchronisation: their groups continue without them.
     """
     rack = rack_dynamics(scenario, cluster)
     if rack is None:
         return None
-    cold_s = cold_training_s(scenario, cluster)
-    if cold_s is not None and cold_s > _HORIZON_S:
+    unthrottled_s = unthrottled_training_s(scenario, cluster)
+    if unthrottled_s is not None and unthrottled_s > _HORIZON_S:
         raise ConfigError(f"{scenario.name}: heat and users are followed for {_HORIZON_S / DAY_S:g} days, and this "
-                          f"training takes {human_seconds(cold_s)}; lower [train] epochs, or leave [thermal] and "
-                          "[background_load] out")
+                          f"training takes {human_seconds(unthrottled_s)}; lower [train] epochs, or leave [thermal] "
+                          "and [background_load] out")
     clock, (work, _) = EventClock(cluster, dynamics=rack), planned_work(scenario, cluster)
     intervals = planned_intervals(scenario, work)
-    if len(intervals) > _MOST_ROUNDS:
+    if len(intervals) > _MAX_ROUNDS:
         raise ConfigError(f"{scenario.name}: heat and users are planned round by round, and these are {len(intervals)} "
-                          f"rounds, of at most {_MOST_ROUNDS}; lower [train] epochs, or leave [thermal] and "
+                          f"rounds, of at most {_MAX_ROUNDS}; lower [train] epochs, or leave [thermal] and "
                           "[background_load] out")
     balancer = Balancer(cluster, sustained_rates(cluster, work.profile.name, work.pricing), work.rebalancing)
     for interval in intervals:
@@ -96,18 +96,18 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
             work, _ = with_plan(scenario, work, plan)
         work.run(interval, clock, capacities=balancer.in_use)
     return {"virtual_s": clock.now_s, "energy_j": clock.usage.total_energy_j,
-            **heat_document(scenario, rack, clock.now_s, cold_s)}
+            **heat_document(scenario, rack, clock.now_s, unthrottled_s)}
 
 
-def cold_training_s(scenario: Scenario, cluster: Cluster) -> float | None:
-    """Return the virtual seconds of the planned training where nothing gets hot; None for what has no plan."""
+def unthrottled_training_s(scenario: Scenario, cluster: Cluster) -> float | None:
+    """Return the virtual seconds of the planned training without heat and users; None for fedavg, which has no plan."""
     if scenario.strategy.name == "fedavg":
         return None
     return planned_training(scenario, cluster).duration_s
 
 
 def check_boards(scenario: Scenario, cluster: Cluster) -> None:
-    """Raise `ConfigError` for a board that `[thermal]` names and the cluster has not."""
+    """Raise `ConfigError` for a board of `[thermal]` that the cluster does not have."""
     for board in scenario.thermal.hot_boards if scenario.thermal else ():
         if board >= len(cluster.boards):
             raise ConfigError(f"{scenario.name} [thermal] hot_boards: there is no board {board}; the cluster has 0 to "
@@ -133,9 +133,9 @@ def _policy(thermal: ThermalConfig, scenario: Scenario, cluster: Cluster, rack: 
 
 
 def planned_load(scenario: Scenario, cluster: Cluster, rack: Rack) -> PlannedLoad:
-    """Return the heat that the scenario's training is planned to make, on the clock of its run."""
+    """Return the power and heat of the planned training over the run's virtual time."""
     idle_w = [cluster.device_of(soc).idle_w for soc in range(cluster.num_socs)]
-    if scenario.strategy.name == "fedavg":  # has no plan: everybody works all the time
+    if scenario.strategy.name == "fedavg":  # has no plan: all SoCs work all the time
         num_socs = scenario.strategy.socs or cluster.num_socs
         busy = [cluster.device_of(soc) for soc in range(num_socs)]
         busy_w = sum(device.processor(device.default_processor).active_w for device in busy)

@@ -1,4 +1,4 @@
-"""The plan of a scenario without training: who works with whom, and what the clock predicts of it."""
+"""The plan of a scenario without training: the groups of SoCs, and the clock's predictions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ from socflower.workloads import data_shape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedTraining:
-    """What a whole training is planned to take where nothing gets hot and nobody else comes."""
+    """The predicted cost of a whole training without heat and background load."""
 
     duration_s: float
     energy_j: float
@@ -41,7 +41,7 @@ class PlannedTraining:
 
 
 def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
-    """Return the prediction for a strategy that has groups; with `groups = "auto"` for one group per board."""
+    """Return the prediction for a strategy with groups; with `groups = "auto"`, for one group per board."""
     work, _ = planned_work(scenario, cluster)
     usage = _training_usage(work, _planned_shapes(scenario, work))
     return PlannedTraining(duration_s=usage.duration_s, energy_j=usage.total_energy_j, socs=work.plan.participants)
@@ -50,10 +50,10 @@ def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
 def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     """Return the plan document of `socflower plan`: groups on boards, communication groups, predictions.
 
-    `predicted` has seconds of a step, as `serialize_uplinks` says, in turn and running freely (F7), and of a
-    synchronisation; and of an epoch, the mean over the whole training with all its synchronisations, seconds and
-    joules. With `groups = "auto"`, which only training can decide (F2), the plan is that of one group per board;
-    `notes` says so.
+    `predicted` has the seconds of a step (with `serialize_uplinks` as configured, in turns, free-running, F7) and of
+    a synchronisation; and the seconds and joules of an epoch, the mean over the whole training with all its
+    synchronisations. With `groups = "auto"`, which only training can decide (F2), the plan is that of one group per
+    board, and `notes` says so.
     """
     cluster = scenario_cluster(scenario)
     notes: list[str] = []
@@ -78,7 +78,7 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
 
 
 def rebalancing(scenario: Scenario) -> Rebalancing | None:
-    """Return what the scenario lets move as SoCs get slower."""
+    """Return the scenario's re-balancing settings; None if it is off."""
     settings = scenario.strategy
     if settings.rebalance == "off":
         return None
@@ -87,9 +87,9 @@ def rebalancing(scenario: Scenario) -> Rebalancing | None:
 
 
 def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[IntervalCosts, Turns]:
-    """Return the work of a strategy that has groups, with or without turns, and what decided on these.
+    """Return the work of a strategy with groups, with or without uplink turns, and the decision on turns.
 
-    With `groups = "auto"` it is that of one group per board.
+    With `groups = "auto"` it is the work of one group per board.
     """
     settings = scenario.strategy
     if settings.name == "fedavg":
@@ -110,7 +110,7 @@ def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[IntervalCosts, T
 
 
 def with_plan(scenario: Scenario, work: IntervalCosts, plan: GroupPlan) -> tuple[IntervalCosts, Turns]:
-    """Return the work under a plan, taking turns if that is chosen for it, as a run chooses."""
+    """Return the work under a plan, with uplink turns if a run would choose them."""
     work = replace(work, plan=plan)
     turns = choose_turns(plan, scenario.strategy.serialize_uplinks, partial(
         step_times, work, _planned_lengths(scenario, work), EventClock(work.cluster)))
@@ -123,12 +123,12 @@ def planned_intervals(scenario: Scenario, work: IntervalCosts) -> Sequence[SyncI
 
 
 def _planned_shapes(scenario: Scenario, work: IntervalCosts) -> Sequence[tuple[SyncInterval, int]]:
-    """Return the intervals that differ, and how many of each there are: work that epochs do not add to."""
+    """Return the distinct intervals and their counts, so that the cost does not grow with the number of epochs."""
     return sync_shapes(scenario.train.epochs, work.steps_per_epoch, _interval_epochs(scenario))
 
 
 def _planned_lengths(scenario: Scenario, work: IntervalCosts) -> Mapping[int, int]:
-    """Return how many intervals there are of how many steps, in the order in which they come."""
+    """Return the number of intervals by their number of steps, in order of occurrence."""
     lengths: dict[int, int] = {}
     for interval, count in _planned_shapes(scenario, work):
         lengths[interval.num_steps] = lengths.get(interval.num_steps, 0) + count
@@ -136,12 +136,12 @@ def _planned_lengths(scenario: Scenario, work: IntervalCosts) -> Mapping[int, in
 
 
 def _interval_epochs(scenario: Scenario) -> float | str:
-    # One group's weights are the same everywhere: its rounds only mark when it is evaluated.
+    # With one group there is nothing to synchronise: its rounds only determine when it is evaluated.
     return scenario.strategy.sync_interval_epochs if scenario.strategy.name == "socflow" else 1.0
 
 
 def _training_usage(work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]]) -> Usage:
-    """Return what all intervals take; equal ones are priced once."""
+    """Return the usage of all intervals; equal intervals are priced once."""
     return sum((work.run(interval, EventClock(work.cluster)) * count for interval, count in shapes), Usage())
 
 

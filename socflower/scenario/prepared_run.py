@@ -1,4 +1,4 @@
-"""A scenario with what is built of it: checked before anything starts, and run with the very same objects."""
+"""A scenario with the objects built from it: checked before anything starts, and run with the same objects."""
 
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from socflower.workloads import data_shape, load_data, model_names
 
 
 class PreparedRun:
-    """One run of a scenario. What it is made of is built when it is first asked for, and only once."""
+    """One run of a scenario. Its objects are built on first use, and only once."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -31,18 +31,18 @@ class PreparedRun:
 
     @cached_property
     def split_setting(self) -> SplitSetting:
-        """Edges and cloud of a split scenario."""
+        """The edges and the cloud of a split scenario."""
         return SplitSetting(self.scenario)
 
     def take_model(self) -> nn.Module:
-        """Return the model with its first weights, to whoever trains it: a second call builds another one."""
+        """Return the model with initial weights and give up ownership; a second call builds a new model."""
         model, self._model = self._model, None
         return initial_model(self.scenario) if model is None else model
 
     def check(self, engine: str, *, trains_here: bool = True) -> None:
         """Raise a one-line error if the scenario cannot run: engine, data, model, SoCs, groups, events.
 
-        With `trains_here` false another machine trains: whether it has data and kernels shows only when it begins.
+        If `trains_here` is false another machine trains, and its data and kernels can be checked only there.
         """
         scenario = self.scenario
         require_engine(engine)
@@ -52,7 +52,7 @@ class PreparedRun:
                                  f"{self.cluster.num_socs} SoCs; lower socs or add boards")
         if scenario.is_split:
             if trains_here:
-                self.split_setting.parties()  # model, data, cuts and links have to fit together
+                self.split_setting.parties()  # raises if model, data, cuts and links do not fit together
             return
         self._check_groups(engine, num_socs)
         check_boards(scenario, self.cluster)
@@ -79,7 +79,7 @@ class PreparedRun:
                                   f"{self.cluster.num_socs - 1}")
 
     def _check_int8(self) -> None:
-        """Raise if int8 cannot train the model as the scenario says, or this machine lacks the kernel path."""
+        """Raise if int8 cannot train the scenario's model, or this machine lacks the kernel path."""
         scenario, shape = self.scenario, data_shape(self.scenario.data.name)
         self._model = initial_model(scenario)
         try:
@@ -91,7 +91,7 @@ class PreparedRun:
 
 
 def prepare(scenario: Scenario, engine: str = "local", *, trains_here: bool = True) -> PreparedRun:
-    """Return the run of a scenario that has been checked; see `PreparedRun.check`."""
+    """Check a scenario and return its run; see `PreparedRun.check`."""
     run = PreparedRun(scenario)
     run.check(engine, trains_here=trains_here)
     return run

@@ -1,4 +1,4 @@
-"""Which processors a run's time and energy are those of, and which trained: trainers use CPUs only."""
+"""The processors that a run's time and energy are priced on, and those that trained: trainers use CPUs only."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ _WHERE = {"local": "this machine's CPU", "simulation": "this machine's CPU", "de
 
 
 def priced_processors(scenario: Scenario) -> list[dict[str, Any]]:
-    """Return for each kind of device, clouds included, the processors that are `priced`, and what `trained` instead."""
+    """Return the `priced` processors and the one that `trained` for each device type, clouds included."""
     devices = {board.device.name: board.device for board in scenario_cluster(scenario).boards}
     if scenario.is_split and scenario.strategy.name != "edge-only":
         devices.setdefault(scenario.split.cloud_device, device(scenario.split.cloud_device))
@@ -22,11 +22,11 @@ def priced_processors(scenario: Scenario) -> list[dict[str, Any]]:
 
 
 def gpu_notes(priced: Sequence[Mapping[str, Any]], engine: str | None) -> list[str]:
-    """Return what a reader of figures should know of processors other than CPUs and NPUs that are priced in FP32.
+    """Return notes on processors other than CPUs and NPUs that are priced in FP32.
 
-    Without an engine it is a plan. What stands in for an NPU has a note of its own.
+    Without an engine the notes are for a plan. The substitute for an NPU has its own note.
     """
-    names = ", ".join(sorted(f"{entry['device']}'s {entry['priced'][0]}" for entry in priced if _is_elsewhere(entry)))
+    names = ", ".join(sorted(f"{entry['device']}'s {entry['priced'][0]}" for entry in priced if _is_untrained(entry)))
     if not names:
         return []
     if engine is None:
@@ -37,17 +37,17 @@ def gpu_notes(priced: Sequence[Mapping[str, Any]], engine: str | None) -> list[s
 
 
 def cluster_gpu_notes(cluster: Cluster, engine: str | None) -> list[str]:
-    """Return the same for clients of a foreign app, which are priced in FP32."""
-    return gpu_notes(_of(board.device for board in cluster.boards), engine)
+    """Return the same notes for the clients of any Flower app, which are priced in FP32."""
+    return gpu_notes(_priced_devices(board.device for board in cluster.boards), engine)
 
 
 def priced_line(priced: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return in a few words what trained in place of what is priced; None if it is the same."""
-    names = ", ".join(sorted(f"{entry['device']}'s {entry['priced'][0]}" for entry in priced if _is_elsewhere(entry)))
+    """Return a short text on which processor trained instead of the priced ones; None if they are the same."""
+    names = ", ".join(sorted(f"{entry['device']}'s {entry['priced'][0]}" for entry in priced if _is_untrained(entry)))
     return f"{names}; trained on the CPU" if names else None
 
 
-def _of(devices: Iterable[Device]) -> list[dict[str, Any]]:
+def _priced_devices(devices: Iterable[Device]) -> list[dict[str, Any]]:
     kinds = {each.name: each for each in devices}
     return [{"device": each.name, "priced": _priced(each, "fp32"), "trained": _TRAINED_ON} for each in kinds.values()]
 
@@ -59,6 +59,6 @@ def _priced(each: Device, arithmetic: str) -> list[str]:
     return [each.default_processor, *([beside] if beside else [])]
 
 
-def _is_elsewhere(entry: Mapping[str, Any]) -> bool:
-    """Whether the processor that FP32 is priced on is none of those that train; a name says what a processor is."""
+def _is_untrained(entry: Mapping[str, Any]) -> bool:
+    """Return whether FP32 is priced on a processor that no trainer uses, by the processor's name."""
     return not str(entry["priced"][0]).startswith((_TRAINED_ON, "npu"))

@@ -1,4 +1,4 @@
-"""`socflower cloud measure`: what a scenario's model costs this very device at every cut, for planners to read."""
+"""`socflower cloud measure`: the measured costs of a scenario's model on this device at every cut, for planners."""
 
 import json
 from collections.abc import Mapping
@@ -25,9 +25,9 @@ _CLOUD_KIND = "split-cloud-seconds"
 
 def measure_split(scenario: Scenario, program: object, *, side: str, cloud: Path | None, repeats: int, threads: int,
                   ) -> dict[str, Any]:
-    """Return what this device takes at every cut: as the cloud seconds only, as the edge all costs.
+    """Return this device's costs at every cut: seconds only for the cloud, all costs for the edge.
 
-    An edge takes the cloud's seconds from the file that was measured there, or measures them on itself.
+    The edge reads the cloud's seconds from the file that was measured there, or measures them on itself.
     """
     if not isinstance(program, LayeredProgram) or program.is_reverse:
         raise ConfigError(f"{scenario.name}: only models that are cut between layers, with the front at the edge, are "
@@ -51,7 +51,7 @@ def measure_split(scenario: Scenario, program: object, *, side: str, cloud: Path
 
 
 def measured_costs(path: Path, expected: SplitCosts) -> SplitCosts:
-    """Return the costs of a file, if they are of the same model, cuts and batch as `expected`."""
+    """Return the costs of a file; `ConfigError` unless its cuts and batch size are those of `expected`."""
     costs = from_document(_read(path))
     ours, theirs = ([cut.name for cut in each.cuts] for each in (expected, costs))
     if ours != theirs or costs.batch_size != expected.batch_size:
@@ -62,7 +62,7 @@ def measured_costs(path: Path, expected: SplitCosts) -> SplitCosts:
 
 
 def write_measured(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a document; `ConfigError` where that cannot be."""
+    """Write a document; `ConfigError` if the file cannot be written."""
     try:
         write_atomically(path, json.dumps(document, indent=1) + "\n")
     except OSError as error:
@@ -70,7 +70,7 @@ def write_measured(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def print_measured(console: Console, document: Mapping[str, Any]) -> None:
-    """Show what was measured."""
+    """Print the measured costs."""
     if document["kind"] == _CLOUD_KIND:
         console.print("cloud, by cut: " + ", ".join(human_seconds(seconds) for seconds in document["cloud_s"]),
                       highlight=False, soft_wrap=True)

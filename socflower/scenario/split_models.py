@@ -1,4 +1,4 @@
-"""What a split scenario trains: model and data in the form that edge, cloud and server share, and how it is judged."""
+"""The workload of a split scenario: model, data and evaluation in the form that edge, cloud and server share."""
 
 import copy
 import math
@@ -41,19 +41,19 @@ from socflower.workloads import (
 )
 
 CLICKS, CLICK_MODEL, GENERATOR = "clicks", "click-model", "digit-generator"
-_EVALUATED_AT_A_TIME = 2000
+_EVALUATION_BATCH = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a model achieves; accuracy is None where nothing is right or wrong."""
+    """Scores of a model; accuracy is None for a model without correct answers, such as a generator."""
 
     accuracy: float | None
     loss: float
 
 
 class SplitWorkload(ABC):
-    """Model and data of a scenario; edges are numbered from 0."""
+    """The model and the data of a scenario; edges are numbered from 0."""
 
     is_joined = False
     """Whether edges hold different features of the same samples."""
@@ -64,14 +64,14 @@ class SplitWorkload(ABC):
     @property
     @abstractmethod
     def program(self) -> SplitProgram:
-        """The model, where it can be cut, and how it is trained."""
+        """The model, its cut points, and its training settings."""
 
     @abstractmethod
     def samples(self, edge: int) -> Samples:
-        """Return what an edge holds."""
+        """Return an edge's samples."""
 
     def cloud_samples(self, edge: int) -> Samples | None:
-        """Return what the cloud needs to know of an edge's samples; None where features bring all."""
+        """Return the cloud's part of an edge's samples; None if the cloud needs only features."""
         return None
 
     @abstractmethod
@@ -80,20 +80,20 @@ class SplitWorkload(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> Score:
-        """Return what the whole model achieves on samples it was not trained on."""
+        """Return the whole model's scores on samples that it was not trained on."""
 
     @abstractmethod
     def costs(self, edge: int, device: Device, cloud: Device) -> SplitCosts:
-        """Return what a batch costs an edge on a device, and a cloud, by the catalogue."""
+        """Return the costs of a batch on an edge's device and on the cloud, from the catalogue."""
 
     @property
     @abstractmethod
     def source(self) -> str:
-        """Where the data come from."""
+        """The origin of the data."""
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of every edge in an epoch: those of the one that holds most."""
+        """Batches of every edge in an epoch: the number of the edge with the most samples."""
         return math.ceil(max(self.num_samples()) / self.scenario.train.batch_size)
 
     def schedule(self, batch: int) -> float:
@@ -131,11 +131,11 @@ class SplitWorkload(ABC):
 
 
 class ImageWorkload(SplitWorkload):
-    """Images, divided among the edges; a classifier that begins at the edge."""
+    """Images, divided among the edges; a classifier whose first layers are at the edge."""
 
     @cached_property
     def program(self) -> LayeredProgram:
-        """A model of the catalogue, with the scenario's seed or weights that were trained before."""
+        """A model of the registry, with weights from the scenario's seed or pretrained ones."""
         shape = data_shape(self.scenario.data.name)
         classes = self.scenario.split.classes
         model = initial_model(self.scenario, num_classes=len(classes) or None)
@@ -163,12 +163,12 @@ class ImageWorkload(SplitWorkload):
 
     @property
     def source(self) -> str:
-        """Where the images were found."""
+        """The origin of the images."""
         return self._data.source
 
     @cached_property
     def _data(self) -> DataSet:
-        return _chosen(self.scenario)
+        return _selected_images(self.scenario)
 
     @cached_property
     def _parts(self) -> Sequence[NDArray[np.int64]]:
@@ -178,7 +178,7 @@ class ImageWorkload(SplitWorkload):
 
 
 class ClickWorkload(SplitWorkload):
-    """Clicks on movies: two parties know different things of the same samples, and the cloud joins them."""
+    """Clicks on movies: two parties hold different features of the same samples, and the cloud joins them."""
 
     is_joined = True
 
@@ -197,7 +197,7 @@ class ClickWorkload(SplitWorkload):
         return FeatureSamples(self._data.train, edge)
 
     def num_samples(self) -> list[int]:
-        """Return the number of samples, of which every party knows something."""
+        """Return the number of samples; every party holds features of all of them."""
         return [len(self._data.train)] * self.num_edges
 
     def evaluate(self, model: nn.Module) -> Score:
@@ -205,8 +205,8 @@ class ClickWorkload(SplitWorkload):
         test, right, loss = self._data.test, 0, 0.0
         model.eval()
         with torch.inference_mode():
-            for first in range(0, len(test), _EVALUATED_AT_A_TIME):
-                parts, labels = test.batch(range(first, min(first + _EVALUATED_AT_A_TIME, len(test))))
+            for first in range(0, len(test), _EVALUATION_BATCH):
+                parts, labels = test.batch(range(first, min(first + _EVALUATION_BATCH, len(test))))
                 logits = model(parts[:self.num_edges])
                 right += int((logits.argmax(dim=1) == labels).sum())
                 loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
@@ -230,7 +230,7 @@ class ClickWorkload(SplitWorkload):
 
     @property
     def source(self) -> str:
-        """What the samples are, and between which accuracies a model's must lie."""
+        """The origin of the samples, and the accuracies of the majority class and of the best possible model."""
         data = self._data
         return (f"generated in the shape of MovieLens, seed {self.scenario.seed}; the majority's accuracy is "
                 f"{data.majority_accuracy:.3f}, that of one who knows all probabilities {data.best_accuracy:.3f}")
@@ -241,7 +241,7 @@ class ClickWorkload(SplitWorkload):
 
 
 class GeneratorWorkload(SplitWorkload):
-    """A generator of images: it begins in the cloud, and its last layers, which see the images, are at the edge."""
+    """A generator of images: its first layers are in the cloud; its last layers, which need the images, at the edge."""
 
     @cached_property
     def program(self) -> LayeredProgram:
@@ -263,8 +263,8 @@ class GeneratorWorkload(SplitWorkload):
         return [len(self._samples)]
 
     def evaluate(self, model: nn.Module) -> Score:
-        """Return the mean squared error on the images that it learns to make: others have codes it cannot know."""
-        rows = torch.arange(min(len(self._samples), _EVALUATED_AT_A_TIME))
+        """Return the mean squared error on the training images; the generator has no codes for other images."""
+        rows = torch.arange(min(len(self._samples), _EVALUATION_BATCH))
         model.eval()
         with torch.inference_mode():
             return Score(None, float(functional.mse_loss(model(self._samples.codes(rows)),
@@ -277,18 +277,18 @@ class GeneratorWorkload(SplitWorkload):
 
     @property
     def source(self) -> str:
-        """Where the images were found, and what trivial generators achieve."""
+        """The origin of the images, and the errors of trivial generators."""
         of_all, of_class = self._samples.mean_image_losses()
-        return (f"{_chosen(self.scenario).source}; the mean image has a mean squared error of "
+        return (f"{_selected_images(self.scenario).source}; the mean image has a mean squared error of "
                 f"{of_all:.4f}, the mean image of each class {of_class:.4f}")
 
     @cached_property
     def _samples(self) -> GeneratorSamples:
-        return GeneratorSamples(_chosen(self.scenario).train, seed=self.scenario.seed)
+        return GeneratorSamples(_selected_images(self.scenario).train, seed=self.scenario.seed)
 
 
 def split_workload(scenario: Scenario, num_edges: int) -> SplitWorkload:
-    """Return what a scenario trains; `ConfigError` for a model, data and edges that do not go together."""
+    """Return the workload of a scenario; `ConfigError` if model, data and edges do not fit together."""
     model, data = scenario.model.name, scenario.data.name
     if (data == CLICKS) != (model == CLICK_MODEL):
         raise ConfigError(f"{scenario.name}: [model] name = {model!r} with [data] name = {data!r}; {CLICK_MODEL!r} and "
@@ -309,8 +309,8 @@ def split_workload(scenario: Scenario, num_edges: int) -> SplitWorkload:
     return ImageWorkload(scenario, num_edges)
 
 
-def _chosen(scenario: Scenario) -> DataSet:
-    """Return the scenario's images, of the classes that it names."""
+def _selected_images(scenario: Scenario) -> DataSet:
+    """Return the scenario's images, restricted to the classes that it names."""
     data, classes = load_data(scenario.data.name), scenario.split.classes
     if not classes:
         return data

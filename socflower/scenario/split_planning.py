@@ -1,4 +1,4 @@
-"""The plan of a split scenario without training: where to cut, and what every cut would take (F26)."""
+"""The plan of a split scenario without training: the chosen cut, and the predicted cost of every cut (F26)."""
 
 import math
 from dataclasses import replace
@@ -10,14 +10,14 @@ from socflower.edgecloud.plan.device_costs import training_energy_j
 from socflower.edgecloud.plan.phases import phases, window_limit
 from socflower.edgecloud.plan.timeline import Party
 from socflower.quantities import counted
-from socflower.scenario.app.split_result import place
+from socflower.scenario.app.split_result import cut_text
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.split_setting import SplitSetting
 
 
 def plan_split(scenario: Scenario) -> dict[str, Any]:
-    """Return the plan document: each edge's deployment, and T1 to T4, memory and pace of every cut on the mean link."""
+    """Return the plan document: each edge's cut, and T1 to T4, memory and batch time of every cut on the mean link."""
     setting = SplitSetting(scenario)
     workload = setting.workload
     what = (f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
@@ -53,7 +53,7 @@ def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
         "device": device.name, "link": {"up_bytes_per_s": rates.up_bytes_per_s,
                                         "down_bytes_per_s": rates.down_bytes_per_s, "latency_s": rates.latency_s},
         "deployment": {"cut": chosen.cut, "cut_name": None if chosen.cut is None else costs.cuts[chosen.cut].name,
-                       "bits": chosen.bits, "window": chosen.window, "text": place(chosen, costs)},
+                       "bits": chosen.bits, "window": chosen.window, "text": cut_text(chosen, costs)},
         "cuts": [row(index) for index in range(len(costs.cuts))], "edge_only_s": costs.edge_only_s,
         "batch_s": _finite(period_s(served, limit)), "epoch_s": _finite(epoch_s),
         "epoch_energy_j": training_energy_j(device, served, batches, limit),
@@ -61,5 +61,5 @@ def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
 
 
 def _finite(seconds: float) -> float:
-    """Return seconds as JSON has them; a dead link takes longer than anything."""
+    """Return seconds that JSON can represent: a link without bandwidth takes 1e12 s."""
     return seconds if math.isfinite(seconds) else 1e12

@@ -1,4 +1,4 @@
-"""Edges and cloud of a split scenario, put together once: what checks, plans, training and predictions are made of."""
+"""The edges and the cloud of a split scenario, built once for checks, plans, training and predictions."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +20,7 @@ from socflower.scenario.split_models import SplitWorkload, split_workload
 
 
 class SplitSetting:
-    """Edges and cloud of a scenario: what training, planning and predictions are made of."""
+    """Edges, links, costs and cloud mode of a split scenario, for training, planning and predictions."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -29,30 +29,31 @@ class SplitSetting:
         self.workload: SplitWorkload = split_workload(scenario, self.num_edges)
         self.links = edge_links(scenario, self.num_edges)
         cloud = device(scenario.split.cloud_device)
-        by_catalogue = [self.workload.costs(edge, self.cluster.device_of(edge), cloud)
-                        for edge in range(self.num_edges)]
+        catalogue_costs = [self.workload.costs(edge, self.cluster.device_of(edge), cloud)
+                           for edge in range(self.num_edges)]
         self.costs = tuple(measured_costs(Path(scenario.split.costs), costs) if scenario.split.costs else costs
-                           for costs in by_catalogue)
+                           for costs in catalogue_costs)
         self.total_batches = self.workload.batches_per_epoch * scenario.train.epochs
 
     @property
     def is_sequential(self) -> bool:
-        """Whether edge and cloud wait for each other: the baselines that do."""
+        """Whether edge and cloud wait for each other, as in some baselines."""
         peer = baselines.BASELINES.get(self.scenario.strategy.name)
         return peer is not None and peer.waits
 
     @property
     def mode(self) -> CloudMode:
-        """How cloud halves serve the edges."""
+        """How the cloud's halves serve the edges."""
         if self.workload.is_joined:
             return "joined"
         # Edges that train alone have no cloud half to share; their models are averaged.
-        shared = self.scenario.split.cloud_model == "shared" and self.num_edges > 1 and self._firsts[0].cut is not None
+        shared = self.scenario.split.cloud_model == "shared" and self.num_edges > 1 \
+            and self._initial_plans[0].cut is not None
         return "turns" if shared else "own"
 
     @property
     def schedule(self) -> WindowSchedule:
-        """K by part of training; 0 for those who wait for each other."""
+        """K by fraction of training done; 0 if edge and cloud wait for each other."""
         steps = ((0.0, 0),) if self.is_sequential else tuple(
             (part, int(limit)) for part, limit in self.scenario.split.window)
         return WindowSchedule(steps=steps)
@@ -62,32 +63,32 @@ class SplitSetting:
         return self.schedule.window(batch, self.total_batches)
 
     @property
-    def moves(self) -> bool:
-        """Whether engines may move the edges' cuts."""
+    def can_move_cuts(self) -> bool:
+        """Whether decision engines may move the edges' cuts."""
         return self.scenario.strategy.name == "split-replay" and self.scenario.split.adapt and (
             self.num_edges == 1 or self.mode == "own") and not self.workload.is_joined
 
-    def live_engine(self, edge: int) -> DecisionEngine | None:
-        """Return what may move an edge's cut on a real link; while a round runs, it cannot leave the cloud."""
+    def decision_engine(self, edge: int) -> DecisionEngine | None:
+        """Return the engine that may move an edge's cut on a real link; within a round it always keeps a cloud half."""
         settings = self.scenario.split
         return DecisionEngine(
             self.costs[edge], settings.bits, num_batches=self.total_batches,
-            reverse=self.workload.program.is_reverse) if self.moves else None
+            reverse=self.workload.program.is_reverse) if self.can_move_cuts else None
 
     def parties(self) -> list[Party]:
-        """Return the edges as they begin."""
+        """Return the edges in their initial state."""
         engines = [self._engine(costs) for costs in self.costs]
-        firsts = list(self._firsts)
-        if self.mode == "turns":  # they share the cloud half, so they are cut at one place: the first edge's
-            firsts = [replace(first, cut=firsts[0].cut) for first in firsts]
-        return [Party(costs=costs, bandwidth_profile=link, split_plan=first, window=self.window,
-                      decider=engine if self.moves and first.cut is not None else None)
-                for costs, engine, link, first in zip(self.costs, engines, self.links, firsts, strict=True)]
+        initial = list(self._initial_plans)
+        if self.mode == "turns":  # edges that share the cloud half share the first edge's cut
+            initial = [replace(plan, cut=initial[0].cut) for plan in initial]
+        return [Party(costs=costs, bandwidth_profile=link, split_plan=plan, window=self.window,
+                      decider=engine if self.can_move_cuts and plan.cut is not None else None)
+                for costs, engine, link, plan in zip(self.costs, engines, self.links, initial, strict=True)]
 
     @cached_property
-    def _firsts(self) -> tuple[SplitPlan, ...]:
-        """What suits each edge by itself."""
-        return tuple(self._first(costs, self._engine(costs), link)
+    def _initial_plans(self) -> tuple[SplitPlan, ...]:
+        """The best split plan of each edge alone."""
+        return tuple(self._initial_plan(costs, self._engine(costs), link)
                      for costs, link in zip(self.costs, self.links, strict=True))
 
     def _engine(self, costs: SplitCosts) -> DecisionEngine:
@@ -95,16 +96,16 @@ class SplitSetting:
         return DecisionEngine(costs, settings.bits, allow_edge_only=settings.allow_edge_only,
                               num_batches=self.total_batches, reverse=self.workload.program.is_reverse)
 
-    def _first(self, costs: SplitCosts, engine: DecisionEngine, link: BandwidthProfile) -> SplitPlan:
+    def _initial_plan(self, costs: SplitCosts, engine: DecisionEngine, link: BandwidthProfile) -> SplitPlan:
         name, window = self.scenario.strategy.name, self.window(0)
         if name == "edge-only" and self.workload.is_joined:
             raise ConfigError(f"{self.scenario.name}: parties that hold different features cannot train alone; "
                               "leave edge-only out")
         best = engine.best(initial_rates(link), window)
-        if self.workload.is_joined:  # there is one cut, and nobody can train alone
+        if self.workload.is_joined:  # there is one cut, and no edge can train alone
             bits = baselines.BASELINES[name].bits if name in baselines.BASELINES else best.bits
             return SplitPlan(cut=0, bits=bits, window=window)
-        cut = self._given_cut(costs)
+        cut = self._configured_cut(costs)
         if name in baselines.BASELINES:
             return baselines.plan_baseline(
                 name, costs, link.mean_rates(), num_batches=self.total_batches, window=window, cut=cut,
@@ -115,7 +116,7 @@ class SplitSetting:
                                reverse=self.workload.program.is_reverse).best(initial_rates(link), window)
         return SplitPlan(cut=cut, bits=given.bits, window=window)
 
-    def _given_cut(self, costs: SplitCosts) -> int | None:
+    def _configured_cut(self, costs: SplitCosts) -> int | None:
         cut, names = self.scenario.split.cut, [each.name for each in costs.cuts]
         if cut == "auto":
             return None

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from socflower.errors import ConfigError
-from socflower.scenario.expectations import check_expectations, check_known
+from socflower.scenario.expectations import check_expectations, require_known_claims
 
 RESULT: dict[str, Any] = {
     "strategy": "socflow", "final_accuracy": 0.9, "virtual_s": 10.0, "energy_j": 50.0, "wall_s": 3.0,
@@ -29,7 +29,7 @@ def check(claim: str, expected: float, *others: dict[str, Any], **changes: Any) 
     ("communication_groups", 3), ("groups", 4),
 ])
 def test_both_bounds_of_each_quantity_of_a_run(quantity: str, observed: float) -> None:
-    check_known({f"min_{quantity}": 1, f"max_{quantity}": 1.5}, "case")
+    require_known_claims({f"min_{quantity}": 1, f"max_{quantity}": 1.5}, "case")
     for bound, slack in (("min", -0.1), ("max", 0.1)):
         claim = f"{bound}_{quantity}"
         assert check(claim, observed) == {"name": claim, "expected": observed, "observed": observed, "holds": True}
@@ -44,7 +44,7 @@ def test_both_bounds_of_each_quantity_of_a_run(quantity: str, observed: float) -
 def test_a_comparative_claim_is_checked_against_the_other_and_unknown_without_it(
     quantity: str, observed: float,
 ) -> None:
-    check_known({f"min_{quantity}": observed, f"max_{quantity}": observed}, "case")
+    require_known_claims({f"min_{quantity}": observed, f"max_{quantity}": observed}, "case")
     outcome = check(f"min_{quantity}", observed - 0.01, OTHER)
     assert outcome["observed"] == pytest.approx(observed)
     assert outcome["holds"] is True
@@ -79,7 +79,7 @@ def test_claims_come_back_in_the_order_of_the_file() -> None:
 ])
 def test_an_unknown_claim_is_named(claim: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_known({claim: 1}, "case")
+        require_known_claims({claim: 1}, "case")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -87,9 +87,9 @@ def test_an_unknown_claim_is_named(claim: str, says: str) -> None:
 @pytest.mark.parametrize("value", ["0.9", True, [0.9], None])
 def test_a_claim_is_a_number(value: object) -> None:
     with pytest.raises(ConfigError, match=r"case \[expect\]: min_accuracy = .* must be a number"):
-        check_known({"min_accuracy": value}, "case")
+        require_known_claims({"min_accuracy": value}, "case")
 
 
 def test_the_table_is_a_table() -> None:
     with pytest.raises(ConfigError, match=r"\[expect\] must be a table"):
-        check_known(["min_accuracy"], "case")
+        require_known_claims(["min_accuracy"], "case")

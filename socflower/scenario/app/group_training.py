@@ -1,4 +1,4 @@
-"""What a scenario's ServerApp does: model, data, strategy and clock put together, and what came of it."""
+"""The ServerApp of a scenario without a cloud: builds model, data, strategy and clock, and returns the outcome."""
 
 from collections.abc import Collection
 from dataclasses import asdict
@@ -17,7 +17,7 @@ from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import default_candidates
 from socflower.scenario.app.round_record import RoundRecord, event_documents
 from socflower.scenario.arithmetic import model_profile, num_training_samples, pricing, uses_int8
-from socflower.scenario.heat import cold_training_s, heat_document, rack_dynamics
+from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.sim import EventClock, Trace
@@ -30,12 +30,12 @@ from socflower.workloads import DataSet, Evaluation, evaluate, load_data
 
 
 def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
-    """Train and return the outcome: the part of the result document that does not depend on who asked."""
+    """Train and return the outcome: the part of the result document that does not depend on the caller."""
     return _Training(run, grid, folder).run()
 
 
 class _Training:
-    """One run: collects a round's record at its evaluation, after training and clock have moved."""
+    """One run; each round's record is collected at its evaluation, after training and the clock's advance."""
 
     def __init__(self, run: PreparedRun, grid: Grid, folder: RunFolder) -> None:
         self._scenario = scenario = run.scenario
@@ -78,14 +78,14 @@ class _Training:
             **self._record.totals(final),
             "wall_s": perf_counter() - started_s,
             "heat": heat_document(self._scenario, self._rack, self._clock.now_s,
-                                  cold_training_s(self._scenario, self._cluster)) if self._rack else None,
+                                  unthrottled_training_s(self._scenario, self._cluster)) if self._rack else None,
             "plan": self._plan,
         }
 
     def _grouped(self, arrays: ArrayRecord) -> ArrayRecord:
         strategy = self._strategy(self._num_groups(arrays), self._scenario.train.epochs)
         self._plan = {**strategy.plan.to_document(), **strategy.turns.to_document()}
-        self._require_events_to_strike(strategy.num_rounds, strategy.plan.participants)
+        self._require_reachable_events(strategy.num_rounds, strategy.plan.participants)
 
         def round_end(server_round: int) -> dict[str, Any]:
             report = strategy.reports[-1]
@@ -116,7 +116,7 @@ class _Training:
             return 1
         if isinstance(settings.groups, int):
             return settings.groups
-        if self._record.warm_up is not None:  # of the run that this one goes on from
+        if self._record.warm_up is not None:  # of the resumed run
             return int(self._record.warm_up["num_groups"])
         num_socs = settings.socs or self._cluster.num_socs
         choice = profile_group_count(
@@ -146,14 +146,14 @@ class _Training:
                        interval_epochs=settings.sync_interval_epochs, **shared)
 
     def _fedavg(self, arrays: ArrayRecord) -> ArrayRecord:
-        """Flower's own FedAvg over all nodes, summed in their order; the grid prices its messages."""
+        """Train with Flower's FedAvg over all nodes, summed in node order; the grid prices its messages."""
         settings = self._scenario.train
         num_rounds = settings.epochs // settings.local_epochs
         num_socs, wanted = len(list(self._grid.get_node_ids())), self._scenario.strategy.socs or self._cluster.num_socs
         if num_socs != wanted:
             raise InfeasiblePlan(f"[strategy] fedavg trains on {wanted} SoCs and Flower has {num_socs} nodes; start as "
                                  f"many SuperNodes, or set socs = {num_socs}")
-        self._require_events_to_strike(num_rounds, range(num_socs))
+        self._require_reachable_events(num_rounds, range(num_socs))
         grid = PricedGrid(self._grid, self._clock, self._cluster, model_profile=self._profile,
                           batch_size=settings.batch_size, pricing=pricing(self._scenario))
         strategy = OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=num_socs, min_available_nodes=num_socs)
@@ -168,10 +168,10 @@ class _Training:
             strategy.resume_from(self._resumed.server_round)
         return strategy.start(
             grid, arrays, num_rounds=num_rounds, timeout=settings.reply_timeout_s, train_config=config,
-            evaluate_fn=self._record.evaluation(round_end, num_rounds, beside=self._heat)).arrays
+            evaluate_fn=self._record.evaluation(round_end, num_rounds, extra_figures=self._heat)).arrays
 
-    def _require_events_to_strike(self, num_rounds: int, socs: Collection[int]) -> None:
-        """Raise `ConfigError` for an event that could never happen: the scenario would claim what it does not test."""
+    def _require_reachable_events(self, num_rounds: int, socs: Collection[int]) -> None:
+        """Raise `ConfigError` for an event that can never happen, since the scenario would not test its claim."""
         for event in self._scenario.events:
             if event.round > num_rounds:
                 raise ConfigError(f"[[event]] round = {event.round}, but the run has {num_rounds} rounds")
@@ -180,7 +180,7 @@ class _Training:
                                   f"{', '.join(map(str, socs))}")
 
     def _heat(self) -> dict[str, float]:
-        """Return how hot the rack is at a round's end, where that is known."""
+        """Return the rack's temperature, clock and fan speed at a round's end, if the scenario simulates heat."""
         if self._rack is None or self._scenario.thermal is None:
             return {}
         now = self._rack.present
@@ -192,5 +192,5 @@ class _Training:
 
 
 def _mixed(alpha: float | None, cpu_share: float | None) -> dict[str, float]:
-    """Return what a round of mixed precision has beside the others."""
+    """Return the extra figures of a round of mixed precision."""
     return {key: value for key, value in (("alpha", alpha), ("cpu_share", cpu_share)) if value is not None}

@@ -1,4 +1,4 @@
-"""The Flower app of every scenario. All engines run these two objects; the run config names the run's folder."""
+"""The Flower app of every scenario: all engines run these two objects; the run config names the run's folder."""
 
 import os
 import time
@@ -39,9 +39,9 @@ _NODES_TIMEOUT_S = 120.0
 
 
 def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None) -> ServerApp:
-    """Return the ServerApp that trains as the scenario in a run's folder says, and leaves the outcome there.
+    """Return the ServerApp that trains the scenario in a run's folder and writes the outcome there.
 
-    In the process that prepared the run it takes what was built there.
+    `prepared` is the run's prepared scenario if it was built in this process.
     """
     app = ServerApp()
 
@@ -56,7 +56,7 @@ def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None
         except SocflowerError as error:
             folder.write_outcome({"error": str(error), "kind": type(error).__name__})
         except Exception as error:
-            # A bug of ours; where Flower runs the app nobody else would see where it happened.
+            # A bug in socflower; if Flower runs the app, only this traceback shows where it happened.
             folder.write_outcome({"error": f"{type(error).__name__}: {error}", "bug": traceback.format_exc()})
             raise
 
@@ -64,7 +64,7 @@ def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None
 
 
 def scenario_client_app(folder_of: FolderOf) -> ClientApp:
-    """Return the ClientApp that trains as the scenario in a run's folder says."""
+    """Return the ClientApp that trains the scenario in a run's folder."""
 
     def scenario_of(context: Context) -> Scenario:
         return _read(folder_of(context))
@@ -88,11 +88,11 @@ def scenario_client_app(folder_of: FolderOf) -> ClientApp:
         return folder_of(context).clients_folder(context.node_config)
 
     grouped = make_client_app(model, data, trainer_of, mods=[faults, node_heat_mod], state_folder=state_folder)
-    return _EitherApp(scenario_of, grouped, split_client_app(folder_of))
+    return _DispatchingApp(scenario_of, grouped, split_client_app(folder_of))
 
 
-class _EitherApp(ClientApp):
-    """The client of whichever kind of strategy a scenario has."""
+class _DispatchingApp(ClientApp):
+    """Passes each message to the ClientApp for the scenario's kind of strategy."""
 
     def __init__(self, scenario_of: Callable[[Context], Scenario], grouped: ClientApp, split: ClientApp) -> None:
         super().__init__()
@@ -104,16 +104,16 @@ class _EitherApp(ClientApp):
 
 
 def await_nodes(grid: Grid, num_nodes: int, timeout_s: float = _NODES_TIMEOUT_S) -> None:
-    """Wait until so many SuperNodes are connected; after `timeout_s` go on with those there are, and say so."""
+    """Wait until `num_nodes` SuperNodes are connected; after `timeout_s` log a warning and continue with fewer."""
     deadline = time.monotonic() + timeout_s
-    said = False
+    is_logged = False
     while (connected := len(list(grid.get_node_ids()))) < num_nodes:
         if time.monotonic() >= deadline:
             log(WARNING, "Only %d of %d SuperNodes are connected after %g s; going on", connected, num_nodes, timeout_s)
             return
-        if not said:
+        if not is_logged:
             log(INFO, "Waiting for %d SuperNodes, %d connected", num_nodes, connected)
-            said = True
+            is_logged = True
         time.sleep(0.5)
 
 
@@ -130,9 +130,9 @@ def _read(folder: RunFolder) -> Scenario:
     return from_document(folder.read_scenario())
 
 
-def _named_by_run_config(context: Context) -> RunFolder:
+def _folder_of_run_config(context: Context) -> RunFolder:
     return RunFolder(Path(str(context.run_config[RUN_FOLDER_KEY])))
 
 
-server_app: ServerApp = scenario_server_app(_named_by_run_config)
-client_app: ClientApp = scenario_client_app(_named_by_run_config)
+server_app: ServerApp = scenario_server_app(_folder_of_run_config)
+client_app: ClientApp = scenario_client_app(_folder_of_run_config)

@@ -1,4 +1,4 @@
-"""What a run writes down after each round, whatever its strategy: evaluation, progress, checkpoint, and going on."""
+"""The record of a run after each round, for all strategies: evaluation, progress, checkpoint and resume."""
 
 import hashlib
 import math
@@ -24,11 +24,11 @@ EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class Scores(Protocol):
-    """What a model is judged by; `socflower.workloads.Evaluation` is one."""
+    """The scores of a model; `socflower.workloads.Evaluation` implements it."""
 
     @property
     def accuracy(self) -> float | None:
-        """Share of correct answers, 0..1; None where there is no right answer, as of a generator."""
+        """Fraction of correct answers, 0..1; None for models without correct answers, such as a generator."""
         ...
 
     @property
@@ -38,7 +38,7 @@ class Scores(Protocol):
 
 
 class RoundRecord:
-    """The rounds of one run so far, with clock and trace; what a checkpoint has beside a strategy's own state."""
+    """The rounds of one run so far, with clock and trace: a checkpoint's content besides the strategy's own state."""
 
     def __init__(
         self, scenario: Scenario, folder: RunFolder, clock: EventClock, trace: Trace,
@@ -54,7 +54,7 @@ class RoundRecord:
         self._num_spans_kept = 0
 
     def resume(self) -> tuple[Checkpoint, ArrayRecord] | None:
-        """Take up everything where the checkpoint that the run goes on from left it; None if it begins."""
+        """Restore rounds, clock and trace from the run's checkpoint and return it; None for a new run."""
         if self._checkpointing is None or self._checkpointing.resume_after is None:
             return None
         folder = CheckpointFolder(self._checkpointing.folder)
@@ -73,12 +73,12 @@ class RoundRecord:
 
     def evaluation(
         self, round_end: RoundEnd, num_rounds: int, own_state: Callable[[], Mapping[str, Any]] = dict,
-        beside: Callable[[], Mapping[str, float]] = dict,
+        extra_figures: Callable[[], Mapping[str, float]] = dict,
     ) -> EvaluateFn:
-        """Return the evaluate function of `Strategy.start`; it also records the round and keeps a checkpoint of it.
+        """Return the evaluate function of `Strategy.start`; it also records the round and writes a checkpoint of it.
 
-        `round_end` returns a round's `epoch`, `events` and whatever else it has; `own_state` the fields of `Checkpoint`
-        that the strategy goes on from; `beside` figures that are known in round 0 as well.
+        `round_end` returns a round's `epoch`, `events` and further entries; `own_state` the fields of `Checkpoint` from
+        which the strategy resumes; `extra_figures` figures that are known in round 0 as well.
         """
 
         def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -90,11 +90,11 @@ class RoundRecord:
                 "round": server_round, "epoch": training.pop("epoch"), "accuracy": outcome.accuracy,
                 "loss": outcome.loss if math.isfinite(outcome.loss) else None,  # JSON has no NaN
                 "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
-                "bytes": bytes_by_tier(self._clock.usage), **training, **beside(),
+                "bytes": bytes_by_tier(self._clock.usage), **training, **extra_figures(),
             })
-            # Before any training there is nothing to lose, unless the number of groups was tried out.
+            # A checkpoint of round 0 is useful only if a warm-up has chosen the number of groups.
             if server_round or self.warm_up is not None:
-                self._keep(server_round, num_rounds, arrays, own_state())
+                self._write_checkpoint(server_round, num_rounds, arrays, own_state())
             self._folder.append_progress({**self.rounds[-1], "num_rounds": num_rounds})
             scores: dict[str, int | float | list[int] | list[float]] = {"loss": outcome.loss}
             if outcome.accuracy is not None:
@@ -104,7 +104,7 @@ class RoundRecord:
         return evaluate_round
 
     def totals(self, final: ArrayRecord) -> dict[str, Any]:
-        """Write trace and model; return the part of the outcome that clock and weights give."""
+        """Write trace and model; return the part of the outcome that follows from clock and weights."""
         self._trace.write(self._folder.trace)
         self._folder.write_model(array_views(final))
         usage = self._clock.usage
@@ -117,7 +117,8 @@ class RoundRecord:
             "weights_sha256": weights_sha256(final), "resumed_from": self.resumed_from, "versions": versions(),
         }
 
-    def _keep(self, server_round: int, num_rounds: int, arrays: ArrayRecord, own_state: Mapping[str, Any]) -> None:
+    def _write_checkpoint(self, server_round: int, num_rounds: int, arrays: ArrayRecord, own_state: Mapping[str, Any],
+                          ) -> None:
         """Write a checkpoint of the round that just ended, if the run keeps any."""
         if self._checkpointing is None:
             return
@@ -132,7 +133,7 @@ class RoundRecord:
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of what computes weights: a checkpoint of others is not gone on from."""
+    """Return the versions of the packages that compute weights; a run resumes only from checkpoints with the same."""
     return {"socflower": __version__, **{name: metadata.version(name) for name in ("flwr", "torch", "numpy")}}
 
 
@@ -146,11 +147,11 @@ def weights_sha256(arrays: ArrayRecord) -> str:
 
 
 def event_documents(events: Iterable[ReplyEvent]) -> list[dict[str, str]]:
-    """Return events as a result has them."""
+    """Return events as documents of a result."""
     return [{"kind": event.kind, "text": event.text} for event in events]
 
 
 def bytes_by_tier(usage: Usage) -> dict[str, float]:
-    """Return the bytes of every tier, 0 where none travelled."""
+    """Return the bytes of every tier, 0 for tiers without traffic."""
     tiers = {"intra_board": 0.0, "inter_board": 0.0, "hub": 0.0, "wan": 0.0}
     return tiers | {tier.value: value for tier, value in usage.num_bytes.items()}

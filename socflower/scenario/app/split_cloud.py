@@ -1,4 +1,4 @@
-"""A cloud as a process: its program, its token, and serving until somebody ends it."""
+"""The cloud as a process: its program, its token, and its service until a signal ends it."""
 
 import importlib
 import json
@@ -52,8 +52,8 @@ def serve_until_signal(
             signal.signal(number, handler)
 
 
-def read_or_make_token(path: Path) -> tuple[str, bool]:
-    """Return the token of a file, and whether it was made just now; only its owner may read a new one."""
+def read_or_create_token(path: Path) -> tuple[str, bool]:
+    """Return the token of a file, and whether the file was created now; only its owner may read a new file."""
     if path.exists():
         return read_token(path), False
     token = new_token()
@@ -66,12 +66,12 @@ def read_or_make_token(path: Path) -> tuple[str, bool]:
 
 
 def cloud_status(address: str, token_file: Path, tls: SplitTls | None, *, insecure: bool) -> list[dict[str, Any]]:
-    """Return what a cloud says of its sessions."""
+    """Return the status of a cloud's sessions."""
     return session_status(CloudOperator(address=address, token=read_token(token_file), tls=tls, insecure=insecure))
 
 
 def status_table(sessions: Sequence[Mapping[str, Any]]) -> Table | str:
-    """Return sessions as people read them, in few columns; `cloud_status` has all there is to know."""
+    """Return a table of sessions with the main columns; `cloud_status` returns all of them."""
     if not sessions:
         return "no sessions are open"
     table = Table("run", "edges", "state", "received", "sent", "last error", header_style="bold")
@@ -94,7 +94,7 @@ def _factory(program: str, overrides: Sequence[str]) -> SessionFactory:
     if ":" in program and not Path(program).exists():
         if overrides:
             raise ConfigError(f"--set is for scenarios, and {program} is a program")
-        return session_factory(_named(program))
+        return session_factory(_import_program(program))
     setting = SplitSetting(_scenario(Path(program), overrides))
 
     def samples(party: int, num_parties: int) -> Any:
@@ -123,10 +123,10 @@ def _scenario(path: Path, overrides: Sequence[str]) -> Scenario:
     return scenario
 
 
-def _named(program: str) -> SplitProgram:
+def _import_program(program: str) -> SplitProgram:
     module, _, name = program.partition(":")
     if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)  # a command's path has its own folder instead
+        sys.path.insert(0, here)  # a command's sys.path has the folder of its script instead
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:

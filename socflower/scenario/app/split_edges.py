@@ -1,4 +1,4 @@
-"""The client side of every split scenario: edges that train in one process, or dial a cloud of this machine."""
+"""The ClientApp of every split scenario: edges that train in one process or with a cloud process."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,7 @@ from socflower.wire.message_keys import PARTITION_ID
 FolderOf: TypeAlias = Callable[[Context], RunFolder]
 
 DELTA_BYTES = 512 << 20
-"""What delta coding may remember of samples at either end."""
+"""Memory limit of delta coding for the samples' last features, at each end."""
 
 
 def split_client_app(folder_of: FolderOf) -> ClientApp:
@@ -49,8 +49,8 @@ def split_client_app(folder_of: FolderOf) -> ClientApp:
         folder = folder_of(context)
         setting, edge = _setting(folder), int(context.node_config[PARTITION_ID])
         own = cloud_link(context)
-        # On one machine the line is as slow as the scenario has it; elsewhere it is what it is.
-        return replace(own, decider=setting.live_engine(edge),
+        # On one machine the connection is slowed down to the scenario's link; between machines it is not.
+        return replace(own, decider=setting.decision_engine(edge),
                        bandwidth_profile=setting.links[edge] if folder.read_cloud() is not None else None)
 
     return make_split_client_app(
@@ -59,7 +59,7 @@ def split_client_app(folder_of: FolderOf) -> ClientApp:
 
 
 def split_settings(setting: SplitSetting) -> SplitSettings:
-    """Return what a scenario makes of features and gradients on their way."""
+    """Return the scenario's settings for the coding of features and gradients."""
     scenario: Scenario = setting.scenario
     table, ours = scenario.split, scenario.strategy.name == "split-replay"
     feedback = cast(Form, table.error_feedback) if ours and not table.delta else "none"

@@ -1,4 +1,4 @@
-"""What a result tells of a split training: where the model was cut when, how stale gradients were, who was busy."""
+"""The `split` part of a result: the cuts over time, the staleness of gradients, and how busy each part was."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.timeline import Party
 from socflower.strategies.split_replay import SplitRoundReport
 
-_MOST_MOMENTS = 2000  # of a link's history
+_MAX_SAMPLES = 2000  # of a link's rates over time
 
 
 class SplitHistory:
-    """Collects rounds; times are virtual seconds from the start of the run."""
+    """Collects the rounds of a split training; times are virtual seconds from the start of the run."""
 
     def __init__(self, links: Sequence[BandwidthProfile], parties: Sequence[Party],
                  state: Mapping[str, Any] | None = None,
@@ -21,7 +21,7 @@ class SplitHistory:
         self._links = links
         self._names = [cut.name for cut in parties[0].costs.cuts]
         kept = state or {}
-        self._start: str = kept.get("start") or place(parties[0].split_plan, parties[0].costs)
+        self._start: str = kept.get("start") or cut_text(parties[0].split_plan, parties[0].costs)
         self._moves: list[dict[str, Any]] = list(kept.get("moves", ()))
         self._cuts: list[list[float]] = list(kept.get("cuts") or [[0.0, self._index(parties[0].split_plan)]])
         before: Sequence[Mapping[str, int]] = kept.get("staleness") or ({},) * len(parties)  # by edge
@@ -31,13 +31,13 @@ class SplitHistory:
         self._costs = [party.costs for party in parties]
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run goes on from, as JSON keeps it."""
+        """Return the state for a resumed run, as JSON values."""
         return {"start": self._start, "moves": self._moves, "cuts": self._cuts,
                 "staleness": [{str(key): value for key, value in one.items()} for one in self._staleness],
                 "busy": dict(self._busy)}
 
     def add(self, report: SplitRoundReport, began_s: float) -> None:
-        """Take in a round that began at `began_s`."""
+        """Add a round that began at `began_s`."""
         timeline = report.timeline
         for known, fresh in zip(self._staleness, staleness_by_edge(report), strict=False):
             known.update(fresh)
@@ -45,8 +45,8 @@ class SplitHistory:
             for move in party.moves:
                 at_s = began_s + move.decided_s + move.drain_s + move.migration_s
                 self._moves.append({
-                    "at_s": at_s, "edge": edge, "batch": move.batch, "from": place(move.old, costs),
-                    "to": place(move.new, costs), "drain_s": move.drain_s, "migration_s": move.migration_s})
+                    "at_s": at_s, "edge": edge, "batch": move.batch, "from": cut_text(move.old, costs),
+                    "to": cut_text(move.new, costs), "drain_s": move.drain_s, "migration_s": move.migration_s})
                 if edge == 0:
                     self._cuts.append([at_s, self._index(move.new)])
             self._busy.update({"edge": party.compute_s, "up": party.sending_s, "down": party.receiving_s})
@@ -59,13 +59,13 @@ class SplitHistory:
         whole_s = now_s * self._num_parties
         return {
             "mode": mode, "num_edges": self._num_parties, "cut_names": self._names, "start": self._start,
-            "end": place(parties[0].split_plan, parties[0].costs), "num_moves": len(self._moves),
+            "end": cut_text(parties[0].split_plan, parties[0].costs), "num_moves": len(self._moves),
             "moves": self._moves, "cuts_over_time": [*self._cuts, [now_s, self._cuts[-1][1]]],
             "link_over_time": _rates(self._links[0], now_s),
             "staleness": {str(key): staleness[key] for key in sorted(staleness)},
             "mean_staleness": _mean(staleness), "max_staleness": max(staleness, default=0),
             "mean_staleness_by_edge": by_edge, "staleness_spread": max(by_edge) - min(by_edge),
-            # Of the cloud: of one processor for each half.
+            # For the cloud, as if each half had its own processor.
             "busy": {key: value / whole_s if whole_s else 0.0 for key, value in self._busy.items()},
         }
 
@@ -74,7 +74,7 @@ class SplitHistory:
 
 
 def staleness_by_edge(report: SplitRoundReport) -> list[Counter[int]]:
-    """Return for every edge how many gradients came back how stale: as measured on real links, else in virtual time."""
+    """Return each edge's number of gradients by staleness: measured on real links, otherwise in virtual time."""
     if report.measured:
         return [Counter({stale: count for stale, count in enumerate(each.staleness) if count})
                 for each in report.measured]
@@ -82,12 +82,12 @@ def staleness_by_edge(report: SplitRoundReport) -> list[Counter[int]]:
 
 
 def staleness_of(report: SplitRoundReport) -> Counter[int]:
-    """Return the same of all edges together."""
+    """Return the number of gradients by staleness over all edges."""
     return sum(staleness_by_edge(report), Counter[int]())
 
 
-def place(split_plan: SplitPlan, costs: SplitCosts) -> str:
-    """Return a deployment in words."""
+def cut_text(split_plan: SplitPlan, costs: SplitCosts) -> str:
+    """Return a cut and its feature width as text."""
     if split_plan.cut is None:
         return "edge alone"
     return f"after {costs.cuts[split_plan.cut].name}, {split_plan.bits} bits"
@@ -99,8 +99,8 @@ def _mean(staleness: Counter[int]) -> float:
 
 
 def _rates(link: BandwidthProfile, until_s: float) -> list[list[float]]:
-    """Return seconds, and bytes per second up and down, evenly over a run."""
-    num_moments = min(_MOST_MOMENTS, max(2, int(until_s) + 1))
+    """Return [seconds, bytes/s up, bytes/s down] at equally spaced times of a run."""
+    num_moments = min(_MAX_SAMPLES, max(2, int(until_s) + 1))
     moments = [until_s * index / (num_moments - 1) for index in range(num_moments)]
     rates = [link.rates(at_s) for at_s in moments]
     return [[at_s, each.up_bytes_per_s, each.down_bytes_per_s] for at_s, each in zip(moments, rates, strict=True)]

@@ -1,4 +1,4 @@
-"""What a split scenario's ServerApp does: edges, cloud, links and strategy put together, and what came of it."""
+"""The ServerApp of a split scenario: builds edges, cloud, links and strategy, and returns the outcome."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ from socflower.edgecloud.stream.credentials import SplitTls, read_token
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import TrainingFailed
 from socflower.scenario.app.round_record import RoundRecord, event_documents
-from socflower.scenario.app.split_result import SplitHistory, place, staleness_of
+from socflower.scenario.app.split_result import SplitHistory, cut_text, staleness_of
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.split_models import Score
 from socflower.scenario.split_setting import SplitSetting
@@ -24,9 +24,9 @@ from socflower.strategies.split_replay import SplitReplay
 
 
 def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
-    """Train and return the outcome: the part of the result document that does not depend on who asked.
+    """Train and return the outcome: the part of the result document that does not depend on the caller.
 
-    Both halves train in the clients' processes unless the run's folder says where a cloud is.
+    Both halves train in the clients' processes unless the run's folder names a cloud.
     """
     started_s = perf_counter()
     scenario, setting = run.scenario, run.split_setting
@@ -58,7 +58,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
         stale = staleness_of(report)
         entry = {"epoch": report.epoch, "events": event_documents(report.events),
                  "mean_staleness": sum(value * count for value, count in stale.items()) / max(1, stale.total()),
-                 "cuts": [place(party.split_plan, party.costs) for party in strategy.parties]}
+                 "cuts": [cut_text(party.split_plan, party.costs) for party in strategy.parties]}
         if report.measured:
             entry["links"] = [asdict(each) for each in report.measured]
         return entry
@@ -70,7 +70,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
         final = strategy.start(
             grid, arrays, num_rounds=strategy.num_rounds, timeout=scenario.train.reply_timeout_s,
             evaluate_fn=record.evaluation(round_end, strategy.num_rounds, own_state)).arrays
-    finally:  # else a cloud that serves others too would keep what nobody comes back for
+    finally:  # otherwise a cloud that serves other runs too would keep this run's sessions
         if cloud is not None:
             cloud.close()
     if not final:
@@ -87,10 +87,10 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
 
 
 def _cloud(folder: RunFolder, setting: SplitSetting) -> CloudClient | None:
-    where = folder.read_cloud()
-    if where is None:
+    address = folder.read_cloud()
+    if address is None:
         return None
-    tls = SplitTls(ca=Path(where.ca)) if where.ca else None
-    operator = CloudOperator(address=where.address, token=read_token(Path(where.token_file)), tls=tls)
+    tls = SplitTls(ca=Path(address.ca)) if address.ca else None
+    operator = CloudOperator(address=address.address, token=read_token(Path(address.token_file)), tls=tls)
     return CloudClient(operator, setting.workload.program)
 

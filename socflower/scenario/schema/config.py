@@ -20,11 +20,11 @@ REBALANCE = ("off", "shares", "groups", "both")
 FAULT_KINDS = ("raise", "nan", "hang", "die", "preempt")
 
 _HELD_OUT = 128
-# What cannot be meant: nothing that anybody trains comes near, and planning and training stay bounded.
-_MOST_EPOCHS = 1_000_000
-_MOST_SAMPLES = 1_000_000  # of a batch
-_MOST_BUCKETS = 1_000
-_LONGEST_S = 1e7  # 116 days
+# Limits far above any real training, which keep planning and training bounded.
+_MAX_EPOCHS = 1_000_000
+_MAX_SAMPLES = 1_000_000  # of a batch
+_MAX_BUCKETS = 1_000
+_MAX_S = 1e7  # 116 days
 _GRADIENT_BITS = (5, 4, 3)
 
 
@@ -58,19 +58,19 @@ class TrainConfig:
     batch_size: int = 64
     learning_rate: float = 0.01
     optimizer: str = "sgd"
-    momentum: float | None = None  # of sgd; see `Scenario.momentum`
+    momentum: float | None = None  # for sgd; see `Scenario.momentum`
     weight_decay: float = 0.0
     schedule: str = "cosine"
-    local_epochs: int = 1  # of a fedavg client in a round
+    local_epochs: int = 1  # of a fedavg client per round
     reduction: str = "auto"
-    reply_timeout_s: float = 3600.0  # real seconds until a node that does not answer is given up on
+    reply_timeout_s: float = 3600.0  # wall seconds after which a node that does not answer is dropped
 
     def __post_init__(self) -> None:
         _one_of("[train] optimizer", self.optimizer, ("sgd", "adam"))
         _one_of("[train] schedule", self.schedule, ("cosine", "constant"))
         _one_of("[train] reduction", self.reduction, ("auto", "always", "ring"))
-        for key, most in (("epochs", _MOST_EPOCHS), ("batch_size", _MOST_SAMPLES), ("learning_rate", math.inf),
-                          ("local_epochs", _MOST_EPOCHS), ("reply_timeout_s", _LONGEST_S)):
+        for key, most in (("epochs", _MAX_EPOCHS), ("batch_size", _MAX_SAMPLES), ("learning_rate", math.inf),
+                          ("local_epochs", _MAX_EPOCHS), ("reply_timeout_s", _MAX_S)):
             _above_zero(f"[train] {key}", getattr(self, key), most)
         if not (0 <= (self.momentum or 0.0) < 1 and 0 <= self.weight_decay < math.inf):
             raise ConfigError(f"[train] momentum = {self.momentum} and weight_decay = {self.weight_decay}: need "
@@ -88,12 +88,12 @@ class PrecisionConfig:
     """`[precision]`: the arithmetic of the clients' training."""
 
     arithmetic: str = "fp32"
-    rule: str = "paper"  # of mixed training: how a batch is split between CPU and NPU
-    held_out: int | None = None  # training samples set aside, to measure alpha on; default 128 for mixed, else 0
-    algorithm: str = "niti"  # of int8 training
-    gradient_bits: tuple[int, ...] = _GRADIENT_BITS  # of niti, from the beginning, half and three quarters of training
+    rule: str = "paper"  # for mixed: how a batch is split between CPU and NPU
+    held_out: int | None = None  # training samples held out to measure alpha; default 128 for mixed, else 0
+    algorithm: str = "niti"  # for int8
+    gradient_bits: tuple[int, ...] = _GRADIENT_BITS  # for niti: from the start, half and three quarters of training
     adaptive_rescaling: bool = True
-    unsupported: str = "refuse"  # what becomes of operators that int8 has not: "fp32" runs them in torch
+    unsupported: str = "refuse"  # how operators without int8 support are handled; "fp32" runs them in torch
 
     def __post_init__(self) -> None:
         _one_of("[precision] arithmetic", self.arithmetic, ARITHMETICS)
@@ -139,35 +139,35 @@ class StrategyConfig:
 
     name: str = "socflow"
     groups: int | str = "auto"
-    socs: int | None = None  # how many slots take part; default all
+    socs: int | None = None  # number of participating SoCs; default all
     sync_interval_epochs: float | str = "decay"
     reshuffle: bool = True
     serialize_uplinks: bool | str = "auto"
     overlap_buckets: int = 1
     tolerate_client_errors: bool = False
-    rebalance: str = "off"  # what follows measured capacity
-    rebalance_steps: int = 10  # between looks at how fast the members of a group are; 0: only between rounds
+    rebalance: str = "off"  # what is adapted to measured capacity
+    rebalance_steps: int = 10  # steps between checks of the members' speeds; 0: only between rounds
 
     def __post_init__(self) -> None:
         _one_of("[strategy] name", self.name, STRATEGIES)
         _one_of("[strategy] rebalance", self.rebalance, REBALANCE)
-        if not 0 <= self.rebalance_steps <= _MOST_EPOCHS:
+        if not 0 <= self.rebalance_steps <= _MAX_EPOCHS:
             raise ConfigError(f"[strategy] rebalance_steps = {self.rebalance_steps} must not be negative, and at most "
-                              f"{_MOST_EPOCHS}")
+                              f"{_MAX_EPOCHS}")
         _number_or("[strategy] groups", self.groups, "auto", "a whole number", MOST_SOCS)
         _number_or("[strategy] sync_interval_epochs", self.sync_interval_epochs, "decay", "a number of epochs",
-                   _MOST_EPOCHS)
+                   _MAX_EPOCHS)
         if isinstance(self.serialize_uplinks, str) and self.serialize_uplinks != "auto":
             raise ConfigError(f"[strategy] serialize_uplinks = {self.serialize_uplinks!r} is unknown; use true, false "
                               "or 'auto'")
         if self.socs is not None:
             _above_zero("[strategy] socs", self.socs, MOST_SOCS)
-        _above_zero("[strategy] overlap_buckets", self.overlap_buckets, _MOST_BUCKETS)
+        _above_zero("[strategy] overlap_buckets", self.overlap_buckets, _MAX_BUCKETS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingConfig:
-    """`[ring]`: how groups exchange gradients on engine deployment; one process needs no exchange."""
+    """`[ring]`: how groups exchange gradients on engine deployment; other engines run a group in one process."""
 
     transport: str = "auto"
     compression: str = "none"
@@ -179,18 +179,18 @@ class RingConfig:
         _one_of("[ring] transport", self.transport, TRANSPORTS)
         _one_of("[ring] compression", self.compression, COMPRESSIONS)
         for key in ("heartbeat_s", "rendezvous_s", "leader_grace_s"):
-            _above_zero(f"[ring] {key}", getattr(self, key), _LONGEST_S)
+            _above_zero(f"[ring] {key}", getattr(self, key), _MAX_S)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventConfig:
-    """`[[event]]`: what a SoC's client suffers in one round; or "preempt": its user needs the SoC for some rounds."""
+    """`[[event]]`: a fault of a SoC's client in one round, or "preempt": its user takes the SoC for some rounds."""
 
     kind: str
     soc: int
     round: int
-    rounds: int = 1  # of a preemption: for how many the SoC is away, the one included in which it leaves
-    at: float = 0.5  # of a preemption: after which part of that round's steps it leaves
+    rounds: int = 1  # for a preemption: number of rounds without the SoC, including the one in which it leaves
+    at: float = 0.5  # for a preemption: fraction of that round's steps after which it leaves
 
     def __post_init__(self) -> None:
         _one_of("[[event]] kind", self.kind, FAULT_KINDS)
@@ -206,7 +206,7 @@ class EventConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareConfig:
-    """`[compare]`: what `socflower compare` runs beside each other, and the accuracy it times."""
+    """`[compare]`: the strategies that `socflower compare` runs, and the accuracy to which it times them."""
 
     strategies: tuple[str, ...] = CLUSTER_STRATEGIES
     target_accuracy: float | None = None
@@ -220,7 +220,7 @@ class CompareConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """A whole scenario. `cluster`, `boards` and `devices` stay tables: the resolved document is what was written."""
+    """A whole scenario. `cluster`, `boards` and `devices` remain tables, so that the document keeps them as written."""
 
     schema: int = 1
     seed: int = 1
@@ -228,7 +228,7 @@ class Scenario:
     question: str = ""
     cluster: Mapping[str, Any] = field(default_factory=dict)
     boards: tuple[Mapping[str, Any], ...] = ()
-    devices: Mapping[str, Any] = field(default_factory=dict)  # [device.NAME] tables, beside the catalogue's
+    devices: Mapping[str, Any] = field(default_factory=dict)  # [device.NAME] tables, in addition to the catalogue's
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -237,9 +237,9 @@ class Scenario:
     ring: RingConfig = field(default_factory=RingConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     events: tuple[EventConfig, ...] = ()
-    thermal: ThermalConfig | None = None  # without it nothing ever gets hot
-    background_load: BackgroundLoadConfig | None = None  # without it nobody else comes
-    edgecloud: EdgeCloudConfig | None = None  # without it there is no cloud
+    thermal: ThermalConfig | None = None  # None: no heat simulation
+    background_load: BackgroundLoadConfig | None = None  # None: no other users
+    edgecloud: EdgeCloudConfig | None = None  # None: no cloud
     expect: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -265,30 +265,30 @@ class Scenario:
 
     @property
     def momentum(self) -> float:
-        """That of `[train]`, by default 0.9; 0 where the update has none."""
+        """The momentum of `[train]`, by default 0.9; 0 if the update has none."""
         if self.train.momentum is not None:
             return self.train.momentum
         return 0.0 if self._trains_by_niti or self.train.optimizer != "sgd" else 0.9
 
     @property
     def is_split(self) -> bool:
-        """Whether a cloud trains with the cluster's SoCs."""
+        """Whether the strategy trains with a cloud."""
         return self.strategy.name in SPLIT_STRATEGIES
 
     @property
     def split(self) -> EdgeCloudConfig:
-        """`[edgecloud]`, with its defaults where the table is left out."""
+        """`[edgecloud]`, or its defaults if the scenario has no such table."""
         return self.edgecloud or EdgeCloudConfig()
 
     def _check_split(self) -> None:
         family = SPLIT_STRATEGIES if self.is_split else CLUSTER_STRATEGIES
         if self.compare.strategies == CLUSTER_STRATEGIES != family:
-            # Nobody asked for these: they are what is compared where nothing is said.
+            # The default strategies do not fit this scenario: replace them by those of its family.
             object.__setattr__(self, "compare", replace(self.compare, strategies=tuple(
                 name for name in family if name != "splitfed")))
-        strangers = [name for name in self.compare.strategies if name not in family]
-        if strangers:
-            raise ConfigError(f"[compare] strategies: {strangers[0]!r} cannot do the work of {self.strategy.name!r}; "
+        misfits = [name for name in self.compare.strategies if name not in family]
+        if misfits:
+            raise ConfigError(f"[compare] strategies: {misfits[0]!r} cannot do the work of {self.strategy.name!r}; "
                               f"use some of {', '.join(family)}")
         if self.edgecloud is not None and not self.is_split:
             raise ConfigError(f"[edgecloud] is for strategies {', '.join(SPLIT_STRATEGIES)}; [strategy] name is "
@@ -322,7 +322,7 @@ def _above_zero(where: str, value: float, most: float = math.inf) -> None:
 
 
 def _number_or(where: str, value: float | str, word: str, number: str, most: float) -> None:
-    """Raise `ConfigError` unless the value is above 0, or the one word that may stand for a number."""
+    """Raise `ConfigError` unless the value is above 0 or the given word."""
     if not isinstance(value, str):
         _above_zero(where, value, most)
     elif value != word:

@@ -1,4 +1,4 @@
-"""Reading scenario files, overriding single keys, and the resolved document that results carry."""
+"""Scenario files: reading, overriding single keys, and the resolved document in results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -9,7 +9,7 @@ from socflower.cluster import Cluster, parse_cluster
 from socflower.cluster.cluster_file import cluster_tables, inline_devices
 from socflower.cluster.toml_file import parse_table, parse_value, read_toml, reject_unknown_keys, require_tables
 from socflower.errors import ConfigError
-from socflower.scenario.expectations import check_known
+from socflower.scenario.expectations import require_known_claims
 from socflower.scenario.schema.config import (
     CompareConfig,
     DataConfig,
@@ -21,7 +21,7 @@ from socflower.scenario.schema.config import (
     StrategyConfig,
     TrainConfig,
 )
-from socflower.scenario.schema.links import inline_recorded_link, name_files_from_anywhere
+from socflower.scenario.schema.links import inline_recorded_link, resolve_file_paths
 from socflower.scenario.schema.split import EdgeCloudConfig
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
 
@@ -35,18 +35,18 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
     """Return the scenario of a TOML file with `table.key=value` overrides applied; `ConfigError` in one line."""
     document = read_toml(path, "scenario")
     _resolve_cluster(document, path)
-    name_files_from_anywhere(document, path.parent)
+    resolve_file_paths(document, path.parent)
     for override in overrides:
         apply_override(document, override)
     _resolve_cluster(document, path)
     inline_recorded_link(document, path)
-    name_files_from_anywhere(document, Path())  # what an override names lies where the command runs
+    resolve_file_paths(document, Path())  # paths in overrides are relative to the working directory
     text = path.read_text("utf-8")
     return parse_scenario(document, name=path.stem, question=_leading_comment(text), where=str(path))
 
 
 def _resolve_cluster(document: dict[str, Any], path: Path) -> None:
-    """Put the tables of cluster file and device profiles where they are named: the resolved document stands alone."""
+    """Replace names of cluster files and device profiles by their tables, so that the document is self-contained."""
     cluster = document.get("cluster")
     if isinstance(cluster, str):
         file = path.parent / cluster
@@ -81,7 +81,7 @@ def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, whe
         raise ConfigError(f"{where}: device = {devices!r} must be tables [device.NAME]; the device of a cluster is a "
                           "key of [cluster]")
     expect = document.get("expect", {})
-    check_known(expect, where)
+    require_known_claims(expect, where)
 
     def table(kind: type, key: str) -> Any:
         return parse_table(kind, document.get(key, {}), f"{where} [{key}]")
@@ -107,7 +107,7 @@ def scenario_cluster(scenario: Scenario) -> Cluster:
 
 
 def to_document(scenario: Scenario) -> dict[str, Any]:
-    """Return the scenario with every default filled in but those of the cluster, which stays as it was written."""
+    """Return the scenario's document with all defaults, except those of the cluster, which stays as written."""
     document = {key: value for key, value in asdict(scenario).items() if key not in ("boards", "devices", "events")}
     document["cluster"] = dict(scenario.cluster)
     if scenario.devices:
@@ -131,7 +131,7 @@ def from_document(document: Mapping[str, Any]) -> Scenario:
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:
-    """Set one key, as in `--set train.epochs=2`; the value is TOML, or a text if it is not."""
+    """Set one key, as in `--set train.epochs=2`; the value is TOML, or a string if it is not valid TOML."""
     key, separator, value = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"--set {override}: write table.key=value, as in --set train.epochs=2")
@@ -154,7 +154,7 @@ def _leading_comment(text: str) -> str:
 
 
 def _lists(value: Any) -> Any:
-    """Return tuples as the lists that TOML and JSON have."""
+    """Return tuples as lists, recursively, for TOML and JSON."""
     return [_lists(entry) for entry in value] if isinstance(value, tuple) else value
 
 

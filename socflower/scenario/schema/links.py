@@ -12,12 +12,11 @@ from socflower.errors import ConfigError
 from socflower.scenario.schema.config import Scenario
 
 GENERATED_S = 3600.0
-"""How long a generated trace is before it begins again, and for how long a link in segments scatters."""
+"""Length of a generated bandwidth profile before it repeats, and of the jitter on a link in segments."""
 
 
 def inline_recorded_link(document: dict[str, Any], path: Path) -> None:
-    """Put a recorded trace where its file is named: the resolved document stands alone, and travels to other machines.
-    """
+    """Replace the name of a recorded link's file by its segments, so that the document is self-contained."""
     table = document.get("edgecloud")
     if not isinstance(table, Mapping) or not str(table.get("link", "")).endswith(".csv"):
         return
@@ -32,8 +31,8 @@ def inline_recorded_link(document: dict[str, Any], path: Path) -> None:
                      zip(pairwise(times_s), trace.up.bytes_per_s, trace.down.bytes_per_s, strict=True)]}
 
 
-def name_files_from_anywhere(document: dict[str, Any], folder: Path) -> None:
-    """Let files that `[edgecloud]` names by their place in `folder` be found from any other."""
+def resolve_file_paths(document: dict[str, Any], folder: Path) -> None:
+    """Make the paths in `[edgecloud]`, which are relative to `folder`, absolute."""
     table = document.get("edgecloud")
     if isinstance(table, Mapping):
         named = {key: str((folder / str(table[key])).resolve()) for key in ("costs", "pretrained") if table.get(key)}
@@ -41,9 +40,9 @@ def name_files_from_anywhere(document: dict[str, Any], folder: Path) -> None:
 
 
 def edge_links(scenario: Scenario, num_edges: int) -> tuple[BandwidthProfile, ...]:
-    """Return each edge's link; what is random in them follows the seed, and differs by the edge.
+    """Return each edge's link; random links depend on the seed and differ by edge.
 
-    Raises ConfigError for a kind that is unknown.
+    Raises `ConfigError` for an unknown kind.
     """
     settings = scenario.split
     if settings.links and len(settings.links) != num_edges:
@@ -57,14 +56,14 @@ def _link(scenario: Scenario, name: str, edge: int) -> BandwidthProfile:
     settings = scenario.split
     seed = (scenario.seed if settings.trace_seed is None else settings.trace_seed) + edge
 
-    def scattered(link: BandwidthProfile) -> BandwidthProfile:
+    def with_jitter(link: BandwidthProfile) -> BandwidthProfile:
         return add_jitter(link, settings.jitter, seed, duration_s=GENERATED_S)
 
     if settings.segments and not settings.links:
-        return scattered(segments(settings.segments, latency_s=settings.latency_s, repeats=settings.repeats))
+        return with_jitter(segments(settings.segments, latency_s=settings.latency_s, repeats=settings.repeats))
     if name == "constant":
         if settings.up_bytes_per_s is None or settings.down_bytes_per_s is None:
             raise ConfigError(f"{scenario.name} [edgecloud] links: \"constant\" needs up_bytes_per_s and "
                               "down_bytes_per_s")
-        return scattered(constant(settings.up_bytes_per_s, settings.down_bytes_per_s, settings.latency_s))
+        return with_jitter(constant(settings.up_bytes_per_s, settings.down_bytes_per_s, settings.latency_s))
     return generate_bandwidth_profile(name, seed, GENERATED_S)

@@ -10,42 +10,42 @@ from socflower.edgecloud.plan.cuts import BITS
 from socflower.errors import ConfigError
 
 SPLIT_STRATEGIES = ("split-replay", "pipelined", "joint-dnn", "split", "splitfed", "edge-only")
-"""Strategies that train with a cloud beside the cluster; all but the first are what it is compared with."""
+"""Strategies that train with a cloud; all except the first are baselines."""
 
 FEEDBACK = ("none", "diagonal", "rank-one")
 CLOUD_MODELS = ("own", "shared")
-_MOST_BATCHES = 10_000  # under way at the same time
+_MAX_BATCHES = 10_000  # in flight at the same time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EdgeCloudConfig:
-    """`[edgecloud]`; each SoC of the cluster is an edge with a link of its own."""
+    """`[edgecloud]`; each SoC of the cluster is an edge with its own link."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"halves": "cloud_model"}
 
     cloud_device: str = "gpu-v100"
-    link: str = "wifi"  # a kind of generated trace, "constant", or a file of a recorded one
-    links: tuple[str, ...] = ()  # one for each edge, where they differ
-    up_bytes_per_s: float | None = None  # of "constant"
+    link: str = "wifi"  # a kind of generated bandwidth profile, "constant", or the file of a recorded one
+    links: tuple[str, ...] = ()  # one per edge, if they differ
+    up_bytes_per_s: float | None = None  # for "constant"
     down_bytes_per_s: float | None = None
-    latency_s: float = 0.005  # one way; of "constant"
+    latency_s: float = 0.005  # one way; for "constant"
     segments: tuple[tuple[float, float, float], ...] = ()  # [seconds, up and down bytes/s] instead of a link by name
-    repeats: bool = False  # segments begin again at their end; otherwise the last one holds
-    jitter: float = 0.0  # standard deviation of the rates of "constant" and `segments`, as a part of their mean
-    trace_seed: int | None = None  # of generated links and jitter; without it, the scenario's seed
-    cut: int | str = "auto"  # number of the place, or name of the front half's last layer
-    adapt: bool = True  # move the cut as the link changes; of split-replay
+    repeats: bool = False  # repeat the segments; otherwise the last one continues
+    jitter: float = 0.0  # standard deviation of the rates of "constant" and `segments`, relative to their mean
+    trace_seed: int | None = None  # for generated links and jitter; default: the scenario's seed
+    cut: int | str = "auto"  # index of the cut, or name of the front half's last layer
+    adapt: bool = True  # move the cut as the link changes; for split-replay
     allow_edge_only: bool = False
-    window: Pairs = ((0.0, 5.0),)  # [part of training done, K from then on]
-    bits: tuple[int, ...] = (8,)  # widths of features that may be chosen
+    window: Pairs = ((0.0, 5.0),)  # [fraction of training done, K from then on]
+    bits: tuple[int, ...] = (8,)  # feature widths to choose from
     gradient_bits: int = 32
     error_feedback: str = "diagonal"
-    delta: bool = False  # send what a sample's features changed by since it was last sent
-    cloud_model: str = "own"  # of the cloud: one for each edge, averaged; or one that takes their batches in turn
-    round_epochs: float = 1.0  # between two averagings and evaluations
-    frozen: str = ""  # name of the last layer that is not trained
-    costs: str = ""  # .json file of measured costs, for all edges; without it, the catalogue's
-    pretrained: str = ""  # .npz file of weights to begin with
+    delta: bool = False  # send the change of a sample's features since they were last sent
+    cloud_model: str = "own"  # "own": one per edge, averaged; "shared": one that trains on their batches in turn
+    round_epochs: float = 1.0  # epochs between two averagings and evaluations
+    frozen: str = ""  # name of the last frozen layer
+    costs: str = ""  # .json file of measured costs, for all edges; default: the catalogue's
+    pretrained: str = ""  # .npz file of initial weights
     classes: tuple[int, ...] = ()  # train and test on these only
 
     def __post_init__(self) -> None:
@@ -81,9 +81,9 @@ class EdgeCloudConfig:
         if not parts or parts[0] != 0.0 or parts != sorted(set(parts)) or parts[-1] >= 1.0:
             raise ConfigError(f"[edgecloud] window = {[list(pair) for pair in self.window]}: need pairs [part of "
                               "training, K] whose parts rise from 0.0 and stay below 1.0")
-        if any(not 0 <= limit <= _MOST_BATCHES or limit != int(limit) for _, limit in self.window):
+        if any(not 0 <= limit <= _MAX_BATCHES or limit != int(limit) for _, limit in self.window):
             raise ConfigError(f"[edgecloud] window = {[list(pair) for pair in self.window]}: each K must be a whole "
-                              f"number, 0 to {_MOST_BATCHES}")
+                              f"number, 0 to {_MAX_BATCHES}")
 
 
 def _check_bits(key: str, values: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""`[thermal]` and `[background_load]` of a scenario: heat, fans, surroundings, and who else wants the SoCs."""
+"""`[thermal]` and `[background_load]` of a scenario: heat, fans, surroundings, and other users of the SoCs."""
 
 import math
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ GAMES = ("none", "tidal")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThermalConfig:
-    """`[thermal]`: without this table SoCs never get hot."""
+    """`[thermal]`: without this table heat is not simulated."""
 
     fan: str = "fixed"
-    rpm: float = 3250.0  # of a fixed fan; the low speed of the others
-    high_rpm: float = 11000.0  # of the passive one; the most of the predictive one
-    hot_c: float = 35.0  # passive: from here fast, until
+    rpm: float = 3250.0  # for fixed: the speed; for the others: the low speed
+    high_rpm: float = 11000.0  # for passive: the high speed; for predictive: the maximum
+    hot_c: float = 35.0  # for passive: high speed from here on, until
     cool_c: float = 33.5
-    max_slowdown: float = 0.0  # predictive: what of the time may be lost to lower clocks, to spare the fans
+    max_slowdown: float = 0.0  # for predictive: fraction of time that may be lost to lower clocks, to save fan power
     ambient_c: float = 25.0
     ambient_changes: Pairs = ()  # [seconds, degrees]
-    fans_working_changes: Pairs = ()  # [seconds, part of the fans that turn]
+    fans_working_changes: Pairs = ()  # [seconds, fraction of the fans that turn]
     start_c: float = 28.0
     hot_boards: tuple[int, ...] = ()  # behind a blocked grille
-    hot_board_airflow: float = 0.1  # what they have of the others' conductance to the air
-    spread: float = 0.0  # of the SoCs' conductances to their boards, relative; drawn from the scenario's seed
+    hot_board_airflow: float = 0.1  # their conductance to the air, as a fraction of the others'
+    spread: float = 0.0  # relative spread of the SoCs' conductances to their boards; drawn by the scenario's seed
 
     def __post_init__(self) -> None:
         if self.fan not in FAN_POLICIES:
@@ -63,17 +63,17 @@ class ThermalConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackgroundLoadConfig:
-    """`[background_load]`: games that share SoCs with training or take them, and hours in which training may run."""
+    """`[background_load]`: games that share or take SoCs, and the hours in which training may run."""
 
     games: str = "none"
-    start_hour: float = 0.0  # of the day, at the training's beginning
-    low: float = 0.05  # part of the SoCs in a game at low_hour
-    high: float = 0.6  # and twelve hours later
+    start_hour: float = 0.0  # hour of the day at the start of training
+    low: float = 0.05  # fraction of SoCs in a game at low_hour
+    high: float = 0.6  # the same twelve hours later
     low_hour: float = 5.0
     mean_session_s: float = 2400.0
-    share: float = 0.5  # that a game has of its SoC's processors
-    power_w: float = 2.5  # that it draws
-    takes_soc: bool = False  # training has to leave the SoC
+    share: float = 0.5  # fraction of its SoC's processors that a game uses
+    power_w: float = 2.5  # of a game
+    takes_soc: bool = False  # a game preempts training on its SoC
     idle_windows: Pairs = ()  # [from hour, to hour]; none: the whole day
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class BackgroundLoadConfig:
 
     @property
     def tide(self) -> Tide:
-        """The games as they come and go over a day."""
+        """The daily pattern of games."""
         return Tide(low=self.low, high=self.high, low_hour=self.low_hour, mean_session_s=self.mean_session_s,
                     game=Game(share=self.share, power_w=self.power_w, takes_soc=self.takes_soc))
 

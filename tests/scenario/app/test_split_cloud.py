@@ -18,7 +18,7 @@ from socflower.edgecloud.cloud.operator_calls import CloudOperator, session_stat
 from socflower.edgecloud.stream.credentials import new_token
 from socflower.engines.deployment.flower_processes import free_ports
 from socflower.errors import ConfigError
-from socflower.scenario.app.split_cloud import read_or_make_token, status_table
+from socflower.scenario.app.split_cloud import read_or_create_token, status_table
 from socflower.wire.certificates import write_certificates
 from socflower.wire.split_message_keys import SplitTask
 from tests.clients.split.models import layered, task_settings
@@ -218,12 +218,12 @@ def test_the_status_of_no_cloud_is_one_line(folder: Path, socflower: Socflower) 
 
 def test_a_token_is_made_once_and_is_its_owners(tmp_path: Path) -> None:
     path = tmp_path / "token"
-    token, is_new = read_or_make_token(path)
+    token, is_new = read_or_create_token(path)
     assert is_new and len(token) >= 32 and path.stat().st_mode & 0o777 == 0o600
-    assert read_or_make_token(path) == (token, False)
+    assert read_or_create_token(path) == (token, False)
     path.write_text("short")
     with pytest.raises(ConfigError, match="at least 16 printable"):
-        read_or_make_token(path)
+        read_or_create_token(path)
 
 
 @pytest.mark.parametrize(("changes", "says"), [
