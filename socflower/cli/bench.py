@@ -20,7 +20,7 @@ _NOT_BENCHMARKS = ("harness", "int8_settings", "int8_step_isolated", "mapping_re
 
 def bench(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="Which benchmark; without one, the list.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of the benchmark; without one, the list.")] = None,
     quick: Annotated[bool, typer.Option(help="Smaller cases, fewer repeats.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -73,7 +73,7 @@ def _folder() -> Path:
 
 
 def print_benchmark(console: Console, document: Mapping[str, Any]) -> None:
-    """Show a benchmark's rows, a line each: cases are sentences, which a table would break."""
+    """Print a benchmark's rows, one per line, since the text of a case is too long for a table."""
     console.print(", ".join(f"{key} {value}" for key, value in document["machine"].items()), style="dim")
     for row in document["rows"]:
         limit = "" if row["limit"] is None else f", limit {row['limit']:.4g}"

@@ -1,4 +1,4 @@
-"""`socflower cloud`: host the cloud's halves of split trainings, and look at them."""
+"""`socflower cloud`: host the cloud's halves of split trainings, and show their status."""
 
 import json
 import sys
@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 
 from socflower.cli.options import PlainCommand, refuse_unread
-from socflower.cli.process import prints_on_stderr
+from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import ERR
 
 cloud = typer.Typer(no_args_is_help=True, rich_markup_mode=None, suggest_commands=False,
                     help="The cloud's side of split training.")
 
-Token = Annotated[Path, typer.Option(help="File with the operator's token, which the ServerApp shows too.")]
+Token = Annotated[Path, typer.Option(help="File with the operator's token, which the ServerApp presents too.")]
 Tls = Annotated[Path | None, typer.Option(help="PEM file.")]
 
 
@@ -27,8 +27,8 @@ def serve(
     listen: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 asks for a free one."
                                         )] = "127.0.0.1:28400",
     token_file: Token = Path("cloud-token"),
-    folder: Annotated[Path | None, typer.Option(help="Folder for sessions and checkpoints: a cloud that is started "
-                                                     "again goes on from there.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder for sessions and their checkpoints, from which a "
+                                                     "restarted cloud resumes.")] = None,
     certificate: Tls = None,
     key: Tls = None,
     ca: Annotated[Path | None, typer.Option(help="PEM file of the authority whose certificates edges must show; "
@@ -38,7 +38,7 @@ def serve(
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key of the scenario.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
 ) -> None:
-    """Host the cloud's halves of a program's runs, until Ctrl-C. A token file that is not there is made."""
+    """Host the cloud's halves of a program's runs, until Ctrl-C. A missing token file is created."""
     refuse_unread(context, {"insecure": "is for plain text, and --certificate was given"} if certificate else {})
     from socflower.edgecloud.stream.credentials import SplitTls
     from socflower.scenario.app.split_cloud import read_or_create_token, serve_until_signal
@@ -49,7 +49,7 @@ def serve(
                    highlight=False, markup=False)
 
     tls = SplitTls(ca=ca, certificate=certificate, key=key) if certificate or key or ca else None
-    with prints_on_stderr() as own:
+    with prints_to_stderr() as own:
 
         def on_ready(address: str) -> None:
             text = json.dumps({"address": address}) if as_json else f"listening on {address}; Ctrl-C ends"
@@ -83,7 +83,7 @@ def measure(
     from socflower.scenario.split_setting import SplitSetting
 
     loaded = load_scenario(scenario, set_ or ())
-    with prints_on_stderr():
+    with prints_to_stderr():
         document = measure_split(loaded, SplitSetting(loaded).workload.program, side=side, cloud=cloud_seconds,
                                  repeats=repeats, threads=threads)
     if out is not None:
@@ -103,7 +103,7 @@ def status(
     insecure: Annotated[bool, typer.Option("--insecure", help="Plain text beyond private addresses too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
 ) -> None:
-    """Show the sessions of a cloud: how far they are, who is there, what went wrong last."""
+    """Show the sessions of a cloud: their progress, connected edges and last error."""
     refuse_unread(context, {"insecure": "is for plain text, and --ca was given"} if ca else {})
     from socflower.edgecloud.stream.credentials import SplitTls
     from socflower.scenario.app.split_cloud import cloud_status, status_table

@@ -20,7 +20,7 @@ from socflower.cli.options import (
 )
 from socflower.cli.terminal import (
     OUT,
-    exit_by,
+    exit_on_failed_claims,
     print_claims,
     print_json,
     print_question,
@@ -36,7 +36,7 @@ def compare(
     scenario: ScenarioPath,
     strategies: Annotated[str | None, typer.Option(help="Comma-separated; default the scenario's [compare].")] = None,
     engine: Engine = "local",
-    out: Annotated[Path | None, typer.Option(help="Folder; a comparison that was cut short goes on there.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; an interrupted comparison continues there.")] = None,
     set_: Set = None,
     workers: Workers = None,
     as_json: Json = False,
@@ -57,13 +57,13 @@ def compare(
         print_json(document)
     else:
         print_comparison(OUT, loaded, document, target)
-    exit_by(document["expectations"])
+    exit_on_failed_claims(document["expectations"])
 
 
 def print_comparison(console: Console, scenario: Scenario, document: Mapping[str, Any], out: Path) -> None:
-    """Show strategies side by side."""
+    """Print the strategies side by side."""
     print_question(console, scenario)
-    # Eight columns of at most nine characters: they fit a terminal of 80.
+    # Eight columns of at most nine characters fit a terminal of 80 columns.
     table = Table("strategy", "accuracy", f"to {percent(document['target_accuracy'])}", "in all", "energy", "boards",
                   "hub", "here", header_style="bold", padding=(0, 1), collapse_padding=True, pad_edge=False)
     for row in document["rows"]:

@@ -1,4 +1,4 @@
-"""What this machine has, and what to do about what is missing."""
+"""Checks of this machine's installation, with remedies for what is missing."""
 
 import os
 import platform
@@ -25,7 +25,7 @@ from socflower.workloads import load_data
 
 
 def diagnose() -> list[dict[str, Any]]:
-    """Return findings: name, status ("ok", "missing" or "broken"), detail, and a remedy where one is needed."""
+    """Return findings: name, status ("ok", "missing" or "broken"), detail, and a remedy if one is needed."""
     return [_machine(), *_versions(), _kernel(), *_int8_kernels(), *_rings(), _ray(), _sensors(),
             *(_data(name) for name in ("digits", "mnist", "cifar10"))]
 
@@ -40,13 +40,13 @@ def _machine() -> dict[str, Any]:
 
 
 def _versions() -> list[dict[str, Any]]:
-    """Return what is installed of each package with a tested version, beside what is allowed and what was tested."""
+    """Return the installed, allowed and tested version of each package that has a tested version."""
     if not dependencies():
         return [_finding("versions", "broken", "this installation's metadata is older than its code",
                          "install socflower again: make setup, or pip install")]
     findings = []
     for one in dependencies().values():
-        if one.installed is None:  # an extra; the finding about what it is for says so
+        if one.installed is None:  # an extra; another finding reports it as missing
             continue
         allowed = str(one.allowed) or "without a bound of ours"
         detail = f"{one.installed}; allowed {allowed}, tested {one.tested}"
@@ -91,7 +91,7 @@ def _int8_kernels() -> list[dict[str, Any]]:
 
 
 def _rings() -> list[dict[str, Any]]:
-    """Check what rings of real devices need: gloo, gRPC, and Flower's services."""
+    """Check the requirements of rings on real devices: gloo, gRPC, and Flower's services."""
     import grpc
 
     findings = [_gloo(), _finding("ring over gRPC", "ok", f"grpcio {grpc.__version__}; `socflower certificates` makes "
@@ -150,6 +150,6 @@ def _data(name: str) -> dict[str, Any]:
                         "set SOCFLOWER_DATA to a folder of Parquet files, or pip install 'socflower[hub]'")
     try:
         return _finding(f"data {name}", "ok", load_data(name).source)
-    except Exception as error:  # whatever is wrong with it, the other findings are still wanted
+    except Exception as error:  # any failure must not hide the other findings
         return _finding(f"data {name}", "missing", str(error))
 

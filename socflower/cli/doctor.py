@@ -1,4 +1,4 @@
-"""`socflower doctor`: what this machine has, and what to do about what is missing."""
+"""`socflower doctor`: checks of this machine's installation, with remedies for what is missing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +12,8 @@ from socflower.cli.terminal import OUT, print_json
 
 
 def doctor(as_json: Json = False) -> None:
-    """Say what this machine has, and what to do about what is missing."""
-    from socflower.cli.diagnosis import diagnose  # here: it imports torch and Flower
+    """Check what this machine has, and print remedies for what is missing."""
+    from socflower.cli.diagnosis import diagnose  # imported late, since it imports torch and Flower
 
     findings = diagnose()
     if as_json:
@@ -25,7 +25,7 @@ def doctor(as_json: Json = False) -> None:
 
 
 def print_findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> None:
-    """Show what `doctor` found."""
+    """Print the findings of `doctor`."""
     colours = {"ok": "green", "missing": "yellow", "broken": "red"}
     for finding in findings:
         console.print(f"[{colours[finding['status']]}]{finding['status']:8}[/]{finding['name']:24}"

@@ -17,7 +17,7 @@ from socflower.cli.terminal import (
 def fan(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="A fan configuration (TOML); docs/fans.md.", show_default=False)],
-    once: Annotated[bool, typer.Option("--once", help="Look once, set the fans, print, and give them back.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Read once, set the fans, print, and give them back.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Set nothing.")] = False,
     restore: Annotated[bool, typer.Option("--restore", help="Only give the fans back, as after a daemon that was "
                                                             "killed.")] = False,
@@ -33,9 +33,9 @@ def fan(
         refuse_unread(context, {"as_json": "is for looks at the fans, and --calibrate prints keys of [fan]"})
     from socflower.thermal.fans.daemon import run_fan
 
-    def say(line: str) -> None:
+    def print_notice(line: str) -> None:
         ERR.print(line, soft_wrap=True, highlight=False, markup=False)
 
     if not run_fan(config, once=once, dry_run=dry_run, restore=restore, calibrate_fans=calibrate, as_json=as_json,
-                   say=say):
+                   say=print_notice):
         raise typer.Exit(1)

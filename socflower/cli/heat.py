@@ -1,4 +1,4 @@
-"""`socflower heat` and `socflower fan`: this machine's sensors and their recording, and the fans of a rack."""
+"""`socflower heat`: this machine's heat sensors and their recording."""
 
 import json
 import sys
@@ -20,30 +20,30 @@ from socflower.thermal.sensors.reading import Reading
 from socflower.thermal.sensors.recording import Recorder, as_object, readings_of
 
 _KINDS = {SensorKind.SOC: "soc", SensorKind.UNNAMED: "unnamed", SensorKind.OTHER: "beside"}
-_BETWEEN_LOOKS_S = 0.6
-"""Load and event counters are differences: one reading takes two looks."""
+_SAMPLE_INTERVAL_S = 0.6
+"""Load and event counters are differences, so that one reading takes two samples."""
 
 
 def show_heat(
     console: Console, *, watch_s: float | None = None, record_to: Path | None = None, as_json: bool = False,
     source: LinuxSensors | None = None, sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Print the sensors of this machine and their reading; a machine without any is told so, and no mistake.
+    """Print the sensors of this machine and their readings; a machine without sensors is no error.
 
     Parameters
     ----------
     watch_s : float, optional
-        Go on with a line every so many seconds until Ctrl-C, which ends it like any other end.
+        Print a line at this interval until Ctrl-C, which is a normal end.
     record_to : Path, optional
-        Write what is read to this new file too, .csv or .jsonl, which `RecordedSource` replays.
+        Also write the readings to this new file, .csv or .jsonl, which `RecordedSource` replays.
     as_json : bool
-        One document instead of text; with `watch_s` one a line.
+        Print one JSON document instead of text; with `watch_s`, one per line.
 
-    Raises ConfigError for a file that is there already or cannot be written, and an interval that cannot be.
+    Raises `ConfigError` for a file that exists or cannot be written, and for an invalid interval.
     """
     sensors = source or LinuxSensors()
     num_readings = 1 if watch_s is None else None
-    # Made before the recording, so that a wrong interval leaves no empty file behind.
+    # Created before the recording, so that an invalid interval leaves no empty file.
     readings = readings_of(sensors, interval_s=1.0 if watch_s is None else watch_s, num_readings=num_readings,
                            sleep=sleep)
     with nullcontext() if record_to is None else Recorder(record_to) as recorder:
@@ -51,7 +51,7 @@ def show_heat(
             found = sensors.found
             if not as_json:
                 _print_found(console, found)
-            sleep(_BETWEEN_LOOKS_S)
+            sleep(_SAMPLE_INTERVAL_S)
             for reading in readings:
                 if recorder is not None:
                     recorder.write(reading)
@@ -67,7 +67,7 @@ def show_heat(
 
 
 def heat_document(found: SensorsFound, reading: Reading) -> dict[str, Any]:
-    """Return what `heat --json` prints."""
+    """Return the document that `heat --json` prints."""
     return {
         "schema": 1,
         "sensors": {
@@ -81,10 +81,10 @@ def heat_document(found: SensorsFound, reading: Reading) -> dict[str, Any]:
 
 
 def sensors_line(found: SensorsFound) -> str:
-    """Return in a line what sensors there are."""
-    believed = sum(sensor.temperature_c is not None for sensor in found.temperatures)
-    temperatures = counted(len(found.temperatures), "temperature") if believed == len(found.temperatures) else \
-        f"{believed} of {len(found.temperatures)} temperatures make sense"
+    """Return the available sensors as one line."""
+    plausible = sum(sensor.temperature_c is not None for sensor in found.temperatures)
+    temperatures = counted(len(found.temperatures), "temperature") if plausible == len(found.temperatures) else \
+        f"{plausible} of {len(found.temperatures)} temperatures make sense"
     parts = [temperatures if found.temperatures else "no temperatures",
              counted(found.num_clock_policies, "clock") if found.num_clock_policies else "no clocks",
              f"throttling by {' and '.join(found.throttle_sources)}" if found.throttle_sources else
@@ -94,7 +94,7 @@ def sensors_line(found: SensorsFound) -> str:
 
 
 def reading_line(reading: Reading) -> str:
-    """Return in a line what a reading says; what the device does not say is left out."""
+    """Return a reading as one line, without values that the device does not report."""
     parts: list[str] = []
     if reading.temperature_c is not None:
         parts.append(f"{reading.temperature_c:.1f} °C")
@@ -130,16 +130,16 @@ def _print(console: Console, line: str) -> None:
 
 
 def _write_json(document: dict[str, Any], *, one_line: bool) -> None:
-    # Not through rich, which would wrap and colour it. Flushed, for whoever follows it through a pipe.
+    # Not through rich, which would wrap and colour it. Flushed, for readers of a pipe.
     sys.stdout.write(json.dumps(document, indent=None if one_line else 1) + "\n")
     sys.stdout.flush()
 
 
 def heat(
-    watch: Annotated[float | None, typer.Option(help="Go on with a line every so many seconds, until Ctrl-C.")] = None,
+    watch: Annotated[float | None, typer.Option(help="Print a line every so many seconds, until Ctrl-C.")] = None,
     record: Annotated[Path | None, typer.Option(help="Write the readings to this new file, .csv or .jsonl.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show this machine's heat sensors and what they say."""
+    """Show this machine's heat sensors and their readings."""
     show_heat(OUT, watch_s=watch, record_to=record, as_json=as_json)
 

@@ -1,4 +1,4 @@
-"""The command line. Every command prints for people and takes --json for programs."""
+"""The command line. Every command prints text for people and takes --json for programs."""
 
 import sys
 from typing import Annotated
@@ -33,17 +33,17 @@ app.add_typer(cloud, name="cloud")
 
 
 def main() -> None:
-    """Run the command line: exit status 0 if what was asked holds, 1 if a claim or training fails, 2 for a mistake."""
+    """Run the command line; exit with 0 on success, 1 if a claim or a training fails, 2 for a user's mistake."""
     with interrupted_by_signals():
         _main()
 
 
 def _main() -> None:
-    # A narrow or dumb terminal must not break the one line of an error.
+    # An error is one line on every terminal, also a narrow one.
     try:
         app()
     except SocflowerError as error:
-        # What the user typed may hold line breaks, and stands in the text.
+        # The text quotes the user's input, which may contain line breaks.
         line = " ".join(str(error).split())
         ERR.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True, highlight=False)
         sys.exit(1 if isinstance(error, TrainingFailed) else 2)

@@ -1,4 +1,4 @@
-"""Which options a command reads: one that was given and that nothing would read is refused, never passed over."""
+"""The options that a command reads; an option that would have no effect is refused."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,22 +15,22 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 Engine = Annotated[str, typer.Option(help="local (no Ray, virtual time), simulation (Flower's own, Ray) or deployment "
                                           "(SuperLink and SuperNodes, real time).")]
 Workers = Annotated[int | None, typer.Option(help="Worker processes of the local engine; 0 runs all in this one. "
-                                                  "Default: one a core.")]
+                                                  "Default: one per core.")]
 
-_OF_A_DEPLOYMENT = ("superlink", "superlink_ca", "restarts", "checkpoint_folder", "warm")
-_OF_AN_APP_FOLDER = ("cluster", "nodes", "training_flops")
+_DEPLOYMENT_OPTIONS = ("superlink", "superlink_ca", "restarts", "checkpoint_folder", "warm")
+_APP_FOLDER_OPTIONS = ("cluster", "nodes", "training_flops")
 
 
 class PlainCommand(TyperCommand):
     """A command whose help is plain text."""
 
     def get_help(self, ctx: Any) -> str:
-        """Return the help without the backslashes that rich would take away, were it asked."""
+        """Return the help without the backslashes, which only rich would remove."""
         return super().get_help(ctx).replace("\\[", "[")
 
 
 def require_local_engine(engine: str, folder: object) -> None:
-    """Raise `ConfigError` if the app in `folder` is to run on an engine that runs scenarios only."""
+    """Raise `ConfigError` if the app in `folder` is to run on an engine that only runs scenarios."""
     if engine == "simulation":
         command = f'flwr run {folder} --stream --federation-config "num-supernodes=N"'
     elif engine == "deployment":
@@ -41,23 +41,23 @@ def require_local_engine(engine: str, folder: object) -> None:
                       f"here on engine local; Flower itself runs it so: {command}")
 
 
-def unread_by_run(*, of_app_folder: bool, engine: str, elsewhere: bool, keeps_checkpoints: bool) -> dict[str, str]:
-    """Return the options of `run`, by parameter, that a run of this kind does not read, and why.
+def unread_by_run(*, of_app_folder: bool, engine: str, is_remote: bool, keeps_checkpoints: bool) -> dict[str, str]:
+    """Return the options that a run of this kind does not read, as a map from parameter to reason.
 
-    `elsewhere`: on a SuperLink that is not started here. `keeps_checkpoints`: there, in a folder that was named.
+    `is_remote`: on a SuperLink that is not started here. `keeps_checkpoints`: in a named folder on its machine.
     """
     if of_app_folder:
-        return {**dict.fromkeys(_OF_A_DEPLOYMENT, "is for scenarios on --engine deployment, and this is the folder of "
-                                                  "a Flower app"),
+        return {**dict.fromkeys(_DEPLOYMENT_OPTIONS, "is for scenarios on --engine deployment, and this is the folder "
+                                                     "of a Flower app"),
                 "fresh": "is for scenarios: the run of an app folder keeps no checkpoints",
                 "save_model": "is for scenarios: an app of your own keeps its model itself"}
-    unread = dict.fromkeys(_OF_AN_APP_FOLDER, "is for the folder of a Flower app; a scenario has its own [cluster] and "
-                                              "[strategy] socs")
+    unread = dict.fromkeys(_APP_FOLDER_OPTIONS, "is for the folder of a Flower app; a scenario has its own [cluster] "
+                                                "and [strategy] socs")
     if engine != "local":
         unread["workers"] = f"is for --engine local only, and this is --engine {engine}"
     if engine != "deployment":
-        unread |= dict.fromkeys(_OF_A_DEPLOYMENT, f"is for --engine deployment only, and this is --engine {engine}")
-    elif elsewhere:
+        unread |= dict.fromkeys(_DEPLOYMENT_OPTIONS, f"is for --engine deployment only, and this is --engine {engine}")
+    elif is_remote:
         unread["save_model"] = "is for runs that end here: a SuperLink elsewhere keeps its model there; leave it out"
         unread["warm"] = ("is for SuperNodes that are started here; those of --superlink are warm if they were started "
                           "so (docs/warm-executor.md)")
@@ -72,14 +72,14 @@ def unread_by_run(*, of_app_folder: bool, engine: str, elsewhere: bool, keeps_ch
 
 
 def unread_by_compare(engine: str) -> dict[str, str]:
-    """Return the options of `compare` that it does not read on an engine, and why."""
+    """Return the options that `compare` does not read on an engine, as a map from parameter to reason."""
     return {} if engine == "local" else {"workers": f"is for --engine local only, and this is --engine {engine}"}
 
 
 def refuse_unread(context: typer.Context, unread: Mapping[str, str]) -> None:
-    """Raise `ConfigError` for an option that was given though it is in `unread`, and for a text that is empty.
+    """Raise `ConfigError` for a given option that is in `unread`, and for an empty text.
 
-    What was given counts, be it the default's value or not.
+    An option counts as given even if its value is the default.
     """
     for name, option in _given(context):
         if name in unread:
@@ -89,14 +89,14 @@ def refuse_unread(context: typer.Context, unread: Mapping[str, str]) -> None:
 
 
 def refuse_all_but(context: typer.Context, *read: str, because: str) -> None:
-    """Raise `ConfigError` for every option that was given and is not in `read`."""
+    """Raise `ConfigError` for every given option that is not in `read`."""
     others = [option for name, option in _given(context) if name not in read]
     if others:
         raise ConfigError(f"{because}: leave out {', '.join(others)}")
 
 
 def _given(context: typer.Context) -> Iterator[tuple[str, str]]:
-    """Yield each parameter that stands on the command line, by its name and as it is written there."""
+    """Yield each parameter given on the command line: its name, and its spelling there."""
     parameter: Any
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name)

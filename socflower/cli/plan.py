@@ -12,7 +12,7 @@ from socflower.cli.options import (
     Json,
     Set,
 )
-from socflower.cli.process import prints_on_stderr
+from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import (
     OUT,
     print_json,
@@ -43,7 +43,7 @@ def plan(
         _plan_split(loaded, as_json)
         return
     cluster = scenario_cluster(loaded)
-    with prints_on_stderr():
+    with prints_to_stderr():
         document = {**plan_scenario(loaded), "heat": predicted_heat(loaded, cluster)}
     if as_json:
         print_json(document)
@@ -54,7 +54,7 @@ def plan(
 def _plan_split(scenario: Any, as_json: bool) -> None:
     from socflower.scenario.split_planning import plan_split
 
-    with prints_on_stderr():
+    with prints_to_stderr():
         document = plan_split(scenario)
     if as_json:
         print_json(document)
@@ -63,7 +63,7 @@ def _plan_split(scenario: Any, as_json: bool) -> None:
 
 
 def print_plan(console: Console, cluster: Cluster, document: Mapping[str, Any]) -> None:
-    """Draw the boards with each slot's group, then the predictions."""
+    """Print the boards with each slot's group, then the predictions."""
     group_of = {soc: group for group in document["groups"] for soc in group["members"]}
     table = Table("board", "SoCs by slot (group, * leader, . idle)", header_style="bold")
     for board in range(len(cluster.boards)):
@@ -97,7 +97,7 @@ def print_plan(console: Console, cluster: Cluster, document: Mapping[str, Any]) 
 
 
 def _step_line(document: Mapping[str, Any]) -> str:
-    """Return what a step takes, whether groups take turns in it, and what the other choice would take (F7)."""
+    """Return the time of a step, whether groups take turns in it, and the time of the alternative (F7)."""
     predicted = document["predicted"]
     in_turn, freely = (human_seconds(predicted[key]) for key in ("step_in_turn_s", "step_free_running_s"))
     if document["sequenced_by"] == NO_SHARED_UPLINK:
@@ -109,7 +109,7 @@ def _step_line(document: Mapping[str, Any]) -> str:
 
 
 def print_split_plan(console: Console, document: Mapping[str, Any]) -> None:
-    """Show a plan to people."""
+    """Print a split plan as tables."""
     console.print(document["work"], highlight=False)
     for number, edge in enumerate(document["edges"]):
         link = edge["link"]

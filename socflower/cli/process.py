@@ -1,4 +1,4 @@
-"""What a command does with its process: only its own prints are on standard output, and signals end it like Ctrl-C."""
+"""A command's process: standard output is reserved for the command's own output; signals end it like Ctrl-C."""
 
 import atexit
 import ctypes
@@ -17,30 +17,30 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` where SIGTERM or SIGHUP arrives, and at the end die of it, as who sent it expects.
+    """Raise `KeyboardInterrupt` on SIGTERM or SIGHUP, and exit by that signal at the end, as its sender expects.
 
-    By default both end a process at once, with its temporary folders and processes left as they are. One that is
-    ignored, as by nohup, stays so; commands with an answer of their own still give it.
+    By default both end a process at once and leave its temporary folders and child processes. A signal that is
+    ignored, for example under nohup, stays ignored; handlers that a command has set stay in effect.
     """
     received: list[int] = []
     owner = os.getpid()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # of a fork, which has nothing of ours to clean up
-            _die_of(number)
-        if not received:  # a second one must not interrupt the cleaning up
+        if os.getpid() != owner:  # in a fork, which has nothing to clean up
+            _die_by_signal(number)
+        if not received:  # a second signal must not interrupt the cleanup
             received.append(number)
             raise KeyboardInterrupt
 
     def die() -> None:
         if received:
-            _die_of(received[0])
+            _die_by_signal(received[0])
 
-    # Called last: what is imported from now on cleans up before it, such as the folders of multiprocessing.
+    # Called last: modules imported later clean up before it, such as the folders of multiprocessing.
     atexit.register(die)
-    # Elsewhere than in the main thread Python sets no handlers.
-    here = threading.current_thread() is threading.main_thread()
-    taken = [number for number in _SIGNALS if here and signal.getsignal(number) is signal.SIG_DFL]
+    # Python sets signal handlers only in the main thread.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    taken = [number for number in _SIGNALS if in_main_thread and signal.getsignal(number) is signal.SIG_DFL]
     for number in taken:
         signal.signal(number, interrupt)
     try:
@@ -52,7 +52,7 @@ def interrupted_by_signals() -> Iterator[None]:
                 signal.signal(number, signal.SIG_DFL)
 
 
-def _die_of(number: int) -> None:
+def _die_by_signal(number: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     signal.signal(number, signal.SIG_DFL)
@@ -60,8 +60,8 @@ def _die_of(number: int) -> None:
 
 
 @contextmanager
-def prints_on_stderr() -> Iterator[TextIO]:
-    """Send what apps and libraries print to standard error, from Python, C and new processes; yield our own output."""
+def prints_to_stderr() -> Iterator[TextIO]:
+    """Redirect the prints of apps and libraries (Python, C, child processes) to stderr; yield the original stdout."""
     own = sys.stdout
     own.flush()
     _flush_c()
@@ -76,16 +76,16 @@ def prints_on_stderr() -> Iterator[TextIO]:
         yield stream
     finally:
         sys.stdout = own
-        _flush_c()  # what C has not written yet would go where its descriptor leads by then
+        _flush_c()  # otherwise C's buffer would be written after the descriptor is restored
         if descriptor is not None and kept is not None:
             stream.close()
             os.dup2(kept, descriptor)
             os.close(kept)
-            _keep_last_words_away(descriptor)
+            _redirect_prints_at_exit(descriptor)
 
 
 def _descriptor(stream: TextIO) -> int | None:
-    """Return the descriptor of a process's standard output; None for what has been put in its place."""
+    """Return the descriptor of the process's standard output; None if the stream was replaced."""
     with suppress(OSError, ValueError, AttributeError):
         return 1 if stream.fileno() == 1 else None
     return None
@@ -97,11 +97,11 @@ def _flush_c() -> None:
 
 
 @cache
-def _keep_last_words_away(descriptor: int) -> None:
-    """Send what is printed at the exit of this process to standard error too: handlers run last in, first out."""
-    def leave() -> None:
+def _redirect_prints_at_exit(descriptor: int) -> None:
+    """Also redirect prints at the exit of this process to stderr; exit handlers run last in, first out."""
+    def redirect() -> None:
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             os.dup2(2, descriptor)
 
-    atexit.register(leave)
+    atexit.register(redirect)

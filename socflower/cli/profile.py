@@ -16,7 +16,7 @@ from socflower.cli.options import (
     refuse_all_but,
     refuse_unread,
 )
-from socflower.cli.process import prints_on_stderr
+from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import (
     ERR,
     OUT,
@@ -29,14 +29,14 @@ from socflower.quantities import human_bytes, human_ratio, human_seconds
 def profile(
     context: typer.Context,
     model: Annotated[list[str] | None, typer.Option(help="Model that is timed; repeatable. Default vgg11.")] = None,
-    data: Annotated[str, typer.Option(help="Data set whose image shape is used; it need not be there.")] = "cifar10",
+    data: Annotated[str, typer.Option(help="Data set whose image shape is used; not loaded.")] = "cifar10",
     batch_size: Annotated[list[int] | None, typer.Option(help="Images per step; repeatable. Default 1, 8 and "
                                                               "64.")] = None,
     threads: Annotated[int, typer.Option(help="Threads of both sides.")] = 1,
     kernel: Annotated[str, typer.Option(help="Int8 kernel path; default the best, or SOCFLOWER_KERNEL.")] = "",
     repeats: Annotated[int, typer.Option(help="Runs per step and operator, of which the median counts.")] = 5,
     name: Annotated[str, typer.Option(help="Name of the device; default the host's.")] = "",
-    like: Annotated[str, typer.Option(help="Device of the catalogue that lends what is not measured; default by "
+    like: Annotated[str, typer.Option(help="Device of the catalogue for what is not measured; default by "
                                            "architecture: x86-core or raspberry-pi-4b.")] = "",
     out: Annotated[Path | None, typer.Option(help="File for the device profile, FILE.toml. What is there already is "
                                                   "not measured again.")] = None,
@@ -79,7 +79,7 @@ def profile(
         models=tuple(model or profiling.DEFAULT_MODELS), data=data,
         batch_sizes=tuple(batch_size or profiling.DEFAULT_BATCH_SIZES), num_threads=threads, kernel=kernel,
         repeats=repeats, name=name, like=like, peer=peer)
-    with prints_on_stderr(), profile_progress(ERR, disable=as_json) as bar:
+    with prints_to_stderr(), profile_progress(ERR, disable=as_json) as bar:
         task = bar.add_task("profile", total=None)
         try:
             document = profiling.profile_device(request, out, on_cell=lambda text, done, total: bar.update(
@@ -99,7 +99,7 @@ def profile(
 
 
 def profile_progress(console: Console, *, disable: bool) -> Progress:
-    """Return the bar of `profile`: what is measured, how far it is, and since when."""
+    """Return the progress bar of `profile`: the current cell, the progress and the elapsed time."""
     return Progress(TextColumn("{task.description}"), BarColumn(bar_width=None),
                     MofNCompleteColumn(table_column=Column(no_wrap=True)),
                     TimeElapsedColumn(table_column=Column(no_wrap=True)), console=console,
@@ -107,7 +107,7 @@ def profile_progress(console: Console, *, disable: bool) -> Progress:
 
 
 def print_profile(console: Console, document: Mapping[str, Any]) -> None:
-    """Show each model's operators at its largest batch, then a line per cell, the link, and what to know of it."""
+    """Print each model's operators at its largest batch, then a line per cell, the link, and the notes."""
     cells = document["cells"]
     largest = {cell["model"]: cell for cell in sorted(cells, key=lambda cell: int(cell["batch_size"]))}
     for model in dict.fromkeys(cell["model"] for cell in cells):

@@ -18,10 +18,10 @@ from socflower.cli.options import (
     require_local_engine,
     unread_by_run,
 )
-from socflower.cli.process import prints_on_stderr
+from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import (
     OUT,
-    exit_by,
+    exit_on_failed_claims,
     print_claims,
     print_json,
     print_notice,
@@ -70,7 +70,7 @@ def run(
     if is_app:
         require_local_engine(engine, scenario)
     require_engine(engine)
-    refuse_unread(context, unread_by_run(of_app_folder=is_app, engine=engine, elsewhere=bool(superlink),
+    refuse_unread(context, unread_by_run(of_app_folder=is_app, engine=engine, is_remote=bool(superlink),
                                          keeps_checkpoints=bool(checkpoint_folder)))
     require_count("--workers", workers, 0, MAX_WORKERS)
     require_count("--nodes", nodes, 1, MOST_SOCS)
@@ -90,7 +90,7 @@ def run(
     target = out or Path("out") / loaded.name
     try:
         with run_progress(as_json) as bar:
-            # Checkpoints of a run on a SuperLink of others are there, not here.
+            # Checkpoints of a run on a remote SuperLink are on its machine.
             result = runner.run_to_folder(
                 prepared, target, engine, num_workers=workers, on_round=bar(loaded.strategy.name),
                 resumable=not superlink, fresh=fresh, on_notice=print_notice, deployment=deployment,
@@ -103,11 +103,11 @@ def run(
         print_json(result)
     else:
         print_result(OUT, loaded, result, target)
-    exit_by(result["expectations"])
+    exit_on_failed_claims(result["expectations"])
 
 
 def _require_model_file(save_model: Path | None, out: Path | None) -> None:
-    """Refuse a file for the model that nothing could be written to at the end of a long training."""
+    """Raise `ConfigError` now for a model file that could not be written at the end of a long training."""
     if save_model is None:
         return
     folder = save_model.parent
@@ -126,7 +126,7 @@ def _run_app_folder(
     target = out or Path("out") / folder.resolve().name
     if target.resolve() == folder.resolve():
         raise ConfigError(f"--out {target}: is the app's own folder; name another one")
-    with prints_on_stderr():
+    with prints_to_stderr():
         result = run_app_folder(folder, cluster, target, num_nodes=nodes, training_flops=training_flops,
                                 overrides=tuple(overrides), num_workers=workers)
     if as_json:
@@ -136,7 +136,7 @@ def _run_app_folder(
 
 
 def print_result(console: Console, scenario: Scenario, result: Mapping[str, Any], out: Path) -> None:
-    """Show one run: the question, what came of it, the claims."""
+    """Print one run: the question, the results, the claims."""
     print_question(console, scenario)
     table = Table("", f"{result['strategy']} on {result['engine']}", show_header=True, header_style="bold")
     table.add_row("accuracy", percent(result["final_accuracy"]))
@@ -169,7 +169,7 @@ def print_result(console: Console, scenario: Scenario, result: Mapping[str, Any]
 
 
 def _heat_rows(heat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what a table says of heat and users; of users alone there are no temperatures and no fans."""
+    """Yield a table's rows on heat and users; with users alone there are no temperatures and no fans."""
     if heat["slowdown"] is not None:
         yield "slower than cold and alone", percent(heat["slowdown"])
     if heat["peak_c"] is not None:
@@ -178,7 +178,7 @@ def _heat_rows(heat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def print_app_result(console: Console, result: Mapping[str, Any], out: Path) -> None:
-    """Show what a foreign app would have cost on the cluster, and which messages came to nothing."""
+    """Print the cost of a Flower app on the cluster, and its failed messages."""
     for event in result["events"]:
         console.print(f"[yellow]{escape(event['text'])}[/]", soft_wrap=True, highlight=False)
     traffic = ", ".join(f"{human_bytes(value)} {tier.replace('_', ' ')}" for tier, value in result["bytes"].items())

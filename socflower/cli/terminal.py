@@ -1,4 +1,4 @@
-"""What the command line shows people: progress bars and tables. Nothing here computes."""
+"""Output of the command line for people: progress bars and tables, without computation."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from socflower.cli.process import prints_on_stderr
+from socflower.cli.process import prints_to_stderr
 from socflower.quantities import human_joules, human_seconds, percent
 from socflower.scenario.schema.config import Scenario
 
@@ -30,29 +30,29 @@ OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 StartBar: TypeAlias = Callable[[str], OnRound]
 
 _NARROW, _MEDIUM_TIMES, _MEDIUM = 64, 72, 104
-"""Columns of a terminal below which a bar says less: the accuracy alone, no virtual time, no energy."""
+"""Terminal widths in columns below which a bar shows less: only the accuracy, no virtual time, no energy."""
 
 @contextmanager
 def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
-    """Yield a function that starts a bar for a strategy and returns what to call after each of its rounds."""
-    # Only the bar gives way where a terminal is narrow: half a time is none.
+    """Yield a function that starts a bar for a strategy and returns the callback for its rounds."""
+    # On a narrow terminal only the bar shrinks; times are not cut off.
     columns = (TextColumn("{task.description:10}"), BarColumn(bar_width=None), TextColumn("{task.fields[state]}"),
                TimeElapsedColumn(table_column=Column(no_wrap=True)),
                TimeRemainingColumn(table_column=Column(no_wrap=True)))
     bar = Progress(*columns, console=console, disable=disable, expand=True)
-    begun = False
+    started = False
 
     def add(strategy: str) -> TaskID:
-        nonlocal begun
-        if not begun:
+        nonlocal started
+        if not started:
             bar.start()
-            begun = True
+            started = True
         return bar.add_task(strategy, total=None, state="starting")
 
     try:
 
         def start(strategy: str) -> OnRound:
-            # What is no terminal gets the last state of all, and nothing before an error.
+            # Without a terminal only the final state is printed, and nothing before an error.
             task = add(strategy) if console.is_interactive else None
 
             def on_round(entry: dict[str, Any]) -> None:
@@ -68,14 +68,14 @@ def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
 
         yield start
     finally:
-        if begun:
+        if started:
             bar.stop()
 
 
 def progress_state(entry: Mapping[str, Any], width: int) -> str:
-    """Return what a bar says of a round beside its times, as much as fits a terminal that is `width` columns wide."""
+    """Return a bar's text on a round, shortened to a terminal of `width` columns."""
     accuracy = percent(entry["accuracy"])
-    # In a deployment time is real, and the bar shows it.
+    # In a deployment the bar's elapsed time is the real one.
     virtual_s = None if "wall_s" in entry else human_seconds(entry["virtual_s"])
     if width < _NARROW:
         return accuracy
@@ -85,7 +85,7 @@ def progress_state(entry: Mapping[str, Any], width: int) -> str:
 
 
 def print_question(console: Console, scenario: Scenario) -> None:
-    """Print what a scenario asks, if it asks something."""
+    """Print a scenario's question, if it has one."""
     if scenario.question:
         console.print(f"[italic]{escape(scenario.question)}[/]")
 
@@ -99,15 +99,15 @@ def print_claims(console: Console, expectations: Sequence[Mapping[str, Any]]) ->
 
 
 def share_of(part: float, whole: Mapping[str, float]) -> str:
-    """Return what part of a whole a quantity is."""
+    """Return a quantity's share of the whole as a percentage."""
     total = sum(whole.values())
     return percent(part / total) if total else "-"
 
 
 @contextmanager
 def run_progress(as_json: bool) -> Iterator[StartBar]:
-    """Keep everything but the command's own output off standard output, and show progress unless it is JSON."""
-    with prints_on_stderr(), progress(ERR, disable=as_json) as bar:
+    """Redirect all other output to stderr, and show progress unless the output is JSON."""
+    with prints_to_stderr(), progress(ERR, disable=as_json) as bar:
         yield bar
 
 
@@ -117,12 +117,12 @@ def print_notice(line: str) -> None:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """Print a document as JSON, by itself on standard output."""
+    """Print a document as JSON on standard output."""
     # Not through rich, which would wrap and colour it.
     sys.stdout.write(json.dumps(document, indent=1) + "\n")
 
 
-def exit_by(expectations: list[dict[str, Any]]) -> None:
+def exit_on_failed_claims(expectations: list[dict[str, Any]]) -> None:
     """Exit with status 1 if a claim does not hold."""
     if any(claim["holds"] is False for claim in expectations):
         raise typer.Exit(1)

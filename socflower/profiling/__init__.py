@@ -1,1 +1,1 @@
-"""Measuring this device: steps and operators, power, and the link to another machine."""
+"""Measurements of this device: training steps and operators, power, and the link to another machine."""

@@ -1,4 +1,4 @@
-"""What one cell of a device profile costs, one model at one batch size, and the file that keeps finished cells."""
+"""The cells of a device profile (one model at one batch size): their measurement and the file of finished cells."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from socflower.profiling.power_meter import PowerMeter, mean_watts
 from socflower.workloads import build_model, data_shape
 
 _WATTS_S = 1.0
-"""How long a side works under the power meter; counters and sensors are updated a few times a second at worst."""
+"""How long steps repeat under the power meter; the slowest counters and sensors update a few times a second."""
 
 _CELL_KEYS = frozenset((
     "model", "data", "batch_size", "num_threads", "kernel", "measured_on", "training_flops", "fp32_step_s",
@@ -36,12 +36,12 @@ _CELL_KEYS = frozenset((
 ))  # fmt: skip
 
 _STREAM_ELEMENTS = 1 << 24
-"""Weights of the update that is timed: 64 MiB, three times that with gradient and momentum, more than most caches."""
+"""Weights of the timed update: 64 MiB, three times that with gradient and momentum, larger than most caches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """What must be equal for two measurements to stand in one profile."""
+    """The conditions that two measurements in one profile must share."""
 
     kernel: str
     num_threads: int
@@ -52,7 +52,7 @@ class Conditions:
 
 
 def conditions(*, kernel: str, num_threads: int, repeats: int) -> Conditions:
-    """Return what holds here; `kernel` is a wish ("" is the best path). ConfigError if there is no such kernel."""
+    """Return the conditions of this machine; `kernel` "" selects the best path. `ConfigError` if it is unknown."""
     try:
         engine = _int8.Engine(num_threads, [], kernel)
     except (ValueError, RuntimeError) as error:
@@ -62,7 +62,7 @@ def conditions(*, kernel: str, num_threads: int, repeats: int) -> Conditions:
 
 
 def processor_name() -> str:
-    """Return what the system calls its processor."""
+    """Return the system's name of its processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -75,8 +75,8 @@ def processor_name() -> str:
     return platform.processor() or platform.machine() or "unknown"
 
 
-def module_of(model: str, data: str) -> tuple[nn.Module, tuple[int, int, int]]:
-    """Return a model for a data set, which need not be there, and the shape of its images."""
+def build_module(model: str, data: str) -> tuple[nn.Module, tuple[int, int, int]]:
+    """Return a model for a data set, which need not be available, and the shape of its images."""
     shape = data_shape(data)
     module = build_model(model, in_channels=shape.channels, image_size=shape.size, num_classes=shape.num_classes,
                          seed=1)
@@ -84,19 +84,19 @@ def module_of(model: str, data: str) -> tuple[nn.Module, tuple[int, int, int]]:
 
 
 def measure_cell(model: str, data: str, batch_size: int, at: Conditions, meter: PowerMeter | None) -> dict[str, Any]:
-    """Return what `profile --json` says of one cell: whole steps, operators and placement, micro-batches, watts.
+    """Return one cell of `profile --json`: whole steps, operators and placement, micro-batches, watts.
 
-    Raises ConfigError where torch cannot train the model on so small a batch.
+    Raises `ConfigError` if torch cannot train the model on so small a batch.
     """
     try:
         return _measure(model, data, batch_size, at, meter)
-    except ValueError as error:  # BatchNorm over a single value
+    except ValueError as error:  # such as BatchNorm over a single value
         raise ConfigError(f"profile: {model} on {data} cannot train on a batch of {batch_size} "
                           f"({error}); choose others with --batch-size") from None
 
 
 def _measure(model: str, data: str, batch_size: int, at: Conditions, meter: PowerMeter | None) -> dict[str, Any]:
-    module, image = module_of(model, data)
+    module, image = build_module(model, data)
     settings = EngineSettings(num_threads=at.num_threads, kernel=at.kernel)
     operators = profile_operators(module, image, batch_size, settings=settings, repeats=at.repeats)
     # Settled rescaling from the second batch on, as in most of a training.
@@ -137,7 +137,7 @@ def _measure(model: str, data: str, batch_size: int, at: Conditions, meter: Powe
 
 
 def update_bytes_per_s(num_threads: int) -> float:
-    """Return bytes of weights per second of torch's SGD with momentum, times the passes that the cost model counts."""
+    """Return the bytes of weights per second of torch's SGD with momentum, times the cost model's `UPDATE_PASSES`."""
     weight = torch.zeros(_STREAM_ELEMENTS, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.SGD([weight], lr=0.01, momentum=0.9)
@@ -151,9 +151,9 @@ def update_bytes_per_s(num_threads: int) -> float:
 
 
 class CellStore:
-    """Finished cells beside a profile, written whole after each of them; without a path, in memory only.
+    """Finished cells in a file beside the profile, rewritten after each cell; without a path, in memory only.
 
-    Only cells under the same conditions are used. Those under others leave the file with the first one that is added.
+    Only cells of the same conditions are used. Cells of other conditions are removed from the file when one is added.
     """
 
     def __init__(self, path: Path | None, at: Conditions) -> None:
@@ -162,7 +162,7 @@ class CellStore:
         self._cells: list[dict[str, Any]] = []
         self._host: dict[str, Any] = {}
         self.dropped: list[str] = []
-        """What differed: "threads 1, not 2"; empty if nothing was left out."""
+        """Differing conditions, such as "num_threads 1, now 2"; empty if no cells were dropped."""
         document = self._read()
         if document is None:
             return
@@ -178,21 +178,21 @@ class CellStore:
         return next((cell for cell in self._cells if _key(cell) == key), None)
 
     def add(self, cell: dict[str, Any]) -> None:
-        """Keep a cell from now on, in the file too."""
+        """Add or replace a cell, also in the file."""
         self._cells = [other for other in self._cells if _key(other) != _key(cell)] + [cell]
         self._write()
 
     def host_figure(self, key: str, measure: Callable[[], float | None]) -> float | None:
-        """Return a figure of the whole machine, measured if it is not there yet."""
+        """Return a figure of the whole machine; measure it if it is missing."""
         if key not in self._host:
             self._host[key] = measure()
-            if self._cells:  # else the file would hold no cell
+            if self._cells:  # otherwise the file would contain no cell
                 self._write()
         value: float | None = self._host[key]
         return value
 
-    def of_model(self) -> Mapping[str, list[dict[str, Any]]]:
-        """Return all cells by model, by rising batch, with the data set that was measured last."""
+    def cells_by_model(self) -> Mapping[str, list[dict[str, Any]]]:
+        """Return the cells by model, in order of batch size, of the data set that was measured last."""
         models: dict[str, list[dict[str, Any]]] = {}
         for cell in self._cells:
             models.setdefault(cell["model"], []).append(cell)
@@ -221,11 +221,11 @@ class CellStore:
         if self.path is None:
             return
         document = {"schema": 1, "conditions": self._at, "host": self._host, "cells": self._cells}
-        write_or_refuse(self.path, json.dumps(document, indent=1) + "\n")
+        write_file(self.path, json.dumps(document, indent=1) + "\n")
 
 
-def write_or_refuse(path: Path, text: str) -> None:
-    """Write a file in full or not at all. Raises ConfigError where that cannot be done."""
+def write_file(path: Path, text: str) -> None:
+    """Write a file atomically; `ConfigError` if that fails."""
     try:
         write_atomically(path, text)
     except OSError as error:
@@ -237,7 +237,7 @@ def _key(cell: Mapping[str, Any]) -> tuple[str, str, int]:
 
 
 def _timed(step: Callable[[], None], repeats: int, meter: PowerMeter | None) -> tuple[float, float | None]:
-    """Return the median seconds of a step after three that are not counted, and its watts if there is a meter."""
+    """Return the median seconds of a step after three warm-up steps, and its watts if there is a meter."""
     step()
     step()
     seconds = median_seconds(step, repeats)
@@ -258,14 +258,14 @@ def _int8_step(model: Int8Model, module: nn.Module, image: tuple[int, int, int],
     def step() -> None:
         try:
             model.train_step(images, labels, learning_rate=0.0, progress=0.0)
-        except TrainingFailed:  # noise as labels, thousands of steps under a meter: begin anew
+        except TrainingFailed:  # random labels over thousands of steps may diverge: reset the weights
             model.load_state_dict(module.state_dict())
 
     return step
 
 
 def _fp32_step(module: nn.Module, data: str, batch: int) -> Callable[[], None]:
-    """Return forward and backward pass in the layout in which FP32 clients train."""
+    """Return a step of forward and backward pass in the memory layout of FP32 clients."""
     shape, random = data_shape(data), torch.Generator().manual_seed(0)
     images = torch.randn(batch, shape.channels, shape.size, shape.size, generator=random)
     images = images.to(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""`socflower profile`: measure this device, cell by cell, and say what was measured as a device profile."""
+"""`socflower profile`: measure this device, cell by cell, and write a device profile."""
 
 import os
 import platform
@@ -32,12 +32,12 @@ from socflower.errors import ConfigError
 from socflower.profiling.cells import (
     CellStore,
     Conditions,
+    build_module,
     conditions,
     measure_cell,
-    module_of,
     processor_name,
     update_bytes_per_s,
-    write_or_refuse,
+    write_file,
 )
 from socflower.profiling.link_probe import LinkFigures, parse_peer, probe
 from socflower.profiling.power_meter import PowerMeter, find_power_meter, mean_watts
@@ -46,19 +46,19 @@ from socflower.wire.folders import FolderLock
 SCHEMA = 2
 DEFAULT_MODELS = ("vgg11",)
 DEFAULT_BATCH_SIZES = (1, 8, 64)
-_MOST_SAMPLES = 100_000  # of a batch; no device that is meant here holds so many
-_MOST_REPEATS = 10_000
+_MAX_SAMPLES = 100_000  # of a batch; more than any supported device holds
+_MAX_REPEATS = 10_000
 _IDLE_S = 2.0
-_DIGITS = 5  # of figures in the profile; no two runs agree on more
+_DIGITS = 5  # of figures in the profile; runs do not agree on more
 _MEASURED, _ASSUMED = "measured: ", "assumption: "
 
 OnCell = Callable[[str, int, int], None]
-"""Gets what is measured next, how many cells are done, and how many there are."""
+"""Gets the next cell, the number of finished cells and their total number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileRequest:
-    """What `socflower profile` was asked to measure; what cannot be is refused before anything is."""
+    """The measurements that `socflower profile` makes, validated before the first of them."""
 
     models: tuple[str, ...] = DEFAULT_MODELS
     data: str = "cifar10"
@@ -67,16 +67,16 @@ class ProfileRequest:
     kernel: str = ""
     repeats: int = 5
     name: str = ""  # of the device; "" is the host's
-    like: str = ""  # device of the catalogue that lends what is not measured; "" goes by the architecture
+    like: str = ""  # device of the catalogue for what is not measured; "": by the architecture
     peer: str = ""  # HOST:PORT of a machine that runs `socflower profile --serve PORT`
 
     def __post_init__(self) -> None:
         if min(*self.batch_sizes, self.num_threads, self.repeats) < 1:
             raise ConfigError(f"profile: batch sizes, threads and repeats must be 1 or more, got "
                               f"{list(self.batch_sizes)}, {self.num_threads}, {self.repeats}")
-        for option, values, most in (("--batch-size", self.batch_sizes, _MOST_SAMPLES),
+        for option, values, most in (("--batch-size", self.batch_sizes, _MAX_SAMPLES),
                                      ("--threads", (self.num_threads,), MAX_WORKERS),
-                                     ("--repeats", (self.repeats,), _MOST_REPEATS)):
+                                     ("--repeats", (self.repeats,), _MAX_REPEATS)):
             for value in values:
                 require_count(option, value, 1, most)
         if self.name:
@@ -86,11 +86,11 @@ class ProfileRequest:
         if self.peer:
             parse_peer(self.peer)
         for model in self.models:
-            module_of(model, self.data)
+            build_module(model, self.data)
 
 
 def require_own_name(name: str) -> None:
-    """Raise ConfigError for what cannot be the name of a device of one's own."""
+    """Raise `ConfigError` for an invalid name of a user's device."""
     if not NAME_PATTERN.fullmatch(name):
         raise ConfigError(f"--name {name}: must be made of letters, digits, - and _")
     if name in device_names():
@@ -101,13 +101,13 @@ def profile_device(
     request: ProfileRequest, out: Path | None = None, *, on_cell: OnCell = lambda text, done, total: None,
     root: Path = Path("/"),
 ) -> dict[str, Any]:
-    """Measure what is missing, write the profile to `out`, and return the document of `socflower profile`.
+    """Measure missing cells, write the profile to `out`, and return the document of `socflower profile`.
 
-    Finished cells are kept in `out` + ".part.json" at once. Power meters are sought below `root`.
+    Each finished cell is written to `out` + ".part.json". Power meters are searched for below `root`.
     """
     if out is None:
         return _profile(request, None, on_cell, root)
-    existing_profile(out, request.name or host_name())  # a file that cannot be written is found before its lock is made
+    existing_profile(out, request.name or host_name())  # raises before the lock file is created
     with FolderLock(out.with_name(f".{out.name}.lock"), f"--out {out}"):
         return _profile(request, out, on_cell, root)
 
@@ -117,7 +117,7 @@ def _profile(request: ProfileRequest, out: Path | None, on_cell: OnCell, root: P
     before = None if out is None else existing_profile(out, name)
     at = conditions(kernel=request.kernel, num_threads=request.num_threads, repeats=request.repeats)
     store = CellStore(None if out is None else cell_file(out), at)
-    # The link first: a peer that is not there should not be found after minutes.
+    # The link first, so that a missing peer is reported at once and not after minutes.
     link = probe(*parse_peer(request.peer)) if request.peer else None
     meter = find_power_meter(root)
     wanted = [(model, request.data, batch) for model in dict.fromkeys(request.models)
@@ -132,7 +132,7 @@ def _profile(request: ProfileRequest, out: Path | None, on_cell: OnCell, root: P
         "idle_w": None if meter is None else store.host_figure(
             "idle_w", lambda: mean_watts(meter, lambda: time.sleep(_IDLE_S))),
     }
-    table = _device_table(store.of_model(), at, figures, like=request.like or like_here(),
+    table = _device_table(store.cells_by_model(), at, figures, like=request.like or similar_device(),
                           meter=meter, usable_cores=usable_cores())
     link_table = None if link is None else _link_table(link)
     if before is not None:
@@ -141,7 +141,7 @@ def _profile(request: ProfileRequest, out: Path | None, on_cell: OnCell, root: P
     parse_device(name, table, "profile")
     document = {"schema": 1, "device": {name: table}, **({"link": link_table} if link_table else {})}
     if out is not None:
-        write_or_refuse(out, toml_text(document, comment=_comment(at, out)))
+        write_file(out, toml_text(document, comment=_comment(at, out)))
     cells = [cell for cell in (store.find(*key) for key in wanted) if cell is not None]
     return {
         "schema": SCHEMA, "name": name, "machine": _machine(meter), "cells": cells, "link": link_table,
@@ -160,7 +160,7 @@ def published_device(name: str, new_name: str = "") -> dict[str, Any]:
 
 
 def published_toml(document: Mapping[str, Any], source: str) -> str:
-    """Return the profile file of what `published_device` returned; `source` is the catalogue's name."""
+    """Return the profile file of a `published_device` document; `source` is the catalogue's name."""
     comment = (f"The device {source} of socflower's catalogue, as a template. Change figures and say in their sources\n"
                "where yours are from; a cluster names this file with `device = \"FILE.toml\"`.")
     if document["name"] == source:
@@ -169,13 +169,13 @@ def published_toml(document: Mapping[str, Any], source: str) -> str:
 
 
 def write_published(text: str, out: Path, name: str) -> None:
-    """Write a template; ConfigError if something else than a profile of that device is there."""
+    """Write a template; `ConfigError` if the file exists and is not a profile of that device."""
     existing_profile(out, name)
-    write_or_refuse(out, text)
+    write_file(out, text)
 
 
 def existing_profile(out: Path, name: str) -> DeviceFile | None:
-    """Return the profile at `out` that is about to be replaced, or None; ConfigError if it should not be."""
+    """Return the existing profile at `out`, or None; `ConfigError` if it must not be replaced."""
     if out.suffix != ".toml":
         raise ConfigError(f"--out {out}: must end in .toml, by which clusters tell a file from a name")
     if not out.parent.is_dir():
@@ -195,18 +195,18 @@ def existing_profile(out: Path, name: str) -> DeviceFile | None:
 
 
 def cell_file(out: Path) -> Path:
-    """Return where the finished cells of a profile are kept."""
+    """Return the file of a profile's finished cells."""
     return out.with_name(f"{out.name}.part.json")
 
 
 def host_name() -> str:
-    """Return the host's name as the name of a device, and never that of a device of the catalogue."""
+    """Return a device name made from the host's name, distinct from the catalogue's names."""
     name = re.sub(r"[^a-z0-9_]+", "-", platform.node().partition(".")[0].lower()).strip("-") or "this-machine"
     return f"my-{name}" if name in device_names() else name
 
 
-def like_here() -> str:
-    """Return the device of the catalogue that is most like this machine, by its architecture alone."""
+def similar_device() -> str:
+    """Return the catalogue's device that is most similar to this machine, by architecture alone."""
     return "x86-core" if platform.machine().lower() in ("x86_64", "amd64", "i386", "i686") else "raspberry-pi-4b"
 
 
@@ -222,10 +222,10 @@ def _device_table(
     models: Mapping[str, Sequence[Mapping[str, Any]]], at: Conditions, figures: Mapping[str, float | None], *,
     like: str, meter: PowerMeter | None, usable_cores: int,
 ) -> dict[str, Any]:
-    """Return the `[device.NAME]` table of cells by model: measured figures, and those of `like` for the others."""
+    """Return the `[device.NAME]` table: measured figures of the cells, and those of `like` for the rest."""
     lent, lent_device = device_table(like), device(like)
     threads = f"{at.num_threads} thread{'s' if at.num_threads > 1 else ''}, {date.today().isoformat()}"
-    table = {key: _lent(lent[key], like) for key in DEVICE_FIGURES}
+    table = {key: _assumed(lent[key], like) for key in DEVICE_FIGURES}
     table["memory_bytes"] = _measured(psutil.virtual_memory().total, "memory of the system")
     if figures["memory_bytes_per_s"]:
         table["memory_bytes_per_s"] = _measured(
@@ -239,7 +239,7 @@ def _device_table(
             models, "int8", at.kernel,
             lent["processor"][lent_device.int8_processor or lent_device.default_processor]["active_w"], like, meter),
     }
-    # Two sides work at once only if each has its threads' cores.
+    # FP32 and int8 can run at the same time only if there are cores for the threads of both.
     if 2 * at.num_threads > usable_cores:
         table["processor"]["cpu-int8"]["shares"] = "cpu"
     return table
@@ -275,7 +275,7 @@ def _processor_table(
 
 
 def _layer_tables(cells: Sequence[Mapping[str, Any]], side: str) -> list[dict[str, Any]]:
-    """Return a table for every operator that the side can run, in running order."""
+    """Return a table for every operator that the side can run, in order of execution."""
     tables = []
     for index, operator in enumerate(cells[-1]["operators"]):
         seconds = [cell["operators"][index][f"{side}_s"] for cell in cells]
@@ -299,15 +299,15 @@ def _link_table(link: LinkFigures) -> dict[str, Any]:
     return table
 
 
-def _lent(entry: Mapping[str, Any], like: str) -> dict[str, Any]:
+def _assumed(entry: Mapping[str, Any], like: str) -> dict[str, Any]:
     source = str(entry["source"]).removeprefix(_ASSUMED)
     return figure(entry["value"], f"assumption: as {like}; {source}")
 
 
 def _with_edits(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a new table with what people have put into the old one: processors, and figures with other sources.
+    """Return the new table with the user's edits of the old one: added processors, and figures with other sources.
 
-    Rates of a processor that was measured are the exception: they belong to the timings beside them.
+    The rates of a measured processor are not kept, since they belong to its timings.
     """
     merged = dict(after)
     for key, old in before.items():
@@ -337,7 +337,7 @@ def _notes(request: ProfileRequest, store: CellStore, *, num_kept: int, num_cell
         notes.append(f"{num_kept} of {num_cells} cells were measured before; delete {store.path} to measure them anew")
     if any(str(processor["active_w"]["source"]).startswith(_ASSUMED)
            for processor in table["processor"].values()):
-        notes.append(f"this machine exposes no power: watts are those of {request.like or like_here()} (--like)")
+        notes.append(f"this machine exposes no power: watts are those of {request.like or similar_device()} (--like)")
     return notes
 
 

@@ -1,8 +1,8 @@
-"""What a link to another machine reaches: `serve` answers there, `probe` measures here, over plain TCP.
+"""Measures the link to another machine over plain TCP: `serve` answers there, `probe` measures here.
 
-Both say a line with magic and version first. Then the peer that asks sends requests: a letter and a number of four
-bytes, big-endian. E n and n bytes: they come back. U n (seconds/1000): bytes in chunks follow, the sum comes back.
-D n: chunks come for so long. Everything is bounded, and nothing of what is sent is kept.
+Both first send a line with magic and version. Then the prober sends requests: a letter and a big-endian number of four
+bytes. E n and n bytes: the bytes are echoed. U n (milliseconds): chunks follow for that time, and their total size is
+returned. D n (milliseconds): chunks are sent back for that time. All sizes are bounded, and no data is kept.
 """
 
 import os
@@ -25,9 +25,9 @@ NUM_MESSAGES = 50
 STREAM_S = 1.0
 
 _CHUNK_BYTES = 1 << 16
-_LONGEST_STREAM_S = 10.0
+_MAX_STREAM_S = 10.0
 _TIMEOUT_S = 5.0
-_MOST_CONNECTIONS = 8
+_MAX_CONNECTIONS = 8
 _REQUEST = struct.Struct(">cI")
 _SIZE = struct.Struct(">I")
 _SUM = struct.Struct(">Q")
@@ -35,7 +35,7 @@ _SUM = struct.Struct(">Q")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkFigures:
-    """What was measured of a link, seen from here."""
+    """The measured figures of a link, as seen from this machine."""
 
     peer: str
     round_trip_s: float  # the median of messages of 8 bytes
@@ -45,12 +45,12 @@ class LinkFigures:
 
     @property
     def bytes_per_s(self) -> float:
-        """The slower direction: the cluster's links have one rate for both."""
+        """The rate of the slower direction, since a cluster's links have one rate for both."""
         return min(self.upload_bytes_per_s, self.download_bytes_per_s)
 
 
 class ProbeServer:
-    """Answers probes in threads of its own until it is closed; port 0 takes any free one."""
+    """Answers probes in its own threads until it is closed; port 0 takes any free port."""
 
     def __init__(self, port: int, host: str = "") -> None:
         if not 0 <= port <= 65535:
@@ -60,8 +60,8 @@ class ProbeServer:
         except OSError as error:
             raise ConfigError(f"--serve {port}: cannot listen ({error.strerror or error}); take another port") from None
         self.port = int(self._listener.getsockname()[1])
-        """The port that is answered."""
-        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        """The port that it listens on."""
+        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
@@ -90,7 +90,7 @@ class ProbeServer:
             except OSError:
                 if self._listener.fileno() == -1:
                     return
-                time.sleep(0.1)  # such as too many open files: try again, without filling a core
+                time.sleep(0.1)  # such as too many open files: retry without busy waiting
                 continue
             if not self._free.acquire(blocking=False):
                 connection.close()
@@ -99,7 +99,7 @@ class ProbeServer:
 
     def _answer(self, connection: socket.socket) -> None:
         try:
-            # A stranger, or a peer that went away, is none of the next one's business.
+            # An unknown or disconnected peer must not affect the next one.
             with connection, suppress(OSError, EOFError, ValueError):
                 _prepare(connection)
                 _answer_requests(connection)
@@ -108,14 +108,14 @@ class ProbeServer:
 
 
 def serve(port: int, on_ready: Callable[[int], None]) -> None:
-    """Answer probes on a port until interrupted; `on_ready` gets the port. Raises ConfigError if it is taken."""
+    """Answer probes on a port until interrupted; `on_ready` gets the port. Raises `ConfigError` if it is in use."""
     with ProbeServer(port) as server:
         on_ready(server.port)
         server.wait()
 
 
 def parse_peer(text: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT, an IPv6 address in brackets."""
+    """Return host and port of HOST:PORT; an IPv6 address is in brackets."""
     host, separator, port = text.rpartition(":")
     if not separator or not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise ConfigError(f"--peer {text}: write HOST:PORT, as in --peer 192.168.1.7:5201")
@@ -123,10 +123,10 @@ def parse_peer(text: str) -> tuple[str, int]:
 
 
 def probe(host: str, port: int, *, stream_s: float = STREAM_S) -> LinkFigures:
-    """Return what the link to a machine that runs `serve` reaches; ConfigError in one line if that cannot be found.
+    """Measure the link to a machine that runs `serve`; `ConfigError` in one line on failure.
 
     Round trip: the median of small messages. Rates: a stream of `stream_s` in each direction, to the last byte's
-    arrival. Message: half the median round trip of 4 KB less its bytes at the slower rate, and 0 at least.
+    arrival. Message: half the median round trip of 4 KB minus its bytes at the slower rate, and at least 0.
     """
     peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
@@ -157,7 +157,7 @@ def probe(host: str, port: int, *, stream_s: float = STREAM_S) -> LinkFigures:
 
 def _prepare(connection: socket.socket) -> None:
     connection.settimeout(_TIMEOUT_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages must not wait for more
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send small messages at once
 
 
 def _answer_requests(connection: socket.socket) -> None:
@@ -169,9 +169,9 @@ def _answer_requests(connection: socket.socket) -> None:
         if request == b"E" and number <= _CHUNK_BYTES:
             connection.sendall(_receive(connection, number))
         elif request == b"U":
-            connection.sendall(_SUM.pack(_swallow(connection)))
+            connection.sendall(_SUM.pack(_receive_stream(connection)))
         elif request == b"D":
-            _stream(connection, number / 1000)
+            _send_stream(connection, number / 1000)
         else:
             return
 
@@ -192,11 +192,11 @@ def _round_trip_s(connection: socket.socket, num_bytes: int) -> float:
 def _upload_bytes_per_s(connection: socket.socket, stream_s: float, round_trip_s: float) -> float:
     start_s = time.perf_counter()
     connection.sendall(_REQUEST.pack(b"U", round(1000 * stream_s)))
-    sent = _stream(connection, stream_s)
+    sent = _send_stream(connection, stream_s)
     (arrived,) = _SUM.unpack(_receive(connection, _SUM.size))
     if arrived != sent:
         raise ValueError(f"counted {arrived} bytes of {sent}")
-    # The answer came half a round trip after the last byte, which took as long to arrive as the first one.
+    # The answer arrives half a round trip after the last byte, which itself took half a round trip to arrive.
     return sent / max(time.perf_counter() - start_s - round_trip_s, 1e-6)
 
 
@@ -204,13 +204,13 @@ def _download_bytes_per_s(connection: socket.socket, stream_s: float) -> float:
     connection.sendall(_REQUEST.pack(b"D", round(1000 * stream_s)))
     first = _receive(connection, 1)  # the clock starts with the stream, not with the request
     start_s = time.perf_counter()
-    return _swallow(connection, first) / max(time.perf_counter() - start_s, 1e-6)
+    return _receive_stream(connection, first) / max(time.perf_counter() - start_s, 1e-6)
 
 
-def _stream(connection: socket.socket, seconds: float) -> int:
-    """Send chunks for so long, one at least, and the empty chunk that ends them; return the bytes of all."""
+def _send_stream(connection: socket.socket, seconds: float) -> int:
+    """Send chunks for `seconds`, at least one, and the empty chunk that ends them; return the total bytes."""
     chunk = _SIZE.pack(_CHUNK_BYTES) + bytes(_CHUNK_BYTES)
-    end_s = time.perf_counter() + min(seconds, _LONGEST_STREAM_S)
+    end_s = time.perf_counter() + min(seconds, _MAX_STREAM_S)
     sent = 0
     while True:
         connection.sendall(chunk)
@@ -221,11 +221,11 @@ def _stream(connection: socket.socket, seconds: float) -> int:
     return sent
 
 
-def _swallow(connection: socket.socket, begun: bytes = b"") -> int:
-    """Receive chunks up to the empty one; return the bytes of all. `begun` was read already."""
+def _receive_stream(connection: socket.socket, begun: bytes = b"") -> int:
+    """Receive chunks up to the empty one; return the total bytes. `begun` is data that was read before."""
     arrived = 0
     buffer = bytearray(_CHUNK_BYTES)
-    end_s = time.perf_counter() + _LONGEST_STREAM_S + _TIMEOUT_S
+    end_s = time.perf_counter() + _MAX_STREAM_S + _TIMEOUT_S
     while True:
         (size,) = _SIZE.unpack(begun + _receive(connection, _SIZE.size - len(begun)))
         begun = b""
@@ -244,7 +244,7 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def _receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill `view`; EOFError if the other end closes, TimeoutError if it is silent, or trickles, for too long."""
+    """Fill `view`; `EOFError` if the other end closes, `TimeoutError` if it is silent or too slow."""
     end_s = time.perf_counter() + _TIMEOUT_S
     while view:
         if time.perf_counter() > end_s:

@@ -1,6 +1,6 @@
-"""Power that this machine exposes under /sys: RAPL counters, rails of INA sensors, a battery that discharges.
+"""Power that this machine exposes under /sys: RAPL counters, rails of INA sensors, a discharging battery.
 
-None of them is a wall meter: `source` says which part of the machine is measured, and goes into the profile.
+None of them is a wall meter: `source` names the measured part of the machine and is written to the profile.
 """
 
 import threading
@@ -15,23 +15,23 @@ _SAMPLE_S = 0.05
 
 @runtime_checkable
 class EnergyMeter(Protocol):
-    """A counter of joules, which is exact over any span."""
+    """A counter of joules, which is exact over any period."""
 
     source: str
 
     def energy_j(self) -> float:
-        """Return joules since some time in the past; never less than before. Raises OSError or ValueError."""
+        """Return joules since a fixed time; never decreasing. Raises `OSError` or `ValueError`."""
         ...
 
 
 @runtime_checkable
 class WattMeter(Protocol):
-    """A sensor of the watts of the moment."""
+    """A sensor of the current power in watts."""
 
     source: str
 
     def power_w(self) -> float:
-        """Return the watts now. Raises OSError or ValueError where they cannot be read any more."""
+        """Return the current watts. Raises `OSError` or `ValueError` if they cannot be read."""
         ...
 
 
@@ -39,7 +39,7 @@ PowerMeter = EnergyMeter | WattMeter
 
 
 def find_power_meter(root: Path = Path("/")) -> PowerMeter | None:
-    """Return the first meter below `root` that can really be read, or None: RAPL, INA rails, battery."""
+    """Return the first readable meter below `root`, or None, in the order RAPL, INA rails, battery."""
     for candidate in (_find_rapl, _find_rail, _find_battery):
         meter = candidate(root)
         if meter is not None:
@@ -48,7 +48,7 @@ def find_power_meter(root: Path = Path("/")) -> PowerMeter | None:
 
 
 def mean_watts(meter: PowerMeter, work: Callable[[], object]) -> float | None:
-    """Return the mean watts while `work` runs; None if the meter failed or showed nothing, as in many VMs."""
+    """Return the mean watts while `work` runs; None if the meter failed or showed 0, as in many VMs."""
     try:
         watts = _from_counter(meter, work) if isinstance(meter, EnergyMeter) else _from_samples(meter, work)
     except (OSError, ValueError):
@@ -67,18 +67,18 @@ class RaplMeter:
         self._total_uj = 0
 
     def energy_j(self) -> float:
-        """Return joules since this meter was made; to be called before a counter wraps twice (minutes to hours)."""
+        """Return joules since this meter was created; call it before a counter wraps twice (minutes to hours)."""
         for index, zone in enumerate(self._zones):
             now_uj = _whole_number(zone / "energy_uj")
             step_uj = now_uj - self._last_uj[index]
-            # The counter goes from max_energy_range_uj to 0.
+            # The counter wraps from max_energy_range_uj to 0.
             self._total_uj += step_uj if step_uj >= 0 else step_uj + self._ranges_uj[index] + 1
             self._last_uj[index] = now_uj
         return self._total_uj / 1e6
 
 
 class ProductMeter:
-    """Watts as a file in microwatts, or as the product of two files: volts and amperes."""
+    """Watts from a file in microwatts, or as the product of two files: volts and amperes."""
 
     def __init__(self, source: str, factors: tuple[tuple[Path, float], ...], status: Path | None = None) -> None:
         self.source = source
@@ -86,7 +86,7 @@ class ProductMeter:
         self._status = status
 
     def power_w(self) -> float:
-        """Return the product of all files, each in its unit; ValueError where a battery does not discharge."""
+        """Return the product of all files, each in its unit; `ValueError` if a battery does not discharge."""
         if self._status is not None and _text(self._status).lower() != "discharging":
             raise ValueError(f"{self._status}: the battery does not discharge")
         watts = 1.0
@@ -106,7 +106,7 @@ def _find_rapl(root: Path) -> RaplMeter | None:
                 zones[zone] = _text(zone / "name")
         except (OSError, ValueError):
             continue
-    # psys counts the packages and what is around them: never both.
+    # psys includes the packages, so the two must not be added.
     chosen = [zone for zone, name in zones.items() if name == "psys"][:1] or list(zones)
     if not chosen:
         return None
@@ -117,13 +117,13 @@ def _find_rapl(root: Path) -> RaplMeter | None:
 
 
 def _find_rail(root: Path) -> ProductMeter | None:
-    """Return the rail of all inputs (Jetson: VDD_IN, POM_5V_IN) if it has a label that says so, else the first."""
+    """Return the rail labelled as the total input (Jetson: VDD_IN, POM_5V_IN), else the first rail."""
     for folder in _sorted(root / "sys/class/hwmon", "hwmon*"):
         try:
             chip = _text(folder / "name")
         except (OSError, ValueError):
             chip = folder.name
-        if chip in _GRAPHICS:  # a part of the machine that does not train here
+        if chip in _GRAPHICS:  # trainers do not use graphics processors
             continue
         rails: list[tuple[bool, ProductMeter]] = []
         for channel in range(1, 17):
@@ -131,7 +131,7 @@ def _find_rail(root: Path) -> ProductMeter | None:
             for factors in (((folder / f"power{channel}_input", 1e-6),), ((volts, 1e-3), (amperes, 1e-3))):
                 label = _label(folder, channel)
                 meter = ProductMeter(f"hwmon {chip}, {label or f'channel {channel}'}", factors)
-                if _reads(meter):
+                if _is_readable(meter):
                     rails.append(("_in" in label.lower(), meter))
                     break
         if rails:
@@ -149,12 +149,12 @@ def _find_battery(root: Path) -> ProductMeter | None:
         for factors in (((folder / "power_now", 1e-6),),
                         ((folder / "current_now", 1e-6), (folder / "voltage_now", 1e-6))):
             meter = ProductMeter(f"battery {folder.name}", factors, folder / "status")
-            if _reads(meter):
+            if _is_readable(meter):
                 return meter
     return None
 
 
-def _reads(meter: ProductMeter) -> bool:
+def _is_readable(meter: ProductMeter) -> bool:
     try:
         return meter.power_w() > 0
     except (OSError, ValueError):
@@ -171,7 +171,7 @@ def _label(folder: Path, channel: int) -> str:
 
 
 def _sorted(folder: Path, pattern: str) -> list[Path]:
-    """Return what matches, hwmon2 before hwmon10; nothing where the folder is missing or closed."""
+    """Return matching paths, hwmon2 before hwmon10; none if the folder is missing or unreadable."""
     try:
         return sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name))
     except OSError:
@@ -213,5 +213,5 @@ def _from_samples(meter: WattMeter, work: Callable[[], object]) -> float:
     finally:
         done.set()
         sampler.join()
-    samples.append(meter.power_w())  # one at least, and the meter still works
+    samples.append(meter.power_w())  # at least one sample, and raises if the meter has failed
     return sum(samples) / len(samples)

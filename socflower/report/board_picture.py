@@ -1,4 +1,4 @@
-"""The groups on their boards, drawn as SVG: which SoC belongs to whom, who leads, what crosses boards."""
+"""The groups on their boards as SVG: each SoC's group, the leaders, and the links across boards."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ _GROUP_COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#BBCC33", "#FFAABB", "#99DDF
 _PICTURE_WIDTH = 1080.0
 _LETTERED = 12.0  # font size from which a cell has room for its communication group too
 _MAX_BOARDS = 400
-"""More are counted in a line of text: beyond some 2,000 cells nobody reads on, and browsers slow down."""
+"""Further boards are only counted in text: more than about 2,000 cells are unreadable and slow in browsers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +36,13 @@ _TINY = _Scale(cell=13, gap=1.5, padding=4, header=0, gutter=10, font=0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Member:
-    """What a SoC does in a plan."""
+    """A SoC's role in a plan."""
 
     group: int  # position among the plan's groups
     group_id: str
     leads: bool
     split: bool
-    communication_group: str  # a letter, empty where the plan has one such group at most
+    communication_group: str  # a letter; empty if the plan has at most one such group
 
 
 def letter(index: int) -> str:
@@ -51,7 +51,7 @@ def letter(index: int) -> str:
 
 
 def communication_letters(plan: Mapping[str, Any]) -> dict[str, str]:
-    """Return the letter of each group's communication group, by group id; empty where there is only one."""
+    """Return the letter of each group's communication group, by group id; empty if there is only one."""
     parts = plan.get("communication_groups") or []
     if len(parts) < 2:
         return {}
@@ -59,7 +59,7 @@ def communication_letters(plan: Mapping[str, Any]) -> dict[str, str]:
 
 
 def board_picture(plan: Mapping[str, Any], prefix: str) -> str:
-    """Return the SVG of a plan's groups; `prefix` keeps its ids apart from those of other pictures."""
+    """Return the SVG of a plan's groups; `prefix` makes its ids distinct from those of other pictures."""
     slots = [int(count) for count in plan.get("slots_per_board") or []]
     members = _members(plan)
     first_soc = [sum(slots[:board]) for board in range(min(len(slots), _MAX_BOARDS))]
@@ -76,7 +76,7 @@ def board_picture(plan: Mapping[str, Any], prefix: str) -> str:
     for board, count in enumerate(shown):
         x = 1 + board % per_row * (width + scale.gutter)
         y = 1 + board // per_row * (height + scale.gutter)
-        # A board with fewer slots is drawn smaller, but not so small that its name overflows.
+        # A board with fewer slots is drawn smaller, but wide enough for its name.
         own_width = 2 * scale.padding + max(2, min(count, columns)) * (scale.cell + scale.gap) - scale.gap
         own_height = height - (deepest - max(1, math.ceil(count / columns))) * (scale.cell + scale.gap)
         cells.append(f'<rect x="{x:g}" y="{y:g}" width="{own_width:g}" height="{own_height:g}" '
@@ -92,11 +92,11 @@ def board_picture(plan: Mapping[str, Any], prefix: str) -> str:
             cells.append(_cell(soc, members.get(soc), left, top, scale, prefix))
     rows = math.ceil(len(shown) / per_row) if shown else 0
     total_width = 2 + per_row * (width + scale.gutter) - scale.gutter
-    # The last gutter stays: links run below the last row too.
+    # Keep the last gutter, since links also run below the last row.
     total_height = 2 + rows * (height + scale.gutter)
     links = _links(plan, slots, centre, scale)
     label = _label(plan, slots, members)
-    # The letters of the cells would be read out one by one; the label and the table below say it better.
+    # Screen readers get the label and the table below instead of the letters of each cell.
     return (f'<svg viewBox="0 0 {total_width:g} {total_height:g}" width="{total_width:g}" '
             f'height="{total_height:g}" role="img" aria-label="{text(label)}" '
             'font-family="system-ui, sans-serif">\n'
@@ -123,7 +123,7 @@ def _members(plan: Mapping[str, Any]) -> dict[int, _Member]:
 
 
 def _cell(soc: int, member: _Member | None, x: float, y: float, scale: _Scale, prefix: str) -> str:
-    """Return one slot: its group's colour and number, a star for the leader, a heavy frame where split."""
+    """Return one slot: its group's colour and number, a star for the leader, a thick frame if the group is split."""
     box = f'x="{x:g}" y="{y:g}" width="{scale.cell:g}" height="{scale.cell:g}" rx="{scale.cell / 8:g}"'
     if member is None:
         return f'<g><title>SoC {soc}: idle</title><rect {box} fill="url(#{prefix}-idle)" stroke="#b4bac1"/></g>'
@@ -177,7 +177,7 @@ def _links(plan: Mapping[str, Any], slots: Sequence[int], centre: Mapping[int, t
                 curve = f"M{x0:g} {y0:g}C{x0:g} {y0 + bend:g} {x1:g} {y1 - bend:g} {x1:g} {y1:g}"
             else:
                 y1 += scale.cell / 2
-                # A cubic reaches 3/4 of its control points' depth; this stays within the gutter.
+                # A cubic curve reaches 3/4 of its control points' depth, so that it stays within the gutter.
                 depth = max(y0, y1) + (scale.padding + scale.gutter) * .95
                 curve = f"M{x0:g} {y0:g}C{x0:g} {depth:g} {x1:g} {depth:g} {x1:g} {y1:g}"
             name = text(group.get("id", ""))
@@ -202,7 +202,7 @@ def _left_out(slots: Sequence[int]) -> str:
 
 
 def picture_legend(plan: Mapping[str, Any], prefix: str) -> str:
-    """Return what the marks of a plan's `board_picture` mean; it borrows the hatching of that picture."""
+    """Return the legend of a plan's `board_picture`, which uses the hatching defined in that picture."""
     scale = _scale(len(plan.get("slots_per_board") or []))
 
     def swatch(inner: str) -> str:

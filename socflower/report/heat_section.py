@@ -11,19 +11,19 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from socflower.quantities import MISSING, finite, human_joules, human_seconds, percent
 from socflower.report.page import figure, section, table, text
-from socflower.report.plots import as_svg, curve_legend, line_look, own_style, scale_x
+from socflower.report.plots import as_svg, curve_legend, line_style, report_style, scale_x
 from socflower.report.summary import Run
 from socflower.thermal.model.governor import snapdragon_governor
 
 _KEYS = ("at_s", "hottest_c", "mean_clock", "rpm")
-_MOST_POINTS = 700  # of a line: more than a screen has pixels for
+_MAX_POINTS = 700  # of a line; more would exceed a screen's resolution
 
 
 @dataclass(frozen=True, slots=True)
 class HeatCurves:
-    """How a run's rack went through virtual time, all as long as `at_s`."""
+    """A run's temperatures, clocks and fan speeds over virtual time; all tuples have the length of `at_s`."""
 
-    look: int
+    style: int
     label: str
     at_s: tuple[float, ...]
     hottest_c: tuple[float, ...]
@@ -32,7 +32,7 @@ class HeatCurves:
 
 
 def heat_section(runs: Sequence[Run]) -> str:
-    """Return the section; nothing where no result has any heat."""
+    """Return the section; empty if no result has heat."""
     shown = [run for run in runs if run.table("heat")]
     if not shown:
         return ""
@@ -41,7 +41,7 @@ def heat_section(runs: Sequence[Run]) -> str:
 
 
 def heat_curves(run: Run) -> HeatCurves | None:
-    """Return a run's curves; None without any. Moments of which something is not known are left out."""
+    """Return a run's curves, or None if it has none; times with unknown values are left out."""
     history = run.table("heat").get("history")
     if not isinstance(history, Mapping):
         return None
@@ -50,12 +50,12 @@ def heat_curves(run: Run) -> HeatCurves | None:
     if not moments:
         return None
     at_s, hottest_c, mean_clock, rpm = zip(*_thinned(moments), strict=True)
-    return HeatCurves(run.look, run.label, at_s, hottest_c, mean_clock, rpm)
+    return HeatCurves(run.style, run.label, at_s, hottest_c, mean_clock, rpm)
 
 
 def _thinned(moments: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """Return so few moments that a page stays small: of each stretch of time the one with the hottest SoC."""
-    stretch = math.ceil(len(moments) / _MOST_POINTS)
+    """Return at most `_MAX_POINTS` samples: of each period the one with the hottest SoC."""
+    stretch = math.ceil(len(moments) / _MAX_POINTS)
     return [max(moments[begin:begin + stretch], key=lambda moment: moment[1])
             for begin in range(0, len(moments), stretch)]
 
@@ -64,7 +64,7 @@ def _figures(curves: Sequence[HeatCurves]) -> str:
     if not curves:
         return '<p class="note">Users came and went; nothing could get hot.</p>'
     trips_c = snapdragon_governor().trip_c
-    legend = curve_legend([(each.look, each.label) for each in curves],
+    legend = curve_legend([(each.style, each.label) for each in curves],
                           [f"{trip_c:g} °C" for trip_c in trips_c], noun="clocks fall at ")
     hot = "The hottest SoC over virtual time. " + "; ".join(
         f"{each.label}: at most {max(each.hottest_c):.1f} °C, {each.hottest_c[-1]:.1f} °C after "
@@ -73,11 +73,11 @@ def _figures(curves: Sequence[HeatCurves]) -> str:
         f"{each.label}: clock at least {percent(min(each.mean_clock))} of the highest, fans up to "
         f"{max(each.rpm):,.0f} rpm" for each in curves)
     return "\n".join((figure(_temperature_plot(curves, trips_c, hot), legend),
-                      figure(_speed_plot(curves, fast), curve_legend([(each.look, each.label) for each in curves]))))
+                      figure(_speed_plot(curves, fast), curve_legend([(each.style, each.label) for each in curves]))))
 
 
 def _temperature_plot(curves: Sequence[HeatCurves], trips_c: Sequence[float], alt: str) -> str:
-    with own_style():
+    with report_style():
         drawing = Figure(figsize=(10.6, 3.4), layout="constrained")
         axes = drawing.add_subplot()
         _draw(axes, curves, lambda each: each.hottest_c)
@@ -90,7 +90,7 @@ def _temperature_plot(curves: Sequence[HeatCurves], trips_c: Sequence[float], al
 
 
 def _speed_plot(curves: Sequence[HeatCurves], alt: str) -> str:
-    with own_style():
+    with report_style():
         drawing = Figure(figsize=(10.6, 4.4), layout="constrained")
         clock, fan = drawing.subplots(2, 1, sharex=True)
         _draw(clock, curves, lambda each: each.mean_clock)
@@ -108,7 +108,7 @@ def _speed_plot(curves: Sequence[HeatCurves], alt: str) -> str:
 def _draw(axes: Axes, curves: Sequence[HeatCurves], values: Callable[[HeatCurves], Sequence[float]]) -> None:
     for each in curves:
         every = max(1, math.ceil(len(each.at_s) / 8))
-        axes.plot(each.at_s, values(each), markevery=every, **line_look(each.look))
+        axes.plot(each.at_s, values(each), markevery=every, **line_style(each.style))
     axes.set_xlim(left=0)
 
 

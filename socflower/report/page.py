@@ -1,6 +1,6 @@
-"""The page around a report: style sheet, HTML vocabulary, escaping. It knows nothing of results.
+"""The page of a report: style sheet, HTML elements and escaping, independent of results.
 
-Text enters a page through `text` only, which escapes it; every other function takes ready HTML.
+Text is added to a page only through `text`, which escapes it; every other function takes ready HTML.
 """
 
 import html
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# One column of cards. Plots keep a white ground in dark mode, since their ink is dark.
+# One column of cards. Plots keep a white background in dark mode, since their lines are dark.
 _STYLE = """
 :root { color-scheme: light dark; --page: #f4f5f7; --card: #fff; --ink: #1b1f24; --faint: #59636e;
   --line: #d5dae0; --good: #00684a; --bad: #a83200; --good-bg: #e0f3ec; --bad-bg: #fdeae0; --stripe: #f8f9fb;
@@ -79,20 +79,20 @@ def text(value: object) -> str:
 
 
 def printable(value: object) -> str:
-    """Return a value as text that a file can hold: no lone surrogates, no control characters."""
+    """Return a value as text without lone surrogates and control characters."""
     plain = str(value).encode("utf-8", "replace").decode("utf-8")
     return "".join(char if char.isprintable() or char in " \n\t" else "\ufffd" for char in plain)
 
 
 def badge(holds: bool | None) -> str:
-    """Return the mark of a claim, None for one not checked; sign and word, for colour alone misleads some."""
+    """Return the badge of a claim, None for an unchecked one; it has sign and word for colour-blind readers."""
     if holds is None:
         return '<span class="badge unknown">? not checked</span>'
     return f'<span class="badge {"holds" if holds else "fails"}">{"✓ holds" if holds else "✗ fails"}</span>'
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: Iterable[int] = ()) -> str:
-    """Return a table whose first column heads its rows; columns in `numeric` are set flush right."""
+    """Return a table whose first column holds the row headings; columns in `numeric` are right-aligned."""
     right = set(numeric)
     kind = ['class="number"' if index in right else 'class="wrap"' for index in range(len(head))]
     lines = ['<div class="scroll" tabindex="0"><table>', f"<caption>{caption}</caption>" if caption else "",
@@ -112,17 +112,17 @@ def section(anchor: str, heading: str, *content: str) -> str:
 
 
 def figure(svg: str, legend: str = "") -> str:
-    """Return a picture on its white ground, under its legend."""
+    """Return a picture on a white background, below its legend."""
     return f"<figure>\n{legend}{svg}\n</figure>"
 
 
 def details(summary: str, content: str, *, is_open: bool = False) -> str:
-    """Return content that is folded away until asked for."""
+    """Return content that is collapsed by default."""
     return f"<details{' open' if is_open else ''}><summary>{summary}</summary>\n{content}\n</details>"
 
 
 def listing(value: Any) -> str:
-    """Return a nested value as indented JSON; NaN and infinity read as themselves."""
+    """Return a nested value as indented JSON; NaN and infinity become text."""
     return f"<pre><code>{text(json.dumps(_as_json(value), indent=2, ensure_ascii=False))}</code></pre>"
 
 
@@ -130,7 +130,7 @@ def page(title: str, body: str) -> str:
     """Return a complete document; `title` is plain text, `body` is HTML."""
     return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            # Says to browsers what the tests say to us: nothing is loaded, nothing is run.
+            # Makes browsers enforce what the tests check: nothing is loaded, nothing is executed.
             '<meta http-equiv="Content-Security-Policy" '
             "content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
             f"<title>{text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n"
@@ -138,7 +138,7 @@ def page(title: str, body: str) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value that JSON can write: what it does not know becomes text."""
+    """Return a value that JSON can represent; other types become text."""
     if isinstance(value, dict):
         return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

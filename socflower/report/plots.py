@@ -1,6 +1,6 @@
-"""The report's plots, by matplotlib without pyplot, as SVG text that equal inputs repeat byte by byte.
+"""The report's plots by matplotlib (without pyplot) as SVG; equal inputs give equal bytes.
 
-Letters stay text (small, selectable, in the page's font), so a plot leaves room by DejaVu Sans, a wide font.
+Letters remain text (small, selectable, in the page's font); the layout reserves space for DejaVu Sans, a wide font.
 """
 
 import io
@@ -21,9 +21,9 @@ from socflower.quantities import human_joules, human_seconds, percent, significa
 from socflower.report.page import text
 
 PARTS = ("compute", "synchronisation", "update", "idle", "cooling")
-"""Of time and energy; cooling is that of the fans, where there are any."""
+"""Parts of time and energy; cooling is the energy of the fans, if there are any."""
 
-# Okabe and Ito's colours without their yellow, which is too faint for a line on white.
+# Okabe and Ito's colours without their yellow, which is too light for a line on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 # The same shapes for the legend, around (15, 7).
@@ -32,8 +32,8 @@ _SWATCHES = ("M11 7a4 4 0 1 0 8 0a4 4 0 1 0-8 0Z", "M11.4 3.4h7.2v7.2h-7.2Z", "M
              "M13.3 2.5h3.4v2.8h2.8v3.4h-2.8v2.8h-3.4v-2.8h-2.8v-3.4h2.8Z",
              "M11 4L13 2L15 4.6L17 2L19 4L17 7L19 10L17 12L15 9.4L13 12L11 10L13 7Z")
 _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5))
-# Fill, hatch and ink of each part: hatches tell the bars apart on a grey print.
-_PART_LOOK = {"compute": ("#0072B2", "", "#fff"), "synchronisation": ("#E69F00", "", "#000"),
+# Fill, hatch and text colour of each part; hatches distinguish the bars in greyscale.
+_PART_STYLE = {"compute": ("#0072B2", "", "#fff"), "synchronisation": ("#E69F00", "", "#000"),
               "update": ("#009E73", "\\\\\\\\", "#000"), "idle": ("#DDE0E3", "////", "#000"),
               "cooling": ("#56B4E9", "----", "#000")}
 _LOG_SPAN = 20.0
@@ -49,32 +49,32 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """One strategy's points in drawing order; `look` selects colour, marker and dash and stays with a strategy."""
+    """One strategy's points in drawing order; `style` selects colour, marker and dash and stays with a strategy."""
 
-    look: int
+    style: int
     xs: tuple[float, ...]
     ys: tuple[float, ...]
 
 
 @contextmanager
-def own_style() -> Iterator[None]:
-    """Draw by our settings whatever the user's matplotlibrc says, and leave them as they were."""
+def report_style() -> Iterator[None]:
+    """Apply the report's matplotlib settings within the context, independent of the user's matplotlibrc."""
     with matplotlib.rc_context(), warnings.catch_warnings():
-        # The browser's fonts draw the letters; what DejaVu lacks only makes its width a guess.
+        # The browser's fonts draw the letters; a glyph missing in DejaVu only makes its width approximate.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
         yield
 
 
-def line_look(look: int) -> dict[str, Any]:
-    """Return how matplotlib draws the line of a strategy."""
-    return {"color": _colour(look), "linewidth": 2, "marker": _MARKERS[look % len(_MARKERS)], "markersize": 7,
-            "markeredgecolor": "#fff", "markeredgewidth": .7, "dashes": _dash(look) or (None, None)}
+def line_style(style: int) -> dict[str, Any]:
+    """Return matplotlib's arguments for the line of a strategy."""
+    return {"color": _colour(style), "linewidth": 2, "marker": _MARKERS[style % len(_MARKERS)], "markersize": 7,
+            "markeredgecolor": "#fff", "markeredgewidth": .7, "dashes": _dash(style) or (None, None)}
 
 
 def needs_log(curves: Sequence[Curve]) -> bool:
-    """Return whether spans differ too much (20-fold) for the short curves to be seen on a linear axis."""
+    """Return whether the curves' ranges differ so much (20-fold) that short curves are invisible on a linear axis."""
     ends = [max(curve.xs) for curve in curves if curve.xs]
     return len(ends) > 1 and min(ends) > 0 and max(ends) / min(ends) > _LOG_SPAN
 
@@ -85,18 +85,18 @@ def accuracy_plot(
 ) -> str:
     """Return accuracy, or another share, over virtual time, energy or epochs as SVG.
 
-    `quantity` is "s", "J" or "epoch"; `label` says what the share is, `noun` what the quantity is if not the usual.
+    `quantity` is "s", "J" or "epoch"; `label` names the share, `noun` the quantity if not its default name.
     """
-    with own_style():
+    with report_style():
         drawing = Figure(figsize=(10.6, 4.4), layout="constrained")
         axes = drawing.add_subplot()
         log = needs_log(curves)
         for curve in curves:
             points = [(x, y) for x, y in zip(curve.xs, curve.ys, strict=True) if x > 0 or not log]
-            # A marker on each of 500 rounds is a smear; the last point always has one.
+            # Markers on all of 500 rounds would overlap; the last point always has one.
             every = math.ceil(len(points) / 12)
             marked = sorted({*range(0, len(points), max(1, every)), len(points) - 1})
-            axes.plot([x for x, _ in points], [y for _, y in points], markevery=marked, **line_look(curve.look))
+            axes.plot([x for x, _ in points], [y for _, y in points], markevery=marked, **line_style(curve.style))
         if not log:
             axes.set_xlim(left=0)
         for target in targets:
@@ -106,7 +106,7 @@ def accuracy_plot(
         axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=False))
         lowest, highest = axes.get_ylim()
         if highest - lowest < 0.1:
-            # Otherwise the ticks would need decimals, and noise would look like progress.
+            # Otherwise the ticks would need decimals, and noise would resemble progress.
             middle = (lowest + highest) / 2
             axes.set_ylim(middle - 0.05, middle + 0.05)
         scale_x(axes, quantity, log, noun=noun)
@@ -120,7 +120,7 @@ def breakdown_plot(
 
     Rows may lack parts.
     """
-    with own_style():
+    with report_style():
         drawing = Figure(figsize=(10.6, 1.15 + 0.46 * len(rows)), layout="constrained")
         total, share = drawing.subplots(1, 2, sharey=True, width_ratios=(1, 1.25))
         sums = [math.fsum(parts.get(part, 0.0) for part in PARTS) for _, parts in rows]
@@ -129,7 +129,7 @@ def breakdown_plot(
             for row, (_, parts) in enumerate(rows):
                 left = 0.0
                 for part in (part for part in PARTS if part in parts):
-                    fill, hatch, ink = _PART_LOOK[part]
+                    fill, hatch, ink = _PART_STYLE[part]
                     size = parts[part] / ((sums[row] or 1.0) if relative else 1.0)
                     axes.barh(row, size, left=left, height=.62, color=fill, hatch=hatch, edgecolor="#fff",
                               linewidth=.8)
@@ -143,7 +143,7 @@ def breakdown_plot(
         share.tick_params(labelleft=False, left=False)
         total.tick_params(left=False)
         total.set_xlim(0, 1.04 * max(sums, default=0.0) or 1.0)
-        scale_x(total, quantity, False, noun="SoC time" if quantity == "s" else "energy", most_ticks=5)
+        scale_x(total, quantity, False, noun="SoC time" if quantity == "s" else "energy", max_ticks=5)
         share.set_xlim(0, 1)
         share.xaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value, 0)))
         share.set_xlabel("share of each strategy's own total")
@@ -151,8 +151,8 @@ def breakdown_plot(
 
 
 def curve_legend(names: Sequence[tuple[int, str]], targets: Sequence[str] = (), *, noun: str = "target ") -> str:
-    """Return the legend of a plot of curves as HTML, which wraps where names are long; `noun` is what targets are."""
-    items = [(_line_swatch(look), text(name)) for look, name in names]
+    """Return the legend of curves as HTML, which wraps long names; `noun` precedes each target."""
+    items = [(_line_swatch(style), text(name)) for style, name in names]
     dash = ('<svg width="30" height="14" aria-hidden="true"><path d="M1 7H29" stroke="#59636e" stroke-width="1.5" '
             'stroke-dasharray="5 3.5"/></svg>')
     items += [(dash, text(f"{noun}{target}")) for target in targets]
@@ -166,7 +166,7 @@ def part_legend(parts: Sequence[str] = PARTS) -> str:
     return _legend([(
         f'<svg width="18" height="14" aria-hidden="true"><rect width="18" height="14" rx="2" fill="{fill}"/>'
         f'<path d="{lines[hatch]}" stroke="#fff" stroke-width="1"/></svg>', part,
-    ) for part, (fill, hatch, _) in _PART_LOOK.items() if part in parts])
+    ) for part, (fill, hatch, _) in _PART_STYLE.items() if part in parts])
 
 
 def _legend(items: Sequence[tuple[str, str]]) -> str:
@@ -174,24 +174,24 @@ def _legend(items: Sequence[tuple[str, str]]) -> str:
     return f'<ul class="legend">{"".join(shown)}</ul>\n'
 
 
-def _colour(look: int) -> str:
-    return _COLOURS[look % len(_COLOURS)]
+def _colour(style: int) -> str:
+    return _COLOURS[style % len(_COLOURS)]
 
 
-def _dash(look: int) -> tuple[float, ...]:
-    return _DASHES[look // len(_COLOURS) % len(_DASHES)]
+def _dash(style: int) -> tuple[float, ...]:
+    return _DASHES[style // len(_COLOURS) % len(_DASHES)]
 
 
-def _line_swatch(look: int) -> str:
-    dash = _dash(look)
+def _line_swatch(style: int) -> str:
+    dash = _dash(style)
     dashes = f' stroke-dasharray="{" ".join(f"{2 * step:g}" for step in dash)}"' if dash else ""
-    colour = _colour(look)
+    colour = _colour(style)
     return (f'<svg width="30" height="14" aria-hidden="true"><path d="M0 7H30" stroke="{colour}" stroke-width="2"'
-            f'{dashes}/><g fill="{colour}"><path d="{_SWATCHES[look % len(_SWATCHES)]}"/></g></svg>')
+            f'{dashes}/><g fill="{colour}"><path d="{_SWATCHES[style % len(_SWATCHES)]}"/></g></svg>')
 
 
-def scale_x(axes: Axes, quantity: str, log: bool, *, noun: str | None = None, most_ticks: int = 8) -> None:
-    """Label the x-axis in the unit that suits its largest value, or in human units where it is logarithmic."""
+def scale_x(axes: Axes, quantity: str, log: bool, *, noun: str | None = None, max_ticks: int = 8) -> None:
+    """Label the x-axis in the unit that fits its largest value, or with readable units if it is logarithmic."""
     name = noun or {"s": "virtual time", "J": "energy", "epoch": "epoch"}[quantity]
     if log:
         axes.set_xscale("log")
@@ -212,16 +212,16 @@ def scale_x(axes: Axes, quantity: str, log: bool, *, noun: str | None = None, mo
     low, high = axes.get_xlim()
     divisor, unit = _unit(max(abs(low), abs(high)), quantity)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / divisor:g}"))
-    # Ticks are chosen in the unit that is printed: 30 min, not 1,666.7 s.
-    axes.xaxis.set_major_locator(_UnitLocator(divisor, most_ticks))
+    # Ticks are chosen in the printed unit: 30 min, not 1,666.7 s.
+    axes.xaxis.set_major_locator(_UnitLocator(divisor, max_ticks))
     axes.set_xlabel(f"{name} ({unit})" if unit else name)
 
 
 class _UnitLocator(MaxNLocator):
-    """Ticks at round numbers of a unit other than the axis's own."""
+    """Places ticks at round numbers of a unit other than the axis's own."""
 
-    def __init__(self, divisor: float, most_ticks: int) -> None:
-        super().__init__(most_ticks, steps=[1, 2, 2.5, 5, 10])
+    def __init__(self, divisor: float, max_ticks: int) -> None:
+        super().__init__(max_ticks, steps=[1, 2, 2.5, 5, 10])
         self._divisor = divisor
 
     def tick_values(self, vmin: float, vmax: float) -> list[float]:
@@ -241,7 +241,7 @@ def _unit(largest: float, quantity: str) -> tuple[float, str]:
 
 
 def _tick(label: str) -> str:
-    """Return a tick without what only a table needs: watt-hours, decimals that are zero."""
+    """Return a tick without watt-hours and zero decimals, which only tables need."""
     label = label.split(" (", maxsplit=1)[0]
     return re.sub(r" 00 (min|s|h)$", "", re.sub(r"(\d)\.0+ ", r"\1 ", label))
 
@@ -251,7 +251,7 @@ def _short(label: str, limit: int = 30) -> str:
 
 
 def as_svg(drawing: Figure, alt: str, prefix: str) -> str:
-    """Return the figure as an `<svg>` element for a page: ids that cannot clash, no date, no foreign addresses."""
+    """Return the figure as an `<svg>` element for a page, with unique ids and without date and external addresses."""
     buffer = io.StringIO()
     drawing.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = buffer.getvalue()
@@ -260,7 +260,7 @@ def as_svg(drawing: Figure, alt: str, prefix: str) -> str:
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
     svg = re.sub(r' id="([^"]+)"', lambda match: f' id="{prefix}-{match[1]}"' if match[1] in used else "", svg)
     svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{prefix}-", svg)
-    # Its sheet `* {stroke-linejoin: ...}` would style the whole page.
+    # Its style sheet `* {stroke-linejoin: ...}` would apply to the whole page.
     svg = re.sub(r'<style type="text/css">.*?</style>', "", svg, flags=re.DOTALL)
     svg = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", svg)
     svg = re.sub(r"'?DejaVu Sans'?(, [^;\"]*)?", "system-ui, 'DejaVu Sans', sans-serif", svg)

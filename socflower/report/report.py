@@ -1,4 +1,4 @@
-"""A run's or a comparison's report: one HTML file that opens anywhere, without a network and without us."""
+"""The report of a run or a comparison: one HTML file that needs neither a network nor socflower."""
 
 import itertools
 import json
@@ -17,20 +17,20 @@ from socflower.report.plots import PARTS, Curve, accuracy_plot, breakdown_plot, 
 from socflower.report.split_section import split_section
 from socflower.report.summary import Run, expectations, name_runs, summary, targets_of
 
-_MAX_LISTED = 30  # groups that a sentence can name
+_MAX_LISTED = 30  # groups that are listed in a sentence
 _MAX_ROUNDS = 200
 _MAX_EVENTS = 500
-"""Longer lists are cut, saying so: result.json has all of them, and a browser should still open this file."""
+"""Longer lists are cut with a note, so that browsers can open the file; result.json has all entries."""
 
 
 def write_report(
     path: Path, results: Sequence[Mapping[str, Any]], *, title: str, question: str = "",
     baseline: str | None = None,
 ) -> None:
-    """Write the report of one or several result documents; a reader sees the old file or the whole new one.
+    """Write the report of one or several result documents atomically.
 
-    Ratios are taken against `baseline`, a strategy's name, or the slowest result. Equal arguments give equal
-    bytes. Raises ConfigError without results and where no result has the baseline's name.
+    Ratios are relative to `baseline`, a strategy's name, or by default to the slowest result. Equal arguments give
+    equal bytes. Raises `ConfigError` without results, or if no result has the baseline's name.
     """
     content = render_report(results, title=title, question=question, baseline=baseline)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def _accuracy_over_time(runs: Sequence[Run]) -> str:
                        for run in runs if run.rows("rounds"))
     if any(curve.xs for curve in curves):
         return section("time", "Accuracy over virtual time", _accuracy_figure(runs, curves, "s"), rounds)
-    # In deployment there is no virtual time, but a real one.
+    # A deployment has wall time instead of virtual time.
     curves = [_curve(run, "wall_s") for run in runs]
     if any(curve.xs for curve in curves):
         return section("time", "Accuracy over wall time",
@@ -96,7 +96,7 @@ def _accuracy_over_energy(runs: Sequence[Run]) -> str:
 
 
 def _mixing(runs: Sequence[Run]) -> str:
-    """Return how mixed precision shared the samples, and how far int8 could be trusted; nothing without it."""
+    """Return the CPU's share of the samples and the confidence in int8; empty without mixed precision."""
     figures = []
     for key, noun, label in (("cpu_share", "The CPUs' share of the samples (gamma)", "share of the CPU"),
                              ("alpha", "Confidence in int8 (alpha)", "cosine of the logits")):
@@ -107,15 +107,15 @@ def _mixing(runs: Sequence[Run]) -> str:
                                                   for run, curve in shown)
         svg = accuracy_plot([curve for _, curve in shown], quantity="epoch", targets=(), alt=alt, prefix=key,
                             label=label)
-        figures.append(figure(svg, curve_legend([(run.look, run.label) for run, _ in shown], [])))
+        figures.append(figure(svg, curve_legend([(run.style, run.label) for run, _ in shown], [])))
     return section("mixing", "CPU and NPU", *figures) if figures else ""
 
 
 def _curve(run: Run, key: str, of: str = "accuracy") -> Curve:
-    """Return the rounds that have both the share `of`, such as an accuracy, and the other quantity."""
+    """Return the curve of the rounds that have both the quantity `key` and the share `of`, such as the accuracy."""
     points = [(x, y) for row in run.rows("rounds")
               if (x := finite(row.get(key))) is not None and (y := finite(row.get(of))) is not None]
-    return Curve(look=run.look, xs=tuple(x for x, _ in points), ys=tuple(y for _, y in points))
+    return Curve(style=run.style, xs=tuple(x for x, _ in points), ys=tuple(y for _, y in points))
 
 
 def _accuracy_figure(
@@ -129,13 +129,13 @@ def _accuracy_figure(
         f"{run.label}: {percent(curve.ys[-1])} after {readable(curve.xs[-1])}" for run, curve in shown)
     svg = accuracy_plot([curve for _, curve in shown], quantity=quantity, targets=targets, alt=alt,
                         prefix=f"accuracy-{quantity}", noun=noun)
-    return figure(svg, curve_legend([(run.look, run.label) for run, _ in shown], [percent(t) for t in targets]))
+    return figure(svg, curve_legend([(run.style, run.label) for run, _ in shown], [percent(t) for t in targets]))
 
 
 def _rounds_table(run: Run) -> str:
     rows = run.rows("rounds")
     stride = math.ceil(len(rows) / _MAX_ROUNDS)
-    # Counted from the end, so that the last round is always among them.
+    # Counted from the end, so that the last round is always included.
     kept = list(rows[::-1][::stride])[::-1]
     note = f"Every {stride}th of {len(rows)} rounds." if stride > 1 else ""
     times = {"Wall time": "wall_s", "Predicted time": "predicted_s"} if _is_deployed(run) \
@@ -148,7 +148,7 @@ def _rounds_table(run: Run) -> str:
 
 
 def _is_deployed(run: Run) -> bool:
-    """Return whether time was real, and virtual time a prediction."""
+    """Return whether the run is of a deployment, whose virtual time is a prediction."""
     return finite(run.get("virtual_s")) is None and finite(run.get("predicted_s")) is not None
 
 
@@ -166,7 +166,7 @@ def _breakdown(runs: Sequence[Run], key: str, quantity: str, noun: str, caption:
     for run in runs:
         values = run.table("breakdown").get(key)
         if isinstance(values, Mapping):
-            # A bar cannot be shorter than nothing; the table shows what the document says.
+            # Negative values are clipped to 0, since a bar cannot be negative.
             rows.append((run.label, {part: max(0.0, finite(values.get(part)) or 0.0) for part in PARTS}))
     shown = [part for part in PARTS if part != "cooling" or any(parts[part] for _, parts in rows)]
     rows = [(label, {part: parts[part] for part in shown}) for label, parts in rows]
@@ -183,7 +183,7 @@ def _breakdown(runs: Sequence[Run], key: str, quantity: str, noun: str, caption:
 
 
 def _groups(runs: Sequence[Run]) -> str:
-    """Return one picture per distinct plan; strategies that share a plan share its picture."""
+    """Return one picture per distinct plan; strategies with the same plan share a picture."""
     plans: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
     for run in runs:
         plan = run.table("plan")
@@ -230,7 +230,7 @@ def _plan_note(plan: Mapping[str, Any]) -> str:
 
 
 def ranges(numbers: Iterable[Any]) -> str:
-    """Return numbers with their runs joined: [0, 1, 2, 7] -> "0–2, 7"; what are no integers is only joined."""
+    """Return numbers with consecutive ones joined: [0, 1, 2, 7] -> "0–2, 7"; other values are listed."""
     values = list(numbers)
     if not all(isinstance(value, int) for value in values):
         return ", ".join(str(value) for value in values)
@@ -258,7 +258,7 @@ def _events(runs: Sequence[Run]) -> str:
 
 
 def _scenario(runs: Sequence[Run]) -> str:
-    """Return the resolved scenario, once where all strategies ran the same."""
+    """Return the resolved scenario, only once if all strategies ran the same."""
     scenarios: dict[str, tuple[Any, list[str]]] = {}
     for run in runs:
         key = json.dumps(run.get("scenario"), sort_keys=True, default=str)
@@ -269,7 +269,7 @@ def _scenario(runs: Sequence[Run]) -> str:
 
 
 def _provenance(runs: Sequence[Run]) -> str:
-    """Return what is needed to repeat the run and to look deeper into it."""
+    """Return the facts that are needed to repeat and examine the run."""
     facts = {"Engine": "engine", "Seed": "seed", "Kernels": "kernels", "Processors": "processors",
              "Transports": "transports", "Weights, SHA-256": "weights_sha256", "Notes": "notes",
              "Result schema": "schema"}

@@ -1,4 +1,4 @@
-"""The report's section on edge and cloud: the link, where the model was cut, how stale gradients came back."""
+"""The report's section on edge and cloud: the link, the cut, and the staleness of gradients."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,25 +11,25 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from socflower.quantities import MISSING, finite, human_seconds, percent
 from socflower.report.page import details, figure, section, table, text
-from socflower.report.plots import as_svg, curve_legend, line_look, own_style, scale_x
+from socflower.report.plots import as_svg, curve_legend, line_style, report_style, scale_x
 from socflower.report.summary import Run
 
-_MOST_POINTS = 700  # of a line: more than a screen has pixels for
+_MAX_POINTS = 700  # of a line; more would exceed a screen's resolution
 _MBIT_PER_BYTE = 8e-6
 
 
 @dataclass(frozen=True, slots=True)
 class CutCurve:
-    """Where a run's first edge had its model cut, from each moment on; the last moment is the run's end."""
+    """The cut of a run's first edge from each time on; the last time is the end of the run."""
 
-    look: int
+    style: int
     label: str
     at_s: tuple[float, ...]
     cut: tuple[float, ...]
 
 
 def split_section(runs: Sequence[Run]) -> str:
-    """Return the section; nothing where no result has a cloud."""
+    """Return the section; empty if no result has a cloud."""
     shown = [run for run in runs if run.table("split")]
     if not shown:
         return ""
@@ -39,21 +39,21 @@ def split_section(runs: Sequence[Run]) -> str:
 
 
 def cut_curve(run: Run) -> CutCurve | None:
-    """Return a run's cut over virtual time; None where its result has none."""
+    """Return a run's cut over virtual time; None if its result has none."""
     history = run.table("split").get("cuts_over_time")
     moments = [(float(at_s), float(cut)) for at_s, cut in history or ()
                if finite(at_s) is not None and finite(cut) is not None]
     if not moments:
         return None
     at_s, cut = zip(*moments, strict=True)
-    return CutCurve(run.look, run.label, at_s, cut)
+    return CutCurve(run.style, run.label, at_s, cut)
 
 
 def link_rates(run: Run) -> list[tuple[float, float, float]]:
-    """Return seconds, and Mbit/s up and down, of the first edge's link; of long ones every n-th moment."""
+    """Return (seconds, Mbit/s up, Mbit/s down) of the first edge's link; of long runs every n-th sample."""
     moments = [tuple(float(value) for value in moment) for moment in run.table("split").get("link_over_time") or ()
                if len(moment) == 3 and all(finite(value) is not None for value in moment)]
-    every = max(1, math.ceil(len(moments) / _MOST_POINTS))
+    every = max(1, math.ceil(len(moments) / _MAX_POINTS))
     return [(at_s, up * _MBIT_PER_BYTE, down * _MBIT_PER_BYTE) for at_s, up, down in moments[::every]]
 
 
@@ -66,19 +66,19 @@ def _figures(runs: Sequence[Run]) -> str:
     alt = "The link and the cut over virtual time. " + "; ".join(
         f"{curve.label}: begins with {_cut_name(curve.cut[0], names)}, ends with {_cut_name(curve.cut[-1], names)}"
         for curve in curves)
-    with own_style():
+    with report_style():
         drawing = Figure(figsize=(10.6, 4.8), layout="constrained")
         link, cut = drawing.subplots(2, 1, sharex=True)
         _draw_link(link, rates)
         for curve in curves:
-            cut.step(curve.at_s, curve.cut, where="post", **line_look(curve.look))
+            cut.step(curve.at_s, curve.cut, where="post", **line_style(curve.style))
         cut.set_ylabel("cut after layer")
         cut.yaxis.set_major_locator(MaxNLocator(7, integer=True))
         cut.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _cut_name(value, names)))
         cut.set_xlim(left=0)
         scale_x(cut, "s", False)
         svg = as_svg(drawing, alt, "edge-cloud")
-    return figure(svg, curve_legend([(curve.look, curve.label) for curve in curves]))
+    return figure(svg, curve_legend([(curve.style, curve.label) for curve in curves]))
 
 
 def _draw_link(axes: Axes, rates: Sequence[tuple[float, float, float]]) -> None:

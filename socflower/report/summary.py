@@ -1,4 +1,4 @@
-"""The comparison at the top of a report: one row per strategy, against a baseline; then what was expected."""
+"""The summary of a report: one row per strategy, with ratios to a baseline; then the expectations."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,29 +18,29 @@ from socflower.quantities import (
 from socflower.report.page import badge, printable, table, text
 
 _TIERS = {"intra_board": "intra-board", "inter_board": "inter-board", "hub": "hub", "wan": "WAN"}
-# Expectations are named after their quantity; the bare number is what stands in the scenario file.
+# By the suffix of an expectation's name; the plain number is shown as in the scenario file.
 _READABLE = {"_s": human_seconds, "_j": human_joules, "_bytes": human_bytes, "accuracy": percent}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One result under the name and the look it keeps through the whole report."""
+    """One result with its label and its plot style, which are the same in the whole report."""
 
     label: str
-    look: int
+    style: int
     result: Mapping[str, Any]
 
     def get(self, key: str) -> Any:
-        """Return an entry of the result document, None where it is missing."""
+        """Return an entry of the result document, None if it is missing."""
         return self.result.get(key)
 
     def table(self, key: str) -> Mapping[str, Any]:
-        """Return a table of the result document, empty where it is missing or null."""
+        """Return a table of the result document, empty if it is missing or null."""
         value = self.result.get(key)
         return value if isinstance(value, Mapping) else {}
 
     def rows(self, key: str) -> Sequence[Mapping[str, Any]]:
-        """Return a list of the result document, empty where it is missing or null."""
+        """Return a list of the result document, empty if it is missing or null."""
         return self.result.get(key) or ()
 
 
@@ -52,13 +52,13 @@ def name_runs(results: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
                   for label, result in zip(labels, results, strict=True)]
     distinct = [f"{label} #{labels[:index].count(label) + 1}" if labels.count(label) > 1 else label
                 for index, label in enumerate(labels)]
-    return tuple(Run(label=label, look=index, result=result)
+    return tuple(Run(label=label, style=index, result=result)
                  for index, (label, result) in enumerate(zip(distinct, results, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Comparison:
-    """What ratios are taken of: a time that all runs have, and the run that they are taken against."""
+    """The basis of ratios: a time that all runs have, and the baseline run."""
 
     time_key: str
     time_name: str
@@ -74,7 +74,7 @@ class _Comparison:
 
 
 def summary(runs: Sequence[Run], baseline: str | None) -> str:
-    """Return the table of totals; with several runs also each one's ratios to the baseline."""
+    """Return the table of totals, with ratios to the baseline if there are several runs."""
     comparison = _comparison(runs, baseline)
     targets = targets_of(runs)
     head = ["Strategy", "Final accuracy", "Virtual time",
@@ -102,7 +102,7 @@ def targets_of(runs: Iterable[Run]) -> list[float]:
 
 
 def expectations(runs: Sequence[Run]) -> str:
-    """Return the verdict: whether all holds in one line, then each claim with what was observed."""
+    """Return the verdict in one line, then each claim with its observed value."""
     claims = [(run, claim) for run in runs for claim in run.rows("expectations")]
     if not claims:
         return '<p class="note">The scenario expects nothing: it has no [expect] table.</p>'
@@ -116,7 +116,7 @@ def expectations(runs: Sequence[Run]) -> str:
 
 
 def _verdict(holds: Sequence[bool | None]) -> str:
-    """Return the verdict in one line; None is a claim about a strategy that did not run."""
+    """Return the verdict in one line; None stands for a claim about a strategy that did not run."""
     failed, unchecked = holds.count(False), holds.count(None)
     if failed:
         return (f'<p class="verdict fails">✗ {failed} of {len(holds)} expectations '
@@ -130,9 +130,9 @@ def _verdict(holds: Sequence[bool | None]) -> str:
 
 
 def _comparison(runs: Sequence[Run], baseline: str | None) -> _Comparison | None:
-    """Return what runs are compared by; without a named baseline it is the slowest run.
+    """Return the basis of comparison; the default baseline is the slowest run.
 
-    Time to accuracy is the honest measure, but only where every run got there.
+    The time is the time to accuracy if every run reached the target.
     """
     named = [run for run in runs if baseline in (run.label, run.get("strategy"))]
     if baseline is not None and not named:
@@ -156,13 +156,13 @@ def _ratio(reference: Any, own: Any) -> float | None:
 
 
 def _headline(runs: Sequence[Run], comparison: _Comparison | None) -> str:
-    """Return the answer in one sentence, where one strategy is faster than the baseline."""
-    # Being fast and missing the target is no answer.
+    """Return the result in one sentence if one strategy is faster than the baseline."""
+    # Only strategies that reached the target count.
     able = [run for run in runs if finite(run.get("target_accuracy")) is None
             or finite(run.get("time_to_accuracy_s")) is not None]
     if comparison is None or not able:
         return ""
-    # The first strategy is the one in question; the others are there to measure it by.
+    # The first strategy is the subject of the scenario; the others are its baselines.
     best = runs[0] if runs[0] in able else max(able, key=lambda run: comparison.speed_up(run) or 0.0)
     gain = comparison.speed_up(best)
     if gain is None or gain <= 1.0:
@@ -197,16 +197,16 @@ def _time_to_target(run: Run) -> str:
 
 
 def _with_small(shown: str) -> str:
-    """Return an energy with its watt-hours on a line of their own, which keeps the column narrow."""
+    """Return an energy with its watt-hours on a separate line, which keeps the column narrow."""
     joules, _, watt_hours = shown.partition(" (")
     return f"{joules}<small>{watt_hours.rstrip(')')}</small>" if watt_hours else joules
 
 
 def _claim_values(name: str, expected: Any, observed: Any) -> tuple[str, str]:
-    """Return both sides of a claim as the scenario file would write them, and readable where a unit is known."""
+    """Return both values of a claim as in the scenario file, and in a readable form if the unit is known."""
     bare = [plain_number(expected), plain_number(observed)]
     if bare[0] == bare[1] and expected != observed:
-        # Rounded alike: 0.8 expected, 0.79999999 observed must not read "0.8, 0.8, fails".
+        # Equal after rounding: 0.8 expected, 0.79999999 observed must not read "0.8, 0.8, fails".
         bare = [str(expected), str(observed)]
     readable = next((helper for suffix, helper in _READABLE.items() if name.endswith(suffix)), None)
 

@@ -16,27 +16,27 @@ SCENARIO = "[cluster]\nboards = [2, 2]\n[strategy]\ngroups = 2\n"
 SPLIT = "[cluster]\nboards = [1]\n[strategy]\nname = 'split-replay'\n[edgecloud]\nlink = 'wifi'\n"
 
 DEPLOYED = ("--engine", "deployment")
-ELSEWHERE = (*DEPLOYED, "--superlink", "127.0.0.1:9")
+REMOTE_ARGS = (*DEPLOYED, "--superlink", "127.0.0.1:9")
 TARGETS = {
     "scenario": ("case.toml",),
     "scenario, simulation": ("case.toml", "--engine", "simulation"),
     "scenario, deployment": ("case.toml", *DEPLOYED),
-    "scenario, elsewhere": ("case.toml", *ELSEWHERE),
-    "scenario, elsewhere with checkpoints": ("case.toml", *ELSEWHERE, "--checkpoint-folder", "/kept"),
+    "scenario, remote": ("case.toml", *REMOTE_ARGS),
+    "scenario, remote with checkpoints": ("case.toml", *REMOTE_ARGS, "--checkpoint-folder", "/kept"),
     "split scenario": ("split.toml",),
     "split scenario, deployment": ("split.toml", *DEPLOYED),
     "app folder": ("app", "--cluster", "cluster.toml"),
 }
 HERE = {"scenario", "split scenario"}
 DEPLOYED_HERE = {"scenario, deployment", "split scenario, deployment"}
-FAR = {"scenario, elsewhere", "scenario, elsewhere with checkpoints"}
+REMOTE = {"scenario, remote", "scenario, remote with checkpoints"}
 SCENARIOS = TARGETS.keys() - {"app folder"}
 READ_BY_RUN = {
     "engine": SCENARIOS, "out": TARGETS.keys(), "set_": TARGETS.keys(), "workers": HERE | {"app folder"},
     "cluster": {"app folder"}, "nodes": {"app folder"}, "training_flops": {"app folder"},
-    "fresh": SCENARIOS - {"scenario, elsewhere"}, "superlink": DEPLOYED_HERE | FAR, "superlink_ca": FAR,
-    "restarts": DEPLOYED_HERE | {"scenario, elsewhere with checkpoints"}, "checkpoint_folder": FAR,
-    "warm": DEPLOYED_HERE, "save_model": SCENARIOS - FAR,
+    "fresh": SCENARIOS - {"scenario, remote"}, "superlink": DEPLOYED_HERE | REMOTE, "superlink_ca": REMOTE,
+    "restarts": DEPLOYED_HERE | {"scenario, remote with checkpoints"}, "checkpoint_folder": REMOTE,
+    "warm": DEPLOYED_HERE, "save_model": SCENARIOS - REMOTE,
 }
 """By parameter: what reads it. That --json is read everywhere shows in the tests of what commands print."""
 
