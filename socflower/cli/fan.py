@@ -22,7 +22,7 @@ def fan(
     restore: Annotated[bool, typer.Option("--restore", help="Only give the fans back, as after a daemon that was "
                                                             "killed.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Only measure the fans' speeds by duty, and print the "
-                                                                "keys that say so.")] = False,
+                                                                "keys for them.")] = False,
     as_json: Json = False,
 ) -> None:
     """Set the fans of a rack by the temperatures of its SoCs, until a signal; then give them back."""

@@ -102,7 +102,7 @@ def _step_line(document: Mapping[str, Any]) -> str:
     in_turn, freely = (human_seconds(predicted[key]) for key in ("step_in_turn_s", "step_free_running_s"))
     if document["sequenced_by"] == NO_SHARED_UPLINK:
         return f"a step {freely}; no two groups share an uplink"
-    why = " (strategy.serialize_uplinks says so)" if document["sequenced_by"] == ASKED else ""
+    why = " (set by strategy.serialize_uplinks)" if document["sequenced_by"] == ASKED else ""
     if document["sequenced"]:
         return f"a step {in_turn}, groups taking turns{why}; running freely {freely}"
     return f"a step {freely}, groups running freely{why}; taking turns {in_turn}"

@@ -87,7 +87,7 @@ def profile(
         except KeyboardInterrupt:
             bar.stop()
             kept = "" if out is None else (f"; finished cells are kept in {profiling.cell_file(out)}: the same command "
-                                           "goes on")
+                                           "resumes")
             ERR.print(f"interrupted{escape(kept)}", soft_wrap=True, highlight=False)
             raise typer.Exit(130) from None
     if as_json:

@@ -50,13 +50,13 @@ def run(
     nodes: Annotated[int | None, typer.Option(help="For an app folder: how many SoCs take part; default all.")] = None,
     training_flops: Annotated[float | None, typer.Option(help="For an app folder: operations of one training "
                                                               "example, to price its clients' work.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew where a run was interrupted; without it, the run "
-                                                        "goes on.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; by default an interrupted run is "
+                                                        "resumed.")] = False,
     superlink: Annotated[str, typer.Option(help="For --engine deployment: submit to this SuperLink, HOST:PORT or a "
                                                 "name in your Flower configuration; default: start one here.")] = "",
     superlink_ca: Annotated[Path | None, typer.Option(help="Certificate authority of --superlink HOST:PORT.")] = None,
-    restarts: Annotated[int, typer.Option(help="For --engine deployment: how often a run whose ServerApp or SuperLink "
-                                               "died goes on by itself.")] = 3,
+    restarts: Annotated[int, typer.Option(help="For --engine deployment: how often a run is restarted after the "
+                                               "death of its ServerApp or SuperLink.")] = 3,
     checkpoint_folder: Annotated[str, typer.Option(help="With --superlink: folder on its machine for checkpoints; "
                                                         "default none.")] = "",
     warm: Annotated[bool, typer.Option("--warm", help="For --engine deployment: fork clients from processes that have "

@@ -161,8 +161,8 @@ def published_device(name: str, new_name: str = "") -> dict[str, Any]:
 
 def published_toml(document: Mapping[str, Any], source: str) -> str:
     """Return the profile file of a `published_device` document; `source` is the catalogue's name."""
-    comment = (f"The device {source} of socflower's catalogue, as a template. Change figures and say in their sources\n"
-               "where yours are from; a cluster names this file with `device = \"FILE.toml\"`.")
+    comment = (f"The device {source} of socflower's catalogue, as a template. Change figures and give the origin of\n"
+               "yours in their sources; a cluster names this file with `device = \"FILE.toml\"`.")
     if document["name"] == source:
         comment += f"\nGive it a name of its own: a cluster does not take a second {source}."
     return toml_text({"schema": 1, "device": document["device"]}, comment=comment)
@@ -177,7 +177,7 @@ def write_published(text: str, out: Path, name: str) -> None:
 def existing_profile(out: Path, name: str) -> DeviceFile | None:
     """Return the existing profile at `out`, or None; `ConfigError` if it must not be replaced."""
     if out.suffix != ".toml":
-        raise ConfigError(f"--out {out}: must end in .toml, by which clusters tell a file from a name")
+        raise ConfigError(f"--out {out}: must end in .toml, by which clusters distinguish a file from a name")
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it first")
     if not os.access(out.parent, os.W_OK):
@@ -189,7 +189,7 @@ def existing_profile(out: Path, name: str) -> DeviceFile | None:
     except ConfigError as error:
         raise ConfigError(f"--out {out}: is there and no device profile ({error}); name another file") from None
     if list(profile.devices) != [name]:
-        raise ConfigError(f"--out {out}: holds {', '.join(profile.devices)}, not {name}; say --name, or name another "
+        raise ConfigError(f"--out {out}: holds {', '.join(profile.devices)}, not {name}; set --name, or name another "
                           "file")
     return profile
 

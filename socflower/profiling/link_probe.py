@@ -141,7 +141,7 @@ def probe(host: str, port: int, *, stream_s: float = STREAM_S) -> LinkFigures:
             message_s = _round_trip_s(connection, MESSAGE_BYTES) / 2 - MESSAGE_BYTES / min(upload, download)
     except (EOFError, ValueError, ConnectionError, TimeoutError) as error:
         if isinstance(error, ConnectionRefusedError):
-            reason = "nobody answers there"
+            reason = "the connection was refused"
         elif isinstance(error, TimeoutError):
             reason = f"no answer within {_TIMEOUT_S:g} s"
         else:

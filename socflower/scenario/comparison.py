@@ -36,8 +36,8 @@ def compare(
         if name not in STRATEGIES:
             raise ConfigError(f"--strategies {name}: unknown; use some of {', '.join(STRATEGIES)}")
         if name not in family:
-            raise ConfigError(f"--strategies {name}: cannot do the work of {scenario.strategy.name!r}; use some of "
-                              f"{', '.join(family)}")
+            raise ConfigError(f"--strategies {name}: cannot run the workload of {scenario.strategy.name!r}; use some "
+                              f"of {', '.join(family)}")
         if strategies.count(name) > 1:
             raise ConfigError(f"--strategies {name}: is named twice; name each once")
     # Prepare all before the first run, so that an error appears before any training.

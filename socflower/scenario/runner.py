@@ -211,7 +211,7 @@ def _kept_checkpoints(out: Path, fresh: bool) -> Iterator[CheckpointFolder]:
 
 def kept_line(kept: CheckpointFolder) -> str:
     """Return the line about the kept checkpoint of a run that ended early."""
-    return (f"round {kept.rounds()[0]} is kept in {kept.path}: the same command goes on after it, --fresh starts anew")
+    return (f"round {kept.rounds()[0]} is kept in {kept.path}: the same command resumes after it, --fresh starts anew")
 
 
 @contextmanager

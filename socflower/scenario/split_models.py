@@ -295,8 +295,8 @@ def split_workload(scenario: Scenario, num_edges: int) -> SplitWorkload:
                           f"{CLICKS!r} belong together")
     if data == CLICKS:
         if scenario.split.classes or scenario.split.frozen or scenario.split.pretrained:
-            raise ConfigError(f"{scenario.name} [edgecloud]: {CLICKS!r} knows no classes, frozen and pretrained; leave "
-                              "them out")
+            raise ConfigError(f"{scenario.name} [edgecloud]: {CLICKS!r} does not support classes, frozen and "
+                              "pretrained; leave them out")
         if num_edges != 2:
             raise ConfigError(f"{scenario.name}: {CLICKS!r} has two parties, and {num_edges} SoCs take part; set "
                               "[strategy] socs = 2")

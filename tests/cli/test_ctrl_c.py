@@ -29,7 +29,7 @@ def test_ctrl_c_says_how_to_go_on_and_fresh_does_not(tmp_path: Path) -> None:
         kill(run)
     assert (run.returncode, out) == (130, "")
     (line,) = [line for line in said.splitlines() if "interrupted" in line]
-    assert f"round {runs.newest()} is kept in {runs.out / 'checkpoint'}: the same command goes on after it" in line
+    assert f"round {runs.newest()} is kept in {runs.out / 'checkpoint'}: the same command resumes after it" in line
     assert [path.name for path in runs.out.iterdir()] == ["checkpoint"]
     assert not list(runs.temporary.glob("socflower-*"))
     assert "resuming" not in runs.finish("--fresh")
@@ -159,7 +159,7 @@ def test_the_simulation_engine_goes_on_from_its_own_checkpoint(tmp_path: Path) -
         _, said = run.communicate(timeout=DEADLINE_S)
     finally:
         kill(run)
-    assert run.returncode == 130 and "the same command goes on" in said, said
+    assert run.returncode == 130 and "the same command resumes" in said, said
     reached = runs.newest()
     assert 0 < reached <= 40  # Flower takes its time to end, and trains meanwhile
     assert f"after round {reached} of 40" in runs.finish("--engine", "simulation")

@@ -262,7 +262,7 @@ def test_a_run_that_failed_goes_on_after_its_last_good_round_or_starts_fresh(
     socflower: Socflower, scenario: Path, tmp_path: Path,
 ) -> None:
     failed = socflower("run", scenario, "--workers", 0, "--json", *FAULT)
-    has_failed(failed, "fault on purpose", "round 1 is kept in out/case/checkpoint: the same command goes on after it")
+    has_failed(failed, "fault on purpose", "round 1 is kept in out/case/checkpoint: the same command resumes after it")
     again = socflower("run", scenario, "--workers", 0, "--json", *FAULT)
     resuming, error = again.err.splitlines()
     assert resuming == "resuming out/case after round 1 of 2; --fresh starts anew"

@@ -168,7 +168,7 @@ def test_what_one_of_the_strategies_cannot_do_is_found_before_the_first_trains(
     socflower: Socflower, tmp_path: Path,
 ) -> None:
     (tmp_path / "case.toml").write_text(SCENARIO)
-    for strategies, says in (("socflow,split", "split: cannot do the work of 'socflow'"),
+    for strategies, says in (("socflow,split", "split: cannot run the workload of 'socflow'"),
                              ("socflow,socflow", "is named twice"), (",", "unknown")):
         ran = socflower("compare", "case.toml", "--strategies", strategies, "--workers", 0, "--json")
         assert is_refused(ran, says), ran.err

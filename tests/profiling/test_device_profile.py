@@ -123,7 +123,7 @@ def test_an_interrupt_loses_one_cell_and_leaves_no_profile(
     monkeypatch.setattr(device_profile, "measure_cell", interrupted)
     ran = socflower(*OPTIONS, "--out", "mine.toml")
     assert ran.status == 130
-    assert "finished cells are kept in mine.toml.part.json: the same command goes on" in ran.err
+    assert "finished cells are kept in mine.toml.part.json: the same command resumes" in ran.err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml.part.json"]
     monkeypatch.setattr(device_profile, "measure_cell", measure)
     assert socflower(*OPTIONS, "--out", "mine.toml").status == 0
@@ -297,7 +297,7 @@ def test_a_profile_of_another_device_is_not_replaced(socflower: Socflower, tmp_p
     assert socflower("--device", "jetson-nx", "--out", "board.toml").status == 0
     before = (tmp_path / "board.toml").read_text()
     ran = socflower(*OPTIONS, "--out", "board.toml")
-    assert ran.status == 2 and "holds jetson-nx, not mine; say --name" in ran.err
+    assert ran.status == 2 and "holds jetson-nx, not mine; set --name" in ran.err
     assert (tmp_path / "board.toml").read_text() == before
 
 

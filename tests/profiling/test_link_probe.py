@@ -93,7 +93,7 @@ def test_a_peer_that_is_none_of_ours_is_named(answer: Callable[[socket.socket], 
 def test_nobody_there_is_named() -> None:
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(ConfigError, match="nobody answers there; run `socflower profile --serve"):
+    with pytest.raises(ConfigError, match="the connection was refused; run `socflower profile --serve"):
         probe(HOST, port)
 
 
@@ -109,7 +109,7 @@ def test_a_closed_server_answers_nobody() -> None:
     port = server.port
     server.close()
     server.wait()
-    with pytest.raises(ConfigError, match="nobody answers there"):
+    with pytest.raises(ConfigError, match="the connection was refused"):
         probe(HOST, port)
 
 

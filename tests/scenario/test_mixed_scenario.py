@@ -163,10 +163,10 @@ def test_a_held_out_set_that_leaves_nothing_is_refused_with_both_numbers(num_hel
     ("held_out = -1", "held_out = -1 must be 1 or more with arithmetic = 'mixed', 0 or more otherwise"),
     ("arithmetic = 'mixed'\nheld_out = 0.1", "held_out = 0.1 must be a whole number"),
     ("arithmetic = 'mixed'\nheldout = 3", "did you mean 'held_out'?"),
-    ("arithmetic = 'int8'\n[train]\nweight_decay = 0.1", "arithmetic = 'int8' knows no [train] weight_decay"),
+    ("arithmetic = 'int8'\n[train]\nweight_decay = 0.1", "arithmetic = 'int8' does not support [train] weight_decay"),
     ("arithmetic = 'int8'\n[train]\nmomentum = 0.9", "[train] momentum = 0.9: the integer update of [precision] "
      "algorithm = 'niti' has none; leave it out, or use algorithm = 'adaptive-fixed-point'"),
-    ("[train]\noptimizer = 'adam'\nmomentum = 0.9", "[train] momentum = 0.9 is of sgd, and optimizer = 'adam'; leave"),
+    ("[train]\noptimizer = 'adam'\nmomentum = 0.9", "[train] momentum = 0.9 is for sgd, and optimizer = 'adam'; leave"),
     ("rule = 'half'", "rule = 'half' is for arithmetic = 'mixed', and it is 'fp32'; leave it out"),
     ("arithmetic = 'int8'\nrule = 'half'", "rule = 'half' is for arithmetic = 'mixed', and it is 'int8'; leave it out"),
     ("arithmetic = 'mixed'\ngradient_bits = [2, 1, 0]", "gradient_bits = [2, 1, 0] is for arithmetic = 'int8', and it"),
@@ -175,7 +175,7 @@ def test_a_held_out_set_that_leaves_nothing_is_refused_with_both_numbers(num_hel
     ("unsupported = 'fp32'", "unsupported = 'fp32' is for arithmetic = 'int8' or 'mixed', and it is 'fp32'; leave"),
     ("arithmetic = 'int8'\nunsupported = 'drop'", "unsupported = 'drop' is unknown; use one of refuse, fp32"),
     ("arithmetic = 'int8'\nalgorithm = 'adaptive-fixed-point'\ngradient_bits = [2, 1, 0]",
-     "gradient_bits = [2, 1, 0] is of algorithm = 'niti', and it is 'adaptive-fixed-point'; leave it out"),
+     "gradient_bits = [2, 1, 0] is for algorithm = 'niti', and it is 'adaptive-fixed-point'; leave it out"),
 ])
 def test_what_cannot_be_is_refused_in_one_line(text: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "case.toml"

@@ -232,7 +232,7 @@ def test_faults_strike_once_and_dropped_groups_go_on_as_they_would(tmp_path: Pat
 
 def test_a_training_that_fails_later_says_what_is_kept(tmp_path: Path) -> None:
     scenario = small(events=(EventConfig(kind="raise", soc=0, round=2),))
-    with pytest.raises(TrainingFailed, match=r"fault on purpose .*; round 1 is kept in .*the same command goes on"):
+    with pytest.raises(TrainingFailed, match=r"fault on purpose .*; round 1 is kept in .*the same command resumes"):
         resume(scenario, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     with pytest.raises(TrainingFailed, match="fault on purpose in round 2"):

@@ -209,7 +209,7 @@ def test_pretrained_weights_of_other_classes_are_taken_but_for_the_head(tmp_path
      "2 for 1 edges; name one for each"),
     ({"link": "wfi", "up_bytes_per_s": None, "down_bytes_per_s": None}, "did you mean 'wifi'"),
     ({"model": "click-model"}, "'click-model' and 'clicks' belong together"),
-    ({"model": "click-model", "images": "clicks", "frozen": "1"}, "'clicks' knows no classes, frozen"),
+    ({"model": "click-model", "images": "clicks", "frozen": "1"}, "'clicks' does not support classes, frozen"),
     ({"model": "click-model", "images": "clicks"}, "two parties, and 1 SoCs take part"),
     ({"model": "click-model", "images": "clicks", "edges": 2, "name": "edge-only"}, "leave edge-only out"),
     ({"model": "digit-generator", "edges": 2}, "trained with one edge, and 2 SoCs take part"),

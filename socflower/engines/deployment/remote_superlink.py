@@ -46,7 +46,8 @@ def run_on_remote_superlink(
             documents = _attempt_remotely(bundle, flwr, history, on_notice)
             if isinstance(documents, str):
                 if not deployment.checkpoint_folder:
-                    raise TrainingFailed(f"engine {ENGINE}: {documents}; with --checkpoint-folder the run would go on")
+                    raise TrainingFailed(f"engine {ENGINE}: {documents}; with --checkpoint-folder the run would be "
+                                         "resumed")
                 history.record_restart(None, documents, deployment.restarts, on_notice)
                 fresh = False
                 continue
@@ -92,7 +93,7 @@ def _attempt_remotely(app: Path, flwr: FlwrClient, history: RunHistory, on_notic
                 answered_s = time.monotonic()
             elif time.monotonic() - answered_s > _SILENCE_S:
                 raise TrainingFailed(f"engine {ENGINE}: the SuperLink has not answered for {_SILENCE_S:g} s; run "
-                                     f"{run_id} may still go on there")
+                                     f"{run_id} may still be running there")
             else:
                 on_notice("the SuperLink does not answer; trying again")
                 time.sleep(_ASK_S)

@@ -76,7 +76,7 @@ class TrainConfig:
             raise ConfigError(f"[train] momentum = {self.momentum} and weight_decay = {self.weight_decay}: need "
                               "0 <= momentum < 1 and weight_decay >= 0")
         if self.momentum and self.optimizer != "sgd":
-            raise ConfigError(f"[train] momentum = {self.momentum} is of sgd, and optimizer = {self.optimizer!r}; "
+            raise ConfigError(f"[train] momentum = {self.momentum} is for sgd, and optimizer = {self.optimizer!r}; "
                               "leave it out")
         if self.epochs % self.local_epochs:
             raise ConfigError(f"[train] epochs = {self.epochs} must be a multiple of local_epochs = "
@@ -121,7 +121,7 @@ class PrecisionConfig:
                               f"{' or '.join(map(repr, readers[entry.name]))}, and it is {self.arithmetic!r}; leave it "
                               "out")
         if self.gradient_bits != _GRADIENT_BITS and self.algorithm != "niti":
-            raise ConfigError(f"[precision] gradient_bits = {list(self.gradient_bits)} is of algorithm = 'niti', and "
+            raise ConfigError(f"[precision] gradient_bits = {list(self.gradient_bits)} is for algorithm = 'niti', and "
                               f"it is {self.algorithm!r}; leave it out")
 
     @property
@@ -247,9 +247,9 @@ class Scenario:
             raise ConfigError(f"schema = {self.schema} is not known to this version; write schema = 1")
         if self.train.optimizer != "sgd" and self.precision.arithmetic != "fp32":
             raise ConfigError(f"[train] optimizer = {self.train.optimizer!r} is for arithmetic = 'fp32'; int8 training "
-                              "knows sgd only")
+                              "supports sgd only")
         if self.precision.arithmetic == "int8" and (self.train.weight_decay or self.train.reduction != "auto"):
-            raise ConfigError("[precision] arithmetic = 'int8' knows no [train] weight_decay and no reduction; "
+            raise ConfigError("[precision] arithmetic = 'int8' does not support [train] weight_decay and reduction; "
                               "leave them out")
         if self.train.momentum and self._trains_by_niti:
             raise ConfigError(f"[train] momentum = {self.train.momentum}: the integer update of [precision] algorithm "
@@ -288,8 +288,8 @@ class Scenario:
                 name for name in family if name != "splitfed")))
         misfits = [name for name in self.compare.strategies if name not in family]
         if misfits:
-            raise ConfigError(f"[compare] strategies: {misfits[0]!r} cannot do the work of {self.strategy.name!r}; "
-                              f"use some of {', '.join(family)}")
+            raise ConfigError(f"[compare] strategies: {misfits[0]!r} cannot run the workload of "
+                              f"{self.strategy.name!r}; use some of {', '.join(family)}")
         if self.edgecloud is not None and not self.is_split:
             raise ConfigError(f"[edgecloud] is for strategies {', '.join(SPLIT_STRATEGIES)}; [strategy] name is "
                               f"{self.strategy.name!r}")
@@ -302,11 +302,11 @@ class Scenario:
         if self.precision.arithmetic != "fp32":
             raise ConfigError(f"[strategy] name = {self.strategy.name!r} trains in FP32; leave [precision] out")
         if self.thermal is not None or self.background_load is not None:
-            raise ConfigError(f"[strategy] name = {self.strategy.name!r} knows no [thermal] and no [background_load]; "
-                              "leave them out")
+            raise ConfigError(f"[strategy] name = {self.strategy.name!r} does not support [thermal] and "
+                              "[background_load]; leave them out")
         if self.events:
-            raise ConfigError(f"[strategy] name = {self.strategy.name!r} knows no [[event]]; what a link suffers "
-                              "stands in [edgecloud] segments")
+            raise ConfigError(f"[strategy] name = {self.strategy.name!r} does not support [[event]]; the outages of a "
+                              "link are in [edgecloud] segments")
 
 
 def _one_of(where: str, value: str, known: tuple[str, ...]) -> None:

@@ -21,7 +21,7 @@ def inline_recorded_link(document: dict[str, Any], path: Path) -> None:
     if not isinstance(table, Mapping) or not str(table.get("link", "")).endswith(".csv"):
         return
     if table.get("segments") or table.get("links"):
-        raise ConfigError(f"{path} [edgecloud]: link names a file, and segments or links say something else; keep one "
+        raise ConfigError(f"{path} [edgecloud]: link names a file, and segments or links are given too; keep one "
                           "of them")
     trace = read_csv(path.parent / str(table["link"]))
     times_s = (*trace.up.times_s, trace.up.end_s)

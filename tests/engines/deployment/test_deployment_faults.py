@@ -59,7 +59,7 @@ def test_without_restarts_the_death_of_the_server_app_ends_the_run_with_its_caus
         os.kill(run.one("flwr-serverapp").pid, signal.SIGKILL)
         assert run.process.wait(120) == 1
         assert "error: engine deployment: the ServerApp's process died; --restarts is 0; round" in run.said()
-        assert "the same command goes on after it" in run.said()
+        assert "the same command resumes after it" in run.said()
         assert not run.left_over()
 
 
