@@ -1,18 +1,18 @@
-"""Sending how a sample's features have changed since they were last sent, as AQ-SGD does (F25).
+"""Delta coding: sends the change of a sample's features since they were last sent, as AQ-SGD does (F25).
 
 Both ends hold, per sample, the features m that the receiver decoded last. The sender sends C(h − m), and both set
 m ← m + C(h − m). From one epoch to the next features change little, and less and less, so that the range that 2 or 4
-bits are spread over shrinks with the training, where that of the features themselves does not. The sender goes by the
-*decoded* features, never by its own exact ones: errors do not add up, the next change repairs them. A sample that is
-not held is sent as it is, at 8 bits or more.
+bits are spread over shrinks during training, while that of the features themselves does not. The sender uses the
+*decoded* features, never its own exact ones: errors do not accumulate, because the next change corrects them. A sample
+that is not held is sent without delta coding, at 8 bits or more.
 
 **Memory**, at each end: samples × elements of a sample's features × 2 bytes (float16) or 4 (float32), up to
 `max_bytes`; the 5,000 digits behind LeNet's first pooling (6 × 12 × 12) take 8.6 MB in float16. Beyond that the
 samples that went unused for longest are dropped, in the same order at both ends. An epoch comes round to every sample
 just when it has been unused for longest, so less memory than all samples need gains little.
 
-Both ends must see the same messages in the same order. Each message says by a running digest what state it was made
-in, so that a receiver that has missed one refuses the next instead of decoding it to something wrong.
+Both ends must process the same messages in the same order. Each message has a running digest of the state in which it
+was made, so that a receiver that has missed one refuses the next instead of decoding it wrongly.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ _DIGEST_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaMessage:
-    """A batch's features as they travel, without the samples' numbers, which the receiver is told apart."""
+    """A batch's encoded features, without the sample ids, which are sent separately."""
 
     count: int  # messages before this one
     digest: bytes  # of the state that this one was made in
@@ -54,7 +54,7 @@ class DeltaMessage:
 
 
 class DeltaEnd:
-    """What both ends of a link hold alike: the last decoded features of each sample, and how they came about.
+    """The state that both ends of a link share: the last decoded features of each sample, and a running digest.
 
     Parameters, the same at both ends
     ---------------------------------
@@ -83,7 +83,7 @@ class DeltaEnd:
         self._held: dict[int, NDArray[Any]] = {}  # by sample, the one unused for longest first
         self._shape: tuple[int, ...] = ()  # of one sample
         self._count = 0
-        # Ends that are set up differently must not understand each other.
+        # Ends with different settings must not accept each other's messages.
         self._digest = hashlib.blake2b(repr(self._settings()).encode(), digest_size=_DIGEST_BYTES).digest()
 
     @property
@@ -97,7 +97,7 @@ class DeltaEnd:
         return sum(features.nbytes for features in self._held.values())
 
     def reset(self) -> None:
-        """Hold nothing any more, as when the cut moves: other layers make other features. To be called at both ends."""
+        """Discard all held features, as when the cut moves to another layer. To be called at both ends."""
         self._held.clear()
         self._update_digest(b"reset")
 
@@ -108,9 +108,9 @@ class DeltaEnd:
         return to_bytes(_KIND, header, {"samples": np.array(list(self._held), np.int64), "features": features})
 
     def restore(self, saved: bytes) -> None:
-        """Stand where an end stood that was saved, be it this one or the other.
+        """Restore the saved state of this or the other end.
 
-        Raises `ConfigError` if it had other settings, and if what was saved is damaged.
+        Raises `ConfigError` if it had other settings, or if the saved state is damaged.
         """
         header, arrays = from_bytes(_KIND, saved)
         if header["settings"] != self._settings():
@@ -146,7 +146,7 @@ class DeltaEnd:
             self._held.pop(sample, None)
             self._held[sample] = own.copy()  # no view, which would keep the whole batch
         sample_bytes = math.prod(self._shape) * self._type.itemsize
-        # Samples without elements take no memory, and are known by nothing: none of them is held.
+        # Samples without elements take no memory and carry nothing: none of them is held.
         num_kept = self._max_bytes // sample_bytes if sample_bytes else 0
         for sample in list(self._held)[:max(0, len(self._held) - num_kept)]:
             del self._held[sample]
@@ -161,7 +161,7 @@ class DeltaEnd:
 
 
 class DeltaSender(DeltaEnd):
-    """The end that has the features."""
+    """The end that sends features."""
 
     def encode(self, sample_ids: NDArray[np.int64], features: Array, bits: int) -> tuple[DeltaMessage, Array]:
         """Return the message for a batch (samples, ...), and the features that the receiver makes of it.
@@ -189,7 +189,7 @@ class DeltaSender(DeltaEnd):
 
 
 class DeltaReceiver(DeltaEnd):
-    """The end that is sent the features."""
+    """The end that receives features."""
 
     def decode(self, sample_ids: NDArray[np.int64], message: DeltaMessage) -> Array:
         """Return the features (samples, ...) of a batch.

@@ -1,4 +1,4 @@
-"""Correcting a gradient for what the feature codec has lost, to first order (F25).
+"""Error feedback: corrects a gradient for the error of the feature codec, to first order (F25).
 
 The back half differentiates at h′ = h + E, where E is the codec's error; the front half wants the gradient at h:
 
@@ -112,7 +112,7 @@ class KeptError:
 
 
 class ErrorFeedback:
-    """The front half's side of error feedback: errors of the batches in flight, one byte per element.
+    """Error feedback at the front half: stores the errors of the batches in flight, one byte per element.
 
     Memory: (K + 1)·elements of a batch's features, in bytes. `form` "none" keeps nothing and corrects nothing.
     """
@@ -140,7 +140,7 @@ class ErrorFeedback:
             self._kept[batch] = KeptError.of(features, decoded)
 
     def correct(self, batch: int, gradient: Array) -> Array:
-        """Return a batch's gradient, corrected; the argument is left as it is.
+        """Return a batch's corrected gradient; the argument is not changed.
 
         Raises `ConfigError` for a batch that was not kept, and for a gradient of another shape than its features.
         """
@@ -158,7 +158,7 @@ class ErrorFeedback:
         return (diagonal if self.form == "diagonal" else rank_one)(gradient, kept.error(), factor=factor)
 
     def forget(self, batch: int) -> None:
-        """Let go of a batch, whether it was kept or not."""
+        """Discard a batch, whether it was kept or not."""
         self._kept.pop(batch, None)
 
     def save(self) -> bytes:
@@ -168,7 +168,7 @@ class ErrorFeedback:
         return to_bytes(_KIND, {"form": self.form, "batches": batches}, levels)
 
     def restore(self, saved: bytes) -> None:
-        """Keep what was kept when `save` was called; `ConfigError` if it is damaged or of another form."""
+        """Restore what `save` returned; `ConfigError` if it is damaged or of another form."""
         header, levels = from_bytes(_KIND, saved)
         if header["form"] != self.form:
             raise ConfigError(f"error feedback: the saved state is of form {header['form']!r}, not {self.form!r}; go "

@@ -1,4 +1,4 @@
-"""Features in few bits on the wire: uniform quantisation between a tensor's least and largest value (F24).
+"""Uniform quantisation of features between a tensor's least and largest value (F24).
 
     q = round((h − min)·(2ⁿ − 1)/(max − min)),    h′ = min + q·(max − min)/(2ⁿ − 1)
 
@@ -11,7 +11,7 @@ float32 would overflow. So |h′ − h| is at most half a step, plus 2⁻¹³ of
 is a multiplication and an addition, each rounded, which gives the same bits on every machine; min comes back exactly,
 so that the zeros behind a ReLU stay zeros.
 
-Work goes in blocks that fit into a thin device's cache: besides what is returned, no more than about half a MiB.
+Tensors are processed in blocks that fit into a thin device's cache: besides the result, at most about half a MiB.
 
 Values of 2 and 4 bits are packed into bytes, the first in the lowest bits: whole words are shifted, little-endian by
 declaration, so that the same bytes come out on every machine.
@@ -78,7 +78,7 @@ def _word(bits: int) -> np.dtype[np.unsignedinteger]:
 
 
 Grouping: TypeAlias = Literal["tensor", "sample"]
-"""What shares least and largest value: the whole tensor, as in the paper, or each sample (first dimension) its own."""
+"""The scope of a least and largest value: the whole tensor, as in the paper, or each sample (first dimension)."""
 
 GROUPINGS: tuple[Grouping, ...] = ("tensor", "sample")
 
@@ -89,7 +89,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedTensor:
-    """A tensor as it travels; made by `encode`, or from what came over the wire. Raises `ConfigError` for the latter.
+    """An encoded tensor, from `encode` or from the wire. Raises `ConfigError` if it is invalid.
 
     A group is the whole tensor, or one of its samples, in order; each begins on a byte of its own.
     """
@@ -124,7 +124,7 @@ class EncodedTensor:
 
     @property
     def num_elements(self) -> int:
-        """How many numbers the tensor has."""
+        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
@@ -171,7 +171,7 @@ def encode(features: Array, bits: int, *, grouping: Grouping = "tensor", what: s
 def decode(encoded: EncodedTensor) -> Array:
     """Return the tensor h′ that was encoded, as an array of its own: the same bits on both ends of a link (F24)."""
     if not encoded.low:
-        # A copy: the caller may write into it, and what came over the wire can be let go.
+        # A copy: the caller may write into it, and the received buffer can be freed.
         return np.frombuffer(encoded.payload, "<f4").reshape(encoded.shape).astype(np.float32)
     bits, num_groups = encoded.bits, len(encoded.low)
     extent = np.array(encoded.high) - encoded.low

@@ -1,6 +1,6 @@
-"""A split training in one process: real halves do, one by one, what a list of actions says.
+"""A split training in one process: real halves execute a list of actions, one by one.
 
-Weights are a function of the actions alone, and are those that the same halves get over a network in that order.
+Weights are a function of the actions alone, and equal those of the same halves over a network in that order.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,11 +21,11 @@ from socflower.errors import ConfigError
 
 @runtime_checkable
 class WholeModelFront(Protocol):
-    """A front half that can have all layers: the edge that trains alone."""
+    """A front half that can have all layers, for an edge that trains alone."""
 
     @property
     def all_layers_cut(self) -> int:
-        """The cut behind which nothing is."""
+        """The cut after the last layer."""
         ...
 
     def train_alone(self, batch: int) -> float:
@@ -35,7 +35,7 @@ class WholeModelFront(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartyReport:
-    """What came of one party's batches."""
+    """The results of one party's batches."""
 
     losses: dict[int, float] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)  # newest batch forward when this one is applied, minus it
@@ -45,9 +45,9 @@ class PartyReport:
 def constant_staleness(
     num_batches: int, window: int, *, cut: int = 0, bits: int = 32, party: int = 0, first_batch: int = 0,
 ) -> list[Action]:
-    """Return the actions in which every gradient comes as late as a window K allows: the worst case of F23.
+    """Return the actions in which every gradient arrives as late as a window K allows: the worst case of F23.
 
-    The window is filled, then the oldest batch is applied and the next goes forward, in turns; at the end it drains.
+    The window is filled; then applying the oldest batch alternates with the next forward pass; at the end it drains.
     """
     def act(kind: Kind, batch: int) -> Action:
         return Action(kind, party, batch, cut, bits, window)
@@ -92,7 +92,7 @@ def run_actions(
 
 @dataclass(slots=True)
 class _Party:
-    """One party: its front half and what is between the halves."""
+    """One party: its front half and the state between the halves."""
 
     front: FrontHalf
     sender: FeatureSender
@@ -141,7 +141,7 @@ class _Runner:
         encoded = lane.sender.encode(action.batch, features, sample_ids, action.bits)
         lane.report.feature_bytes[action.batch] = (
             encoded.num_bytes if isinstance(encoded, EncodedTensor) else encoded.message.num_bytes)
-        # Nobody compares samples here: the digest of their ids is for parties that are far apart.
+        # The digest of the sample ids is only compared between processes.
         lane.features[action.batch] = Features(batch=action.batch, cut=lane.front.cut, encoded=encoded,
                                                labels=lane.front.labels(action.batch), ids_digest=b"")
 

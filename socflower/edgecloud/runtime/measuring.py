@@ -1,4 +1,4 @@
-"""What a batch costs at every cut on this very device, from running the halves (the paper's profiler, §5.2)."""
+"""Measures the costs of a batch at every cut on this device by running the halves (the paper's profiler, §5.2)."""
 
 import math
 import statistics
@@ -26,11 +26,10 @@ _KIND = "split-costs"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measuring:
-    """How to measure: everything that is timed runs `num_warm_ups` times before, and counts by its median.
+    """How to measure: everything that is timed first runs `num_warm_ups` times; the median counts.
 
-    With `at_least_s` each of the `num_repeats` timings is a mean over so many runs as last that long: where a quota
-    stops the processor from time to time, most runs shorter than the stops are spared, and their median would be too
-    little.
+    With `at_least_s` each of the `num_repeats` timings is a mean over the runs in that time: where a quota stops the
+    processor from time to time, most short runs are not interrupted, and their median would be too small.
     """
 
     optimizer: OptimizerFactory
@@ -163,7 +162,7 @@ def monotone(values: Sequence[float]) -> list[float]:
 
 
 def to_document(costs: SplitCosts) -> dict[str, Any]:
-    """Return costs as what JSON can hold."""
+    """Return costs as a JSON-compatible dict."""
     document = asdict(costs)
     document["codec_s_per_element"] = {str(bits): value for bits, value in costs.codec_s_per_element.items()}
     return {"schema": SCHEMA, "kind": _KIND, **document}
@@ -233,7 +232,7 @@ def _front_run(work: SplitModel, cut: int, samples: torch.Tensor, how: Measuring
 
 
 class _Updater:
-    """The update of a half's weights by gradients that are there."""
+    """Updates a half's weights by their current gradients."""
 
     def __init__(self, work: SplitModel, names: Sequence[str], how: Measuring) -> None:
         tensors = work.tensors()

@@ -1,16 +1,16 @@
-"""Which batches are out between front and back half: bounded staleness by credits (F23)."""
+"""The batches in flight between front and back half: bounded staleness by credits (F23)."""
 
 from socflower.errors import ConfigError
 
 
 class ReplayWindow:
-    """The bookkeeping of the history queue: batches that went forward and whose gradient is not applied yet.
+    """Tracks the history queue: the batches whose forward pass is done and whose gradient is not applied yet.
 
-    Batch t may go forward while t − t′ ≤ K, t′ being the oldest batch that is out: so at most K + 1 are, and with
-    K = 0 forward and backward passes alternate, as in ordinary split learning. Work is never discarded, as the paper
-    does where t − t′ > K; the front half waits instead. Hence, in whatever time gradients come back, a gradient is
-    applied with a staleness (newest batch forward − its own) of at most the K in force when that newest batch went
-    forward.
+    The forward pass of batch t is allowed while t − t′ ≤ K, where t′ is the oldest batch in flight: so at most K + 1
+    are in flight, and with K = 0 forward and backward passes alternate, as in plain split learning. Batches are never
+    discarded, as the paper does where t − t′ > K; the front half waits instead. Hence, whenever gradients arrive, a
+    gradient is applied with a staleness (newest batch forward − its own) of at most the K that held at the forward pass
+    of that newest batch.
 
     Batches go forward with consecutive numbers, the first with any, and gradients are applied in the same order: so
     two numbers are the whole state, and the gradient of one batch cannot be applied to the activation of another.
@@ -30,17 +30,17 @@ class ReplayWindow:
 
     @property
     def in_flight(self) -> range:
-        """The batches that are out, oldest first."""
+        """The batches in flight, oldest first."""
         return range(self._next if self._oldest is None else self._oldest, self._next)
 
     @property
     def drained(self) -> bool:
-        """Whether no batch is out: only then may the cut move (F27)."""
+        """Whether no batch is in flight: only then may the cut move (F27)."""
         return not self.in_flight
 
     @property
     def oldest(self) -> int | None:
-        """The batch whose gradient comes next; None if none is out."""
+        """The batch whose gradient comes next; None if none is in flight."""
         return self.in_flight[0] if self.in_flight else None
 
     @property
@@ -49,7 +49,7 @@ class ReplayWindow:
         return None if self._oldest is None else self._next - 1
 
     def may_forward(self) -> bool:
-        """Whether the next batch would keep within the window."""
+        """Whether the window allows the next forward pass."""
         return len(self.in_flight) <= self._limit
 
     def forward(self, batch: int) -> None:
@@ -86,7 +86,7 @@ class ReplayWindow:
         return staleness
 
     def staleness_of(self, batch: int) -> int:
-        """Return how many batches have gone forward after one that is out; `ConfigError` if it is not."""
+        """Return the number of forward passes after a batch in flight; `ConfigError` if it is not in flight."""
         if batch not in self.in_flight:
             out = f"batches {self.oldest} to {self.newest} are" if self.in_flight else "none is"
             raise ConfigError(f"replay window: a gradient for batch {batch} has no activation to be applied to; {out} "
