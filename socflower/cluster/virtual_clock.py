@@ -57,7 +57,7 @@ class Pace:
 
     remaining: dict[int, int]  # repetitions that each SoC has not started
     ahead_s: dict[int, float] = field(default_factory=dict)  # from the clock to the end of the repetition in progress
-    under_way_w: dict[int, float] = field(default_factory=dict)  # each SoC's power during that time
+    in_progress_w: dict[int, float] = field(default_factory=dict)  # each SoC's power during that time
 
     @property
     def done(self) -> bool:

@@ -1,4 +1,4 @@
-"""What mixed-precision training needs of an int8 accelerator, and a CPU core that stands in for the NPU.
+"""The interface of an int8 accelerator in mixed-precision training, and a CPU core in place of the NPU.
 
 A vendor's NPU runtime implements `Int8Backend` and no more; `NativeInt8Backend` runs this package's integer kernels.
 """
@@ -90,7 +90,7 @@ class Int8Backend(ABC):
         return False
 
     def draw_from(self, seed: int) -> None:
-        """Take `seed` (0 to 2^62) as what the random numbers of the next `train_step` follow from."""
+        """Set `seed` (0 to 2^62) for the random numbers of the next `train_step`."""
         return
 
     def samples_per_s(self, batch_size: int) -> float | None:
@@ -155,7 +155,7 @@ class NativeInt8Backend(Int8Backend):
         return self._built.draws
 
     def draw_from(self, seed: int) -> None:
-        """Decide what dropout keeps in the next step; see `Int8Backend.draw_from`."""
+        """Set the seed of the next step's dropout masks; see `Int8Backend.draw_from`."""
         self._draw = seed
 
     def build(self, module: torch.nn.Module, input_shape: tuple[int, int, int]) -> None:

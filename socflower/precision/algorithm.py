@@ -1,6 +1,6 @@
 """How a network is trained in integers: the four elements of Mandheling §3.2 as one small description.
 
-An algorithm is data. Its elements name rules that the engine knows; a further algorithm of the same family (Octo,
+An algorithm is a value. Its elements name rules of the engine; a further algorithm of the same family (Octo,
 WAGEUBN, MLS) is a further value here, and a rule that it adds is a function beside the ones in `updates.py`.
 """
 

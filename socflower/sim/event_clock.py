@@ -219,11 +219,11 @@ class EventClock:
             worked = part.done.seconds() if part.done is not None else [{} for _ in part.component.socs]
             for soc, seconds in zip(part.component.socs, worked, strict=True):
                 states[soc] = {**seconds, IDLE_STATE: seconds.get(IDLE_STATE, 0.0) + part.idle_s}
-                before_w = pace.under_way_w.get(soc, 0.0)
+                before_w = pace.in_progress_w.get(soc, 0.0)
                 if seconds:
-                    pace.under_way_w[soc] = _mean_w(seconds, self._devices[soc], powers[soc])
+                    pace.in_progress_w[soc] = _mean_w(seconds, self._devices[soc], powers[soc])
                 watts[soc] = [(part.before_s, before_w),
-                              (part.before_s + part.work_s, pace.under_way_w.get(soc, before_w))]
+                              (part.before_s + part.work_s, pace.in_progress_w.get(soc, before_w))]
         for soc in dict.fromkeys(compiled.graph.participants):
             add_activities(states.get(soc, {IDLE_STATE: duration_s}), self._devices[soc], soc_seconds, energy_j,
                            powers[soc])
@@ -253,7 +253,7 @@ class EventClock:
                     working_w[soc] = _mean_w(seconds, self._devices[soc], powers[soc])
             elif part.ahead_s:
                 for soc in part.component.socs:
-                    working_w[soc] = pace.under_way_w[soc]
+                    working_w[soc] = pace.in_progress_w[soc]
         return working_w
 
 

@@ -64,9 +64,9 @@ class ClickData:
 
     train: VerticalSamples
     test: VerticalSamples
-    best_accuracy: float  # expected of one who knows the probability of every click (Bayes)
-    majority_accuracy: float  # of one who always says what is more frequent in the training samples
-    movie_accuracy: float  # of one who knows of a candidate only how often it was clicked in the training samples
+    best_accuracy: float  # expected, given the true probability of every click (Bayes)
+    majority_accuracy: float  # of always predicting the more frequent label of the training samples
+    movie_accuracy: float  # of predicting by each candidate's click rate in the training samples
 
 
 def click_data(*, seed: int, num_train: int = 60_000, num_test: int = 10_000) -> ClickData:

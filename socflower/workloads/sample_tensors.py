@@ -60,7 +60,7 @@ class VerticalSamples:
         return parts, self.labels.index_select(0, rows)
 
     def rows_of(self, ids: Indices) -> torch.Tensor:
-        """Return in which rows the samples with these ids stand; ConfigError for an id that is not there."""
+        """Return the rows of the samples with these ids; ConfigError for an unknown id."""
         wanted = torch.as_tensor(ids, dtype=torch.int64)
         in_order, order = torch.sort(self.ids)
         places = torch.searchsorted(in_order, wanted)

@@ -64,7 +64,7 @@ _DIGITS_SPLIT_SEED = 2024  # part of what "digits" means: never changed, or resu
 
 
 def data_names() -> tuple[str, ...]:
-    """Return the names that `load_data` knows."""
+    """Return the names that `load_data` accepts."""
     return ("digits", *_IMAGE_SETS)
 
 

@@ -144,7 +144,7 @@ class _Tracer(fx.Tracer):
 
 def _followed(module: nn.Module, input_shape: ir.Shape, leaves: Set[str]) -> fx.GraphModule:
     """Return the module's graph in training, with the shapes of one image; the modules' modes are lost."""
-    with forked_generator():  # what `forward` draws is not the caller's
+    with forked_generator():  # draws of `forward` must not change the caller's random state
         return _followed_in_both_modes(module, input_shape, leaves)
 
 
@@ -212,7 +212,7 @@ class _Builder:
         self.modules: dict[str, nn.Module] = {}
 
     def add(self, node: fx.Node) -> None:
-        """Add what an fx node computes."""
+        """Add the operators of an fx node."""
         if node.op == "placeholder":
             self._values[node] = ir.INPUT
         elif node.op == "call_module":

@@ -265,7 +265,7 @@ class Int8Model:
         return {name: holder.velocity.copy() for name, holder in holders.items() if holder.velocity is not None}
 
     def restore_velocities(self, velocities: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Take over what `velocities` returned."""
+        """Restore the result of `velocities`."""
         holders = self._holders()
         for name, velocity in velocities.items():
             holder = holders.get(name)
@@ -274,11 +274,11 @@ class Int8Model:
             holder.velocity = np.array(velocity, dtype=np.float32)
 
     def trackers_to_json(self) -> list[Any]:
-        """Return what the steps have learned of exponents, as plain values."""
+        """Return the state of the exponent trackers, as plain values."""
         return [[name, role, tracker.to_json()] for (name, role), tracker in self._trackers.items()]
 
     def restore_trackers(self, document: list[Any]) -> None:
-        """Take over what `trackers_to_json` returned."""
+        """Restore the result of `trackers_to_json`."""
         policy = self.settings.rescaling
         self._trackers = {(name, role): ScaleTracker.from_json(policy, values) for name, role, values in document}
 

@@ -188,7 +188,7 @@ class Program:
         return total
 
     def _give_back(self, place: _Place, *, handed_on: bool) -> None:
-        """Free what no operator before this one reads; a gradient that was handed on waits for the step's end."""
+        """Free tensors that no earlier operator reads; a gradient that was handed out is kept until the step's end."""
         release = self._regions.release
         release(place.key)
         release(place.output.key)

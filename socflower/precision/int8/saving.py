@@ -66,7 +66,7 @@ def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Par
 
 
 def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
-    """Return what `save` wrote. Raises ConfigError on a missing, foreign or damaged file."""
+    """Return the content written by `save`. Raises ConfigError on a missing, foreign or damaged file."""
     try:
         with Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}

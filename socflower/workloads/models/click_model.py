@@ -47,7 +47,7 @@ class InterestPooling(nn.Module):
 
 
 class ViewingBottom(nn.Module):
-    """The bottom model of the viewing service, which knows movies by their ids."""
+    """The bottom model of the viewing service, whose features are movie ids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class ViewingBottom(nn.Module):
 
 
 class AccountBottom(nn.Module):
-    """The bottom model of the account service, which knows users by attributes and movies by genres."""
+    """The bottom model of the account service, whose features are user attributes and movie genres."""
 
     def __init__(self) -> None:
         super().__init__()

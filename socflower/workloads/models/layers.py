@@ -1,4 +1,4 @@
-"""What several models share: first weights from a generator of their own, and padding of 28 pixels to 32."""
+"""Parts shared by models: initial weights from a separate generator, and padding of 28 pixels to 32."""
 
 import math
 

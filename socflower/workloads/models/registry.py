@@ -25,7 +25,7 @@ _BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
 
 
 def model_names() -> tuple[str, ...]:
-    """Return the names that `build_model` knows."""
+    """Return the names that `build_model` accepts."""
     return tuple(_BUILDERS)
 
 
