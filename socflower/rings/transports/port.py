@@ -33,6 +33,7 @@ from socflower.rings.transports.refusals import Log, RingRefusals, UnidentifiedC
 from socflower.rings.transports.security import RingTls, require_private, split_address
 from socflower.rings.transports.stream import (
     OutgoingStream,
+    PeerNotConnected,
     PeerNotReady,
     PeerRefused,
     PeerSilent,
@@ -142,13 +143,27 @@ class RingPort:
         """Return the answer of member `rank`; raise `PeerUnreachable`, `PeerSilent` or `PeerRefused`."""
         if len(body) > CALL_LIMIT_BYTES:
             raise ValueError(f"a call's body has at most {CALL_LIMIT_BYTES} bytes, not {len(body)}")
+        try:
+            return self._call_on(self._channel(rank, own=False), rank, method, body, timeout_s)
+        except PeerNotConnected:
+            # A channel that could not connect repeats that error until it has tried again, and the member may have
+            # started meanwhile. A new channel tries at once; nothing of the call has been sent.
+            channel = self._new_channel(rank)
+            try:
+                return self._call_on(channel, rank, method, body, timeout_s)
+            finally:
+                channel.close()
+
+    def _call_on(self, channel: grpc.Channel, rank: int, method: str, body: bytes, timeout_s: float) -> bytes:
         nonce = os.urandom(16)
         peer = self._name(rank)
         try:
-            answer, call = self._channel(rank, own=False).unary_unary(f"/{_SERVICE}/{method}").with_call(
+            answer, call = channel.unary_unary(f"/{_SERVICE}/{method}").with_call(
                 body, timeout=timeout_s, metadata=((_TICKET_KEY, self._make_ticket(method, rank, nonce, body)),))
         except grpc.RpcError as error:
             raise failure_of(peer, error) from None
+        except ValueError:  # gRPC's word for a channel that another thread has closed
+            raise PeerUnreachable("this ring port is closed") from None
         self._require_proof(peer, call.trailing_metadata(), method, rank, nonce, answer)
         return bytes(answer)
 
@@ -294,18 +309,20 @@ class RingPort:
                 raise PeerUnreachable("this ring port is closed")
             channel = self._channels.get((rank, own))
             if channel is None:
-                options = [
-                    ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0), ("grpc.enable_retries", 0),
-                    ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS),
-                    ("grpc.max_reconnect_backoff_ms", 2 * _RECONNECT_MS),
-                    # Despite its name, this is the timeout of one attempt to connect.
-                    ("grpc.min_reconnect_backoff_ms", round(1000 * self.heartbeat_s)),
-                    *_options(self.heartbeat_s)]
-                address = self.addresses[rank]
-                channel = grpc.secure_channel(address, self._channel_credentials, options) \
-                    if self._channel_credentials else grpc.insecure_channel(address, options)
-                self._channels[rank, own] = channel
+                channel = self._channels[rank, own] = self._new_channel(rank)
             return channel
+
+    def _new_channel(self, rank: int) -> grpc.Channel:
+        options = [
+            ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0), ("grpc.enable_retries", 0),
+            ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS),
+            ("grpc.max_reconnect_backoff_ms", 2 * _RECONNECT_MS),
+            # Despite its name, this is the timeout of one attempt to connect.
+            ("grpc.min_reconnect_backoff_ms", round(1000 * self.heartbeat_s)),
+            *_options(self.heartbeat_s)]
+        address = self.addresses[rank]
+        return grpc.secure_channel(address, self._channel_credentials, options) if self._channel_credentials else \
+            grpc.insecure_channel(address, options)
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} at {self.addresses[rank]}"

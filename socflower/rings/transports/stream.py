@@ -15,6 +15,10 @@ class PeerUnreachable(Exception):
     """The peer does not listen, or the connection broke: it has not started yet, or it is dead."""
 
 
+class PeerNotConnected(PeerUnreachable):
+    """No connection was made, now or at the last attempt; nothing of the call was sent."""
+
+
 class PeerNotReady(PeerUnreachable):
     """The peer listens but does not accept this call yet; try again."""
 
@@ -42,7 +46,8 @@ def failure_of(peer: str, error: Any) -> Exception:
     # gRPC has one code for "refused", "broken" and "hangs"; only the text distinguishes them.
     if any(word in details.lower() for word in ("keepalive", "ping timeout", "timeout", "timed out")):
         return PeerSilent(f"{peer} hangs ({details})")
-    return PeerUnreachable(f"{peer} cannot be reached ({details})")
+    kind = PeerNotConnected if "failed to connect" in details.lower() else PeerUnreachable
+    return kind(f"{peer} cannot be reached ({details})")
 
 
 _QUEUED_MESSAGES = 2  # besides the one being sent

@@ -114,6 +114,16 @@ def test_where_nobody_listens_a_call_ends_and_later_succeeds(ports: Ports) -> No
     wait_until(answers)
 
 
+@pytest.mark.parametrize("number", range(10))
+def test_a_member_that_has_just_started_answers_the_next_call(ports: Ports, number: int) -> None:
+    """gRPC repeats its last error until it has tried to connect again; a live member must not pass for a dead one."""
+    caller = ports.open(1)
+    with pytest.raises(PeerUnreachable):
+        caller.call(0, "echo", timeout_s=PATIENCE_S)
+    ports.echoing()
+    assert caller.call(0, "echo", b"x", timeout_s=PATIENCE_S) == b"1:x"
+
+
 def test_a_call_that_takes_too_long_ends_and_its_handler_learns_of_it(ports: Ports) -> None:
     left = threading.Event()
 
