@@ -67,7 +67,7 @@ def page() -> str:
 def entries(module: str, names: tuple[str, ...]) -> Iterator[str]:
     """Yield a line for each name of a module."""
     for name in names:
-        value = getattr(socflower, name)
+        value = inspect.unwrap(getattr(socflower, name))  # of a cached function, the function
         has_docs = inspect.isclass(value) or inspect.isfunction(value)
         said = (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ") if has_docs else \
             f"A {type(value).__name__}."
