@@ -2,11 +2,10 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
-from typing import Any
-
-from flwr.app import UserConfig, UserConfigValue
+from typing import Any, TypeAlias
 
 from socflower.cluster import LayerProfile, ModelProfile
 from socflower.cluster.cluster_file import load_cluster
@@ -20,6 +19,8 @@ from socflower.scenario.priced_processors import cluster_gpu_notes
 from socflower.scenario.runner import new_folder
 from socflower.sim import EventClock, Trace
 from socflower.wire.folders import exclusive_folder
+
+RunConfigValue: TypeAlias = bool | int | float | str
 
 
 def run_app_folder(
@@ -67,7 +68,7 @@ def _run(
     return result
 
 
-def _override(override: str, run_config: UserConfig) -> tuple[str, UserConfigValue]:
+def _override(override: str, run_config: Mapping[str, RunConfigValue]) -> tuple[str, RunConfigValue]:
     """Return key and value of `--set key=value`; `ConfigError` for an unknown key or a value of another type."""
     key, separator, text = (part.strip() for part in override.partition("="))
     if not separator or not text:
@@ -83,7 +84,7 @@ def _override(override: str, run_config: UserConfig) -> tuple[str, UserConfigVal
     return key, value
 
 
-def _kind(value: UserConfigValue) -> str:
+def _kind(value: RunConfigValue) -> str:
     if isinstance(value, bool):
         return "true or false"
     return "a text" if isinstance(value, str) else "a number"

@@ -10,15 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flwr.app import Context, RecordDict, UserConfig
-
 from socflower.engines.app_files import RUN_FOLDER_KEY
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing, require_same_run
 from socflower.engines.deployment.attempts import OnNotice
 from socflower.engines.deployment.options import DeploymentOptions
 from socflower.engines.deployment.run import run_in_deployment
-from socflower.engines.local.grid import LocalGrid, num_cores
-from socflower.engines.local.run_app import flower_quiet
+from socflower.engines.local.grid import num_cores
+from socflower.engines.local.run_app import run_on_local_grid
 from socflower.engines.local.workers import AppReference
 from socflower.engines.run_folder import RunFolder, write_atomically
 from socflower.engines.simulation import run_in_flower_simulation
@@ -257,12 +255,9 @@ def _run_locally(run: PreparedRun, folder: RunFolder, num_workers: int | None) -
     num_nodes = _num_nodes(scenario)
     busy_nodes = _num_busy_nodes(scenario, num_nodes)
     workers = min(num_cores(), busy_nodes) if num_workers is None else num_workers
-    run_config: UserConfig = {RUN_FOLDER_KEY: str(folder.path)}
-    client_app = AppReference(target="socflower.scenario.app.main:client_app")
-    with flower_quiet(), LocalGrid(client_app, num_nodes, run_config=run_config, num_workers=workers) as grid:
-        server_app = scenario_server_app(lambda context: folder, run)
-        server_app(grid, Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(),
-                                 run_config=run_config))
+    run_on_local_grid(
+        scenario_server_app(lambda context: folder, run), AppReference(target="socflower.scenario.app.main:client_app"),
+        num_nodes=num_nodes, run_config={RUN_FOLDER_KEY: str(folder.path)}, num_workers=workers)
 
 
 def _num_nodes(scenario: Scenario) -> int:

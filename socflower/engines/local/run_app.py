@@ -87,6 +87,15 @@ def run_app(
     return clock
 
 
+def run_on_local_grid(
+    server_app: ServerApp, client_app: ClientAppSource, *, num_nodes: int, run_config: UserConfig, num_workers: int,
+) -> None:
+    """Run an app whose strategy charges virtual time itself, with Flower's log lines below errors suppressed."""
+    with flower_quiet(), LocalGrid(client_app, num_nodes, run_config=run_config, num_workers=num_workers) as grid:
+        server_app(grid, Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(),
+                                 run_config=run_config))
+
+
 def _raise_first_cause(messages: MessageLog, error: Exception | SystemExit) -> None:
     """Raise `TrainingFailed` if a ServerApp failed after all clients had, unless its error names their cause."""
     failure = messages.failure
