@@ -6,7 +6,7 @@ round added to the trace, and `clients/` with the clients' own states.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,20 @@ class CheckpointFolder:
             raise ConfigError(f"{self.path}: no checkpoint is whole: {'; '.join(causes)}; start anew with --fresh")
         return None
 
+    def resume(
+        self, scenario: Mapping[str, Any], engine: str, versions: Mapping[str, str],
+        on_damage: Callable[[str], None] = lambda line: None,
+    ) -> Checkpoint | None:
+        """Return the newest intact checkpoint, from which this run resumes, and remove those after it.
+
+        Returns None if there is none. Raises `ConfigError` if it is of another run, or if all are damaged.
+        """
+        checkpoint = self.newest(on_damage)
+        if checkpoint is not None:
+            require_same_run(checkpoint, scenario, engine, versions, self.path)
+            self.remove_after(checkpoint.server_round)
+        return checkpoint
+
     def remove_after(self, server_round: int) -> None:
         """Remove checkpoints newer than a round, since the run resumes there and writes them again."""
         for path in (*self.path.glob("round-*.ckpt"), *self.path.glob("trace-*.spans")):
@@ -152,6 +166,10 @@ class Checkpointing:
     folder: Path
     engine: str
     resume_after: int | None = None  # the round of the checkpoint to resume from; None: start anew
+
+    def after(self, checkpoint: Checkpoint | None) -> "Checkpointing":
+        """Return the same for a run that resumes from a checkpoint, or starts anew without one."""
+        return replace(self, resume_after=None if checkpoint is None else checkpoint.server_round)
 
 
 def require_same_run(checkpoint: Checkpoint, scenario: Mapping[str, Any], engine: str, versions: Mapping[str, str],

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from socflower.engines.app_files import RUN_FOLDER_KEY
-from socflower.engines.checkpoint import CheckpointFolder, Checkpointing, require_same_run
+from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
 from socflower.engines.deployment.attempts import OnNotice
 from socflower.engines.deployment.options import DeploymentOptions
 from socflower.engines.deployment.run import run_in_deployment
@@ -152,14 +152,11 @@ def _resumed(
     on_notice: OnNotice,
 ) -> dict[str, Any]:
     with _kept_checkpoints(out, fresh) as kept:
-        checkpoint = kept.newest(on_notice)
+        checkpoint = kept.resume(to_document(scenario), engine, versions(), on_notice)
         if checkpoint is not None:
-            require_same_run(checkpoint, to_document(scenario), engine, versions(), kept.path)
-            kept.remove_after(checkpoint.server_round)
             on_notice(f"resuming {out} after round {checkpoint.server_round} of {checkpoint.num_rounds}; "
                       "--fresh starts anew")
-        result = run(Checkpointing(
-            folder=kept.path, engine=engine, resume_after=None if checkpoint is None else checkpoint.server_round))
+        result = run(Checkpointing(folder=kept.path, engine=engine).after(checkpoint))
         kept.remove()
     return result
 

@@ -7,7 +7,6 @@ ServerApp or the SuperLink dies, the run is submitted again and resumes from its
 import os
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ def _run_locally(
                 # Otherwise the nodes would still receive its messages.
                 flwr.stop(run_id)
             kept.remove_after(after)
-            checkpointing = replace(checkpointing, resume_after=None if checkpoint is None else after)
+            checkpointing = checkpointing.after(checkpoint)
 
 
 def _attempt_locally(

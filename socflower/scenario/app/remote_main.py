@@ -21,7 +21,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from socflower.engines.app_files import CHECKPOINT_FOLDER_KEY, FRESH_KEY
-from socflower.engines.checkpoint import CheckpointFolder, Checkpointing, require_same_run, training_keys
+from socflower.engines.checkpoint import CheckpointFolder, Checkpointing, training_keys
 from socflower.engines.deployment.outcome_lines import to_lines
 from socflower.engines.run_folder import CloudAddress, RunFolder
 from socflower.errors import ConfigError
@@ -86,14 +86,9 @@ class BundledRunFolder(RunFolder):
         if self.fresh:
             kept.remove()
         kept.create()
-        checkpoint = kept.newest(self.print_line)
-        if checkpoint is None:
-            self._log("resumed", {"after_round": 0})
-            return Checkpointing(folder=self.kept, engine=ENGINE)
-        require_same_run(checkpoint, scenario, ENGINE, versions(), self.kept)
-        self._log("resumed", {"after_round": checkpoint.server_round})
-        kept.remove_after(checkpoint.server_round)
-        return Checkpointing(folder=self.kept, engine=ENGINE, resume_after=checkpoint.server_round)
+        checkpoint = kept.resume(scenario, ENGINE, versions(), self.print_line)
+        self._log("resumed", {"after_round": 0 if checkpoint is None else checkpoint.server_round})
+        return Checkpointing(folder=self.kept, engine=ENGINE).after(checkpoint)
 
     def clients_folder(self, node_config: Mapping[str, Any]) -> Path | None:
         """Return where this node keeps trainer states, one folder per training; None if its config names no folder."""
