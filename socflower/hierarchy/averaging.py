@@ -1,10 +1,10 @@
-"""Weighted averages of whole models (F8): of groups on the server, and of the halves of split trainings.
+"""Weighted averages of models (F8): of groups on the server, and of the halves in split training.
 
     w[i] = sum_k p_k * w_k[i],    p_k = weights[k] / sum(weights)
 
 Each element is accumulated in float64 in the order of the models and rounded once, so equal inputs in equal
-order give equal bits on every machine. Integer tensors are counters (BatchNorm's `num_batches_tracked`), of
-which an average means nothing: the largest is kept.
+order give bit-identical results on every machine. Integer tensors are counters (BatchNorm's `num_batches_tracked`);
+an average of them is meaningless, so the largest value is kept.
 """
 
 import math
@@ -23,12 +23,12 @@ Tensor = NDArray[Any]
 Model = Mapping[str, Tensor]
 Average = TypeVar("Average")
 
-_THREADED_BYTES = 32e6  # of all models together; below, starting threads costs more than they save
-_NUM_THREADS = min(4, os.cpu_count() or 1)  # more do not read memory any faster
+_THREADED_BYTES = 32e6  # of all models together; below this, starting threads takes longer than they save
+_NUM_THREADS = min(4, os.cpu_count() or 1)  # more threads do not increase memory throughput
 
 
 def average_tensors(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Return the average of equally shaped `tensors`; `shares` sum to 1 (see the module's text)."""
+    """Return the average of equally shaped `tensors`; `shares` sum to 1 (formula at the top of this module)."""
     dtype = tensors[0].dtype
     average = np.empty(tensors[0].shape, dtype)
     if is_native_float32(tensors[0]):
@@ -48,21 +48,21 @@ def average_tensors(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tenso
 def weighted_average(models: Sequence[Model], weights: Sequence[float]) -> dict[str, Tensor]:
     """Return the average of `models`, tensor by tensor, with `weights` scaled to sum to 1 (F8).
 
-    Tensors may be read-only and unaligned. A NaN in any model reaches the result even at weight zero: test
-    with `first_non_finite` before. Large models use several threads, a tensor each, which changes no bit of the
-    result. Peak memory is the result and one tensor in float64 (none for float32).
+    Tensors may be read-only and unaligned. A NaN in any model reaches the result even at weight zero: check
+    with `first_non_finite` first. For large models several threads average one tensor each, with bit-identical results.
+    Peak memory is the result and one tensor in float64 (none for float32).
 
     Parameters
     ----------
     models : Sequence[Mapping[str, ndarray]]
-        At least one; all with the same names, shapes and dtypes. The first one gives the order of names.
+        At least one; all with the same names, shapes and dtypes. The result has the first one's order of names.
     weights : Sequence[float]
         One per model, finite and not negative, not all zero; usually numbers of examples.
 
     Raises
     ------
     ConfigError
-        If weights or models do not fit together; the text names the tensor.
+        If weights are invalid or models differ in names, shapes or dtypes; the text names the tensor.
     """
     return averaged_by(average_tensors, models, weights)
 
@@ -70,14 +70,14 @@ def weighted_average(models: Sequence[Model], weights: Sequence[float]) -> dict[
 def averaged_by(
     average: Callable[[Sequence[Tensor], Sequence[float]], Average], models: Sequence[Model], weights: Sequence[float],
 ) -> dict[str, Average]:
-    """Return the same as `weighted_average`, each tensor in the form that `average` gives it, without another copy."""
+    """Like `weighted_average`, but with tensors computed by `average` and returned in its form, without a copy."""
     shares = _shares(weights, len(models))
     _require_alike(models)
     by_tensor = {name: [model[name] for model in models] for name in models[0]}
     if len(models) * sum(tensor.nbytes for tensor in models[0].values()) < _THREADED_BYTES:
         return {name: average(tensors, shares) for name, tensors in by_tensor.items()}
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        # Largest first, so that no thread begins the longest tensor when the others are done.
+        # Largest first, so that no thread starts a large tensor when the others have finished.
         order = sorted(by_tensor, key=lambda name: -by_tensor[name][0].nbytes)
         averages = dict(zip(order, threads.map(lambda name: average(by_tensor[name], shares), order), strict=True))
     return {name: averages[name] for name in by_tensor}

@@ -51,7 +51,7 @@ _SETTLED = 0.2
 """After shares have moved, a remaining distance above this fraction of the threshold is corrected at once."""
 
 _MAX_FOLLOW_UPS = 4
-"""Most successive moves without patience; after that a load that keeps changing is waited out again."""
+"""Most successive moves without patience; after that, patience applies again."""
 
 _FIRST_PROBE, _LAST_PROBE = 8, 128
 """Observations between probes of a member without samples: initially and at most; each failed probe doubles them."""

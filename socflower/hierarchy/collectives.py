@@ -1,4 +1,4 @@
-"""The transfers of an exchange in a task graph: rings, a parameter server, trees.
+"""Transfers of collectives in a task graph: rings, a parameter server, trees.
 
 Each function adds transfers to a `GraphBuilder` and returns the indices of the tasks that complete the result.
 """
@@ -10,7 +10,7 @@ from socflower.cluster import HUB, GraphBuilder
 from socflower.errors import ConfigError
 
 Dependencies = Mapping[int, Sequence[int]]
-"""Tasks that a SoC must have done before it sends, by SoC."""
+"""Tasks that must be done before a SoC sends, by SoC."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class RingTasks:
-    """A ring all-reduce in the graph: its first and last sub-step, and the tasks that end it at each SoC."""
+    """A ring all-reduce in the graph: transfers of its first and last sub-steps, and the tasks that end it by SoC."""
 
     first: tuple[int, ...]
     last: tuple[int, ...]
@@ -47,7 +47,7 @@ def ring_all_reduce(
 ) -> RingTasks:
     """Add a ring all-reduce: 2(n-1) sub-steps in which each of n SoCs sends bytes/n to the next one.
 
-    A SoC's send needs what it received in the sub-step before and its own send to be over. One SoC sends nothing.
+    A SoC's send depends on its receive and its send of the previous sub-step. One SoC alone sends nothing.
     """
     size = len(socs)
     if size == 1:
@@ -69,7 +69,7 @@ def ring_all_reduce(
 def server_exchange(
     builder: GraphBuilder, socs: Sequence[int], exchange: Exchange, after: Dependencies, name: str,
 ) -> dict[int, tuple[int, ...]]:
-    """Add a parameter server, the first SoC: n-1 uploads, then n-1 downloads once all have arrived."""
+    """Add an exchange with a parameter server, the first SoC: n-1 uploads and, after all of them, n-1 downloads."""
     server, *others = socs
     uploads = [builder.transfer(f"{name} upload", soc, server, exchange.num_bytes,
                                 num_messages=exchange.num_tensors, after=after[soc]) for soc in others]
@@ -81,7 +81,7 @@ def server_exchange(
 
 
 def hub_exchange(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, name: str) -> dict[int, int]:
-    """Add an upload of every leader to the hub and, once all have arrived, a download to each (F8)."""
+    """Add an upload from every leader to the hub and, after all of them, a download to each (F8)."""
     uploads = [builder.transfer(f"{name} upload", leader, HUB, exchange.num_bytes,
                                 num_messages=exchange.num_tensors) for leader in leaders]
     return {leader: builder.transfer(f"{name} download", HUB, leader, exchange.num_bytes,
@@ -91,10 +91,10 @@ def hub_exchange(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchan
 def broadcast(
     builder: GraphBuilder, order: Sequence[int], exchange: Exchange, after: Sequence[int], name: str,
 ) -> None:
-    """Add a binomial tree from the first SoC to all: ceil(log2 n) rounds.
+    """Add a broadcast by a binomial tree from the first SoC to all: ceil(log2 n) rounds.
 
-    Each holder sends to the middle of the stretch it is responsible for and keeps the first half, the far end
-    first. With `order` contiguous by board few of the sends cross boards.
+    Each holder is responsible for a range of `order`. It sends to the SoC in the middle, which takes over the second
+    half, and repeats this with the first half. With `order` contiguous by board, few of the sends cross boards.
     """
     needs = {order[0]: tuple(after)}
     for holder, receiver in _halvings(order):
@@ -104,7 +104,7 @@ def broadcast(
 
 
 def _halvings(order: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (holder, receiver) of a binomial tree, every holder's sends in the order in which it makes them."""
+    """Yield (holder, receiver) of a binomial tree; each holder's sends are in their order of execution."""
     if len(order) > 1:
         middle = (len(order) + 1) // 2
         yield order[0], order[middle]

@@ -43,8 +43,8 @@ def conflicts(groups: Sequence[PlacedGroup]) -> dict[int, frozenset[int]]:
 def communication_groups(groups: Sequence[PlacedGroup]) -> tuple[tuple[int, ...], ...]:
     """Return group ids in as few communication groups as a colouring of the conflict graph finds (F6).
 
-    Two where that is possible, which it is wherever groups lie in sequence: their conflicts form paths. Groups
-    without a conflict go to the first one, as do the lowest ids of each chain.
+    These are two where possible, which includes all groups placed in sequence: their conflicts form paths. Groups
+    without a conflict are in the first one, as is the lowest id of each connected component with two colours.
     """
     neighbours = conflicts(groups)
     graph = nx.Graph()

@@ -1,7 +1,7 @@
 """When groups synchronise: intervals in epochs, rounded to whole steps (F3, SoCFlow+ section 3.1).
 
-The interval is stored, not the paper's frequency. Positions, not lengths, are rounded: 0.25 epochs of 97 steps
-give intervals of 24, 25, 24 and 24 steps, so that four of them are an epoch.
+Intervals are given in epochs, not as the paper's frequency. Their positions are rounded, not their lengths: 0.25
+epochs of 97 steps give intervals of 24, 25, 24 and 24 steps, so that four of them make an epoch.
 """
 
 import math
@@ -16,22 +16,22 @@ DECAY = "decay"
 """The paper's schedule: frequent synchronisation at first, doubled intervals later."""
 
 MOST_INTERVALS = 1_000_000
-"""More rounds than any training takes; a schedule of them fills a gigabyte."""
+"""Limit of a schedule's length, above that of any real training; such a schedule takes a gigabyte of memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncInterval:
-    """Steps of every group between two synchronisations; the second one ends it."""
+    """Steps of every group between two synchronisations, and the synchronisation at their end."""
 
     index: int
     first_step: int
     num_steps: int
     epoch_end: float  # epochs done at its end
-    deal_epoch: int  # the latest epoch that began with a synchronisation, when data could last change groups
+    deal_epoch: int  # the latest epoch that began with a synchronisation, the last time that data could change groups
 
 
 def group_steps_per_epoch(num_samples: int, num_groups: int, batch_size: int) -> int:
-    """Return ceil(ceil(n / N) / batch): all groups take the same number of steps, also those with less data."""
+    """Return ceil(ceil(n / N) / batch): all groups take the same number of steps, even with less data."""
     for name, value in (("num_samples", num_samples), ("num_groups", num_groups), ("batch_size", batch_size)):
         if value < 1:
             raise ConfigError(f"schedule: {name} must be 1 or more, got {value}")
@@ -46,8 +46,8 @@ def sync_schedule(
     """Return the intervals of a training of `num_epochs`, in order, without gap or overlap (F3).
 
     `interval_epochs` is a number of epochs, or "decay": `initial`, doubled every `doubling_epochs` (the paper's
-    GN), up to `maximum`; an interval has the length that holds where it begins. Each has at least one step, and
-    the last one is cut where training ends. Raises `ConfigError` for invalid values, and for more than
+    GN), up to `maximum`; the start of an interval determines its length. Each has at least one step, and the last one
+    ends with the training. Raises `ConfigError` for invalid values, and for more than
     `MOST_INTERVALS`.
     """
     cursor = _cursor(num_epochs, steps_per_epoch, interval_epochs, initial, doubling_epochs, maximum)
@@ -65,16 +65,17 @@ def sync_shapes(
     num_epochs: int, steps_per_epoch: int, interval_epochs: float | str, *,
     initial: float = 0.25, doubling_epochs: int = 10, maximum: float = 2.0,
 ) -> tuple[tuple[SyncInterval, int], ...]:
-    """Return the intervals of `sync_schedule` that differ, the first of each, and how many of each there are.
+    """Return the distinct intervals of `sync_schedule`, the first of each kind, and how many of each kind there are.
 
-    Two are the same if they have as many steps, and both or neither begin an epoch; the first interval of all is
-    always apart. Lengths repeat as soon as they do not grow any more, so the work does not depend on `num_epochs`.
+    Two intervals are of one kind if they have equal numbers of steps, and both or neither begin an epoch; the very
+    first one is a kind of its own. Once intervals have stopped growing, their lengths are periodic, so the work does
+    not depend on `num_epochs`.
     """
     cursor = _cursor(num_epochs, steps_per_epoch, interval_epochs, initial, doubling_epochs, maximum)
     firsts: dict[_Shape, SyncInterval] = {}
     counts: dict[_Shape, int] = {}
     walked: list[_Shape] = []
-    reached: dict[tuple[Fraction, int], int] = {}  # where the cursor was, within its epoch, after how many intervals
+    reached: dict[tuple[Fraction, int], int] = {}  # number of intervals before each place of the cursor
     skipped = False
     while not cursor.done:
         if walked and not skipped and cursor.interval == cursor.longest:
@@ -85,7 +86,7 @@ def sync_shapes(
                 for shape in cycle:
                     counts[shape] += times
                 cursor.skip(times, cycle)
-                skipped = True  # what is left is shorter than a cycle
+                skipped = True  # the remainder is shorter than a cycle
                 continue
             reached[place] = len(walked)
         interval = cursor.next()
@@ -121,7 +122,7 @@ class _IntervalCursor:
     @property
     def interval(self) -> Fraction:
         """Epochs of the interval that begins here."""
-        # No power beyond the longest is computed, since its digits would grow with the length of training.
+        # The exponent is limited, since the power's digits would otherwise grow with the length of training.
         doublings = min(int(self._position) // self._doubling_epochs, 64)
         return min(self._shortest * (1 << doublings), self.longest)
 
@@ -167,7 +168,7 @@ def _cursor(num_epochs: int, steps_per_epoch: int, interval_epochs: float | str,
             raise ConfigError(f"schedule: {name} must be 1 or more, got {value}")
     shortest, longest = _lengths(interval_epochs, initial, maximum)
     if 2 * longest * steps_per_epoch < 1:
-        shortest = longest = Fraction(1, steps_per_epoch)  # one step as well, without hundreds of digits
+        shortest = longest = Fraction(1, steps_per_epoch)  # also one step each, without hundreds of digits
     return _IntervalCursor(num_epochs, steps_per_epoch, shortest, longest, doubling_epochs)
 
 

@@ -1,4 +1,4 @@
-"""How many groups: the warm-up heuristic (F2, SoCFlow+ section 3.1)."""
+"""The number of groups, chosen by the warm-up heuristic (F2, SoCFlow+ section 3.1)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class GroupCountChoice:
 def default_candidates(num_socs: int) -> tuple[int, ...]:
     """Return 1, 2, 4, … up to `num_socs`: the numbers of groups that the paper's Figure 4 tries.
 
-    Divisors of the number of SoCs are not preferred: groups whose sizes differ by one cost little, and the
-    contention is the concern of the planner. Raises `ConfigError` below one SoC.
+    Divisors of the number of SoCs are not preferred: groups whose sizes differ by one cost little, and the planner
+    minimises the contention. Raises `ConfigError` below one SoC.
     """
     if num_socs < 1:
         raise ConfigError(f"group count: needs at least one SoC, got {num_socs}")
@@ -32,12 +32,13 @@ def choose_group_count(
 ) -> GroupCountChoice:
     """Return the largest number of groups before first-epoch accuracy drops clearly (F2).
 
-    From few groups to many, each profiled once. The smallest is the reference; the first one that is more than
-    `relative_drop` (a fraction of the reference) below it, or below the absolute `floor` while the reference is
-    not, ends the search, and so does one that diverges (NaN). More groups train an epoch faster.
+    Candidates are tried in ascending order, each once; the smallest one's accuracy is the reference. The search ends at
+    the first candidate whose accuracy is more than `relative_drop` (a fraction of the reference) below the reference,
+    below the absolute `floor` while the reference is not, or NaN. The largest number is wanted because an epoch takes
+    less time with more groups.
 
-    Raises `ConfigError` for no candidates, candidates below 1 and knobs outside [0, 1], `TrainingFailed` if
-    even the reference diverges.
+    Raises `ConfigError` for no candidates, candidates below 1 and settings outside [0, 1], `TrainingFailed` if
+    the reference diverges.
     """
     ordered = sorted(set(candidates))
     if not ordered or ordered[0] < 1:

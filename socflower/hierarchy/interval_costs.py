@@ -1,4 +1,4 @@
-"""The cost of a plan's training: lowers an interval to task graphs, for strategies and predictions alike."""
+"""Costs of training under a plan: lowers intervals to task graphs, for strategies and for predictions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ Phase: TypeAlias = tuple[int, Mapping[int, Pricing]]
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalCosts:
-    """A plan, and the training under it."""
+    """A plan and the parameters of the training that determine its costs."""
 
     cluster: Cluster
     plan: GroupPlan
@@ -54,7 +54,7 @@ class IntervalCosts:
         return self.shares_of(self.plan, {})
 
     def shares_of(self, plan: GroupPlan, parts: Mapping[int, float]) -> Mapping[int, int]:
-        """Return the shares where SoCs have parts of their nominal capacity; those that are not named have all."""
+        """Return the shares with fractions `parts` of nominal capacities; SoCs without an entry have all of it."""
         return {soc: share for group in plan.groups for soc, share in zip(
             group.members, split_batch(self.batch_size, [self._rates[soc] * parts.get(soc, 1.0)
                                                          for soc in group.members]), strict=True)}
@@ -66,7 +66,7 @@ class IntervalCosts:
 
     def _costs(self, plan: GroupPlan, shares: Mapping[int, int], pricings: Mapping[int, Pricing],
                ) -> Mapping[int, StepCost]:
-        """Return the members' costs where some groups have a pricing of their own."""
+        """Return the members' costs; `pricings` overrides the pricing of single groups."""
         return {
             soc: pricings.get(group.group_id, self.pricing).step_cost(
                 self.profile, self.cluster.device_of(soc), shares[soc])
@@ -94,7 +94,7 @@ class IntervalCosts:
         return synchronisation_graph(self.plan, self.exchange) if len(self.plan.groups) > 1 else None
 
     def begins_with_deal(self, interval: SyncInterval) -> bool:
-        """Return whether data change groups at this interval's start. The first deal is part of setting up."""
+        """Return whether groups get other data at this interval's start; the first distribution is part of setup."""
         is_new = interval.index > 0 and interval.first_step == interval.deal_epoch * self.steps_per_epoch
         return self.reshuffle and is_new and len(self.plan.groups) > 1
 
@@ -102,8 +102,8 @@ class IntervalCosts:
             capacities: CapacitiesInUse | None = None) -> Usage:
         """Run an interval and the synchronisation at its end on the clock.
 
-        `phases` give the cost of steps where it changed within the interval; together they have all its steps. On a
-        clock with changing speeds, `capacities` are those in use at the start, and are updated to those at the end.
+        `phases` are needed if the cost of a step changed within the interval; together they have all its steps. On a
+        clock with changing speeds, `capacities` are those in use at the start; they are updated to those at the end.
         """
         usage = Usage()
         if self.begins_with_deal(interval):
@@ -122,11 +122,11 @@ class IntervalCosts:
 
 
 class _ChangingSteps:
-    """Steps of an interval under changing speeds and users.
+    """Steps of an interval with changing speeds and preempted SoCs.
 
-    A member taken by a user leaves its group, which shares its batch among the remaining members; a group without
-    members waits for one to return. With re-balancing inside groups, shares follow a new speed after as many steps as
-    lie between two checks of a ring.
+    When a member is preempted, its group divides the batch among the remaining members; a group without members waits
+    until one returns. With re-balancing inside groups, shares are adapted to a new speed after as many steps as there
+    are between two checks in a real ring.
     """
 
     def __init__(self, work: IntervalCosts, clock: VirtualClock, capacities: CapacitiesInUse,
@@ -142,7 +142,7 @@ class _ChangingSteps:
         """Run the steps."""
         work, clock, usage = self._work, self._clock, Usage()
         pace = Pace({soc: num_steps for soc in work.plan.participants})
-        num_behind = 0  # steps since speeds were off
+        num_behind = 0  # steps since the measured speeds deviated
         while not pace.done:
             present = without_members(work.plan, clock.taken_socs())
             groups = tuple(group for group in present.groups if any(
@@ -168,15 +168,15 @@ class _ChangingSteps:
         return usage
 
     def _align_members(self, pace: Pace, worked: GroupPlan) -> None:
-        """Set the progress of members taken by users to that of their groups."""
+        """Set the progress of preempted members to that of their groups."""
         members_of = {group.group_id: group.members for group in self._work.plan.groups}
         for group in worked.groups:
-            there = group.members[0]  # all present members have equal progress
+            present = group.members[0]  # all present members have equal progress
             for soc in members_of[group.group_id]:
-                pace.remaining[soc], pace.ahead_s[soc] = pace.remaining[there], pace.ahead_s.get(there, 0.0)
+                pace.remaining[soc], pace.ahead_s[soc] = pace.remaining[present], pace.ahead_s.get(present, 0.0)
 
     def _graph(self, plan: GroupPlan, present: tuple[int, ...]) -> TaskGraph:
-        """Return a step of the plan's groups; present SoCs without remaining work idle."""
+        """Return a step of the plan's groups; `present` SoCs without remaining work are idle in it."""
         work = self._work
         shares = work.shares_of(plan, self._capacities.parts if work.reshuffle else {})
         key = (tuple(shares.items()), present)

@@ -19,15 +19,16 @@ def step_graph(
 ) -> TaskGraph:
     """Return one training step of all groups: compute, ring all-reduce inside the group, update (F4).
 
-    Repeated, a member computes again as soon as it has updated itself; groups never wait for each other, except
-    that `serialize_uplinks` lets conflicting groups exchange in turn (F6, F7): a split group's exchange waits for those
-    of its conflicting groups in earlier communication groups, and for those in later ones of the previous step.
+    When the graph is repeated, a member starts its next step as soon as it has updated its weights. Groups do not wait
+    for each other, except that with `serialize_uplinks` conflicting groups exchange in turn (F6, F7): a split group's
+    exchange waits for those of its conflicting groups in earlier communication groups, and for those in later ones of
+    the previous step.
 
-    With `overlap_buckets` > 1 the backward pass has that many parts (at most one a tensor), the exchange of a
-    part's gradients begins when the part is done, and the parts of one group's exchange follow each other.
+    With `overlap_buckets` > 1 the backward pass has that many parts (at most one per tensor), the exchange of a
+    part's gradients begins when the part is done, and the exchanges of a group's parts run one after another.
 
-    `costs` has seconds and processor of each member. Raises `ConfigError` if a member has none, or for fewer than
-    one bucket.
+    `costs` has the seconds and processor of each member. Raises `ConfigError` if a member has no entry, or for fewer
+    than one bucket.
     """
     if overlap_buckets < 1:
         raise ConfigError(f"step: overlap_buckets must be 1 or more, got {overlap_buckets}")
@@ -78,10 +79,10 @@ def _group_step(
 def _compute(
     builder: GraphBuilder, name: str, soc: int, cost: StepCost, num_parts: int,
 ) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Add a member's passes, the backward one in equal parts, on all its processors at once.
+    """Add a member's forward and backward passes on all its processors in parallel, the backward pass in equal parts.
 
-    Returns the tasks that begin them, and for each part the tasks that end it. The gradients of several
-    processors for a part are merged as soon as all are done with it (SoCFlow+ 3.2).
+    Returns the tasks that begin the passes, and for each part the tasks that end it. The gradients of several
+    processors for a part are merged as soon as all processors have finished it (SoCFlow+ 3.2).
     """
     by_processor = []
     for work in cost.processors:
@@ -100,7 +101,7 @@ def _compute(
 def synchronisation_graph(plan: GroupPlan, exchange: Exchange) -> TaskGraph:
     """Return a synchronisation between groups (F8): N uploads, N downloads, then a broadcast inside each group.
 
-    The hub averages when all leaders have arrived; it never sees the other members.
+    The hub averages after the uploads of all leaders; other members do not communicate with it.
     """
     builder = GraphBuilder()
     arrived = hub_exchange(builder, [group.leader for group in plan.groups], exchange, "sync")
@@ -113,10 +114,10 @@ def synchronisation_graph(plan: GroupPlan, exchange: Exchange) -> TaskGraph:
 
 
 def deal_graph(plan: GroupPlan, bytes_per_soc: float) -> TaskGraph:
-    """Return a new deal of the training data: every SoC gets a share of `bytes_per_soc` from another one (F3).
+    """Return a redistribution of the training data: every SoC gets a share of `bytes_per_soc` from another one (F3).
 
-    A random deal sends a little from each SoC to each other. Sending whole shares half-way round the SoCs loads
-    every port and, but for rounding, every uplink the same, with far fewer transfers.
+    A random redistribution sends some samples from each SoC to every other one. Here each SoC sends a whole share to
+    the SoC half-way round, which loads every port and (up to rounding) every uplink equally, with far fewer transfers.
     """
     builder = GraphBuilder()
     socs = plan.participants
@@ -126,7 +127,7 @@ def deal_graph(plan: GroupPlan, bytes_per_soc: float) -> TaskGraph:
 
 
 def exchange_graph(socs: Sequence[int], exchange: Exchange, kind: Literal["ring", "server"] = "ring") -> TaskGraph:
-    """Return one gradient exchange among SoCs and nothing else; of a "server" the first SoC is the server."""
+    """Return a single gradient exchange among SoCs; with kind "server" the first SoC is the server."""
     if kind not in ("ring", "server") or len(socs) < 2:
         raise ConfigError(f"exchange: kind = {kind!r} among {len(socs)} SoCs; need 'ring' or 'server' among 2 "
                           "or more")

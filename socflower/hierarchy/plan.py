@@ -33,17 +33,17 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlan:
-    """All groups of a cluster; what strategies, the simulator and the real runtime execute."""
+    """All groups of a cluster, as strategies, the simulator and the real runtime execute them."""
 
     groups: tuple[Group, ...]
     communication_groups: tuple[tuple[int, ...], ...]  # group ids; conflicting groups in different ones (F6)
     contention: int  # C of F5: split groups on the fullest board
-    slots_per_board: tuple[int, ...]  # that could be used
+    slots_per_board: tuple[int, ...]  # slots available for training
     participants: tuple[int, ...]  # all members, ascending
-    proven_optimal: bool  # no mapping has less contention, nor as much with fewer splits, nor fewer boards spanned
+    proven_optimal: bool  # no mapping has a smaller objective (F5)
 
     def to_document(self) -> dict[str, Any]:
-        """Return the part of the plan document that programs may rely on."""
+        """Return the public part of the plan document, with stable keys."""
         return {
             "groups": [{"id": group.group_id, "members": list(group.members), "leader": group.leader,
                         "boards": list(group.boards), "split": group.split} for group in self.groups],
@@ -57,10 +57,10 @@ class GroupPlan:
 def plan_groups(
     cluster: Cluster, num_groups: int, num_socs: int | None = None, capacities: Sequence[float] | None = None,
 ) -> GroupPlan:
-    """Return `num_groups` groups of `num_socs` SoCs (default all), mapped by F5, coloured by F6, led by F8.
+    """Return `num_groups` groups of `num_socs` SoCs (default all): mapping by F5, turns by F6, leaders by F8.
 
-    `capacities`, one per SoC of the cluster in any unit (rates, speed factors): a SoC at 0 is away and takes no part,
-    the slowest SoCs stay idle first, and the SoCs of a board are assigned so that groups are about equally fast (F20).
+    `capacities`, one per SoC of the cluster in any unit (rates, speed factors): a SoC at 0 is unavailable, the
+    slowest SoCs stay idle first, and the SoCs of a board are assigned so that groups are about equally fast (F20).
 
     Raises `InfeasiblePlan` for more groups than SoCs or more SoCs than slots, `ConfigError` for capacities that
     are negative, not finite or of the wrong number.
@@ -87,9 +87,9 @@ def plan_groups(
 def _group(group_id: int, socs: Sequence[int], board_of: Mapping[int, int]) -> Group:
     """Return a group with its ring in ascending order, which is contiguous by board, and its leader (F8).
 
-    The leader is the first member on the board that holds most of the group (the lowest such board). Every SoC is
-    equally far from the hub, so what makes a leader cheap to reach is the way from it to its group: from there the
-    broadcast crosses an uplink for the fewest members.
+    The leader is the first member on the board with most of the group's members (the lowest such board). Every SoC is
+    equally far from the hub, so only the broadcast from the leader to its group matters: from this board it crosses an
+    uplink for the fewest members.
     """
     members = tuple(sorted(socs))
     on_board = Counter(board_of[soc] for soc in members)
@@ -101,16 +101,16 @@ def _group(group_id: int, socs: Sequence[int], board_of: Mapping[int, int]) -> G
 def plan_without(
     whole: GroupPlan, cluster: Cluster, capacities: Sequence[float], away: Collection[int],
 ) -> GroupPlan:
-    """Return a plan of those of `whole`'s SoCs that are not away, by the same rules (F5, F6); `whole` if all are there.
+    """Return a plan of the SoCs of `whole` that are not away, by the same rules (F5, F6); `whole` if none is away.
 
-    As many groups as before, or as SoCs where those are fewer. SoCs that `whole` leaves idle stay idle: they have no
-    nodes. `capacities` has one entry for each SoC of the cluster. Raises `InfeasiblePlan` if all are away.
+    It has as many groups as `whole`, or one per SoC if there are fewer SoCs. SoCs that are idle in `whole` stay idle:
+    they have no nodes. `capacities` has one entry for each SoC of the cluster. Raises `InfeasiblePlan` if all are away.
     """
     present = [soc for soc in whole.participants if soc not in away]
     if len(present) == len(whole.participants):
         return whole
     if not present:
         raise InfeasiblePlan("no SoC is left to train: all are gone, or preempted by their users")
-    there = set(present)
+    available = set(present)
     return plan_groups(cluster, min(len(whole.groups), len(present)), None,
-                       [capacity if soc in there else 0.0 for soc, capacity in enumerate(capacities)])
+                       [capacity if soc in available else 0.0 for soc, capacity in enumerate(capacities)])

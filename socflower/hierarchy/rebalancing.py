@@ -1,4 +1,4 @@
-"""Re-balancing: shares follow measured capacity inside a group (F4), SoCs change groups within their board (F20)."""
+"""Re-balancing: shares in a group follow measured capacities (F4), and SoCs of one board change groups (F20)."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +14,10 @@ from socflower.hierarchy.plan import GroupPlan
 class Rebalancing:
     """Settings of re-balancing by measured capacities, and its tolerance.
 
-    `within_groups`: shares of a group's batch, every `steps` steps (0: only between intervals). `across_groups`: SoCs
-    of one board change groups, between intervals, where shares follow in any case: without that no exchange would speed
-    a group up. A capacity that is less than `tolerance` away from the one in use counts as unchanged, and a change of
-    groups has to speed the slowest one up by as much.
+    With `within_groups`, shares of a group's batch are adapted every `steps` steps (0: only between intervals). With
+    `across_groups`, SoCs of one board change groups between intervals, and shares are adapted then in any case, since
+    otherwise no swap would make a group faster. A capacity that differs by at most `tolerance`, relative, from the one
+    in use counts as unchanged, and a change of groups must speed up the slowest one by more than `tolerance`.
     """
 
     within_groups: bool = True
@@ -35,21 +35,21 @@ class Rebalancing:
 
 @dataclass(slots=True)
 class CapacitiesInUse:
-    """The assumed fraction of nominal capacity of each SoC; SoCs that are not named have all of it."""
+    """The assumed fraction of nominal capacity of each SoC; 1 for SoCs without an entry in `parts`."""
 
     tolerance: float
     parts: dict[int, float] = field(default_factory=dict)
 
     def part(self, soc: int) -> float:
-        """Return the part of a SoC."""
+        """Return the fraction of a SoC."""
         return self.parts.get(soc, 1.0)
 
     def is_off(self, measured: Mapping[int, float]) -> bool:
-        """Whether a measured part differs from the one in use by more than the tolerance."""
+        """Whether a measured fraction differs from the one in use by more than the tolerance."""
         return any(self._is_off(soc, part) for soc, part in measured.items())
 
     def take(self, measured: Mapping[int, float]) -> list[int]:
-        """Use the measured parts that differ by more than the tolerance; return their SoCs."""
+        """Use the measured fractions that differ by more than the tolerance; return their SoCs."""
         moved = [soc for soc, part in measured.items() if self._is_off(soc, part)]
         for soc in moved:
             self.parts[soc] = measured[soc]
@@ -63,10 +63,11 @@ class CapacitiesInUse:
 
 
 def reordered(plan: GroupPlan, cluster: Cluster, capacities: Sequence[float], min_gain: float = 0.0) -> GroupPlan:
-    """Return the plan after exchanges of SoCs of one board that even out the groups' capacities (F20).
+    """Return the plan after swaps of SoCs of one board that even out the groups' capacities (F20).
 
-    How many SoCs a group has on which board stays, and so do contention and communication groups (F5, F6). Leaders stay
-    in their groups: they have its optimiser. Returns `plan` itself unless the slowest group gains more than `min_gain`.
+    The number of SoCs of each group on each board is unchanged, and so are contention and communication groups (F5,
+    F6). Leaders stay in their groups, since they hold the optimiser state. Returns `plan` itself unless the slowest
+    group gains more than `min_gain`.
     `capacities` has one entry for each SoC of the cluster.
     """
     if len(capacities) != cluster.num_socs:
@@ -88,7 +89,7 @@ def slowest(capacities: Sequence[float], groups: Iterable[Sequence[int]]) -> flo
 
 
 def with_members(plan: GroupPlan, members: Sequence[Sequence[int]]) -> GroupPlan:
-    """Return the plan with the members that `reordered` gave its groups earlier, in group order."""
+    """Return the plan with `members`, an earlier result of `reordered`, in group order."""
     groups = tuple(replace(group, members=tuple(socs)) for group, socs in zip(plan.groups, members, strict=True))
     if sorted(soc for group in groups for soc in group.members) != list(plan.participants) or any(
             group.leader not in group.members for group in groups):
@@ -99,7 +100,7 @@ def with_members(plan: GroupPlan, members: Sequence[Sequence[int]]) -> GroupPlan
 def without_members(plan: GroupPlan, taken: Iterable[int]) -> GroupPlan:
     """Return the plan without SoCs taken by users; a group without remaining members is left out.
 
-    For virtual time: a ring continues in the same way until the next plan.
+    It serves the virtual clock: a real ring also continues without such members until the next plan.
     """
     gone = set(taken)
     if not gone.intersection(plan.participants):

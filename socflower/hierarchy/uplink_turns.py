@@ -1,6 +1,6 @@
-"""Whether communication groups take turns (F6), decided by the predicted times of both.
+"""Whether communication groups take turns (F6), decided by the predicted time of a step with and without turns.
 
-Turns hide computation behind exchanges, and cost time where uplinks are idle while messages are handled (F7).
+Turns overlap computation with exchanges, and cost time where uplinks are idle while messages are handled (F7).
 """
 
 from collections.abc import Callable, Mapping
@@ -14,14 +14,14 @@ from socflower.hierarchy.interval_costs import IntervalCosts
 from socflower.hierarchy.plan import GroupPlan
 
 AUTO = "auto"
-"""The setting that leaves the choice to the prediction."""
+"""The setting with which the prediction decides."""
 
 ASKED, PREDICTED, NO_SHARED_UPLINK, NOT_PREDICTED = "asked", "predicted", "no-shared-uplink", "not-predicted"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """Predicted seconds of a step of all groups, the mean over a training, at nominal speeds."""
+    """Predicted seconds of a step of all groups, averaged over the training, at nominal speeds."""
 
     in_turn_s: float
     free_s: float
@@ -42,7 +42,7 @@ class Turns:
 def step_times(work: IntervalCosts, lengths: Mapping[int, int], clock: VirtualClock) -> StepTimes:
     """Return the step times with and without turns, over all intervals; `work`'s own setting is ignored.
 
-    `lengths`: how many intervals there are of how many steps.
+    `lengths` maps a number of steps to the number of intervals with that many.
     """
     num_steps = sum(length * count for length, count in lengths.items())
     in_turn_s, free_s = (
@@ -52,10 +52,11 @@ def step_times(work: IntervalCosts, lengths: Mapping[int, int], clock: VirtualCl
 
 
 def choose_turns(plan: GroupPlan, serialize_uplinks: bool | str, predict: Callable[[], StepTimes] | None) -> Turns:
-    """Return the choice of `serialize_uplinks`, or with "auto" the faster one; on a tie without turns.
+    """Return the choice of `serialize_uplinks`, or with "auto" the faster one; on a tie, no turns.
 
-    Without `predict`, groups that share an uplink take turns: by F7's max(C + S, 2S) against C + 2S turns never lose,
-    but that leaves out what handling messages takes. Raises `ConfigError` if `serialize_uplinks` is anything else.
+    Without `predict`, groups that share an uplink take turns: by F7 a step takes max(C + S, 2S) with turns and C + 2S
+    without, so turns are never slower; this ignores the time for handling messages. Raises `ConfigError` for any other
+    value of `serialize_uplinks`.
     """
     if not isinstance(serialize_uplinks, bool) and serialize_uplinks != AUTO:
         raise ConfigError(f"serialize_uplinks = {serialize_uplinks!r} is unknown; use true, false or {AUTO!r}")

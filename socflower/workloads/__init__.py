@@ -1,4 +1,4 @@
-"""What is trained on what: models, data sets, partitions among clients, and evaluation."""
+"""Models, data sets, partitions among clients, and evaluation."""
 
 from socflower.workloads.click_through import ClickData, click_data
 from socflower.workloads.dataset import DataSet, LabelledData, concatenate

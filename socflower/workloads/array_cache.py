@@ -1,4 +1,4 @@
-"""Decoded images on disk, mapped into memory so that all processes of a machine share one copy."""
+"""A disk cache of decoded images, memory-mapped so that all processes of a machine share one copy."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 ImagesAndLabels: TypeAlias = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
-_FORMAT = "v1"  # part of every file name; raise it when the same source is to give other arrays
+_FORMAT = "v1"  # part of every file name; to be raised when decoding changes
 
 _log = logging.getLogger(__name__)
 
@@ -27,10 +27,10 @@ def cache_folder() -> Path:
 
 
 def cached_arrays(key: str, make: Callable[[], ImagesAndLabels], folder: Path) -> ImagesAndLabels:
-    """Return images (n, channels, height, width) uint8 and labels (n,) int64 of `key`, made at most once.
+    """Return images (n, channels, height, width) uint8 and labels (n,) int64 of `key`, from the cache or from `make`.
 
     The images are mapped copy-on-write: processes share the pages that they only read, and a write stays private.
-    Unreadable files are made anew. Where the folder cannot be written the arrays stay in memory, with a warning.
+    Unreadable files are written again. If the folder cannot be written, the arrays stay in memory, with a warning.
     """
     images_path = folder / f"{key}-{_FORMAT}-images.npy"
     labels_path = folder / f"{key}-{_FORMAT}-labels.npy"
@@ -40,11 +40,11 @@ def cached_arrays(key: str, make: Callable[[], ImagesAndLabels], folder: Path) -
     images, labels = make()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Processes that get here together write the same bytes, each to a file of its own; the last rename wins.
+        # Concurrent processes write the same bytes, each to its own temporary file; the last rename wins.
         _write(labels_path, labels)
         _write(images_path, images)
     except OSError as error:
-        _log.warning("data cache: cannot write %s (%s); every process decodes for itself", folder, error)
+        _log.warning("data cache: cannot write %s (%s); every process decodes the images itself", folder, error)
         return images, labels
     _log.info("data cache: decoded %d images into %s", len(images), images_path)
     return _read(images_path, labels_path) or (images, labels)
@@ -61,7 +61,7 @@ def _read(images_path: Path, labels_path: Path) -> ImagesAndLabels | None:
         return None
     well_formed = images.dtype == np.uint8 and images.ndim == 4 and labels.dtype == np.int64
     if not well_formed or labels.shape != images.shape[:1]:
-        _log.warning("data cache: %s does not hold what its name says, decoding again", images_path)
+        _log.warning("data cache: %s has unexpected types or shapes, decoding again", images_path)
         return None
     return images, labels
 
@@ -73,7 +73,7 @@ def _write(path: Path, array: npt.NDArray[Any]) -> None:
         with os.fdopen(descriptor, "wb") as file:
             np.save(file, array, allow_pickle=False)
             file.flush()
-            os.fsync(file.fileno())  # or a crash after the rename could leave a file of zeros under the final name
+            os.fsync(file.fileno())  # otherwise a crash after the rename could leave a file of zeros
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -1,22 +1,22 @@
-"""Click-through data in the shape of MovieLens, drawn from a documented model, its features split between two parties.
+"""Synthetic click-through data in the format of MovieLens, with features split between two parties.
 
 Each of 6,040 users has watched some of 3,706 movies, in order. A sample is a movie advertised to a user, the candidate,
-with the `HISTORY` movies watched last before; it is clicked when the user would rate it 4 or 5. The *viewing service*
-(party 0) knows which movies these are, and the *account service* (party 1) who the user is and of which genres the
-movies are: neither sees what the other has, and both need it. How good a predictor can be is known, since the true
+with the `HISTORY` movies that the user watched last before; a click stands for a rating of 4 or 5. The *viewing
+service* (party 0) has the movie ids, and the *account service* (party 1) the user's attributes and the movies' genres.
+Neither sees the other's features, and both are needed. The best possible accuracy is known, since the true
 probabilities are.
 
-The generator, all of it from one seed; σ is the logistic function:
+The generator, with one seed for all of it; σ is the logistic function:
 
-- Movie m: popularity ∝ 1 / (rank + 20), a long tail; one to three genres g(m) by `GENRE_SHARES`, weights that sum to 1;
-  a *circle*, one of 8 groups whose members please the same people, independent of genres and recorded nowhere: latent
-  factors v(m) of length about 1 are the circle's, with a small deviation of the movie's own; a quality b(m) ~ N(0, ½²).
-- User u: gender and age group by `GENDERS` and `AGES`, any occupation; latent factors z(u) ~ N(0, I); a taste t(u) for
-  each genre, the sum of what gender, age group and occupation contribute and a small part of the user's own.
-- Watching: u takes movies one by one without replacement, with odds popularity(m) · exp(2 z·v + t·g): of what was
-  watched, ids tell of z and genres tell of t.
-- Advertising: movies by popularity alone, so that there is something to predict.
-- Click: with probability σ(b(m) + 3 z·v + 2 t·g + constant), the constant such that the share `CLICKED` is clicked.
+- Movie m: popularity ∝ 1 / (rank + 20), long-tailed; one to three genres g(m) by `GENRE_SHARES`, weights that sum to 1;
+  a *circle*, one of 8 sets of movies that the same users like, independent of genres and not part of the data: latent
+  factors v(m) of length about 1 are the circle's plus a small deviation of the movie; a quality b(m) ~ N(0, ½²).
+- User u: gender and age group by `GENDERS` and `AGES`, a uniform occupation; latent factors z(u) ~ N(0, I); a taste
+  t(u) for each genre, the sum of contributions of gender, age group and occupation and a small individual one.
+- Watching: u watches movies one by one without replacement, with odds popularity(m) · exp(2 z·v + t·g): in the
+  history, movie ids carry information on z, and genres on t.
+- Advertising: movies are drawn by popularity alone, independent of the user.
+- Click: with probability σ(b(m) + 3 z·v + 2 t·g + constant), the constant such that a fraction `CLICKED` is clicked.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ HISTORY = 10
 """Movies watched last, in order."""
 
 GENRE_SLOTS = 3
-"""Genres of a movie at most; slots that are not used hold 0, genres count from 1."""
+"""Most genres of a movie; genres are numbered from 1, and unused slots hold 0."""
 
 USER_COLUMNS = 3
 """Gender, age group and occupation: the first columns of the account service, before the genres."""
@@ -46,21 +46,21 @@ AGES = (0.04, 0.18, 0.35, 0.20, 0.09, 0.08, 0.06)
 NUM_OCCUPATIONS = 21
 
 GENRE_SHARES = tuple(1.0 / rank for rank in range(2, NUM_GENRES + 2))
-"""How often a genre is drawn, in proportion."""
+"""Relative frequencies with which genres are drawn."""
 
 CLICKED = 0.55
-"""Share of candidates that are clicked."""
+"""Fraction of candidates that are clicked."""
 
 _FACTORS = 2
 _CIRCLES = 8
 _WATCH_BY_FACTORS, _WATCH_BY_GENRES = 2.0, 1.0
 _CLICK_BY_FACTORS, _CLICK_BY_GENRES = 3.0, 2.0
-_USERS_AT_A_TIME = 64  # whose odds for all movies then fit a cache
+_USERS_AT_A_TIME = 64  # so that their odds for all movies fit into a cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClickData:
-    """Training and test samples, and accuracies on the latter, in 0..1, between which a trained model's should lie."""
+    """Training and test samples, and bounds (0..1) of the accuracy that a model should reach on the test samples."""
 
     train: VerticalSamples
     test: VerticalSamples
@@ -72,9 +72,9 @@ class ClickData:
 def click_data(*, seed: int, num_train: int = 60_000, num_test: int = 10_000) -> ClickData:
     """Return generated samples: of party 0 (n, HISTORY + 1) movie ids, of party 1 (n, 3 + (HISTORY + 1)·3) attributes.
 
-    In both, the candidate comes last. Party 1's columns are gender, age group and occupation, then the genre slots of
-    each movie in party 0's order. Test samples are later in every user's life than training samples. Equal arguments
-    give equal samples. Raises ConfigError for sizes below 1, and for more samples than users can watch movies.
+    In both, the candidate is last. Party 1's columns are gender, age group and occupation, then the genre slots of
+    each movie in party 0's order. For every user, test samples are later than training samples. Equal arguments give
+    equal samples. Raises ConfigError for sizes below 1, and for more samples than users can watch movies.
     """
     if num_train < 1 or num_test < 1:
         raise ConfigError(f"click data: num_train and num_test must be 1 or more, got {num_train} and {num_test}")
@@ -87,7 +87,7 @@ def click_data(*, seed: int, num_train: int = 60_000, num_test: int = 10_000) ->
                           f"{NUM_MOVIES} movies; ask for {most} at most")
     random = np.random.default_rng(seed)
     movies, users = _Movies(random), _Users(random)
-    # Moment by moment, not user by user: so the first samples are the early ones of all users.
+    # Ordered by time, not by user, so that the first samples are the early ones of all users.
     user = np.concatenate([random.permutation(NUM_USERS) for _ in range(samples_per_user)])
     moment = np.repeat(np.arange(samples_per_user), NUM_USERS)
     kept = np.r_[0:num_train, len(user) - num_test:len(user)]
@@ -115,10 +115,10 @@ def click_data(*, seed: int, num_train: int = 60_000, num_test: int = 10_000) ->
 
 
 class _Movies:
-    """What the generator draws for every movie."""
+    """The properties drawn for every movie."""
 
     def __init__(self, random: np.random.Generator) -> None:
-        # Ids say nothing of popularity: the ranks are shuffled.
+        # Ranks are shuffled, so that ids are independent of popularity.
         self.popularity = 1.0 / (random.permutation(NUM_MOVIES) + 20.0)
         self.popularity /= self.popularity.sum()
         self.quality = random.normal(0.0, 0.5, NUM_MOVIES)
@@ -130,13 +130,13 @@ class _Movies:
         drawn = np.argsort(race, axis=1)[:, :GENRE_SLOTS] + 1
         num_genres = random.choice([1, 2, 3], size=NUM_MOVIES, p=[0.5, 0.35, 0.15])
         self.genre_slots = np.where(np.arange(GENRE_SLOTS) < num_genres[:, None], drawn, 0)
-        self.genres = np.zeros((NUM_MOVIES, NUM_GENRES + 1), dtype=np.float32)  # one column more, for slots not used
+        self.genres = np.zeros((NUM_MOVIES, NUM_GENRES + 1), dtype=np.float32)  # one extra column, for unused slots
         np.put_along_axis(self.genres, self.genre_slots, 1.0 / num_genres[:, None], axis=1)
         self.genres = self.genres[:, 1:]
 
 
 class _Users:
-    """What the generator draws for every user."""
+    """The properties drawn for every user."""
 
     def __init__(self, random: np.random.Generator) -> None:
         kinds = (len(GENDERS), len(AGES), NUM_OCCUPATIONS)
@@ -153,9 +153,9 @@ class _Users:
 def _watch(
     random: np.random.Generator, movies: _Movies, users: _Users, watchers: npt.NDArray[np.int64], num_watched: int
 ) -> npt.NDArray[np.int64]:
-    """Return which movies each of `watchers` watched (len(watchers), num_watched), in order, each at most once.
+    """Return the movies (len(watchers), num_watched) that each of `watchers` watched, in order, each at most once.
 
-    Who takes the smallest of E / odds first, E exponential, takes movies by their odds among those that are left.
+    Ascending order of E / odds, E exponential, is a draw without replacement with probabilities proportional to odds.
     """
     tastes = np.hstack([_WATCH_BY_FACTORS * users.factors, _WATCH_BY_GENRES * users.tastes])[watchers]
     traits = np.hstack([movies.factors, movies.genres])
@@ -194,9 +194,9 @@ def _logistic(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 def _frequencies(
     candidate: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]
 ) -> tuple[int, npt.NDArray[np.int64]]:
-    """Return the more frequent label, and the same for every movie, which a movie never seen takes from all."""
+    """Return the more frequent label, over all samples and per movie; unseen movies get the overall one."""
     share = labels.mean()
     seen = np.bincount(candidate, minlength=NUM_MOVIES)
     clicked = np.bincount(candidate, weights=labels, minlength=NUM_MOVIES)
-    # Some pseudo-observations of the overall share, or movies seen once would decide by that once.
+    # Pseudo-observations of the overall share, so that a single sample does not determine a movie's label.
     return int(share > 0.5), ((clicked + 5 * share) / (seen + 5) > 0.5).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Labelled images in memory: one byte per pixel at rest, normalised floats per batch."""
+"""Labelled images in memory: stored with one byte per pixel, converted to normalised floats per batch."""
 
 import math
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ Indices: TypeAlias = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
 class LabelledData:
     """Images and their labels, with the constants that normalise them.
 
-    `inputs` are uint8 in 0..255, which is a quarter of the memory of floats and can be mapped from a file, or
-    floats in 0..1; `mean` and `std` are per channel and refer to pixels in 0..1. Floats that are normalised already
-    take a mean of 0 and a deviation of 1 in every channel, and may then be any finite ones. Labels are classes,
-    0..num_classes-1. Raises ConfigError for shapes, types, values and constants that do not fit together.
+    `inputs` are uint8 in 0..255, which need a quarter of the memory of floats and can be memory-mapped, or floats in
+    0..1; `mean` and `std` are per channel and refer to pixels in 0..1. For floats that are already normalised, give a
+    mean of 0 and a deviation of 1 in every channel; any finite values are then valid. Labels are classes,
+    0..num_classes-1. Raises ConfigError for inconsistent shapes, types, values and constants.
     """
 
     inputs: torch.Tensor  # (n, channels, height, width)
@@ -29,7 +29,7 @@ class LabelledData:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     num_classes: int
-    _scale: torch.Tensor = field(init=False, repr=False)  # (channels, 1, 1): 1 / std, by 255 for bytes
+    _scale: torch.Tensor = field(init=False, repr=False)  # (channels, 1, 1): 1 / std, divided by 255 for bytes
     _shift: torch.Tensor = field(init=False, repr=False)  # (channels, 1, 1): -mean / std
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class LabelledData:
         low, high = (float(end) for end in torch.aminmax(self.inputs))
         if not (math.isfinite(low) and math.isfinite(high)):
             raise ConfigError("data: there is a NaN or an infinity among the inputs")
-        # Without a normalisation to do here, the values are whatever the caller's own has made of them.
+        # With mean 0 and std 1 the caller has normalised the inputs, so their range is not checked.
         normalised = not any(self.mean) and set(self.std) == {1.0}
         if not normalised and not (low >= 0.0 and high <= 1.0):
             raise ConfigError(f"data: floating-point inputs must be in 0..1, got {low:.4g} to {high:.4g}; divide "
@@ -93,7 +93,7 @@ class LabelledData:
     def batch(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs (b, channels, height, width) float32, normalised, and labels (b,) int64."""
         rows = _as_rows(indices)
-        # Select first: only the batch's pixels are then read and widened to floats. In place is safe on the
+        # Select first, so that only the batch's pixels are read and converted. In-place operations are safe on the
         # selected copy, and twice as fast as addcmul with broadcast constants.
         inputs = self.inputs.index_select(0, rows).to(torch.float32).mul_(self._scale).add_(self._shift)
         return inputs, self.labels.index_select(0, rows)
@@ -101,7 +101,7 @@ class LabelledData:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DataSet:
-    """Training and test samples, and where they came from."""
+    """Training and test samples, and their source."""
 
     train: LabelledData
     test: LabelledData

@@ -12,9 +12,9 @@ from socflower.workloads.dataset import LabelledData
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a model achieves on `num_samples` samples."""
+    """Accuracy and loss of a model on `num_samples` samples."""
 
-    accuracy: float  # share of correct labels, 0..1
+    accuracy: float  # fraction of correct labels, 0..1
     loss: float  # mean cross-entropy in nats
     num_samples: int
 
@@ -22,7 +22,7 @@ class Evaluation:
 def evaluate(model: nn.Module, data: LabelledData, batch_size: int = 500) -> Evaluation:
     """Return the model's accuracy and mean loss over all of `data`, computed on the model's own device.
 
-    The model runs in evaluation mode; afterwards every submodule is back in the mode it was in. Raises ConfigError
+    The model runs in evaluation mode; afterwards the mode of every submodule is restored. Raises ConfigError
     for empty data and for a batch size below 1.
     """
     if len(data) == 0:

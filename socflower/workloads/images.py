@@ -14,7 +14,7 @@ from socflower.workloads.array_cache import ImagesAndLabels
 
 
 def optional_package(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Return the imported module; raises DataUnavailable, naming the extra to install, where it is missing."""
+    """Return the imported module; if it is missing, raises DataUnavailable with the extra to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -27,7 +27,7 @@ def optional_package(module: str, *, extra: str, purpose: str) -> ModuleType:
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMN = "label"
 
-_UNDECODABLE = (OSError, SyntaxError, TypeError, ValueError)  # SyntaxError is pillow's for a broken PNG
+_UNDECODABLE = (OSError, SyntaxError, TypeError, ValueError)  # pillow raises SyntaxError for a broken PNG
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class EncodedImages:
 
 
 def image_column(names: Sequence[str], where: str) -> str:
-    """Return the name of the image column; raises DataUnavailable where it or the label column is missing."""
+    """Return the name of the image column; raises DataUnavailable if it or the label column is missing."""
     found = [name for name in IMAGE_COLUMNS if name in names]
     if not found or LABEL_COLUMN not in names:
         raise DataUnavailable(
@@ -52,8 +52,8 @@ def image_column(names: Sequence[str], where: str) -> str:
 def read_parquet(path: Path) -> EncodedImages:
     """Return the rows of a Parquet file in the hub's layout, undecoded.
 
-    Raises DataUnavailable for a missing pyarrow, a damaged file and other columns than an image {bytes, path} and
-    a label.
+    Raises DataUnavailable if pyarrow is missing, the file is damaged, or the columns are not an image {bytes, path}
+    and a label.
     """
     parquet = optional_package("pyarrow.parquet", extra="data", purpose=f"reading {path}")
     try:
@@ -72,8 +72,8 @@ def read_parquet(path: Path) -> EncodedImages:
 def decode(encoded: EncodedImages, shape: tuple[int, int, int], num_classes: int, where: str) -> ImagesAndLabels:
     """Return images (n, channels, height, width) uint8 and labels (n,) int64.
 
-    `shape` is (channels, height, width) with 1 (grey) or 3 (RGB) channels. Raises DataUnavailable for a missing
-    pillow, an undecodable or otherwise sized image, and a label outside 0..num_classes-1, with its row.
+    `shape` is (channels, height, width) with 1 (grey) or 3 (RGB) channels. Raises DataUnavailable if pillow
+    is missing, and with the row number for an undecodable image, a wrong size or a label outside 0..num_classes-1.
     """
     pillow = optional_package("PIL.Image", extra="data", purpose=f"decoding {where}")
     channels, height, width = shape

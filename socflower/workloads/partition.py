@@ -1,4 +1,4 @@
-"""Which sample belongs to which client: evenly, or with label skew."""
+"""Partitions of samples among clients: even, or with label skew."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ SCHEMES = ("iid", "dirichlet")
 def iid_partition(num_samples: int, num_partitions: int, seed: int) -> list[npt.NDArray[np.int64]]:
     """Return `num_partitions` random index arrays that hold every sample once; sizes differ by at most one.
 
-    Raises ConfigError where a partition would stay empty.
+    Raises ConfigError if a partition would be empty.
     """
     _check(num_samples, num_partitions, min_size=1)
     order = np.random.default_rng(seed).permutation(num_samples)
@@ -25,10 +25,10 @@ def dirichlet_partition(
 ) -> list[npt.NDArray[np.int64]]:
     """Return index arrays that hold every sample once, with label skew (Hsu et al. 2019, per class).
 
-    Each class is divided among the partitions by shares drawn from Dirichlet(alpha, ..., alpha): a small alpha
-    gives each class to few partitions, a large one approaches the even split. Partitions below `min_size` then
-    take samples from the largest one, which changes the drawn shares least. Equal arguments give equal partitions.
-    Raises ConfigError unless alpha > 0 and num_partitions * min_size <= len(labels).
+    Each class is divided among the partitions by shares drawn from Dirichlet(alpha, ..., alpha): with a small
+    alpha each class is in few partitions, and a large one approaches the even split. Then samples are moved from the
+    largest partition to those below `min_size`, which changes the drawn shares least. Equal arguments give equal
+    partitions. Raises ConfigError unless alpha > 0 and num_partitions * min_size <= len(labels).
     """
     _check(len(labels), num_partitions, min_size)
     if not (alpha > 0.0 and np.isfinite(alpha)):
@@ -42,7 +42,7 @@ def dirichlet_partition(
         cuts = np.rint(np.cumsum(shares)[:-1] * len(members)).astype(np.int64)
         for piece, part in zip(pieces, np.split(members, cuts), strict=True):
             piece.append(part)
-    # Shuffled, so that what is moved is no single class.
+    # Shuffled, so that moved samples are of several classes.
     partitions = [generator.permutation(np.concatenate(piece)) for piece in pieces]
     return _raise_to_min_size(partitions, min_size)
 
@@ -50,9 +50,9 @@ def dirichlet_partition(
 def partition(
     labels: npt.NDArray[np.integer[Any]], num_partitions: int, scheme: str, alpha: float, seed: int
 ) -> list[npt.NDArray[np.int64]]:
-    """Return the index arrays of the named scheme, "iid" or "dirichlet"; `alpha` matters to the latter only.
+    """Return the index arrays of the named scheme, "iid" or "dirichlet"; `alpha` is used by the latter only.
 
-    Raises ConfigError for an unknown scheme and for what the scheme refuses.
+    Raises ConfigError for an unknown scheme and for arguments that are invalid for it.
     """
     if scheme == "iid":
         return iid_partition(len(labels), num_partitions, seed)
@@ -79,13 +79,13 @@ def _raise_to_min_size(partitions: list[npt.NDArray[np.int64]], min_size: int) -
     """Move samples, one at a time, from the largest partition to those below `min_size`."""
     sizes = np.array([len(part) for part in partitions])
     received: list[list[int]] = [[] for _ in partitions]
-    for poor in np.flatnonzero(sizes < min_size):
-        while sizes[poor] < min_size:
-            # Ends: while one is below min_size and the mean is not, the largest is above it and can give.
-            rich = int(sizes.argmax())
-            sizes[rich] -= 1
-            sizes[poor] += 1
-            received[poor].append(int(partitions[rich][sizes[rich]]))
+    for small in np.flatnonzero(sizes < min_size):
+        while sizes[small] < min_size:
+            # This ends: the mean is at least min_size, so while a partition is below it, the largest one is above it.
+            largest = int(sizes.argmax())
+            sizes[largest] -= 1
+            sizes[small] += 1
+            received[small].append(int(partitions[largest][sizes[largest]]))
     return [
         np.concatenate([part[: size - len(extra)], np.array(extra, dtype=np.int64)])
         for part, size, extra in zip(partitions, sizes.tolist(), received, strict=True)

@@ -1,4 +1,4 @@
-"""Samples that are no labelled images: features held by several parties, and codes that images are generated from."""
+"""Samples other than labelled images: features held by several parties, and codes from which images are generated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ _GOLDEN = _WORD(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerticalSamples:
-    """Samples of which every party holds other features: row i of each part belongs to sample `ids[i]`.
+    """Samples of which every party holds different features: row i of each part belongs to sample `ids[i]`.
 
-    Between parties it is the id that names a sample, never the row, since a party may keep its rows in an order of its
-    own. Raises ConfigError for parts of different lengths, for ids that occur twice and for labels of another type.
+    Parties identify samples by id, not by row, since each party may store its rows in a different order. Raises
+    ConfigError for parts of different lengths, for ids that occur twice and for labels of another type.
     """
 
     ids: torch.Tensor  # (n,) int64
@@ -50,7 +50,7 @@ class VerticalSamples:
 
     @property
     def num_parties(self) -> int:
-        """How many parties hold features."""
+        """The number of parties with features."""
         return len(self.features)
 
     def batch(self, indices: Indices) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -72,17 +72,17 @@ class VerticalSamples:
 
     @staticmethod
     def _rows(part: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        # Kept narrow at rest, widened per batch: embeddings are looked up by int64.
+        # Stored in narrow types, converted per batch: embeddings are looked up by int64.
         return part.index_select(0, rows).to(torch.float32 if part.is_floating_point() else torch.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GeneratorSamples:
-    """Codes and the images that a generative model is to make of them.
+    """Codes and the images that a generative model should generate from them.
 
-    In a reverse split the images stay at the edge with the back half, and the codes are made where the front half is,
-    in the cloud. A code needs a sample's id and label, never its image: so labels, of all that is known of the images,
-    do reach the cloud. There `generator_codes` suffices. Raises ConfigError for a negative seed.
+    In a reverse split the images stay at the edge with the back half, and the codes are computed in the cloud with the
+    front half. A code depends on a sample's id and label, not on its image: labels are the only information on the
+    images that the cloud receives. It only needs `generator_codes`. Raises ConfigError for a negative seed.
     """
 
     images: LabelledData
@@ -106,10 +106,10 @@ class GeneratorSamples:
         return pixels.to(torch.float32).div_(255.0) if pixels.dtype == torch.uint8 else pixels.to(torch.float32)
 
     def mean_image_losses(self) -> tuple[float, float]:
-        """Return the mean squared errors of two trivial generators, to judge a trained one by.
+        """Return the mean squared errors of two trivial generators, as baselines for a trained one.
 
-        The first makes the mean of all images of every code, the second the mean of the code's class. What a model
-        does better than the second it has learnt by heart: the style codes are noise.
+        The first returns the mean of all images for every code, the second the mean image of the code's class. A loss
+        below the second is due to memorised samples, since the style codes are noise.
         """
         targets = self.targets(range(len(self)))
         if not len(targets):
@@ -124,8 +124,8 @@ class GeneratorSamples:
 def generator_codes(ids: Indices, labels: Indices, *, num_classes: int, seed: int = 0) -> torch.Tensor:
     """Return codes (b, num_classes + STYLE_SIZE) float32: the label one-hot, then the sample's style z ~ N(0, I).
 
-    A style is a function of seed and id alone, whatever else is in the batch and whichever machine draws it. Raises
-    ConfigError for labels outside 0..num_classes-1, for as many labels as there are not ids, and for a negative seed.
+    A style depends on seed and id only, not on the rest of the batch or on the machine. Raises ConfigError for labels
+    outside 0..num_classes-1, for different numbers of labels and ids, and for a negative seed.
     """
     rows, classes = (torch.as_tensor(values, dtype=torch.int64) for values in (ids, labels))
     if rows.ndim != 1 or classes.shape != rows.shape:
@@ -145,13 +145,13 @@ def _check_seed(seed: int) -> None:
 def _styles(ids: npt.NDArray[np.int64], seed: int) -> torch.Tensor:
     """Return standard normal numbers (b, STYLE_SIZE): a counter hashed by SplitMix64, then Box and Muller's transform.
 
-    A generator per id would do the same in a hundred times the time, and a single one would make a style depend on
-    which ids were asked for before.
+    A random generator per id would take a hundred times as long, and with a single one a style would depend on the
+    ids requested before.
     """
     start = _mix(np.array([seed], dtype=_WORD))
     own = _mix(start ^ _mix(ids.astype(_WORD)))[:, None]
     words = _mix(own + np.arange(1, STYLE_SIZE + 1, dtype=_WORD) * _GOLDEN)
-    uniform = ((words >> _WORD(11)).astype(np.float64) + 0.5) / 2.0**53  # strictly between 0 and 1: the log is finite
+    uniform = ((words >> _WORD(11)).astype(np.float64) + 0.5) / 2.0**53  # in (0, 1), so the log is finite
     radius = np.sqrt(-2.0 * np.log(uniform[:, ::2]))
     angle = 2.0 * np.pi * uniform[:, 1::2]
     return torch.from_numpy(np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1).astype(np.float32))

@@ -1,4 +1,4 @@
-"""Where data sets come from: a folder of Parquet files, the Hugging Face hub, or a package's bundled digits."""
+"""Sources of data sets: a folder of Parquet files, the Hugging Face hub, or the digits bundled with a package."""
 
 import difflib
 import hashlib
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ImageSet:
-    """What is known of a published data set before a byte of it is read."""
+    """Known properties of a published data set."""
 
     hub_name: str
     shape: tuple[int, int, int]  # channels, height, width
@@ -38,7 +38,7 @@ class _ImageSet:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataShape:
-    """What a planner needs of a data set, which has not been loaded: square images, classes, training samples."""
+    """What a planner needs to know of a data set without loading it: square images, classes, training samples."""
 
     channels: int
     size: int
@@ -60,7 +60,7 @@ _IMAGE_SETS = {"mnist": _MNIST, "cifar10": _CIFAR10}
 
 _DIGITS_TEST_PER_CLASS = 100  # of the 500 bundled per class
 _DIGITS_TRAIN = 4000
-_DIGITS_SPLIT_SEED = 2024  # part of what "digits" means: never changed, or results would stop being comparable
+_DIGITS_SPLIT_SEED = 2024  # part of the definition of "digits": a change would make results incomparable
 
 
 def data_names() -> tuple[str, ...]:
@@ -77,15 +77,15 @@ def data_shape(name: str) -> DataShape:
 
 
 def load_data(name: str, folder: Path | None = None) -> DataSet:
-    """Return the named data set; `DataSet.source` says where it was found.
+    """Return the named data set; `DataSet.source` names its source.
 
-    "digits" is embedded: 4,000 training and 1,000 test digits of MNIST, as many of each class. "mnist" and
-    "cifar10" are sought in `folder`, else in the folder named by SOCFLOWER_DATA (which holds mnist/train.parquet,
+    "digits" is bundled: 4,000 training and 1,000 test digits of MNIST, with equal numbers of each class. "mnist" and
+    "cifar10" are searched in `folder`, else in the folder named by SOCFLOWER_DATA (which holds mnist/train.parquet,
     mnist/test.parquet and so on), then on the Hugging Face hub.
 
     Decoded images are kept in the cache folder and mapped, so a worker process should call this function rather
     than receive the tensors: mapped pages are shared, pickled tensors are copied. The result is shared by all
-    callers within a process. Raises ConfigError for an unknown name, DataUnavailable where nothing was found.
+    callers within a process. Raises ConfigError for an unknown name, DataUnavailable if it is not found.
     """
     _check_name(name)
     if name == "digits":
@@ -158,7 +158,7 @@ def _from_parquet(name: str, paths: dict[str, Path], cache: Path) -> DataSet:
 
     def load(split: str) -> LabelledData:
         path = paths[split]
-        # The content, not its time stamp: a copied file is the same data, an edited one is not.
+        # The key is a hash of the content, not a time stamp: a copy is the same data, an edited file is not.
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
@@ -171,7 +171,7 @@ def _from_parquet(name: str, paths: dict[str, Path], cache: Path) -> DataSet:
 
 
 def _from_hub(name: str, cache: Path) -> DataSet:
-    """Return the data set as `datasets` downloads it; flwr-datasets reads through the same package."""
+    """Return the data set as downloaded by `datasets`, which flwr-datasets also uses."""
     image_set = _IMAGE_SETS[name]
     source = f"hub {image_set.hub_name}"
     hub = optional_package("datasets", extra="hub", purpose=source)
@@ -180,7 +180,7 @@ def _from_hub(name: str, cache: Path) -> DataSet:
         where = f"{source} {split}"
         try:
             rows = hub.load_dataset(image_set.hub_name, split=split)
-        except Exception as error:  # what a failed download raises differs between versions and transports
+        except Exception as error:  # the type raised by a failed download differs between versions and transports
             reason = str(error).partition("\n")[0]
             raise DataUnavailable(f"{where} failed with {type(error).__name__}: {reason}") from error
         column = image_column(rows.column_names, where)

@@ -1,4 +1,4 @@
-"""Transfer learning: some classes of a data set, and weights that were trained on others."""
+"""Transfer learning: subsets of a data set's classes, and weights trained on other classes."""
 
 import zipfile
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from socflower.workloads.dataset import LabelledData
 
 
 def class_subset(images: LabelledData, classes: Sequence[int]) -> LabelledData:
-    """Return the samples of `classes`, in their old order, with label i for `classes[i]`.
+    """Return the samples of `classes`, in their original order, with label i for `classes[i]`.
 
-    Raises ConfigError for no classes, for one that is named twice and for one that the data do not have.
+    Raises ConfigError for no classes, for duplicates and for classes that the data do not have.
     """
     if not classes:
         raise ConfigError("classes: name one or more")
@@ -35,11 +35,11 @@ def class_subset(images: LabelledData, classes: Sequence[int]) -> LabelledData:
 
 
 def load_weights(model: nn.Module, path: Path, *, except_head: bool = True) -> tuple[str, ...]:
-    """Load the tensors of `path`, an npz of arrays by the names of the state dict; return the names left out.
+    """Load the tensors of `path`, an npz of arrays named as in the state dict; return the names not loaded.
 
-    With `except_head` the model's last layer with weights keeps those it has, since its classes are others: what the
-    file holds for it may be of any shape, or be missing. Everything else must be there by name and shape and nothing
-    besides; otherwise ConfigError is raised, as for a file that cannot be read, and the model stays as it was.
+    With `except_head` the last layer with weights is not loaded, since its classes differ: the file's arrays for it may
+    have any shape, or be missing. All other names and shapes must match exactly; otherwise ConfigError is raised, as
+    for a file that cannot be read, and the model is unchanged.
     """
     arrays = _read(path)
     state = model.state_dict()
@@ -48,8 +48,8 @@ def load_weights(model: nn.Module, path: Path, *, except_head: bool = True) -> t
     taken = [name for name in state if name not in left_out]
     if missing := [name for name in taken if name not in arrays]:
         raise ConfigError(f"weights {path}: no array {missing[0]!r} ({len(missing)} missing); it is of another model")
-    if strange := [name for name in arrays if name not in state]:
-        raise ConfigError(f"weights {path}: the model has no {strange[0]!r} ({len(strange)} too many); it is of "
+    if unexpected := [name for name in arrays if name not in state]:
+        raise ConfigError(f"weights {path}: the model has no {unexpected[0]!r} ({len(unexpected)} too many); it is of "
                           "another model")
     for name in taken:
         if arrays[name].shape != tuple(state[name].shape):
@@ -67,7 +67,7 @@ def load_weights(model: nn.Module, path: Path, *, except_head: bool = True) -> t
 
 def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
     try:
-        # Never pickles: a file of weights may come from anywhere.
+        # Without pickle: the file may be untrusted.
         with path.open("rb") as file:
             found = np.load(file, allow_pickle=False)
             if isinstance(found, np.lib.npyio.NpzFile):

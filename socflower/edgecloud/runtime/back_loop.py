@@ -1,4 +1,4 @@
-"""Drives a back half: batches in order, each stepped exactly once, gradients back to whoever sent the features."""
+"""The training loop of a back half: steps batches in order, each exactly once, and returns gradients to the senders."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,15 +17,15 @@ from socflower.edgecloud.stream.frames import Features, Goodbye, Gradient, Mark,
 
 
 class BackLoop:
-    """Trains a back half with what comes through the channels, one per party, until all say goodbye.
+    """Trains a back half with the messages of the channels, one per party, until all have sent `Goodbye`.
 
     Several parties are *joined* if they hold different features of the same samples: the half is stepped once with all
     of them. Otherwise they take turns: batch b of the first, then b of the second, and so on. Every party's next
     message is handled before any party's message after that, so a slow party delays the others, and none falls behind.
 
     `on_checkpoint` is called with the batch of every checkpoint, at which the half can be read or saved; `on_step` is
-    called before the half changes again. The loop waits for room before it sends a gradient, so a peer that does not
-    read cannot fill the memory.
+    called before the half changes again. The loop waits for credit before it sends a gradient, so a peer that does
+    not read cannot fill the memory.
     """
 
     def __init__(self, half: BackHalf, channels: Sequence[FrameChannel], *, joined: bool, report: LoopReport,
@@ -38,7 +38,7 @@ class BackLoop:
         self._on_checkpoint, self._on_step = on_checkpoint, on_step
 
     def run(self, first: int) -> None:
-        """Train from batch `first` on, and return after the goodbyes."""
+        """Train from batch `first` on, and return after all `Goodbye` messages."""
         batch = first
         while True:
             message = self._receive(0, batch)
@@ -79,7 +79,7 @@ class BackLoop:
         return message
 
     def _step(self, batch: int, parties: Sequence[int], messages: Sequence[Features]) -> float:
-        """Step once with one batch of one party, or of all of them joined; answer each."""
+        """Step once with a batch of one party, or of all joined parties; send each its gradient."""
         for party, message in zip(parties, messages, strict=True):
             self._check(party, batch, message, messages[0])
         with self._report.computing():

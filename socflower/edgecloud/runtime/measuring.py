@@ -1,4 +1,4 @@
-"""Measures the costs of a batch at every cut on this device by running the halves (the paper's profiler, §5.2)."""
+"""Measures costs of a batch at every cut on this device by running the halves (the paper's profiler, §5.2)."""
 
 import math
 import statistics
@@ -26,9 +26,9 @@ _KIND = "split-costs"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measuring:
-    """How to measure: everything that is timed first runs `num_warm_ups` times; the median counts.
+    """Settings of a measurement: each timed function first runs `num_warm_ups` times; the result is a median.
 
-    With `at_least_s` each of the `num_repeats` timings is a mean over the runs in that time: where a quota stops the
+    With `at_least_s` each of the `num_repeats` timings is the mean over the runs in that time: if a quota stops the
     processor from time to time, most short runs are not interrupted, and their median would be too small.
     """
 
@@ -63,7 +63,7 @@ class Measuring:
         return statistics.median(times_s)
 
     def _settle(self) -> None:
-        if self.device.startswith("cuda"):  # kernels run on after their call has returned
+        if self.device.startswith("cuda"):  # kernels run asynchronously
             torch.cuda.synchronize(self.device)
 
 
@@ -73,12 +73,12 @@ def measure_costs(
 ) -> SplitCosts:
     """Return the costs of a batch at every cut, with this device as the edge.
 
-    A front half is timed as a whole, up to its cut, since layers timed one by one do not add up: forward without graph,
-    and forward, backward and update together. `cloud_s` is what `measure_cloud` returned in the cloud; without it, it
-    is measured here. Codec times are those of encoding, and with error feedback of what that needs besides, on the
-    largest features, per element. Medians that decrease from cut to cut, which can only be noise, are smoothed
-    (`monotone`). Memory is a formula: weights, gradients and optimiser state of what is trained, and one batch's
-    outputs of all layers that are not frozen. `label_bytes` is per sample. A copy is run; the model stays as it is.
+    A front half is timed as a whole, since the times of single layers do not add up: the forward pass without graph,
+    and forward, backward and update together. `cloud_s` is the result of `measure_cloud` in the cloud; without it, this
+    device is measured. Codec times are per element, for encoding the largest features and, with error feedback, for
+    its additional work. Medians that decrease from cut to cut, which can only be noise, are smoothed (`monotone`).
+    Memory is computed: weights, gradients and optimiser state of trained layers, and one batch's outputs of all layers
+    that are not frozen. `label_bytes` is per sample. A copy of the model is run; the model itself is unchanged.
     """
     work = split.copy()
     work.model.to(how.device)
@@ -236,7 +236,7 @@ class _Updater:
 
     def __init__(self, work: SplitModel, names: Sequence[str], how: Measuring) -> None:
         tensors = work.tensors()
-        # At rate 0: the work of an update, but the weights stay, and with them the sort of numbers that are computed.
+        # With rate 0 an update takes the same time, but the weights and the range of computed values do not change.
         self._optimizer = HalfOptimizer(how.optimizer, lambda batch: 0.0)
         self._optimizer.set_weights({name: tensors[name] for name in names})
 

@@ -1,12 +1,12 @@
-"""Covering split groups with what whole groups leave of the boards, exactly, by branch and bound.
+"""Exact assignment of split groups to the slots that whole groups leave free, by branch and bound.
 
-A split group with its boards, and all that shares a board with it, is a component of the placement. A component
-of k groups and m boards can be laid in sequence: then every board holds at most two of its groups, and its groups
-span k + m - 1 boards together. No placement spans less, since a connected graph has at least nodes - 1 edges.
-So only this matters: which groups and which boards form a component, with slots enough for its groups. For
-contention 1 a component has one group.
+A component of the placement is a connected component of the graph of split groups and boards: split groups that share
+boards, directly or through others. A component of k groups and m boards can be placed in sequence: then every board
+holds at most two of its groups, and its groups span k + m - 1 boards in total. No placement spans fewer, since a
+connected graph has at least nodes - 1 edges. So the search only has to choose which groups and which boards form a
+component; the boards must have enough slots for the groups. For contention 1 a component has one group.
 
-Boards with equal slots left are interchangeable: a state is a histogram of slots left, and is solved once.
+Boards with equal numbers of free slots are interchangeable: a state is a histogram of free slots, and is solved once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ Histogram = tuple[int, ...]
 """Number of boards for each entry of `Covering.slots_left`."""
 
 IMPOSSIBLE = 1 << 30
-"""A cost above every real one."""
+"""Cost of an infeasible cover, above every feasible one."""
 
 
 class SearchExhausted(Exception):
@@ -25,12 +25,12 @@ class SearchExhausted(Exception):
 
 @dataclass(slots=True)
 class Budget:
-    """Counts down what a search may do; keeps planning within milliseconds on clusters of any size."""
+    """The number of steps that a search may still take; limits planning to milliseconds on clusters of any size."""
 
     num_left: int
 
     def spend(self, amount: int) -> None:
-        """Take `amount` off; raises `SearchExhausted` below zero."""
+        """Subtract `amount`; raises `SearchExhausted` below zero."""
         self.num_left -= amount
         if self.num_left < 0:
             raise SearchExhausted
@@ -38,7 +38,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """Groups laid in sequence over boards, as numbers: of groups by size, of boards by slots left."""
+    """Groups placed in sequence on boards: numbers of groups by size, and of boards by free slots."""
 
     num_small: int
     num_large: int
@@ -47,11 +47,11 @@ class Component:
 
 @dataclass(slots=True)
 class Covering:
-    """The cheapest covers of groups of `small` and `small + 1` SoCs; the cost is the sum of m - 1 (see above)."""
+    """The cheapest covers of groups of `small` and `small + 1` SoCs; the cost is the sum of m - 1 over components."""
 
     small: int
     slots_left: tuple[int, ...]  # distinct values, descending
-    joint: bool  # components of several groups (contention 2), or of one (contention 1)
+    joint: bool  # whether a component may have several groups (contention 2) or only one (contention 1)
     budget: Budget
     _solved: dict[tuple[Histogram, int, int], tuple[int, Component | None]] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class Covering:
         return self._solved[key][0]
 
     def components(self, boards: Histogram, num_small: int, num_large: int) -> list[Component]:
-        """Return the components of a cheapest cover; `cost` must have found it possible."""
+        """Return the components of a cheapest cover; `cost` must have been called and have found a feasible one."""
         found: list[Component] = []
         while num_small + num_large:
             component = self._solved[boards, num_small, num_large][1]
@@ -76,7 +76,7 @@ class Covering:
         return found
 
     def lower_bound(self, boards: Histogram, num_small: int, num_large: int) -> int:
-        """Return a bound below `cost` that needs no search: the fewest boards, in the most components."""
+        """Return a lower bound of `cost` without a search: the fewest boards, divided into the most components."""
         num_groups = num_small + num_large
         if not num_groups:
             return 0
@@ -86,14 +86,14 @@ class Covering:
             return IMPOSSIBLE
         least = max(2, -(-self.small // largest))
         if self.joint:
-            # m - q with q <= K components of at least `least` boards each; it never falls as m grows.
+            # m - q with q <= K components of at least `least` boards each; it does not decrease as m grows.
             return fewest - min(num_groups, fewest // least)
         least_large = max(2, -(-(self.small + 1) // largest))
         fewest = max(fewest, num_small * least + num_large * least_large)
         return fewest - num_groups if fewest <= sum(boards) else IMPOSSIBLE
 
     def _joint_bound(self, boards: Histogram, demand: int, wanted: int, num_others: int) -> int:
-        """Return a bound below the cost with a component of `wanted` slots: what it takes, others cannot have."""
+        """Return a lower bound of the cost with a component of `wanted` slots, which other components cannot use."""
         largest = next(slots for slots, count in zip(self.slots_left, boards, strict=True) if count)
         least = max(2, -(-self.small // largest))
         fewest = self._fewest_boards(boards, demand)
@@ -135,7 +135,7 @@ class Covering:
         return best
 
     def _group_choices(self, num_small: int, num_large: int) -> Iterator[tuple[int, int]]:
-        """Yield the groups of the component that holds the next group (a large one while there are any)."""
+        """Yield (small, large) numbers of groups of the next component; it has a large one while any are left."""
         if not self.joint:
             yield (0, 1) if num_large else (1, 0)
             return
@@ -145,9 +145,10 @@ class Covering:
                     yield total - large, large
 
     def _covers(self, boards: Histogram, demand: int, slack: int) -> Sequence[Histogram]:
-        """Return the boards that hold `demand`, waste at most `slack` and lose that if any one is left out.
+        """Return the minimal sets of boards with at least `demand` and at most `demand + slack` slots.
 
-        Fewest boards first, then least waste: the search that follows often ends with the first.
+        Minimal: without any one of the boards the slots do not suffice. Ordered by number of boards, then by unused
+        slots, since the first set is often the best one.
         """
         found: list[tuple[int, int, Histogram]] = []
         slots_left = self.slots_left
@@ -155,7 +156,7 @@ class Covering:
         def extend(index: int, missing: int, taken: list[int], num_boards: int) -> None:
             slots = slots_left[index]
             last = index + 1 == len(slots_left)
-            # The last board taken is the smallest one, so it alone may end the cover: it is minimal.
+            # Boards are taken in descending order of slots. The cover is minimal if the last, smallest board is needed.
             enough = -(-missing // slots)
             if enough <= boards[index] and enough * slots - missing <= slack:
                 used = (*taken, enough, *(0,) * (len(slots_left) - index - 1))

@@ -1,14 +1,14 @@
-"""Mapping groups to boards: integrity-greedy, and the pass that makes it optimal (F5, SoCFlow+ section 3.1).
+"""Mapping groups to boards: integrity-greedy, and an exact search (F5, SoCFlow+ section 3.1).
 
     minimise (C, split groups, boards spanned by split groups), in this order, where
     C = max over boards of the number of split groups present on it.
 
-Integrity-greedy is optimal for equal, full boards only. Three facts make the exact search small:
+Integrity-greedy is optimal only if all boards are equal and full. Three facts keep the exact search small:
 
-1. Groups laid in sequence never put more than two split groups on a board, so the optimum C is 0, 1 or 2.
-2. C = 2 with the fewest split groups possible is always reached: place the most whole groups, lay the rest in
-   sequence. C = 1 may need the whole groups to lie differently, so it is sought for every number of splits.
-3. Given the whole groups, what is left is the covering problem of `covering.py`.
+1. Placing groups in sequence puts at most two split groups on a board, so the optimal C is 0, 1 or 2.
+2. C = 2 with the fewest possible split groups is always feasible: place as many whole groups as fit, and the rest in
+   sequence. C = 1 may need another placement of the whole groups, so it is searched for every number of split groups.
+3. For given whole groups, placing the split groups is the covering problem of `covering.py`.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from socflower.hierarchy.mapping.placement import GroupPlacement, check_slots, g
 from socflower.hierarchy.mapping.splitting import lay_in_sequence, split_groups
 
 SEARCH_BUDGET = 2_000
-"""States and covers that each of the searches for C = 1 and C = 2 may look at: a few milliseconds."""
+"""States and covers that each of the searches for C = 1 and C = 2 may visit, which takes a few milliseconds."""
 
 
 def integrity_greedy(slots_per_board: Sequence[int], num_groups: int, num_socs: int | None = None) -> GroupPlacement:
-    """Return the paper's mapping: step 1 whole groups, first fit; step 2 the others in sequence (F5).
+    """Return the paper's mapping: step 1 places whole groups, first fit; step 2 the others in sequence (F5).
 
-    Larger groups go first. Arguments and errors are those of `map_groups`.
+    Larger groups are placed first. Arguments and errors are those of `map_groups`.
     """
     num_socs = sum(slots_per_board) if num_socs is None else num_socs
     check_slots(slots_per_board, num_socs)
@@ -44,11 +44,11 @@ def integrity_greedy(slots_per_board: Sequence[int], num_groups: int, num_socs: 
 def map_groups(
     slots_per_board: Sequence[int], num_groups: int, num_socs: int | None = None, *, budget: int = SEARCH_BUDGET,
 ) -> GroupPlacement:
-    """Return a placement of least objective, or the better of greedy's and the best found within `budget`.
+    """Return a placement of least objective, or the best one found within `budget`.
 
-    `slots_per_board` holds the slots in use of each board, `num_socs` (default all) how many of them take part;
-    group sizes differ by at most one, and which slots stay idle is free. `proven_optimal` says whether the search
-    was complete. Ties go to integrity-greedy.
+    `slots_per_board` has the number of slots in use on each board, `num_socs` (default all) how many of them are used
+    for training. Group sizes differ by at most one. The planner chooses which slots stay idle. `proven_optimal` says
+    whether the search was complete. On a tie, the result is that of `integrity_greedy`.
 
     Raises `ConfigError` for negative slots, `InfeasiblePlan` for fewer slots than SoCs or fewer SoCs than groups.
     """
@@ -59,7 +59,7 @@ def map_groups(
     small, num_large = divmod(num_socs, num_groups)
     num_small = num_groups - num_large
     if small == 1:
-        # A group of one SoC fits anywhere: only the groups of two matter, the others take what is left.
+        # A group of one SoC fits on any board, so only groups of two are searched; the others fill the free slots.
         better = _add_singles(split_groups(slots_per_board, 2, num_large, 0, budget), slots_per_board, num_small)
     else:
         better = split_groups(slots_per_board, small, num_small, num_large, budget)

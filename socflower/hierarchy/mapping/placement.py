@@ -1,4 +1,4 @@
-"""Placements: how many SoCs of each board a group takes, how placements compare (F5), and which SoCs they are (F20)."""
+"""Placements: numbers of SoCs of each group on each board, their objective (F5), and the choice of SoCs (F20)."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ Pieces = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlacement:
-    """What every group takes of every board, groups in order of their first board."""
+    """The number of SoCs of each group on each board; groups in order of their first board."""
 
     groups: tuple[Pieces, ...]
     proven_optimal: bool  # no placement of the same groups has a smaller objective
@@ -26,10 +26,10 @@ class GroupPlacement:
 
     @property
     def objective(self) -> tuple[int, int, int]:
-        """What F5 minimises, in this order: contention, split groups, boards spanned by split groups.
+        """The quantities that F5 minimises, in this order: contention, split groups, boards spanned by split groups.
 
-        A ring laid contiguously over k boards sends the same bytes over k uplinks, so the last one counts the
-        bytes between boards.
+        A ring that is contiguous by board sends the same number of bytes over each of its k uplinks, so the third
+        quantity is proportional to the traffic between boards.
         """
         spans = [len(pieces) for pieces in self.groups if len(pieces) > 1]
         return self.contention, len(spans), sum(spans)
@@ -47,7 +47,7 @@ def group_sizes(num_groups: int, num_socs: int) -> tuple[int, ...]:
     Raises `InfeasiblePlan` where a group would get no SoC.
     """
     if num_groups < 1:
-        raise InfeasiblePlan(f"plan: {num_groups} groups of {num_socs} SoCs cannot be; ask for 1 or more groups")
+        raise InfeasiblePlan(f"plan: {num_groups} groups of {num_socs} SoCs are impossible; ask for 1 or more groups")
     if num_groups > num_socs:
         raise InfeasiblePlan(f"plan: {num_groups} groups need at least {num_groups} SoCs and {num_socs} take "
                              f"part; ask for at most {num_socs} groups")
@@ -76,29 +76,29 @@ def fastest_socs(groups: Sequence[Pieces], available: Mapping[int, Sequence[int]
 
 
 def deal_in_order(groups: Sequence[Pieces], socs: Mapping[int, Sequence[int]]) -> list[list[int]]:
-    """Return each group's SoCs, each board's dealt in the order given."""
-    decks = {board: iter(cards) for board, cards in socs.items()}
-    return [[next(decks[board]) for board, count in pieces for _ in range(count)] for pieces in groups]
+    """Return each group's SoCs; each board's SoCs are assigned in the given order."""
+    remaining = {board: iter(own) for board, own in socs.items()}
+    return [[next(remaining[board]) for board, count in pieces for _ in range(count)] for pieces in groups]
 
 
 def balance_capacities(members: Sequence[Sequence[int]], board_of: Mapping[int, int], capacities: Sequence[float],
              fixed: Collection[int] = ()) -> list[list[int]]:
-    """Return the groups after exchanges of SoCs on the same board that even out the groups' total capacities.
+    """Return the groups after swaps of SoCs on the same board that even out the groups' total capacities.
 
-    All groups have the same batch and wait for each other at synchronisations, and a group's step takes as long as
-    the batch over its total capacity (F4). Each exchange lowers the sum of squared totals; ends where none does.
-    With equal capacities nothing moves, and `fixed` SoCs never do.
+    All groups have the same batch size and wait for each other at synchronisations; the time of a group's step is
+    the batch divided by its total capacity (F4). Each swap lowers the sum of squared totals; the search ends when no
+    swap does. With equal capacities no SoC is swapped, and `fixed` SoCs never are.
     """
     groups = [list(group) for group in members]
     totals = [sum(capacities[soc] for soc in group) for group in groups]
-    threshold = 1e-9 * max(totals) ** 2  # what gains less than rounding errors could be undone for ever
-    seats: dict[int, list[tuple[int, int]]] = {}
+    threshold = 1e-9 * max(totals) ** 2  # swaps that gain less than rounding errors might be repeated without end
+    positions: dict[int, list[tuple[int, int]]] = {}  # (group, place in it) of each board's SoCs
     for index, group in enumerate(groups):
         for position, soc in enumerate(group):
             if soc in fixed:
                 continue
-            seats.setdefault(board_of[soc], []).append((index, position))
-    pairs = [(one, other) for own in seats.values() for one, other in combinations(own, 2) if one[0] != other[0]]
+            positions.setdefault(board_of[soc], []).append((index, position))
+    pairs = [(one, other) for own in positions.values() for one, other in combinations(own, 2) if one[0] != other[0]]
     improved = True
     while improved:
         improved = False

@@ -1,4 +1,4 @@
-"""Mapping when some group must be split: the search over whole groups and covers, and laying out what it found."""
+"""Mapping when some group must be split: the search over whole groups and covers, and the layout of its result."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -15,16 +15,17 @@ from socflower.hierarchy.mapping.whole_groups import (
 )
 
 _MOST_SPLITS = 200
-"""The search recurses once a component, so beyond this many split groups only the heuristics run."""
+"""The search recurses once per component, so with more split groups than this only the heuristics run."""
 
 Layout = list[dict[int, int]]
 """Groups as {board: SoCs}."""
 
 
 def split_groups(slots: Sequence[int], small: int, num_small: int, num_large: int, budget: int) -> GroupPlacement:
-    """Return the best placement found for groups of `small` and `small + 1` SoCs, small > 1 or only one size.
+    """Return the best placement found for groups of `small` and `small + 1` SoCs; `small` > 1 or one size only.
 
-    Optimal, and says so, if the search ends within `budget` states and covers for each of C = 1 and C = 2.
+    It is optimal, with `proven_optimal` set, if the search ends within `budget` states and covers for each of C = 1
+    and C = 2.
     """
     packed = pack_whole(slots, small, num_small, num_large)
     if packed is not None:
@@ -54,7 +55,7 @@ def split_groups(slots: Sequence[int], small: int, num_small: int, num_large: in
 
 
 class _Search:
-    """Looks for the cheapest placement of one contention, one number of split groups after the other."""
+    """Searches for the cheapest placement with a given contention, by number of split groups."""
 
     def __init__(self, slots: Sequence[int], small: int, num_small: int, num_large: int, joint: bool,
                  budget: Budget) -> None:
@@ -69,7 +70,7 @@ class _Search:
         self._cost = IMPOSSIBLE
 
     def run(self, num_splits: int) -> None:
-        """Set `best` to the cheapest layout with that many splits, or so far on `SearchExhausted`."""
+        """Set `best` to the cheapest layout with `num_splits` split groups; on `SearchExhausted`, the best so far."""
         if num_splits > _MOST_SPLITS:
             raise SearchExhausted
         covering = self._covering
@@ -86,7 +87,7 @@ class _Search:
                     self._cost = cost
                     self.best = self._lay(choice, covering.components(boards, split_small, split_large))
                     if not self._joint and cost == num_splits:
-                        return  # two boards for each split group: none spans less
+                        return  # two boards for each split group, the minimum
 
     def _histogram(self, choice: WholeChoice) -> Histogram:
         counts = dict.fromkeys(self._covering.slots_left, 0)
@@ -97,9 +98,9 @@ class _Search:
         return tuple(counts.values())
 
     def _lay(self, choice: WholeChoice, components: Iterable[Component]) -> Layout:
-        """Give every board of the histogram an index, lowest first, and every component its groups."""
-        waiting = {available: list(uses) for available, uses in choice.items()}
-        uses = [(board, waiting[available].pop(0)) for board, available in enumerate(self._slots)]
+        """Return the layout: assign the histogram's boards to board indices, lowest first, and place each component."""
+        unassigned = {available: list(uses) for available, uses in choice.items()}
+        uses = [(board, unassigned[available].pop(0)) for board, available in enumerate(self._slots)]
         layout = _lay_whole(uses, self._small)
         free: dict[int, list[int]] = {left: [] for left in self._covering.slots_left}
         for board, use in uses:
@@ -114,7 +115,7 @@ class _Search:
 
 
 def lay_in_sequence(sizes: Iterable[int], boards: Iterable[tuple[int, int]]) -> Layout:
-    """Return groups of these sizes over (board, free slots) pairs, filled in order without a gap (F5, step 2)."""
+    """Return groups of these sizes on (board, free slots) pairs, filled in order without gaps (F5, step 2)."""
     remaining = iter(boards)
     board, free = -1, 0
     layout: Layout = []
@@ -136,7 +137,7 @@ def _lay_whole(uses: Iterable[tuple[int, BoardUse]], small: int) -> Layout:
 
 
 def _own_boards(sizes: Iterable[int], uses: Sequence[BoardUse]) -> Layout | None:
-    """Return split groups on boards of their own (C = 1): the largest boards, then the smallest that completes."""
+    """Return split groups without shared boards (C = 1), or None: each on the largest boards, then the best fit."""
     free = sorted((use.slots_left, board) for board, use in enumerate(uses) if use.slots_left)
     layout: Layout = []
     for size in sizes:
@@ -153,6 +154,6 @@ def _own_boards(sizes: Iterable[int], uses: Sequence[BoardUse]) -> Layout | None
 
 
 def _largest_first(sizes: Iterable[int], uses: Sequence[BoardUse]) -> Layout:
-    """Return split groups in sequence over the boards with most slots left, which are few boards (C = 2)."""
+    """Return split groups in sequence, boards with most free slots first, which uses few boards (C = 2)."""
     boards = sorted(range(len(uses)), key=lambda board: (-uses[board].slots_left, board))
     return lay_in_sequence(sizes, ((board, uses[board].slots_left) for board in boards))

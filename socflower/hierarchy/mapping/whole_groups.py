@@ -1,7 +1,7 @@
-"""Where groups that stay on one board can go: step 1 of the mapping (F5), and all its alternatives.
+"""Placements of whole groups, those on one board: step 1 of the mapping (F5), and all its alternatives.
 
-Groups have two sizes, s and s + 1. With one size a board's slots left are fixed, slots mod s; with two, each board
-chooses how many large groups it carries, and every choice leaves the split groups something else.
+Groups have two sizes, s and s + 1. With one size, the number of free slots of a board is fixed: slots mod s. With two,
+it depends on how many large groups the board holds, so each choice leaves other slots for the split groups.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from socflower.hierarchy.mapping.covering import Budget
 
 @dataclass(frozen=True, slots=True)
 class BoardUse:
-    """Whole groups on one board, by size, and the slots they leave."""
+    """Numbers of whole groups on one board, by size, and the number of slots that stay free."""
 
     num_small: int
     num_large: int
@@ -24,11 +24,11 @@ class BoardUse:
 
 
 WholeChoice = dict[int, list[BoardUse]]
-"""For each number of slots, what each of the boards with that many carries."""
+"""For each number of slots, the use of each board with that many."""
 
 
 def most_whole(slots: Sequence[int], small: int, num_small: int, num_large: int) -> tuple[int, int]:
-    """Return how many groups of `small` and of `small + 1` fit without a split, the most in all."""
+    """Return how many groups of `small` and of `small + 1` fit without a split, with the largest possible sum."""
     last_row = _most_large(slots, small, num_small)[-1]
     return max(((a, min(int(large), num_large)) for a, large in enumerate(last_row) if large >= 0),
                key=lambda numbers: (sum(numbers), numbers))
@@ -54,7 +54,7 @@ def pack_whole(slots: Sequence[int], small: int, num_small: int, num_large: int)
 
 
 def _most_large(slots: Sequence[int], small: int, num_small: int) -> list[NDArray[np.int64]]:
-    """Return, after 0, 1, … boards, the most large groups beside exactly a small ones (-1 where a do not fit)."""
+    """Return, for the first 0, 1, … boards, the most large groups with exactly a small ones (-1 if a do not fit)."""
     row = np.full(num_small + 1, -1, dtype=np.int64)
     row[0] = 0
     table = [row]
@@ -71,14 +71,15 @@ def _most_large(slots: Sequence[int], small: int, num_small: int) -> list[NDArra
 def whole_choices(
     slots: Sequence[int], small: int, num_small: int, num_large: int, most_left: int, budget: Budget,
 ) -> Iterator[WholeChoice]:
-    """Yield every way, up to equal boards, to place exactly these groups with at most `most_left` slots left.
+    """Yield all placements of exactly these groups that leave at most `most_left` slots free on each board.
 
-    In an optimal placement no board could still take one of the split groups whole, so `most_left` is one less
-    than the smallest split group. Proof: let a board's slots without whole groups suffice for a split group g.
-    Put g there. If another split group h was using the board, its part moves to where g was: those boards, each
-    of which had no other split group (contention 1), offer g's size, and h keeps at least one slot elsewhere, so
-    h fits even if it is one larger than g. One split group fewer, no more contention. With contention 2 the most
-    whole groups are placed anyway.
+    Placements that differ only by a permutation of equal boards are yielded once. In an optimal placement no board has
+    room for a whole split group, so `most_left` is one less than the size of the smallest split group. Proof: suppose
+    that a board's slots without whole groups suffice for a split group g. Move g there. If another split group h used
+    the board, move that part of h to the former boards of g: each had no other split group (contention 1), together
+    they have as many slots as g has SoCs, and h keeps at least one slot elsewhere, so h fits even if it is one larger
+    than g. This gives one split group fewer, and no more contention. With contention 2 the most whole groups are
+    placed in any case.
     """
     kinds = sorted(Counter(slots).items(), reverse=True)
     patterns = [_patterns(available, small, most_left) for available, _ in kinds]
@@ -111,13 +112,13 @@ def whole_choices(
 
 
 def slots_left(slots: Sequence[int], small: int, most_left: int) -> tuple[int, ...]:
-    """Return what a board of `whole_choices` may have left, above zero, in descending order."""
+    """Return the possible numbers of free slots of a board in `whole_choices`, above zero, in descending order."""
     uses = (use for available in set(slots) for use in _patterns(available, small, most_left))
     return tuple(sorted({use.slots_left for use in uses if use.slots_left}, reverse=True))
 
 
 def _patterns(available: int, small: int, most_left: int) -> list[BoardUse]:
-    """Return what one board may carry such that at most `most_left` slots are left."""
+    """Return the possible uses of one board that leave at most `most_left` slots free."""
     uses: list[BoardUse] = []
     for large in range(available // (small + 1) + 1):
         rest = available - large * (small + 1)

@@ -1,4 +1,4 @@
-"""Small image classifiers, a generator of images and a model of clicks, every one traceable with torch.fx."""
+"""Small image classifiers, an image generator and a click model; torch.fx can capture each of them."""
 
 from socflower.workloads.models.click_model import ClickModel, build_click_model
 from socflower.workloads.models.generator import build_generator

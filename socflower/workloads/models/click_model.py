@@ -1,7 +1,7 @@
-"""A deep interest network (Zhou et al. 2018) for click-through rates, parted among those who hold its features.
+"""A deep interest network (Zhou et al. 2018) for click-through rates, split between the parties that hold its inputs.
 
-Attention weighs every movie of the history by what it has to do with the candidate. Each party does that with what it
-knows of movies, in a bottom model of its own; a top model, which sees the parties' features only, predicts the click.
+Attention weights every movie of the history by its relation to the candidate. Each party does this with its own
+attributes of movies, in its own bottom model; a top model, which receives only their outputs, predicts the click.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ from socflower.workloads.click_through import (
 from socflower.workloads.models.layers import draw_weights_
 
 FEATURE_SIZE = 32
-"""Features that each party sends of a sample."""
+"""Features that each party sends per sample."""
 
 _EMBEDDING = 16
 
 
 class InterestPooling(nn.Module):
-    """Return the sum of the history's embeddings, weighed by a small network that sees each beside the candidate.
+    """Return the sum of the history's embeddings, weighted by a small network of each embedding and the candidate.
 
-    The weights are not normalised (no softmax), as in the paper: how strong an interest is stays visible.
+    The weights are not normalised (no softmax), as in the paper, to preserve the intensity of interests.
     """
 
     def __init__(self, size: int) -> None:
@@ -79,7 +79,7 @@ class AccountBottom(nn.Module):
     def forward(self, attributes: torch.Tensor) -> torch.Tensor:
         """Map attributes (n, USER_COLUMNS + (HISTORY + 1)·GENRE_SLOTS) int64 to features (n, FEATURE_SIZE)."""
         slots = torch.unflatten(attributes[:, USER_COLUMNS:], 1, (HISTORY + 1, GENRE_SLOTS))
-        # The mean of a movie's genres; slots that are not used embed to zero and do not count.
+        # The mean over a movie's genres; unused slots have zero embeddings and are not counted.
         used = (slots > 0).sum(dim=2, keepdim=True).clamp(min=1)
         embedded = self.genres(slots).sum(dim=2) / used
         history, candidate = embedded[:, :HISTORY], embedded[:, HISTORY]
@@ -91,7 +91,7 @@ class AccountBottom(nn.Module):
 
 
 class ClickModel(nn.Module):
-    """Bottom models of the parties and the top model over their features, concatenated in party order."""
+    """Bottom models of the parties, and the top model, whose input is their features, concatenated in party order."""
 
     def __init__(self, bottoms: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -101,15 +101,15 @@ class ClickModel(nn.Module):
         )
 
     def forward(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Map what each party holds to logits (n, 2), of no click and click."""
-        # Indexed rather than iterated over: a tracer does not know how many parts there are.
+        """Map the inputs of each party to logits (n, 2), of no click and click."""
+        # Indexed rather than iterated over: torch.fx does not know the number of parts.
         features = [bottom(parts[party]) for party, bottom in enumerate(self.bottoms)]
         logits: torch.Tensor = self.top(torch.cat(features, dim=1))
         return logits
 
 
 def build_click_model(num_parties: int = 2, *, seed: int) -> ClickModel:
-    """Return the model for `click_data`: both parties and the top, or with one party the viewing service by itself.
+    """Return the model for `click_data`: both parties and the top, or with one party the viewing service and the top.
 
     Equal seeds give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for
     another number of parties.

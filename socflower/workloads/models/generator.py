@@ -1,4 +1,4 @@
-"""A generator of images (after Dosovitskiy et al. 2016) for splits in which images stay behind the last layer."""
+"""An image generator (after Dosovitskiy et al. 2016) for reverse splits, in which images stay with the back half."""
 
 import torch
 from torch import nn
@@ -13,9 +13,9 @@ _CHANNELS, _SIZE = 32, 7
 def build_generator(seed: int, *, num_classes: int = 10) -> nn.Sequential:
     """Return the digit generator: codes (n, num_classes + STYLE_SIZE) to grey images (n, 1, 28, 28) in 0..1.
 
-    Fully connected layers, then up-sampling and convolution twice: features grow along the depth, so a cut near the
-    front sends least. Train it by the mean squared error against `GeneratorSamples.targets`. Equal seeds give equal
-    weights; torch's global random state is neither read nor changed. Raises ConfigError for no classes.
+    Fully connected layers, then up-sampling and convolution twice: features grow with the depth, so a cut near
+    the front sends the fewest bytes. Train it by the mean squared error against `GeneratorSamples.targets`. Equal seeds
+    give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for no classes.
     """
     if num_classes < 1:
         raise ConfigError(f"model digit-generator: num_classes must be 1 or more, got {num_classes}")

@@ -11,8 +11,8 @@ from socflower.errors import ConfigError
 def padding_to_32(model: str, image_size: int) -> int:
     """Return the zeros to add at each edge so that an image has 32 pixels per side.
 
-    The first convolution adds them to its own padding: the same numbers as a padding layer in front, but one
-    activation less to write, and nothing but convolutions for an integer engine to know.
+    The first convolution adds them to its own padding. The result is the same as with a padding layer in front, with
+    one activation less to write, and integer engines need no padding layer.
     """
     if image_size not in (28, 32):
         raise ConfigError(f"model {model}: takes images of 28x28 or 32x32 pixels, got {image_size}x{image_size}")
@@ -28,11 +28,12 @@ def draw_weights_(model: nn.Module, generator: torch.Generator) -> None:
     """Fill the weights of `model` in place: normal with variance gain / fan_in, biases zero.
 
     A layer that feeds a ReLU gets gain 2, which keeps the activations' scale from layer to layer (He et al. 2015,
-    equation 10); VGG-11 has no BatchNorm to restore it and does not start to learn otherwise. Behind a convolution
-    without bias stands a BatchNorm: the forward pass is the same for any gain, but steps turn large weights less,
-    so the gain is 1/3, torch's own: at a rate of 0.01 MobileNet then reaches in 45 steps the loss that it needs 90
-    for with gain 2. The last layer gets the same: small logits, so the first loss is close to log(num_classes).
-    Embeddings are small, so that products of them start near zero; a padding row stays zero.
+    equation 10); VGG-11, which has no BatchNorm to restore it, does not start to learn otherwise. A convolution without
+    bias is followed by a BatchNorm: the forward pass is the same for any gain, but a step changes the direction of
+    large weights less, so the gain is 1/3, torch's default: at a rate of 0.01 MobileNet then takes 45 steps to a loss
+    for which it needs 90 with gain 2. The last layer gets the same gain: logits are small, so the first loss is close
+    to log(num_classes).
+    Embeddings are small, so that their products start near zero; a padding row is zero.
     """
     last = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)][-1]
     for module in model.modules():
@@ -47,6 +48,6 @@ def draw_weights_(model: nn.Module, generator: torch.Generator) -> None:
             if module.padding_idx is not None:
                 nn.init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, nn.BatchNorm2d):
-            module.reset_parameters()  # ones and zeros, and the running statistics with them
+            module.reset_parameters()  # ones and zeros, and initial running statistics
         else:
             assert not list(module.parameters(recurse=False)), f"no rule for the weights of {module}"

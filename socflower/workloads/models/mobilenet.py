@@ -1,4 +1,4 @@
-"""MobileNetV1 (Howard et al. 2017) for small images: the stem keeps the resolution."""
+"""MobileNetV1 (Howard et al. 2017) for small images: the first convolution has stride 1."""
 
 from torch import nn
 
@@ -26,7 +26,7 @@ def mobilenet_v1(*, in_channels: int, image_size: int, num_classes: int, width: 
     """Return MobileNetV1 for (n, in_channels, image_size, image_size) inputs; 3.2 M parameters at width 1.
 
     `width` multiplies every channel count, down to 8 channels. Raises ConfigError for a width of zero or less
-    and for images smaller than 16 pixels, of which four strides of two leave nothing.
+    and for images smaller than 16 pixels, too small for four strides of two.
     """
     if width <= 0.0:
         raise ConfigError(f"model mobilenet-v1: width must be above 0, got {width}")

@@ -33,7 +33,7 @@ def build_model(name: str, *, in_channels: int, image_size: int, num_classes: in
     """Return the named model for (n, in_channels, image_size, image_size) inputs and (n, num_classes) logits.
 
     Equal seeds give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for
-    an unknown name and for sizes that the model cannot take.
+    an unknown name and for sizes that the model does not support.
     """
     builder = _BUILDERS.get(name)
     if builder is None:
@@ -43,7 +43,7 @@ def build_model(name: str, *, in_channels: int, image_size: int, num_classes: in
     for key, value in (("in_channels", in_channels), ("image_size", image_size), ("num_classes", num_classes)):
         if value < 1:
             raise ConfigError(f"model {name}: {key} must be 1 or more, got {value}")
-    # Constructors draw weights from the global generator, but not for the meta device, which has no values.
+    # Constructors draw weights from the global generator, except on the meta device, whose tensors have no values.
     with torch.device("meta"):
         model = builder(in_channels=in_channels, image_size=image_size, num_classes=num_classes)
     model.to_empty(device="cpu")

@@ -32,7 +32,7 @@ class BasicBlock(nn.Module):
         same_shape = stride == 1 and in_channels == out_channels
         projection = [] if same_shape else _convolution_norm(in_channels, out_channels, 1, stride)
         self.shortcut = nn.Sequential(*projection)  # an empty one is the identity
-        # Never in place: where a plan cuts the model here, the block's input belongs to the other side.
+        # Not in place: if the model is cut here, the block's input belongs to the other half.
         self.relu = nn.ReLU()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ class BasicBlock(nn.Module):
 def resnet18(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
     """Return ResNet-18 for (n, in_channels, image_size, image_size) inputs: 62 tensors, 11.17 M parameters.
 
-    Raises ConfigError for images smaller than 8 pixels, of which three strides of two leave nothing.
+    Raises ConfigError for images smaller than 8 pixels, too small for three strides of two.
     """
     return _resnet("resnet18", STAGES, 2, in_channels, image_size, num_classes)
 

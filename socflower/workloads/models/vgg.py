@@ -1,4 +1,4 @@
-"""VGG-11 (Simonyan and Zisserman 2015, configuration A) and two small relatives for 32x32 images."""
+"""VGG-11 (Simonyan and Zisserman 2015, configuration A) and two small variants for 32x32 images."""
 
 from torch import nn
 
@@ -17,7 +17,7 @@ TINY_STAGES = ((16,), (32,), (64,), (64,))
 def vgg11(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
     """Return VGG-11 for (n, in_channels, image_size, image_size) inputs: 18 tensors, about 9.2 M parameters.
 
-    Five max-pools leave one pixel of 512 channels, so one Linear takes the place of ImageNet's three.
+    Five max-pools leave one pixel of 512 channels, so one Linear replaces the three for ImageNet.
     Raises ConfigError unless the image size is 28 or 32.
     """
     return _vgg("vgg11", STAGES, 1, in_channels, image_size, num_classes)
@@ -34,9 +34,9 @@ def vgg_small(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequ
 def vgg_tiny(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
     """Return VGG-tiny, with BatchNorm: 14 tensors, 63 thousand parameters, 7 MFLOP for an image of 32x32 pixels.
 
-    It is for trials on a single core, where an epoch of CIFAR-10 takes it a quarter of VGG-small's time. From one
-    activation to the next its features shrink (16,384, 8,192, 4,096 and 1,024 elements), so that places to cut it
-    differ in what they send. Raises ConfigError unless the image size is 28 or 32.
+    It is for experiments on a single core, where an epoch of CIFAR-10 takes a quarter of VGG-small's time. Features
+    shrink from stage to stage (16,384, 8,192, 4,096 and 1,024 elements), so cuts differ in the bytes that they send.
+    Raises ConfigError unless the image size is 28 or 32.
     """
     return _vgg("vgg-tiny", TINY_STAGES, 2, in_channels, image_size, num_classes, batch_norm=True)
 
@@ -49,7 +49,7 @@ def _vgg(
     layers: list[nn.Module] = []
     for stage in stages:
         for channels in stage:
-            # BatchNorm takes the place of the bias, which it would subtract again.
+            # BatchNorm has a bias of its own, and would cancel that of the convolution.
             layers.append(nn.Conv2d(in_channels, channels, kernel_size=3, padding=padding, bias=not batch_norm))
             if batch_norm:
                 layers.append(nn.BatchNorm2d(channels))
