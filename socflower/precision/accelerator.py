@@ -30,24 +30,24 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 class Int8Backend(ABC):
     """An accelerator that trains one network in int8, one batch at a time.
 
-    Life: `build` once; then, for every batch, `load_weights`, `train_step` and `pseudo_gradient`. Arrays go
-    by the names and shapes of the torch module's state_dict; they may lie in memory in any order and must not be
-    kept. Any exception drops the backend until the next round, and so do a loss, gradients and running statistics that
-    are not finite; logits that are not finite count as no confidence at all.
+    Call `build` once, then `load_weights`, `train_step` and `pseudo_gradient` for every batch. Arrays have the names
+    and shapes of the torch module's state_dict. They may have any memory order; do not keep references to them. After
+    any exception the backend is not used until the next round. The same holds after a loss, gradients or running
+    statistics that are not finite. Logits that are not finite count as a confidence of 0.
     """
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What runs, for results: "CPU int8, avx2", "Hexagon V66"."""
+        """Name of the backend in results: "CPU int8, avx2", "Hexagon V66"."""
 
     @abstractmethod
     def build(self, module: torch.nn.Module, input_shape: tuple[int, int, int]) -> None:
-        """Make the network ready for (n, *input_shape) images. Raises ConfigError on what int8 cannot run."""
+        """Prepare the network for (n, *input_shape) images. Raises ConfigError on operators that int8 cannot run."""
 
     @abstractmethod
     def load_weights(self, weights: Arrays, *, seed: int) -> None:
-        """Take over weights and, where they are given, running statistics.
+        """Load weights and, where they are given, running statistics.
 
         They are rounded up or down at random so that their expectation is exact (F12); equal seeds round equally.
         """
@@ -59,17 +59,17 @@ class Int8Backend(ABC):
 
     @abstractmethod
     def weights(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the weights as they are now, with running statistics."""
+        """Return the current weights and running statistics."""
 
     @abstractmethod
     def predict(self, images: FloatArray) -> npt.NDArray[np.float64]:
         """Return (n, classes) logits of the loaded weights, with running statistics."""
 
     def pseudo_gradient(self, loaded: Arrays, *, learning_rate: float) -> Mapping[str, FloatArray]:
-        """Return (loaded - weights now) / learning_rate of every trained parameter: what plain SGD went along.
+        """Return (loaded - current weights) / learning_rate of every trained parameter: the gradient of plain SGD.
 
-        The arrays may be overwritten by the next `train_step`. Backends that hold the gradient override this. What is
-        said of frozen parameters is not looked at.
+        The arrays may be overwritten by the next `train_step`. Backends that hold the gradient override this. The
+        values of frozen parameters are ignored.
         """
         now = self.weights()
         scale = np.float32(1.0 / learning_rate)
@@ -81,12 +81,12 @@ class Int8Backend(ABC):
 
     @property
     def hands_out_gradients(self) -> bool:
-        """Whether momentum may add up what `pseudo_gradient` returns; not where it is mostly rounding noise."""
+        """Whether momentum may accumulate the `pseudo_gradient`; False where it is mostly rounding noise."""
         return True
 
     @property
     def draws(self) -> bool:
-        """Whether `train_step` draws random numbers of its own; then `draw_from` is called before each."""
+        """Whether `train_step` draws random numbers; if so, `draw_from` is called before each step."""
         return False
 
     def draw_from(self, seed: int) -> None:
@@ -94,27 +94,23 @@ class Int8Backend(ABC):
         return
 
     def samples_per_s(self, batch_size: int) -> float | None:
-        """Return the training throughput where it is known beforehand; None (the default) has it measured."""
+        """Return the training throughput if it is known in advance, or None (the default) to have it measured."""
         return None
 
     def energy_j(self) -> float | None:
-        """Return the joules drawn so far, or None (the default) where the accelerator does not tell.
+        """Return the joules drawn so far, or None (the default) if the accelerator does not report it.
 
-        What a session drew goes into the reply as `npu-energy-j`.
+        The reply holds the energy of a session as `npu-energy-j`.
         """
         return None
-
-
-if TYPE_CHECKING:
-    import torch
 
 
 class NativeInt8Backend(Int8Backend):
     """Int8 training on the CPU.
 
-    By default it hands out the gradient that int8 arithmetic gives. With NITI it makes NITI's integer step on the
-    rounded weights, and what it hands out is the difference, rounding noise included: the merge of SoCFlow+ to the
-    letter. `fp32_operators` and `unsupported` are those of `Int8Model.from_module`.
+    By default `pseudo_gradient` is the gradient computed in int8 arithmetic. With NITI the backend makes NITI's
+    integer step on the rounded weights, and `pseudo_gradient` is the difference, rounding noise included: exactly the
+    merge of SoCFlow+. `fp32_operators` and `unsupported` are those of `Int8Model.from_module`.
     """
 
     def __init__(
@@ -135,7 +131,7 @@ class NativeInt8Backend(Int8Backend):
 
     @property
     def name(self) -> str:
-        """The kernel path that runs."""
+        """Name of the kernel path in use."""
         return f"CPU int8, {self._built.kernel}" if self._model else "CPU int8"
 
     @property
@@ -146,12 +142,12 @@ class NativeInt8Backend(Int8Backend):
 
     @property
     def hands_out_gradients(self) -> bool:
-        """Not with NITI: a weight that has moved has been rounded to a whole quantum."""
+        """False with NITI: the change of a weight is a whole number of quanta."""
         return isinstance(self._algorithm.update, OutsideUpdate)
 
     @property
     def draws(self) -> bool:
-        """With dropout."""
+        """True if the network has dropout."""
         return self._built.draws
 
     def draw_from(self, seed: int) -> None:
@@ -159,7 +155,7 @@ class NativeInt8Backend(Int8Backend):
         self._draw = seed
 
     def build(self, module: torch.nn.Module, input_shape: tuple[int, int, int]) -> None:
-        """Trace the module; see `Int8Backend.build`."""
+        """Capture the module; see `Int8Backend.build`."""
         try:
             self._model = Int8Model.from_module(
                 module, input_shape=input_shape, algorithm=self._algorithm, settings=self._settings,
@@ -174,11 +170,11 @@ class NativeInt8Backend(Int8Backend):
             self._gradients = start_gradients(self._model.graph, self._model.parameters)
 
     def load_weights(self, weights: Arrays, *, seed: int) -> None:
-        """Round the weights; the pass is left out where they were loaded with this seed and no step moved them."""
+        """Round the weights; skip this if they were loaded with the same seed and no step has changed them."""
         model = self._built
         if seed == self._loaded_seed and self._gradients:
             return
-        self._loaded_seed = None  # where taking them fails, some are of this load and some of the one before
+        self._loaded_seed = None  # if loading fails, some weights are new and some are old
         take_weights(model.graph, model.parameters, model.engine, weights, seed)
         self._loaded_seed = seed
 
@@ -186,12 +182,12 @@ class NativeInt8Backend(Int8Backend):
         self, images: FloatArray, labels: npt.NDArray[np.int32], *, learning_rate: float, progress: float
     ) -> StepResult:
         """Do one step; see `Int8Backend.train_step`."""
-        # Handed-out gradients are means over the batch, of weight 1; an integer step has bits, not a rate.
+        # Returned gradients are means over the batch, with factor 1; an integer step has bits, not a rate.
         rate = 1.0 if self._gradients else learning_rate
         return self._built.train_step(images, labels, learning_rate=rate, progress=progress, seed=self._draw)
 
     def weights(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the int8 weights as float32; under handed-out gradients those that were loaded."""
+        """Return the int8 weights as float32; under an outside update these are the loaded ones."""
         return self._built.arrays()
 
     def predict(self, images: FloatArray) -> npt.NDArray[np.float64]:
@@ -199,5 +195,5 @@ class NativeInt8Backend(Int8Backend):
         return self._built.predict(images)
 
     def pseudo_gradient(self, loaded: Arrays, *, learning_rate: float) -> Mapping[str, FloatArray]:
-        """Return the gradient itself where the engine hands it out; see `Int8Backend.pseudo_gradient`."""
+        """Return the gradient itself if the engine computes it; see `Int8Backend.pseudo_gradient`."""
         return self._gradients or super().pseudo_gradient(loaded, learning_rate=learning_rate)

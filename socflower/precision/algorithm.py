@@ -1,7 +1,7 @@
-"""How a network is trained in integers: the four elements of Mandheling §3.2 as one small description.
+"""Integer training algorithms: the four elements of Mandheling §3.2 as one dataclass.
 
-An algorithm is a value. Its elements name rules of the engine; a further algorithm of the same family (Octo,
-WAGEUBN, MLS) is a further value here, and a rule that it adds is a function beside the ones in `updates.py`.
+An algorithm is a value whose elements name rules of the engine. To add an algorithm of the same family (Octo,
+WAGEUBN, MLS), add a value here; a new rule is a function beside the ones in `updates.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from socflower.errors import ConfigError
 
 
 class Rounding(IntEnum):
-    """How an int32 accumulator loses its low bits; the values are those of the native engine."""
+    """How the low bits of an int32 accumulator are rounded off; the values are those of the native engine."""
 
     NEAREST = 0
     PSEUDO_STOCHASTIC = 1
@@ -39,8 +39,8 @@ class BackwardRule:
 class IntegerUpdate:
     """w := saturate(w - round(gradient to `bits` bits)), in int8: NITI (F18).
 
-    The bits take the place of the learning rate: `bits[i]` holds from the fraction `starts[i]` of training on. With
-    0 bits and fewer, only the carry of the pseudo-stochastic rounding moves a weight.
+    The bits replace the learning rate: `bits[i]` applies from the fraction `starts[i]` of training on. With 0 bits
+    or fewer, only the carry of the pseudo-stochastic rounding changes a weight.
     """
 
     bits: tuple[int, ...] = (5, 4, 3)
@@ -65,7 +65,7 @@ class IntegerUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp32Update:
-    """SGD with momentum on FP32 master weights, from which the int8 weights are rounded anew every step."""
+    """SGD with momentum on FP32 master weights; every step rounds the int8 weights from them again."""
 
     momentum: float = 0.0
 
@@ -76,11 +76,11 @@ class Fp32Update:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutsideUpdate:
-    """The weights belong to a trainer outside (F12): it hands them in, and gets their gradients out.
+    """An outside trainer holds the weights (F12): it passes them to the engine and receives their gradients.
 
-    The int8 weights are its own, rounded up or down at random so that their expectation is exact: to the nearest, a
-    master that moves by less than half a quantum would not move the int8 weight at all. Nothing changes here but
-    BatchNorm's running statistics.
+    The int8 weights are the trainer's weights, rounded up or down at random so that their expectation is exact. With
+    rounding to nearest, a change of a master by less than half a quantum could leave the int8 weight unchanged. The
+    engine itself updates only BatchNorm's running statistics.
     """
 
 
@@ -88,7 +88,7 @@ class OutsideUpdate:
 class TrainingAlgorithm:
     """A mixed-precision training algorithm: operator translation, backward rule, weight type, update rule.
 
-    The scale and offset of BatchNorm and the biases are FP32 under every algorithm and follow plain SGD: they are
+    The scale and offset of BatchNorm and the biases are FP32 under every algorithm and use plain SGD: they are
     less than a hundredth of the parameters, and the integer update's step is too coarse for them.
     """
 
@@ -121,10 +121,10 @@ ADAPTIVE_FIXED_POINT = TrainingAlgorithm(
     weight="fp32",
     update=Fp32Update(),
 )
-"""Zhang et al. 2020: int8 forward and backward, FP32 weights behind them."""
+"""Zhang et al. 2020: int8 forward and backward pass, FP32 master weights."""
 
 HANDED_OUT_GRADIENTS = replace(ADAPTIVE_FIXED_POINT, name="handed-out-gradients", update=OutsideUpdate())
-"""Its forward and backward pass, for mixed-precision training; see `OutsideUpdate`."""
+"""The passes of `ADAPTIVE_FIXED_POINT` for mixed-precision training, with an `OutsideUpdate`."""
 
 ALGORITHMS: dict[str, TrainingAlgorithm] = {a.name: a for a in (NITI, ADAPTIVE_FIXED_POINT)}
 

@@ -1,4 +1,4 @@
-"""How a batch is shared between CPU and NPU: confidence, compute power and the CPU's share (SoCFlow+ section 3.2).
+"""Splitting a batch between CPU and NPU: confidence, compute power and the CPU's share (SoCFlow+ section 3.2).
 
     alpha = cos(logits FP32, logits INT8)                    F9
     beta  = NPU throughput / (NPU + CPU throughput)          F10
@@ -28,8 +28,8 @@ _FIXED = {"fp32": 1.0, "int8": 0.0, "half": 0.5}
 def confidence(fp32_logits: npt.ArrayLike, int8_logits: npt.ArrayLike) -> float:
     """Return alpha in [0, 1]: the mean over samples of the cosine between two (samples, classes) logits (F9).
 
-    A sample without length in one of them, or with a value that is not finite, has no direction in common: 0. So
-    has a negative mean, for which the rules are not made.
+    A sample whose logits have norm 0 in one of them, or a value that is not finite, counts as 0. A negative mean is
+    returned as 0, because the rules are not defined for it.
     """
     fp32, int8 = np.asarray(fp32_logits, dtype=np.float64), np.asarray(int8_logits, dtype=np.float64)
     if fp32.shape != int8.shape or fp32.ndim != 2 or not len(fp32):
@@ -51,7 +51,7 @@ def compute_power_ratio(npu_samples_per_s: float, cpu_samples_per_s: float) -> f
 def cpu_share(rule: str, alpha: float, beta: float) -> float:
     """Return gamma, the CPU's share of the samples and of the merge (F11); alpha is clamped to [0, 1].
 
-    Under the rules that follow them it lies in [1 - beta, 1].
+    Under the rules that depend on alpha and beta it lies in [1 - beta, 1].
     """
     if rule in _FIXED:
         return _FIXED[rule]
@@ -63,7 +63,7 @@ def cpu_share(rule: str, alpha: float, beta: float) -> float:
 
 
 def accuracy_floor(rule: str, alpha: float) -> float:
-    """Return the least share that the CPU must have for the accuracy's sake, whatever the throughputs (F11)."""
+    """Return the smallest CPU share that accuracy allows, at any throughputs (F11)."""
     if rule not in RULES_BY_THROUGHPUT:
         return 0.0
     floor = math.exp(-min(1.0, max(0.0, alpha)))
@@ -82,7 +82,8 @@ def most_speedup(rule: str) -> float:
 def cpu_samples(num_samples: int, gamma: float, floor: float = 0.0) -> int:
     """Return how many of a member's samples the CPU takes: gamma of them to the nearest, but no less than the floor.
 
-    Throughput may be rounded either way; what accuracy asks for may not ("no less than e^-alpha", SoCFlow+ 3.2).
+    The share from the throughputs is rounded either way; the floor is rounded up ("no less than e^-alpha", SoCFlow+
+    3.2).
     """
     least = math.ceil(floor * num_samples - 1e-9)
     return min(num_samples, max(least, math.floor(gamma * num_samples + 0.5)))
@@ -96,9 +97,9 @@ _SMOOTHING = 0.2
 class ThroughputRatio:
     """beta (F10), profiled once and renewed when the clocks change.
 
-    A step's seconds are noisy, so a ratio that moved with every step would move the split for nothing: beta stays
-    until the smoothed seconds per sample of a processor have been `tolerance` away from their reference for
-    `patience` steps in a row.
+    Step times are noisy, and a ratio updated at every step would change the split without a reason. So beta stays
+    the same until the smoothed seconds per sample of a processor differ from their reference by more than the
+    fraction `tolerance` for `patience` steps in a row.
     """
 
     cpu_s: float  # per sample, at the reference
@@ -119,7 +120,7 @@ class ThroughputRatio:
         return compute_power_ratio(1.0 / self.npu_s, 1.0 / self.cpu_s)
 
     def note(self, *, cpu: tuple[int, float], npu: tuple[int, float]) -> None:
-        """Take in a step: samples and seconds of either processor; one without samples tells nothing."""
+        """Record a step: samples and seconds of each processor; a processor without samples is ignored."""
         self._recent_cpu_s = _smoothed(self._recent_cpu_s, *cpu)
         self._recent_npu_s = _smoothed(self._recent_npu_s, *npu)
         away = max(abs(self._recent_cpu_s / self.cpu_s - 1.0), abs(self._recent_npu_s / self.npu_s - 1.0))

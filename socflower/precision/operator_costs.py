@@ -1,4 +1,4 @@
-"""What every operator of a network costs on this machine, in int8 and in FP32, and where it should run (F17)."""
+"""Time every operator of a network on this machine, in int8 and in FP32, and place it on a side (F17)."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def profile_operators(
 ) -> OperatorProfile:
     """Time forward and backward of every operator on both sides, and place the operators.
 
-    An operator that int8 lacks has infinite NPU latency. A ReLU fused into the operator before it counts there. A
-    switch is the time of turning the tensor between two operators to FP32 and its gradient back to int8.
+    An operator without an int8 kernel has infinite NPU latency. A fused ReLU counts towards the operator that it is
+    fused into. A switch is the time of converting the tensor between two operators to FP32 and its gradient to int8.
     """
-    # Settled rescaling from the second batch on, and as many threads on both sides.
+    # Rescaling is settled from the second batch on, and both sides use the same number of threads.
     settings = replace(settings or EngineSettings(), rescaling=RescalingPolicy(warm_up_batches=1))
     threads_before = torch.get_num_threads()
     torch.set_num_threads(settings.num_threads)

@@ -1,9 +1,9 @@
-"""Which operators run on the NPU and which on the CPU: the dynamic program of Mandheling §3.3 (F17).
+"""Placement of operators on the NPU or the CPU: the dynamic program of Mandheling §3.3 (F17).
 
-Here the NPU side is the int8 engine and the CPU side torch FP32; the program only sees latencies.
+The NPU side is the int8 engine and the CPU side is torch FP32; the dynamic program reads only latencies.
 
-It is a prediction: `socflower profile` writes it beside the measured operators, and no training reads it. A training
-runs every operator in int8, but for those that its `fp32_operators` name.
+The placement is a prediction: `socflower profile` writes it beside the measured latencies, and training does not read
+it. Training runs every operator in int8 except those that `fp32_operators` names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from socflower.errors import ConfigError, InfeasiblePlan
 
 Side = Literal["cpu", "npu"]
 SIDES: tuple[Side, Side] = ("npu", "cpu")
-"""In order of preference: the NPU needs a third of the CPU's energy, so it wins ties."""
+"""In order of preference: the NPU uses a third of the CPU's energy, so ties go to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class OperatorLatency:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorPlacement:
-    """A side for every operator, in order, and the latency of the whole."""
+    """A side for every operator, in order, and the total latency."""
 
     operators: tuple[str, ...]
     sides: tuple[Side, ...]
@@ -53,7 +53,7 @@ class OperatorPlacement:
         return tuple(name for name, side in zip(self.operators, self.sides, strict=True) if side == "cpu")
 
     def path(self) -> str:
-        """Return the placement for people: runs of operators per side, in order."""
+        """Return the placement as readable text: runs of operators per side, in order."""
         runs: list[tuple[Side, list[str]]] = []
         for name, side in zip(self.operators, self.sides, strict=True):
             if not runs or runs[-1][0] != side:
@@ -64,12 +64,12 @@ class OperatorPlacement:
 
 
 def place(latencies: Sequence[OperatorLatency], switch_s: float | Sequence[float]) -> OperatorPlacement:
-    """Return the placement of least latency of operators that run one after another.
+    """Return the placement of lowest latency for operators that run one after another.
 
     T[i+1, p] = min over q of T[i, q] + L[i+1, p] + (p != q) * switch_s; the answer is min over p of T[n, p] (F17).
-    `switch_s` is one number, as in the paper, or one for each operator but the last: what crosses after a wide layer
-    takes longer than after a narrow one. Data begin and end on either side at no cost. Ties go to the NPU. Raises
-    InfeasiblePlan, naming it, for an operator that neither side has.
+    `switch_s` is one number, as in the paper, or one for each operator but the last: the output of a wide layer takes
+    longer to transfer than that of a narrow one. The input and the output may be on either side at no cost. Ties go to
+    the NPU. Raises InfeasiblePlan, with the operator's name, if neither side has an implementation.
     """
     if not latencies:
         raise ConfigError("placement: there are no operators")
@@ -90,7 +90,7 @@ def place(latencies: Sequence[OperatorLatency], switch_s: float | Sequence[float
         reached: dict[Side, float] = {}
         origin: dict[Side, Side] = {}
         for side in SIDES:
-            # The own side first, then in order of preference: min keeps the first of equals.
+            # The same side first, then in order of preference: min returns the first of equal values.
             origins = sorted(SIDES, key=lambda other: (other != side, SIDES.index(other)))
             arrival = {other: best[other] + (switch if other != side else 0.0) for other in origins}
             origin[side] = min(origins, key=arrival.__getitem__)

@@ -1,4 +1,4 @@
-"""What training in int8, and on CPU and NPU at once, costs a device in virtual time; joules follow from its watts."""
+"""Virtual time of training in int8, and on CPU and NPU at once, on a device; its watts then give the joules."""
 
 from dataclasses import dataclass, replace
 
@@ -13,15 +13,15 @@ from socflower.precision.mixed_precision import (
 )
 
 MERGE_PASSES = 3.0
-"""Merging reads two gradients and writes one, before they are exchanged."""
+"""Merging reads two gradients and writes one, before the gradient exchange."""
 
 REQUANTISE_PASSES = 1.25
-"""Rounding the masters anew reads float32 and writes int8, after the update."""
+"""Rounding the masters again, after the update, reads float32 and writes int8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Int8Pricing:
-    """Training in int8 on a device's fastest int8 processor; in FP32 where the catalogue knows of none."""
+    """Training in int8 on a device's fastest int8 processor; in FP32 if the catalogue lists none."""
 
     def step_cost(self, model: ModelProfile, device: Device, num_samples: int) -> StepCost:
         """Return the cost on that processor."""
@@ -36,10 +36,10 @@ class Int8Pricing:
 class MixedPricing:
     """A share of a batch on the CPU and, at the same time, on the device's accelerator (F10, F11).
 
-    `alpha` is what the clients measured; 1, before they have, is the most that the rule can gain. `cpu_share`, if
-    given, is the share of a CPU beside an accelerator whatever the rule says: that of a group whose accelerators
-    failed. A device without an accelerator trains in FP32 under the rules that follow throughput, and is refused
-    under the others.
+    `alpha` is the confidence that the clients measured. Before a measurement it is 1, which gives the rule's largest
+    speedup. `cpu_share`, if given, replaces the rule's CPU share on devices with an accelerator: it is used for a group
+    whose accelerators failed. A device without an accelerator trains in FP32 under the rules that depend on throughput
+    and is refused under the others.
     """
 
     rule: str = "paper"
@@ -47,7 +47,7 @@ class MixedPricing:
     cpu_share: float | None = None
 
     def with_alpha(self, alpha: float) -> "MixedPricing":
-        """Return the same rule at another confidence."""
+        """Return the same rule with another confidence."""
         return replace(self, alpha=alpha)
 
     def npu_ratio(self, model_name: str, device: Device) -> float:
@@ -78,14 +78,14 @@ class MixedPricing:
         pass_s = model.weight_bytes / device.memory_bytes_per_s
         return replace(
             cost,
-            # One processor's gradient has nothing to merge with.
+            # With a single processor there is nothing to merge.
             merge_s=MERGE_PASSES * pass_s if on_cpu else 0.0,
             beside=(ProcessorCost(processor=npu.processor, forward_s=npu.forward_s, backward_s=npu.backward_s),),
             update_s=cost.update_s + REQUANTISE_PASSES * pass_s,
         )
 
     def rate(self, model_name: str, device: Device) -> float:
-        """Return the FLOP/s of both together under the rule: the slower of the two ends a step."""
+        """Return the FLOP/s of both processors together under the rule: a step ends with the slower one."""
         gamma = self.share(model_name, device)
         cpu_s = gamma / device.processor(device.default_processor).rate(model_name)
         if device.accelerator is None:

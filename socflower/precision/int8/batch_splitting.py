@@ -1,7 +1,7 @@
 """How many images a convolution works on at a time, from a short profile (F15, Mandheling §3.5).
 
-A batch whose tensors leave the cache costs more per image than a small one. The weight gradient of a split batch is
-summed in int32 over its micro-batches and rounded once, so splitting never changes a result.
+A batch whose tensors do not fit the cache costs more per image than a small one. The weight gradient of a split batch
+is summed in int32 over its micro-batches and rounded once, so splitting never changes a result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BlockProfile:
 
     @property
     def best(self) -> int:
-        """The candidate to use: the quickest, if it is clearly quicker than the whole batch."""
+        """The candidate to use: the fastest, if it is clearly faster than the whole batch."""
         quickest = min(self.seconds, key=lambda block: self.seconds[block])
         return quickest if self.seconds[quickest] < GAIN * self.seconds[0] else 0
 
@@ -58,7 +58,7 @@ def profile_batch_blocks(graph: Graph, batch: int, engine: _int8.Engine, *, repe
 
 
 def best_blocks(profiles: list[BlockProfile]) -> dict[str, int]:
-    """Return what `EngineSettings.batch_blocks` takes: the convolutions that gain from a split."""
+    """Return the value for `EngineSettings.batch_blocks`: the convolutions that a split makes faster."""
     return {profile.name: profile.best for profile in profiles if profile.best}
 
 

@@ -21,7 +21,7 @@ from socflower.precision.int8.requantisation import Int8Array
 
 
 def fp32_factory(modules: Mapping[str, nn.Module]) -> Fp32Factory:
-    """Return how a program makes its FP32 operators; they train copies of `modules`."""
+    """Return the factory of a program's FP32 operators; they train copies of `modules`."""
     copies = {name: copy.deepcopy(module) for name, module in modules.items()}
 
     def make(node: ir.Fp32, x: Tensor, output: Tensor) -> Operator:
@@ -31,7 +31,7 @@ def fp32_factory(modules: Mapping[str, nn.Module]) -> Fp32Factory:
 
 
 class Fp32Operator:
-    """A torch module that reads and writes int8 tensors: the switch of sides that placement counts (F17)."""
+    """A torch module that reads and writes int8 tensors: the switch between sides in the placement (F17)."""
 
     workspace_bytes = 0
 
@@ -42,11 +42,11 @@ class Fp32Operator:
         self._made: torch.Tensor
 
     def accumulator_size(self) -> int:
-        """Need none."""
+        """Return 0: it needs none."""
         return 0
 
     def forward(self, step: Step) -> None:
-        """Run the module on the real values of the input, and round what it makes."""
+        """Run the module on the real values of the input, and round its output."""
         x = self.inputs[0]
         self._take_parameters(step)
         self._module.train(step.training)
@@ -58,9 +58,9 @@ class Fp32Operator:
         self.output.exponent = to_int8(self.node.name, self._made.detach(), self.output.shape, self.output.data)
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
-        """Run autograd from the real gradient, round the input's, and follow plain SGD with the parameters'.
+        """Run autograd from the real gradient, round the input's gradient, and update the parameters by plain SGD.
 
-        Under an outside update the parameters' gradients are handed out instead.
+        Under an outside update the parameters' gradients are stored for the trainer instead.
         """
         dy = self.output.gradient
         assert dy is not None
@@ -85,7 +85,7 @@ class Fp32Operator:
         with torch.no_grad():
             for parameter, gradient in zip(trained.values(), made, strict=False):
                 parameter.sub_(gradient, alpha=rate)
-        # By all of its names: a parameter that the module shares within itself has several in a state_dict.
+        # Store each parameter under all its names: one shared within the module has several in a state_dict.
         every = self._module.named_parameters(remove_duplicate=False)
         self._keep(step, [(name, part) for name, part in every if part.requires_grad])
         return [exponent]
@@ -96,12 +96,12 @@ class Fp32Operator:
         state = {name.removeprefix(prefix): torch.from_numpy(np.array(array)) for name, array in own.items()}
         names = {id(part): name for name, part in self._module.named_parameters()}
         for name, part in self._module.named_parameters(remove_duplicate=False):
-            state[name] = state[names[id(part)]]  # a shared parameter is kept up to date by its first name
+            state[name] = state[names[id(part)]]  # only the first name of a shared parameter is up to date
         self._module.load_state_dict(state)
 
     def _keep(self, step: Step, values: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, value in values:
-            if f"{self.node.name}.{name}" in step.parameters.fp32:  # a buffer may belong to no state_dict
+            if f"{self.node.name}.{name}" in step.parameters.fp32:  # a buffer may be left out of the state_dict
                 step.parameters.fp32[f"{self.node.name}.{name}"] = value.detach().numpy().copy()
 
 

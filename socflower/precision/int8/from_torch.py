@@ -1,7 +1,7 @@
-"""From a torch module to a graph of the integer engine, through torch.fx.
+"""Conversion of a torch module to a graph of the integer engine, through torch.fx.
 
-A module is followed as it trains. What runs in FP32 is a leaf: torch.fx does not look into it, so it may do anything
-that makes one tensor of one.
+A module is captured in training mode. A module that runs in FP32 is a leaf: torch.fx does not capture its inside, so
+it may compute anything that returns one tensor for one tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from socflower.precision.int8 import network as ir
 from socflower.precision.int8.network import UnsupportedOperator
 
 MAX_WINDOW = 256
-"""Pixels of a pooling window: the engine keeps the place of a maximum in a byte."""
+"""Pixels of a pooling window: the engine stores the position of a maximum in a byte."""
 
 _WITHOUT_PARAMETERS = ("relu", "max-pool", "average-pool", "add", "dropout")
 _RELUS = (torch.relu, nn.functional.relu, "relu")
@@ -35,7 +35,7 @@ _ADDS = (operator.add, torch.add, "add")
 _FLATTENS = (torch.flatten, "flatten", "view", "reshape", torch.reshape)
 _DROPOUTS = (nn.functional.dropout, nn.functional.dropout2d)
 _SIZES = ("size", getattr, operator.getitem)
-"""What a `view` is told the batch with: no tensor, so no operator."""
+"""Functions that read a size for `view`: their result is no tensor, so they need no operator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,15 +56,16 @@ def trace(
 ) -> Traced:
     """Return the graph of `module` for (n, *input_shape) inputs, ReLUs fused into the operators before them.
 
-    Raises ConfigError for a module that torch.fx cannot follow and, naming module and operator, for what int8 cannot
-    do and `fp32_operators` does not list; with `unsupported` "fp32" only for what is in no module but the network.
+    Raises ConfigError if torch.fx cannot capture the module. Raises UnsupportedOperator, with module and operator, for
+    an operator without an int8 kernel that `fp32_operators` does not list; with `unsupported` "fp32" only if it is
+    called by the network itself and not inside a submodule.
     """
     leaves = set(fp32_operators)
     modes = [(part, part.training) for part in module.modules()]
     while True:
         try:
             traced = _followed(module, input_shape, leaves)
-            # In a model that trains, layers in evaluation mode are meant so.
+            # In a model in training mode, layers in evaluation mode are so on purpose.
             resting = {id(part) for part, training in modes if modes[0][1] and not training}
             builder = _Builder(traced, input_shape, leaves, unsupported, resting)
             for node in traced.graph.nodes:
@@ -72,9 +73,9 @@ def trace(
             _require_untied(module, builder.nodes)
             break
         except UnsupportedOperator as error:
-            # A module of the user's own, in whose `forward` that is: from now on it is looked at as a whole.
+            # The operator is in the `forward` of a user's module: that whole module becomes a leaf.
             if unsupported == "refuse":
-                # Whatever can be said of the rest of the network is to be said at once.
+                # Capture the rest as well, so that one error lists every such module.
                 rest = trace(module, input_shape, fp32_operators=fp32_operators, unsupported="fp32").graph
                 modules = [node.path for node in rest.nodes if isinstance(node, ir.Fp32)]
                 raise UnsupportedOperator(error.what, error.module, list(dict.fromkeys(modules))) from None
@@ -94,15 +95,15 @@ def trace(
 
 
 def _require_untied(module: nn.Module, nodes: Sequence[ir.Node]) -> None:
-    """Raise UnsupportedOperator for operators that share a parameter, but where one FP32 operator holds them all.
+    """Raise UnsupportedOperator for operators that share a parameter, unless one FP32 operator holds them all.
 
-    Each operator of the engine has weights of its own, so tied ones would drift apart.
+    Each operator of the engine has its own weights, so tied weights would diverge.
     """
     in_fp32 = [node.path for node in nodes if isinstance(node, ir.Fp32)]
     by_address: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.numel():
-            # Not by identity alone: a parameter made from another's tensor shares its memory as well.
+            # By address, not by identity: a parameter made from another's tensor shares its memory as well.
             by_address.setdefault(parameter.data_ptr(), []).append(name)
     for names in by_address.values():
         if len(names) < 2 or any(all(name.startswith(f"{path}.") for name in names) for path in in_fp32):
@@ -114,7 +115,7 @@ def _require_untied(module: nn.Module, nodes: Sequence[ir.Node]) -> None:
 
 
 def _around(names: Sequence[str]) -> str:
-    """Return the path of the innermost module that holds all of these parameters, "" for the network."""
+    """Return the path of the innermost module that holds all these parameters, "" for the network."""
     common: list[str] = []
     for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
         if len(set(parts)) > 1:
@@ -124,7 +125,7 @@ def _around(names: Sequence[str]) -> str:
 
 
 class _Tracer(fx.Tracer):
-    """Follows a module down to what torch brings along, and to `leaves`."""
+    """Captures a module down to torch's own layers and to `leaves`."""
 
     def __init__(self, leaves: Set[str]) -> None:
         super().__init__()
@@ -138,13 +139,13 @@ class _Tracer(fx.Tracer):
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
-            self.failed_in = self.failed_in or self.path_of_module(m)  # the innermost one is left first
+            self.failed_in = self.failed_in or self.path_of_module(m)  # the innermost module fails first
             raise
 
 
 def _followed(module: nn.Module, input_shape: ir.Shape, leaves: Set[str]) -> fx.GraphModule:
-    """Return the module's graph in training, with the shapes of one image; the modules' modes are lost."""
-    with forked_generator():  # draws of `forward` must not change the caller's random state
+    """Return the module's graph in training mode, with the shapes of one image; changes the modules' modes."""
+    with forked_generator():  # random draws in `forward` must not change the caller's random state
         return _followed_in_both_modes(module, input_shape, leaves)
 
 
@@ -154,11 +155,11 @@ def _followed_in_both_modes(module: nn.Module, input_shape: ir.Shape, leaves: Se
     placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
     if len(placeholders) != 1:
         raise ConfigError(f"the network reads {', '.join(placeholders)}; int8 training takes one tensor of images")
-    module.eval()  # also so that the shapes of one zero image leave running statistics alone
+    module.eval()  # also keeps shape propagation from changing running statistics
     _require_same_in_evaluation(traced, _symbolic(module, leaves))
     traced.graph.eliminate_dead_code()
     try:
-        # fx prints the trace of an error that it also raises, and hangs its own report on the message.
+        # fx prints the traceback of an error that it also raises, and appends its own report to the message.
         with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
             ShapeProp(traced).propagate(torch.zeros(1, *input_shape))
     except Exception as error:
@@ -168,7 +169,7 @@ def _followed_in_both_modes(module: nn.Module, input_shape: ir.Shape, leaves: Se
 
 
 def _require_same_in_evaluation(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
-    """Note in each functional dropout whether it is left out in evaluation; raise where anything else differs."""
+    """Record for each functional dropout whether it is off in evaluation; raise if anything else differs."""
     pairs = list(zip_longest(training.graph.nodes, evaluation.graph.nodes))
     for one, other in pairs:
         alike = one is not None and other is not None and (one.op, one.target) == (other.op, other.target)
@@ -237,7 +238,7 @@ class _Builder:
                 raise ConfigError(f"the network computes {self.nodes[-1].name if self.nodes else 'nothing'} after its "
                                   "logits")  # fmt: skip
         else:
-            # It may be read by a module inside the one that it belongs to, so by whoever reads the value.
+            # A submodule may read a tensor of its parent, so the error names the module that reads the value.
             readers = {_enclosing(user) for user in node.users}
             where = readers.pop() if len(readers) == 1 else ""
             raise UnsupportedOperator(f"{node.name}: int8 training cannot read the tensor {node.target} of the module",
@@ -376,7 +377,7 @@ class _Builder:
             raise ConfigError(f"{name}: in FP32 runs what makes one tensor (n, c, h, w) or (n, features) of one such "
                               f"tensor, which {type(module).__name__} does not; {remedy}")
         x = self._values[_tensor_argument(node)]
-        if not list(module.state_dict()):  # it has nothing to share, so it may run in several places
+        if not list(module.state_dict()):  # without state it shares nothing, so it may run in several places
             name = self._free_name(name)
         own = tuple(dict(module.named_parameters()))
         made = ir.Fp32(name=name, inputs=(x,), shape=_output_shape(node), operator=type(module).__name__,
@@ -396,7 +397,7 @@ class _Builder:
 
     def _put(self, node: fx.Node, made: ir.Node) -> None:
         if made.kind in _WITHOUT_PARAMETERS and (made.name in self._shapes or made.name in self._with_parameters):
-            made = replace(made, name=self._free_name(node.name))  # a ReLU or pool that runs in several places
+            made = replace(made, name=self._free_name(node.name))  # a ReLU or pool may run in several places
         if node.op == "call_module":
             parameters = self._modules[str(node.target)].named_parameters()
             made = replace(made, frozen=tuple(name for name, part in parameters if not part.requires_grad))
@@ -432,7 +433,7 @@ def _refused_function(node: fx.Node, how: str) -> UnsupportedOperator:
 
 
 def _enclosing(node: fx.Node) -> str:
-    """Return the path of the innermost module whose `forward` does this, "" for the network's own."""
+    """Return the path of the innermost module whose `forward` makes this call, "" for the network itself."""
     stack = [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     if node.op == "call_module":
         stack = stack[:-1]
@@ -444,7 +445,7 @@ def _rank(node: fx.Node) -> int:
 
 
 def _fits_fp32(node: fx.Node) -> bool:
-    """Return whether a called module makes an image or features of one of these."""
+    """Return whether a called module maps one image or feature tensor to one such tensor."""
     one_tensor = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
     return one_tensor and {_rank(_tensor_argument(node)), _rank(node)} <= {2, 4}
 

@@ -1,4 +1,4 @@
-"""Cross-entropy: its value in float64 for people, its gradient with respect to int8 logits for training."""
+"""Cross-entropy: its value in float64 for reports, its gradient with respect to int8 logits for training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_logits_gradient(
 ) -> int:
     """Write softmax(logits) - one-hot(labels), per sample, as int8 and return its exponent.
 
-    The `integer` rule never leaves integers (NITI §3.3); `fp32` computes in float64 and rounds to nearest.
+    The `integer` rule uses only integer arithmetic (NITI §3.3); `fp32` computes in float64 and rounds to nearest.
     """
     if rule.loss == "integer":
         _int8.softmax_gradient(logits, exponent, labels, out, num_classes, rule.rounding)

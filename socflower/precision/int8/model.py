@@ -1,4 +1,4 @@
-"""A network that trains in int8: the engine's front door.
+"""A network that trains in int8: the public interface of the engine.
 
     model = Int8Model.from_module(build_model("lenet5", ...), input_shape=(1, 28, 28))
     result = model.train_step(images, labels, learning_rate=0.01, progress=0.0)
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
-    """How the engine uses the machine; none of it changes a result but `rescaling`.
+    """How the engine uses the machine; only `rescaling` changes results.
 
-    `cores` (one per thread) pins the threads. `kernel` names a path of `_int8.available_kernels()`; "" is the best
-    one, or what SOCFLOWER_KERNEL says. `batch_blocks` maps convolutions to the images they work on at a time
-    (batch splitting, F15). `memory_budget_bytes` bounds what is kept between and during steps.
+    `cores` (one per thread) pins the threads. `kernel` is one of `_int8.available_kernels()`; "" is the best one,
+    or the value of SOCFLOWER_KERNEL. `batch_blocks` maps convolutions to the images they work on at a time
+    (batch splitting, F15). `memory_budget_bytes` limits the memory held during and between steps.
     """
 
     num_threads: int = 1
@@ -54,7 +54,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """Mean cross-entropy of a batch before its update, and how many samples were classified rightly."""
+    """Mean cross-entropy of a batch before its update, and the number of correctly classified samples."""
 
     loss: float
     num_correct: int
@@ -62,12 +62,12 @@ class StepResult:
 
     @property
     def accuracy(self) -> float:
-        """Share of samples classified rightly."""
+        """Fraction of samples classified correctly."""
         return self.num_correct / self.num_samples
 
 
 class Int8Model:
-    """A graph with its parameters and the memory of its steps."""
+    """A graph with its parameters and the buffers of its steps."""
 
     def __init__(
         self,
@@ -107,9 +107,10 @@ class Int8Model:
     ) -> Int8Model:
         """Return the int8 model of a torch module for (n, *input_shape) images; the module is only read.
 
-        The modules that `fp32_operators` names run in torch FP32 between the int8 ones; `profiling.profile_operators`
-        finds which ones should. `exponents` are those that weights keep (`weight_exponents`). A module without an
-        int8 kernel is named in a ConfigError, or joins the former if `unsupported` is "fp32".
+        The modules that `fp32_operators` names run in torch FP32 between the int8 ones;
+        `operator_costs.profile_operators` predicts which ones should. `exponents` are earlier exponents of the weights
+        (`weight_exponents`). A module without an int8 kernel raises ConfigError, or runs in FP32 too if `unsupported`
+        is "fp32".
         """
         from socflower.precision.int8.fp32_operator import fp32_factory
         from socflower.precision.int8.from_torch import trace
@@ -130,7 +131,7 @@ class Int8Model:
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel path that runs."""
+        """Name of the kernel path in use."""
         return str(self._engine.kernel)
 
     @property
@@ -156,12 +157,12 @@ class Int8Model:
         """Train on one batch: (n, *input_shape) float32 images and n integer labels.
 
         `learning_rate` is that of the FP32 parameters (all weights under an FP32 update, biases and BatchNorm under
-        an integer one); `progress` in [0, 1] is the fraction of training done, from which an integer update takes
-        its gradient bits (F18), so that one whose bits change must be told. `seed` (default: the number of steps this
-        model has made) decides what dropout keeps. `timings`, if given, collects seconds per operator. Frozen
-        parameters stay as they are, and no gradient is computed for them; BatchNorm's running statistics move, as in
-        torch. Raises ConfigError on input of another shape or with NaN, without `progress` where it is read, and where
-        every parameter is frozen; TrainingFailed where training has diverged.
+        an integer one); `progress` in [0, 1] is the fraction of training done. It determines the gradient bits of an
+        integer update (F18) and is required if they change. `seed` (default: the number of steps this model has made)
+        determines the dropout masks. `timings`, if given, collects seconds per operator. Frozen parameters do not
+        change, and no gradient is computed for them; BatchNorm's running statistics do change, as in torch. Raises
+        ConfigError if the input has another shape or a NaN, if a required `progress` is missing, or if every parameter
+        is frozen; raises TrainingFailed if training has diverged.
         """
         progress = self._progress_where_unread() if progress is None else progress
         if not 0.0 <= progress <= 1.0:
@@ -230,10 +231,10 @@ class Int8Model:
         return {name: torch.from_numpy(np.array(array)) for name, array in self.arrays().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the parameters of a torch state_dict (tensors or arrays), rounding the weights to int8.
+        """Load the parameters of a torch state_dict (tensors or arrays), rounding the weights to int8.
 
-        What the steps have learned of exponents is forgotten. Raises ConfigError, changing nothing, on missing,
-        misshapen, unknown or non-finite parameters.
+        The exponents found by earlier steps are discarded. Raises ConfigError, and changes nothing, if parameters are
+        missing, unknown or not finite, or have a wrong shape.
         """
         arrays = {name: np.asarray(value, dtype=np.float32) for name, value in state.items()}
         keep_master = isinstance(self.algorithm.update, Fp32Update)
@@ -246,7 +247,7 @@ class Int8Model:
         self._trackers.clear()
 
     def save(self, path: Path) -> None:
-        """Write graph, algorithm and the exact int8 parameters to an .npz file, whole or not at all."""
+        """Write graph, algorithm and the exact int8 parameters to an .npz file, atomically."""
         saving.save(path, self.graph, self.algorithm, self.parameters)
 
     @classmethod

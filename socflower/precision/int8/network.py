@@ -1,7 +1,7 @@
-"""The graph of a network as the integer engine sees it: what each operator computes, on which shapes.
+"""The graph of a network in the integer engine: the operators and the shapes of their values.
 
-A value is named after the node that makes it; its shape is (channels, height, width) without the batch. A linear
-layer is a convolution whose kernel covers its input, so a flattening between the two needs no node.
+A value has the name of the node that computes it; its shape is (channels, height, width) without the batch. A linear
+layer is a convolution whose kernel covers its input, so a flatten before it needs no node.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ INPUT = "input"
 
 
 class UnsupportedOperator(ConfigError):
-    """What only the FP32 side can run. `module` does it; "" is the network itself.
+    """An operator that only the FP32 side can run. `module` is the module that calls it; "" is the network itself.
 
-    `modules` are those that `fp32_operators` has to list, `module` among them, for the network to train.
+    `modules` are those that `fp32_operators` must list so that the network can train; `module` is one of them.
     """
 
     def __init__(self, what: str, module: str, modules: Sequence[str] = ()) -> None:
@@ -31,7 +31,7 @@ class UnsupportedOperator(ConfigError):
         super().__init__(f"{what}; " + self.remedy("say", "fp32_operators={}", "unsupported={}"))
 
     def remedy(self, do: str, operators: str, unsupported: str) -> str:
-        """Return what to do about it, where both settings are written so, with {} for their values."""
+        """Return the remedy as text; `operators` and `unsupported` are the settings' spelling, {} for the value."""
         if not self.module:
             return ("move it into a module of its own, of one tensor in and one out, which can run in FP32: then "
                     f"{do} {unsupported.format(repr('fp32'))}")
@@ -41,13 +41,13 @@ class UnsupportedOperator(ConfigError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """An operator: the values it reads and the shape it makes."""
+    """An operator: the values it reads and the shape of its output."""
 
     kind: ClassVar[str] = ""
     name: str  # also the prefix of its parameters in the module's state_dict
     inputs: tuple[str, ...]
     shape: Shape
-    frozen: tuple[str, ...] = ()  # of its parameters, those that training leaves as they are
+    frozen: tuple[str, ...] = ()  # names of its parameters that training does not change
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -131,9 +131,9 @@ class Add(Node):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dropout(Node):
-    """Zeros with probability `p`, for each element or each channel of an image, else 1 / (1 - p) times the value.
+    """Zero each element, or each channel of an image, with probability `p`; multiply the rest by 1 / (1 - p).
 
-    Only in training; in evaluation the values as they are.
+    This holds in training; in evaluation the values do not change.
     """
 
     kind: ClassVar[str] = "dropout"
@@ -143,17 +143,17 @@ class Dropout(Node):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp32(Node):
-    """An operator that runs in torch FP32, because int8 has none or the placement chose so."""
+    """An operator that runs in torch FP32: it has no int8 kernel, or `fp32_operators` names its module."""
 
     kind: ClassVar[str] = "fp32"
     operator: str  # of the original node, for messages
     flat: bool = False  # the module takes (n, features)
-    path: str = ""  # of the module; one without parameters may make several nodes
+    path: str = ""  # of the module; a module without parameters may be several nodes
     own: tuple[str, ...] = ()  # parameters of the module
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Those of the module."""
+        """Parameters of the module."""
         return self.own
 
 
@@ -164,7 +164,7 @@ _KINDS: dict[str, type[Node]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graph:
-    """Nodes in an order in which every value is made before it is read."""
+    """Nodes in an order in which every value is computed before it is read."""
 
     input_shape: Shape
     nodes: tuple[Node, ...]
@@ -220,7 +220,7 @@ class Graph:
         return tuple(node for node in self.nodes for read in node.inputs if read == value)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values from which `from_json` makes an equal graph."""
+        """Return plain values from which `from_json` builds an equal graph."""
         return {
             "input_shape": list(self.input_shape),
             "nodes": [{"kind": node.kind, **asdict(node)} for node in self.nodes],
@@ -253,7 +253,7 @@ def _nodes_from_json(documents: list[dict[str, Any]]) -> Iterator[Node]:
 
 
 def _require_geometry(node: Node, inputs: list[Shape]) -> None:
-    """Raise ConfigError where an operator does not make its shape of its inputs' shapes."""
+    """Raise ConfigError if an operator's shape does not follow from its inputs' shapes."""
     channels, height, width = inputs[0]
     expected: Shape | None = None
     if isinstance(node, Convolution | MaxPool | AveragePool):
@@ -279,11 +279,11 @@ def _require_geometry(node: Node, inputs: list[Shape]) -> None:
 
 
 def fuse_relu(graph: Graph) -> Graph:
-    """Return the graph in which an operator that only a ReLU reads applies it on its way out.
+    """Return the graph with every ReLU fused into the operator before it, where only the ReLU reads that operator.
 
-    The maximum search of the rounding (F14) then sees only what the ReLU lets through.
+    The maximum search of the rounding (F14) then reads only the values after the ReLU.
     """
-    fused: dict[str, str] = {}  # name of a ReLU that is gone -> operator that now makes its value
+    fused: dict[str, str] = {}  # name of a fused ReLU -> operator that now computes its value
     nodes: dict[str, Node] = {}
     for node in graph.nodes:
         node = replace(node, inputs=tuple(fused.get(value, value) for value in node.inputs))

@@ -1,7 +1,7 @@
 """The operators of a graph, bound to their buffers for one batch size: forward, backward and update.
 
-`backward` reads the gradient of the operator's output and writes those of its inputs. A value that left a ReLU has
-a masked gradient: its reader applies the mask while it rounds, where it costs nothing.
+`backward` reads the gradient of the operator's output and writes the gradients of its inputs. The gradient of a ReLU's
+output is masked: the operator that reads the output applies the mask while it rounds, at no extra cost.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ AVERAGE_BITS = 14
 
 @dataclass(slots=True)
 class Tensor:
-    """An int8 tensor in flight, (h, w, batch, channel stride), and its gradient once that is known."""
+    """An int8 tensor of a step, (h, w, batch, channel stride), and its gradient once it is computed."""
 
     shape: ir.Shape
     batch: int
     data: Int8Array = field(init=False)
     exponent: int = 0
     activations: bool = False  # all values lie in 0..127
-    masked: bool = False  # its one reader masks the gradient: it counts only where `data` is positive
+    masked: bool = False  # its only reader masks the gradient to where `data` is positive
     gradient: Int8Array | None = None
     gradient_exponent: int = 0
 
@@ -50,13 +50,13 @@ class Tensor:
 
     @property
     def mask(self) -> Int8Array | None:
-        """What a reader masks the gradient with."""
+        """The array with which a reader masks the gradient, or None."""
         return self.data if self.masked else None
 
 
 @dataclass(kw_only=True, slots=True)
 class Step:
-    """What holds for the step that is running."""
+    """Settings and shared buffers of the current step."""
 
     engine: _int8.Engine
     algorithm: TrainingAlgorithm
@@ -70,11 +70,11 @@ class Step:
     training: bool = True
     learning_rate: float = 0.0
     progress: float = 0.0
-    seed: int = 0  # of what is random in the step
-    timings: dict[str, float] | None = None  # seconds per operator, forward and backward, where they are asked for
+    seed: int = 0  # of the random numbers in the step
+    timings: dict[str, float] | None = None  # seconds per operator, forward and backward, if requested
 
     def tracker(self, name: str, role: str) -> ScaleTracker | None:
-        """Return the tracker of a tensor's exponent; None while evaluating, which always looks."""
+        """Return the tracker of a tensor's exponent; None in evaluation, which always searches the maximum."""
         if not self.training:
             return None
         key = (name, role)
@@ -103,7 +103,7 @@ class Operator(Protocol):
 
     @property
     def output(self) -> Tensor:
-        """The tensor it makes."""
+        """The tensor it computes."""
         ...
 
     @property
@@ -120,7 +120,7 @@ class Operator(Protocol):
         ...
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
-        """Write the gradient of each input into its array (None: not wanted) and return their exponents."""
+        """Write the gradient of each input into its array (None: not needed) and return their exponents."""
         ...
 
 
@@ -130,7 +130,7 @@ class _Plain:
     workspace_bytes = 0
 
     def accumulator_size(self) -> int:
-        """Need none."""
+        """Return 0: it needs none."""
         return 0
 
 
@@ -142,7 +142,7 @@ class ConvolutionOperator:
         self.workspace_bytes = workspace_bytes
         self._plan = plan
         self._sums = np.zeros((2, output.array_shape[3]), dtype=np.int64)
-        # Over patches (program.py) the same weight memory is that of a pointwise layer.
+        # Over patches (program.py) the same memory is the weight of a pointwise convolution.
         self._weight_shape = plan.weight_shape
         self._depth = int(np.prod(self._weight_shape[:3]))
 
@@ -236,8 +236,8 @@ class BatchNormOperator(_Plain):
     """BatchNorm in mixed form: exact integer sums, float64 per channel, integer per element.
 
     Forward and input gradient are, element by element, sums of int8 values times per-channel integers of 21 bits,
-    so they round like any product. The statistics are exact sums; what is computed from them per channel is the
-    same IEEE arithmetic everywhere.
+    so they round like any product. The statistics are exact sums; the per-channel arithmetic on them is IEEE and the
+    same on every machine.
     """
 
     def __init__(self, node: ir.BatchNorm, x: Tensor, output: Tensor):
@@ -323,7 +323,7 @@ class BatchNormOperator(_Plain):
 
 
 class ReluOperator(_Plain):
-    """A ReLU on its own: the exponent stays."""
+    """A ReLU that is not fused; the exponent does not change."""
 
     def __init__(self, node: ir.Relu, x: Tensor, output: Tensor):
         self.node, self.inputs, self.output = node, (x,), output
@@ -334,7 +334,7 @@ class ReluOperator(_Plain):
         self.output.exponent = self.inputs[0].exponent
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
-        """Pass on the gradient, which its readers have masked already."""
+        """Copy the gradient, which the readers of the output have already masked."""
         if into[0] is not None:
             assert self.output.gradient is not None
             x = self.inputs[0]
@@ -343,19 +343,19 @@ class ReluOperator(_Plain):
 
 
 class MaxPoolOperator(_Plain):
-    """Maximum over windows; the first maximum of a window takes its gradient."""
+    """Maximum over windows; the first maximum of a window receives its gradient."""
 
     def __init__(self, node: ir.MaxPool, x: Tensor, output: Tensor, plan: _int8.Pooling, argmax: npt.NDArray[np.uint8]):
         self.node, self.inputs, self.output = node, (x,), output
         self._plan, self._argmax = plan, argmax
 
     def forward(self, step: Step) -> None:
-        """Take the maxima; the exponent stays."""
+        """Compute the maxima; the exponent does not change."""
         self._plan.max(step.engine, self.inputs[0].data, self.output.data, self._argmax)
         self.output.exponent = self.inputs[0].exponent
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
-        """Send every gradient to the position of its maximum, adding up where windows overlap."""
+        """Scatter every gradient to the position of its maximum; sum them where windows overlap."""
         x, dy, exponent = self.inputs[0], self.output.gradient, self.output.gradient_exponent
         target = into[0]
         if target is None:
@@ -394,7 +394,7 @@ class AveragePoolOperator(_Plain):
         self.output.exponent = round_elementwise(self.node.name, tracker, x.exponent - AVERAGE_BITS, run)
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
-        """Share every gradient among its window."""
+        """Distribute every gradient over its window."""
         x, dy, target, rounding = self.inputs[0], self.output.gradient, into[0], step.algorithm.backward.rounding
         if target is None:
             return [0]
@@ -412,12 +412,12 @@ class AveragePoolOperator(_Plain):
 
 
 class DropoutOperator(_Plain):
-    """Zeros in random places; what is kept is multiplied by 1 / (1 - p) and rounded like any product.
+    """Zeros at random positions; kept values are multiplied by 1 / (1 - p) and rounded like any product.
 
     The factor is an integer of 21 bits times a power of two, so where 1 - p is a power of two it only changes the
-    exponent. p counts in units of 2^-32. Element i, in the order of (height, width, batch, channels) or of (batch,
-    channels), is kept where the i-th of the 32-bit numbers of Philox, seeded with the step's seed and the operator's
-    place in the graph, is 2^32 p or more.
+    exponent. p is rounded to a multiple of 2^-32. Element i, in the order of (height, width, batch, channels) or of
+    (batch, channels), is kept if the i-th 32-bit number of Philox is at least 2^32 p. Philox is seeded with the step's
+    seed and the operator's index in the graph.
     """
 
     def __init__(self, node: ir.Dropout, x: Tensor, output: Tensor, gate: Int8Array, place: int):
@@ -430,20 +430,20 @@ class DropoutOperator(_Plain):
         self._nothing = np.zeros(channels, dtype=np.int32)
 
     def forward(self, step: Step) -> None:
-        """Draw what is kept, multiply, round; copy in evaluation."""
+        """Draw the mask, multiply, round; copy in evaluation."""
         x = self.inputs[0]
         if not step.training:
             np.copyto(self.output.data, x.data)
             self.output.exponent = x.exponent
             return
         self._draw(step.seed)
-        if x.masked:  # what the ReLU before cut off is zero here, and passes no gradient
+        if x.masked:  # zeros of the preceding ReLU pass no gradient
             np.multiply(self._gate, x.data > 0, out=self._gate)
         tracker, rounding = step.tracker(self.node.name, "forward"), step.algorithm.forward.rounding
         self.output.exponent = self._scale(step, x.data, x.exponent, self.output.data, tracker, rounding)
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
-        """Send the gradient where the value was kept, times the same factor."""
+        """Multiply the gradient of kept values by the same factor; the others get 0."""
         dy = self.output.gradient
         if into[0] is None:
             return [0]
@@ -468,7 +468,7 @@ class DropoutOperator(_Plain):
         shape = self._gate.shape[2:3] if self.node.channelwise else self._gate.shape[:3]
         count = math.prod(shape) * channels
         bits = np.random.Philox(np.random.SeedSequence([seed, self._place]))
-        # Of each 64 bits the lower half comes first, on any machine.
+        # The lower half of each 64-bit number comes first, on any machine.
         numbers = bits.random_raw(-(-count // 2)).astype("<u8", copy=False).view("<u4")[:count]
         self._gate[..., :channels] = numbers.reshape(*shape, channels) >= self._least
 
@@ -487,9 +487,9 @@ def add_tensors(
 ) -> int:
     """Write a + b, two (int8, exponent) tensors, and return the exponent of the sum.
 
-    Exponents more than 20 apart leave nothing of the smaller operand in 8 bits; it is shifted by 20 at most.
+    If the exponents differ by more than 20, nothing of the smaller operand remains in 8 bits; the shift is at most 20.
     """
-    if abs(a[1] - b[1]) > MAX_ADD_SHIFT:  # rare; zeros have no scale that could matter
+    if abs(a[1] - b[1]) > MAX_ADD_SHIFT:  # rare; the exponent of an all-zero tensor is arbitrary
         if not a[0].any():
             a = (a[0], b[1])
         elif not b[0].any():

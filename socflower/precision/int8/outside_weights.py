@@ -1,4 +1,4 @@
-"""Weights that come from a trainer outside, and gradients that leave to it (F12)."""
+"""Weights passed in by an outside trainer, and gradients returned to it (F12)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from socflower.precision.int8.parameters import FloatArray, Parameters
 from socflower.precision.int8.requantisation import MAX_EXPONENT
 
 _SEED_STEP = 0x7FEB352D
-"""Between the seeds of two layers, so that they do not round alike.
+"""Difference between the seeds of two layers, so that they round differently.
 
-Not the factor of `random24`: under it a layer would have the numbers of the one before, an element on. Under this
-one the numbers of any two of 200 layers are 18 million elements apart.
+It is not the factor of `random24`: with that factor a layer would have the random numbers of the previous layer,
+shifted by one element. With this one the numbers of any two of 200 layers are 18 million elements apart.
 """
 
 
@@ -27,14 +27,14 @@ def take_weights(
 ) -> None:
     """Replace the parameters by those of a torch state_dict; weights are rounded up or down at random.
 
-    Which way a weight goes depends on `seed` alone. Running statistics that `state` leaves out stay as they are.
-    Raises ConfigError on a missing or misshapen array, TrainingFailed where one is not finite.
+    The direction of each rounding depends on `seed` alone. Running statistics that `state` leaves out are unchanged.
+    Raises ConfigError if an array is missing or has a wrong shape, TrainingFailed if a value is not finite.
     """
     for index, node in enumerate(graph.nodes):
         if isinstance(node, Convolution):
             name = f"{node.name}.weight"
             weight = parameters.weights[name]
-            weight.master = None  # of a frozen weight: what is handed in counts
+            weight.master = None  # of a frozen weight: the value passed in replaces it
             kernel_h, kernel_w, in_channels, _ = weight.data.shape
             shape: tuple[int, ...] = (node.shape[0], in_channels, kernel_h, kernel_w)
             if node.linear:
@@ -62,8 +62,8 @@ def take_weights(
 def start_gradients(graph: Graph, parameters: Parameters) -> dict[str, FloatArray]:
     """Give every trained parameter a gradient of zeros; return them by name.
 
-    They are views: what later steps add is seen in them. A weight's is (out, in, kh, kw), channels-last in memory,
-    also that of a linear layer.
+    They are views, so later steps change them. A weight's gradient is (out, in, kh, kw), channels-last in memory,
+    also for a linear layer.
     """
     views: dict[str, FloatArray] = {}
     for node in graph.nodes:
@@ -83,14 +83,14 @@ def start_gradients(graph: Graph, parameters: Parameters) -> dict[str, FloatArra
 
 
 def as_channels_last(array: npt.NDArray[np.generic], shape: tuple[int, ...], num_outs: int) -> FloatArray:
-    """Return (out, kh, kw, in) float32 of a torch weight for an int8 weight of `shape`; no copy if it lies so."""
+    """Return (out, kh, kw, in) float32 of a torch weight for an int8 weight of `shape`; no copy if already so."""
     kernel_h, kernel_w, in_channels, _ = shape
     view = array.reshape(num_outs, in_channels, kernel_h, kernel_w).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(view, dtype=np.float32)
 
 
 def _vectors(parameters: tuple[str, ...], node: Node) -> tuple[str, ...]:
-    """Return which of a node's parameters are a value per channel."""
+    """Return the parameters of a node that hold one value per channel."""
     if isinstance(node, BatchNorm):
         return parameters
     return tuple(name for name in parameters if name == "bias") if isinstance(node, Convolution) else ()

@@ -1,4 +1,4 @@
-"""The numbers that training changes: int8 weights, FP32 vectors, and what the update rules keep beside them."""
+"""The values that training changes: int8 weights, FP32 vectors, and the state of the update rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from socflower.precision.int8.network import BatchNorm, Convolution, Graph
 FloatArray = npt.NDArray[np.float32]
 
 MAX_WEIGHT_EXPONENT = 200
-"""Beyond it no float32 weight has its exponent."""
+"""No float32 weight has an exponent beyond it."""
 
 
 @dataclass(slots=True)
@@ -23,8 +23,8 @@ class Weight:
     """Weight of a convolution, (kh, kw, in/groups, channel stride of out) int8 with one exponent.
 
     `master` and `velocity` (same shape, float32) exist under algorithms with FP32 weights, `gradient` under an
-    outside update, where it is (out, kh, kw, in/groups). A frozen weight has a master under every algorithm: the
-    values that it came with, which it goes back with.
+    outside update, where it is (out, kh, kw, in/groups). A frozen weight has a master under every algorithm: its
+    original values, which are exported unchanged.
     """
 
     data: npt.NDArray[np.int8]
@@ -36,7 +36,7 @@ class Weight:
 
 @dataclass(slots=True)
 class Vector:
-    """A value per channel, float32, padded to the channel stride."""
+    """One float32 value per channel, padded to the channel stride."""
 
     data: FloatArray
     velocity: FloatArray | None = None
@@ -45,12 +45,12 @@ class Vector:
 
 @dataclass(slots=True)
 class Parameters:
-    """Everything by its name in the module's state_dict."""
+    """All parameters by their names in the module's state_dict."""
 
     weights: dict[str, Weight] = field(default_factory=dict)
     vectors: dict[str, Vector] = field(default_factory=dict)  # biases, BatchNorm's affine and running statistics
     num_batches_tracked: dict[str, int] = field(default_factory=dict)
-    num_steps: int = 0  # that have been made; what is random in a step follows from it
+    num_steps: int = 0  # steps made so far; the default seed of a step
     fp32: dict[str, FloatArray] = field(default_factory=dict)  # of operators on the FP32 side
     fp32_gradients: dict[str, FloatArray] = field(default_factory=dict)  # of the former, under an outside update
 
@@ -60,8 +60,8 @@ def import_parameters(
 ) -> Parameters:
     """Return the parameters of a graph from the arrays of a torch state_dict.
 
-    A weight gets the smallest exponent that fits it, or that of `exponents` where it is no smaller: the steps of an
-    integer update are in units of it. Raises ConfigError on a missing, misshapen or unknown array and on values that
+    A weight gets the smallest exponent that fits it, or that of `exponents` if it is larger: the steps of an integer
+    update are in units of it. Raises ConfigError if an array is missing, has a wrong shape or is unknown, and if values
     are not finite.
     """
     parameters = Parameters()
@@ -94,7 +94,7 @@ def import_parameters(
 def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, npt.NDArray[np.generic]]:
     """Return float32 arrays (and int64 counters) by their names and shapes in the module's state_dict.
 
-    A weight is its int8 value times 2^exponent, exactly; where there is a master weight, it is that.
+    A weight is its int8 value times 2^exponent, exactly, or its master weight if there is one.
     """
     state: dict[str, npt.NDArray[np.generic]] = {}
     for node in graph.nodes:
@@ -149,7 +149,7 @@ def _import_vector(parameters: Parameters, state: dict[str, FloatArray], name: s
 
 
 def require_match(graph: Graph, parameters: Parameters, *, keep_master: bool) -> None:
-    """Raise ConfigError, naming the first, where parameters are not those of the graph and its update rule."""
+    """Raise ConfigError, naming the first mismatch, if the parameters do not fit the graph and its update rule."""
 
     def require(name: str, array: npt.NDArray[np.generic] | None, kind: type, shape: tuple[int, ...]) -> None:
         if array is None or array.dtype != kind or array.shape != shape:

@@ -1,7 +1,7 @@
-"""A graph bound to a batch size: which operator runs when, on which memory.
+"""A graph bound to a batch size: the order of its operators and their memory.
 
-Memory comes from a `RegionCache`, one region per operator, output and gradient, taken in the order of the step and
-given back as soon as the backward pass is done with it.
+Memory comes from a `RegionCache`, one region per operator, output and gradient. Regions are acquired in the order of
+the step and released as soon as the backward pass no longer needs them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from socflower.precision.int8.requantisation import Int8Array
 Fp32Factory = Callable[[ir.Fp32, Tensor, Tensor], Operator]
 
 _MAX_PATCH_CHANNELS = 4
-"""A first convolution of so few channels is run over its patches, which are gathered once per step."""
+"""A first convolution with at most so many input channels runs over patches, which are gathered once per step."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """Where an int8 array of the step lives."""
+    """Key, shape and size of an int8 array in the region cache."""
 
     key: tuple[int, str, str]
     shape: tuple[int, ...]
@@ -52,19 +52,19 @@ class _Array:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A node in the order of the step, with everything that is looked up while it runs."""
+    """A node in the order of the step, with the keys and arrays that running it needs."""
 
     node: ir.Node
     key: tuple[int, str, str]
     num_bytes: int
     output: _Array
-    into: tuple[_Array | None, ...]  # gradient of each input; None: not wanted, or handed on as it came
-    sums: tuple[tuple[str, _Array], ...]  # for each further gradient of the output: role and place of the sum
+    into: tuple[_Array | None, ...]  # gradient of each input; None: not needed, or the output's array reused
+    sums: tuple[tuple[str, _Array], ...]  # for each further gradient of the output: role and array of the sum
 
 
 @dataclass(slots=True)
 class _Gradient:
-    """A gradient on its way from a reader of a value to its maker."""
+    """A gradient of a value, from one of its readers to the operator that computed the value."""
 
     data: Int8Array
     exponent: int
@@ -90,7 +90,7 @@ class Program:
         self._patched = _patched_convolution(graph)
         self._differentiated = graph.differentiated
         self.tensors = _tensors(graph, batch, self._patched)
-        # Readers of a value with several leave its mask to the sum of their gradients.
+        # If a value has several readers, the sum of their gradients is masked instead of each gradient.
         self._mask_of_sum: dict[str, bool] = {}
         for name, tensor in self.tensors.items():
             self._mask_of_sum[name] = tensor.masked and len(graph.consumers(name)) > 1
@@ -139,9 +139,9 @@ class Program:
         return self._take(self._logits_gradient)
 
     def backward(self, step: Step, logits_gradient: Int8Array, exponent: int) -> None:
-        """Run backward what a trained parameter is behind, update, and give back what is no longer needed."""
+        """Run backward for values that depend on a trained parameter, update, and release memory after its last use."""
         logits = self.tensors[self.graph.output]
-        if logits.masked:  # nothing reads them that could apply the mask
+        if logits.masked:  # logits have no reader that would apply the mask
             np.multiply(logits_gradient, logits.data > 0, out=logits_gradient)
         gradients: dict[str, list[_Gradient]] = {name: [] for name in self.tensors}
         gradients[self.graph.output].append(_Gradient(logits_gradient, exponent))
@@ -162,7 +162,7 @@ class Program:
                 if value not in self._differentiated:
                     continue
                 handed_on = handed_on or target is None
-                # An addition without a mask hands on the very array that it was given.
+                # An addition without a mask passes on the array of its output's gradient.
                 gradients[value].append(_Gradient(total.data if target is None else target, target_exponent))
             self._give_back(place, handed_on=handed_on)
         self._regions.release(self._input.key)
@@ -188,7 +188,7 @@ class Program:
         return total
 
     def _give_back(self, place: _Place, *, handed_on: bool) -> None:
-        """Free tensors that no earlier operator reads; a gradient that was handed out is kept until the step's end."""
+        """Release tensors that no earlier operator reads; a reused gradient array is kept until the step's end."""
         release = self._regions.release
         release(place.key)
         release(place.output.key)
@@ -303,10 +303,10 @@ def _patched_convolution(graph: ir.Graph) -> ir.Convolution | None:
 
 
 def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dict[str, Tensor]:
-    """Return the tensors of all values, with what is known of their signs and masks.
+    """Return the tensors of all values, with their known signs and masks.
 
-    A max-pool over a rectified value takes over its mask: a window's maximum is positive exactly where the chosen
-    element is, and there are fewer maxima.
+    The mask of a rectified value moves to the output of a max-pool over it: a window's maximum is positive exactly if
+    the chosen element is, and there are fewer maxima.
     """
     input_shape = graph.input_shape
     if patched is not None:
@@ -320,7 +320,7 @@ def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dic
             case ir.Convolution(relu=True) | ir.Add(relu=True) | ir.Relu():
                 tensor.activations = tensor.masked = True
             case ir.BatchNorm(relu=True):
-                tensor.activations = True  # it masks its gradient itself
+                tensor.activations = True  # BatchNorm masks its gradient itself
             case ir.MaxPool():
                 tensor.activations = x.activations
                 if x.masked and len(graph.consumers(node.inputs[0])) == 1:

@@ -1,8 +1,8 @@
-"""Memory that outlives a step: compute-graph reuse under a budget (Mandheling §3.6).
+"""Memory kept between steps: compute-graph reuse under a budget (Mandheling §3.6).
 
-Building a step's operators and buffers costs time, and the network does not change between steps, so what one
-step built the next one uses again. Training always walks its operators in the same order, so the region that was
-used most recently is the one whose next use lies furthest ahead: when the budget is short, that one goes first.
+Building a step's operators and buffers takes time, and the network does not change between steps, so the next step
+reuses them. Training always runs its operators in the same order, so the most recently used region is the one whose
+next use is furthest ahead: when the budget is exceeded, it is evicted first.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class _Region:
 
 
 class RegionCache:
-    """Regions by key. One that is in use stays; idle ones may be evicted, most recently used first.
+    """Regions by key. A region in use stays; idle ones may be evicted, most recently used first.
 
-    `reuse` False forgets a region as soon as it is released, as engines that build a graph per batch do.
+    With `reuse` False a region is dropped as soon as it is released, as in engines that build a graph per batch.
     """
 
     def __init__(self, *, budget_bytes: int | None = None, reuse: bool = True) -> None:
@@ -40,7 +40,7 @@ class RegionCache:
     def acquire(self, key: Hashable, num_bytes: int, build: Callable[[], Any]) -> Any:
         """Return the region of that key, built now if it is not held, and keep it until `release`.
 
-        Raises ConfigError, with the bytes, when what is in use leaves no room for it.
+        Raises ConfigError, with the bytes, if the regions in use leave no room for it.
         """
         region = self._regions.get(key)
         if region is not None:
@@ -56,7 +56,7 @@ class RegionCache:
         return region.content
 
     def release(self, key: Hashable) -> None:
-        """Let go of a region; its content is not needed before the next `acquire`."""
+        """Release a region; its content is not needed before the next `acquire`."""
         region = self._regions.get(key)
         if region is None or not region.in_use:
             return
@@ -67,7 +67,7 @@ class RegionCache:
             self._forget(key)
 
     def release_all(self) -> None:
-        """Let go of every region, in the order in which they were made."""
+        """Release every region, in the order in which they were built."""
         for key in list(self._regions):
             self.release(key)
 

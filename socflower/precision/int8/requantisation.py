@@ -1,4 +1,4 @@
-"""How an operator's accumulators leave it as int8: with a known exponent at once, else after a maximum search."""
+"""Rounding of accumulators to int8: at once with a known exponent, otherwise after a maximum search."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from socflower.precision.int8.rescaling import ScaleTracker
 
 MAX_SHIFT = 30
 MAX_EXPONENT = 90
-"""Beyond 2^90 float32 arithmetic on the scales would overflow; no healthy network comes near."""
+"""Beyond 2^90 float32 arithmetic on the scales would overflow; networks that converge stay far below."""
 
 ZERO_EXPONENT = -7
-"""Of tensors that are all zeros; their accumulator's would sink from layer to layer."""
+"""Exponent of all-zero tensors; their accumulator's exponent would decrease from layer to layer."""
 
 Int8Array = npt.NDArray[np.int8]
 Int32Array = npt.NDArray[np.int32]
@@ -27,7 +27,7 @@ Int32Array = npt.NDArray[np.int32]
 def round_elementwise(
     name: str, tracker: ScaleTracker | None, acc_exponent: int, run: Callable[[bool, int], int]
 ) -> int:
-    """Store what `run(store, shift)` computes and return the exponent it was stored with.
+    """Store the result of `run(store, shift)` and return the exponent of the stored values.
 
     `run` returns the largest magnitude before rounding; it is cheap enough to compute twice, so nothing wider than
     int8 is ever stored.
@@ -51,10 +51,10 @@ def round_product(
     accumulators: Int32Array,
     rounding: Rounding,
 ) -> int:
-    """Store what `run(destination, shift)` computes in `out` and return the exponent it was stored with.
+    """Store the result of `run(destination, shift)` in `out` and return the exponent of the stored values.
 
     A product is too costly to compute twice: without a known exponent its int32 values go to `accumulators`
-    (shaped as `out`), which is what the search for a new exponent costs (Mandheling §3.4).
+    (shaped as `out`); this is the cost of the search for a new exponent (Mandheling §3.4).
     """
     known = _known_shift(tracker, acc_exponent)
     if known is not None and not _saturates(run(out, known), known):
@@ -83,7 +83,7 @@ def _keep(tracker: ScaleTracker | None, exponent: int) -> int:
 
 
 def _found(name: str, tracker: ScaleTracker | None, exponent: int, largest: int) -> int:
-    if largest == 0:  # zeros have no scale of their own: any exponent is right, and none is worth keeping
+    if largest == 0:  # any exponent is right for zeros, so the tracker does not store one
         if tracker is None:
             return ZERO_EXPONENT
         tracker.end_batch()

@@ -1,8 +1,8 @@
-"""When a layer's exponent is computed anew: self-adaptive rescaling (F16, Mandheling §3.4).
+"""When a layer's exponent is recomputed: self-adaptive rescaling (F16, Mandheling §3.4).
 
-Finding an exponent means keeping int32 accumulators until their maximum is known. With an exponent at hand, a
-kernel rounds each block as it leaves the registers. Exponents change rarely once training has settled, so each
-one is looked for only now and then.
+Finding an exponent means storing int32 accumulators until their maximum is known. With a known exponent, a kernel
+rounds each block before it stores it. Exponents change rarely once training has settled, so each one is searched
+for only in some batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from socflower.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RescalingPolicy:
-    """`adaptive` False looks for every exponent in every batch; the first `warm_up_batches` always do."""
+    """With `adaptive` False every exponent is searched in every batch, as always in the first `warm_up_batches`."""
 
     adaptive: bool = True
     warm_up_batches: int = 100
@@ -25,10 +25,10 @@ class RescalingPolicy:
 
 
 class ScaleTracker:
-    """The exponent of one tensor, and the batch in which it is next looked for.
+    """The exponent of one tensor, and the batch of the next search for it.
 
     The period is max(1, half the mean interval between the changes seen so far); before a first change, half the
-    batches since the beginning. Saturation makes the next look immediate.
+    batches since the beginning. Saturation causes a search at once.
     """
 
     __slots__ = ("_batch", "_due", "_last_change", "_num_changes", "_policy", "exponent", "num_looks")
@@ -55,7 +55,7 @@ class ScaleTracker:
         return tracker
 
     def known(self) -> int | None:
-        """Return the exponent to use for this batch, or None when it is to be looked for."""
+        """Return the exponent to use for this batch, or None if it must be searched."""
         return self.exponent if self._batch < self._due else None
 
     def end_batch(self) -> None:
@@ -63,7 +63,7 @@ class ScaleTracker:
         self._batch += 1
 
     def found(self, exponent: int) -> None:
-        """Take over the exponent looked for in this batch, and count the batch."""
+        """Store the exponent found in this batch, and count the batch."""
         if self.exponent is not None and exponent != self.exponent:
             self._num_changes += 1
             self._last_change = self._batch
@@ -78,6 +78,6 @@ class ScaleTracker:
     def _period(self) -> int:
         if self._num_changes == 0:
             return max(1, (self._batch + 1) // 2)
-        # The time since the last change is an interval that has not ended: it counts once it is long.
+        # The time since the last change is an open interval: it counts once it makes the mean longer.
         mean = max(self._last_change / self._num_changes, (self._batch - self._last_change) / (self._num_changes + 1))
         return max(1, int(mean / 2))

@@ -27,7 +27,7 @@ SCHEMA = 1
 
 
 def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Parameters) -> None:
-    """Write the file under a temporary name and rename it, so that a cut leaves the old file."""
+    """Write the file under a temporary name and rename it, so that an interruption leaves the old file."""
     if any(node.kind == "fp32" for node in graph.nodes):
         raise ConfigError("save: operators on the FP32 side belong to their torch module; save its state_dict instead")
     if isinstance(algorithm.update, OutsideUpdate):
@@ -82,7 +82,7 @@ def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
         raise ConfigError(f"{path}: there is no such file") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except Exception as error:  # a damaged archive raises what its parsers happen to raise
+    except Exception as error:  # parsers of a damaged archive raise many types
         raise ConfigError(f"{path}: not an int8 model that this version can read ({type(error).__name__})") from None
 
 

@@ -26,7 +26,7 @@ def update_weight(
     progress: float,
     scratch: npt.NDArray[np.float32],
 ) -> None:
-    """Change `weight` by an int32 gradient whose real value is gradient * gradient_scale.
+    """Update `weight` with an int32 gradient whose real value is gradient * gradient_scale.
 
     Under an outside update only `weight.gradient` changes: it becomes `learning_rate` times the gradient.
 
@@ -56,7 +56,7 @@ def update_weight(
 def update_vector(
     algorithm: TrainingAlgorithm, vector: Vector, gradient: npt.NDArray[np.float32], learning_rate: float
 ) -> None:
-    """Change a vector by plain SGD, with the momentum of an FP32 update; or hand out the gradient, as for weights."""
+    """Update a vector by SGD, with the momentum of an FP32 update; under an outside update store the gradient."""
     rule = algorithm.update
     if isinstance(rule, OutsideUpdate):
         assert vector.gradient is not None
