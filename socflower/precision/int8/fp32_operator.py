@@ -38,8 +38,8 @@ class Fp32Operator:
     def __init__(self, node: ir.Fp32, module: nn.Module, x: Tensor, output: Tensor) -> None:
         self.node, self.inputs, self.output = node, (x,), output
         self._module = module
-        self._read: torch.Tensor
-        self._made: torch.Tensor
+        self._source: torch.Tensor
+        self._result: torch.Tensor
 
     def accumulator_size(self) -> int:
         """Return 0: it needs none."""
@@ -48,14 +48,14 @@ class Fp32Operator:
     def forward(self, step: Step) -> None:
         """Run the module on the real values of the input, and round its output."""
         x = self.inputs[0]
-        self._take_parameters(step)
+        self._load_parameters(step)
         self._module.train(step.training)
-        self._read = torch.from_numpy(to_real(x.data, x.exponent, x.shape)).requires_grad_(step.training)
+        self._source = torch.from_numpy(to_real(x.data, x.exponent, x.shape)).requires_grad_(step.training)
         with torch.set_grad_enabled(step.training):
-            self._made = self._module(self._read.flatten(1) if self.node.flat else self._read)
+            self._result = self._module(self._source.flatten(1) if self.node.flat else self._source)
         if step.training:
-            self._keep(step, self._module.named_buffers())
-        self.output.exponent = to_int8(self.node.name, self._made.detach(), self.output.shape, self.output.data)
+            self._store(step, self._module.named_buffers())
+        self.output.exponent = to_int8(self.node.name, self._result.detach(), self.output.shape, self.output.data)
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Run autograd from the real gradient, round the input's gradient, and update the parameters by plain SGD.
@@ -67,9 +67,9 @@ class Fp32Operator:
         real = to_real(dy, self.output.gradient_exponent, self.output.shape)
         x, target = self.inputs[0], into[0]
         trained = {name: part for name, part in self._module.named_parameters() if part.requires_grad}
-        wanted = [*trained.values(), *([] if target is None else [self._read])]
+        differentiated = [*trained.values(), *([] if target is None else [self._source])]
         made = torch.autograd.grad(
-            self._made, wanted, torch.from_numpy(real).reshape(self._made.shape), materialize_grads=True
+            self._result, differentiated, torch.from_numpy(real).reshape(self._result.shape), materialize_grads=True
         )  # fmt: skip
         exponent = 0
         if target is not None:
@@ -87,10 +87,10 @@ class Fp32Operator:
                 parameter.sub_(gradient, alpha=rate)
         # Store each parameter under all its names: one shared within the module has several in a state_dict.
         every = self._module.named_parameters(remove_duplicate=False)
-        self._keep(step, [(name, part) for name, part in every if part.requires_grad])
+        self._store(step, [(name, part) for name, part in every if part.requires_grad])
         return [exponent]
 
-    def _take_parameters(self, step: Step) -> None:
+    def _load_parameters(self, step: Step) -> None:
         prefix = f"{self.node.name}."
         own = {name: array for name, array in step.parameters.fp32.items() if name.startswith(prefix)}
         state = {name.removeprefix(prefix): torch.from_numpy(np.array(array)) for name, array in own.items()}
@@ -99,7 +99,7 @@ class Fp32Operator:
             state[name] = state[names[id(part)]]  # only the first name of a shared parameter is up to date
         self._module.load_state_dict(state)
 
-    def _keep(self, step: Step, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _store(self, step: Step, values: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, value in values:
             if f"{self.node.name}.{name}" in step.parameters.fp32:  # a buffer may be left out of the state_dict
                 step.parameters.fp32[f"{self.node.name}.{name}"] = value.detach().numpy().copy()

@@ -64,11 +64,11 @@ def trace(
     modes = [(part, part.training) for part in module.modules()]
     while True:
         try:
-            traced = _followed(module, input_shape, leaves)
+            captured = _capture_with_shapes(module, input_shape, leaves)
             # In a model in training mode, layers in evaluation mode are so on purpose.
-            resting = {id(part) for part, training in modes if modes[0][1] and not training}
-            builder = _Builder(traced, input_shape, leaves, unsupported, resting)
-            for node in traced.graph.nodes:
+            in_evaluation = {id(part) for part, training in modes if modes[0][1] and not training}
+            builder = _Builder(captured, input_shape, leaves, unsupported, in_evaluation)
+            for node in captured.graph.nodes:
                 builder.add(node)
             _require_untied(module, builder.nodes)
             break
@@ -88,7 +88,7 @@ def trace(
     unknown = set(fp32_operators) - {node.path for node in builder.nodes if isinstance(node, ir.Fp32)}
     if unknown:
         raise ConfigError(f"fp32_operators: the network calls no {', '.join(sorted(unknown))}; it calls "
-                          + ", ".join(str(node.target) for node in traced.graph.nodes if node.op == "call_module"))
+                          + ", ".join(str(node.target) for node in captured.graph.nodes if node.op == "call_module"))
     state = {name: value.detach().cpu().float().numpy() for name, value in module.state_dict().items()}
     graph = ir.fuse_relu(ir.Graph(input_shape=input_shape, nodes=tuple(builder.nodes)))
     return Traced(graph=graph, state=state, modules=builder.modules)
@@ -108,13 +108,13 @@ def _require_untied(module: nn.Module, nodes: Sequence[ir.Node]) -> None:
     for names in by_address.values():
         if len(names) < 2 or any(all(name.startswith(f"{path}.") for name in names) for path in in_fp32):
             continue
-        around = _around(names)
+        around = _innermost_common_module(names)
         raise UnsupportedOperator(f"{' and '.join(names)} are one parameter, and int8 training has no operators that "
                                   "share their weights: give each layer its own, train with FP32Trainer, or run what "
                                   "shares it in FP32", around)
 
 
-def _around(names: Sequence[str]) -> str:
+def _innermost_common_module(names: Sequence[str]) -> str:
     """Return the path of the innermost module that holds all these parameters, "" for the network."""
     common: list[str] = []
     for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
@@ -143,29 +143,29 @@ class _Tracer(fx.Tracer):
             raise
 
 
-def _followed(module: nn.Module, input_shape: ir.Shape, leaves: Set[str]) -> fx.GraphModule:
+def _capture_with_shapes(module: nn.Module, input_shape: ir.Shape, leaves: Set[str]) -> fx.GraphModule:
     """Return the module's graph in training mode, with the shapes of one image; changes the modules' modes."""
     with forked_generator():  # random draws in `forward` must not change the caller's random state
-        return _followed_in_both_modes(module, input_shape, leaves)
+        return _capture_in_both_modes(module, input_shape, leaves)
 
 
-def _followed_in_both_modes(module: nn.Module, input_shape: ir.Shape, leaves: Set[str]) -> fx.GraphModule:
+def _capture_in_both_modes(module: nn.Module, input_shape: ir.Shape, leaves: Set[str]) -> fx.GraphModule:
     module.train()
-    traced = _symbolic(module, leaves)
-    placeholders = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
+    captured = _capture_symbolically(module, leaves)
+    placeholders = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
     if len(placeholders) != 1:
         raise ConfigError(f"the network reads {', '.join(placeholders)}; int8 training takes one tensor of images")
     module.eval()  # also keeps shape propagation from changing running statistics
-    _require_same_in_evaluation(traced, _symbolic(module, leaves))
-    traced.graph.eliminate_dead_code()
+    _require_same_in_evaluation(captured, _capture_symbolically(module, leaves))
+    captured.graph.eliminate_dead_code()
     try:
         # fx prints the traceback of an error that it also raises, and appends its own report to the message.
         with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
-            ShapeProp(traced).propagate(torch.zeros(1, *input_shape))
+            ShapeProp(captured).propagate(torch.zeros(1, *input_shape))
     except Exception as error:
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise ConfigError(f"{type(module).__name__} does not take images of shape {input_shape}: {reason}") from None
-    return traced
+    return captured
 
 
 def _require_same_in_evaluation(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
@@ -174,14 +174,14 @@ def _require_same_in_evaluation(training: fx.GraphModule, evaluation: fx.GraphMo
     for one, other in pairs:
         alike = one is not None and other is not None and (one.op, one.target) == (other.op, other.target)
         if alike and one.target in _DROPOUTS:
-            one.meta["rests"] = not _dropout_settings(other)[1]
+            one.meta["off_in_evaluation"] = not _dropout_settings(other)[1]
         elif not alike or repr((one.args, one.kwargs)) != repr((other.args, other.kwargs)):
             at = max((node for node in (one, other) if node is not None), key=lambda node: _enclosing(node).count("."))
             raise UnsupportedOperator(f"{at.name}: the network computes something else in evaluation than in training, "
                                       "where in int8 only dropout and BatchNorm may differ", _enclosing(at))
 
 
-def _symbolic(module: nn.Module, leaves: Set[str]) -> fx.GraphModule:
+def _capture_symbolically(module: nn.Module, leaves: Set[str]) -> fx.GraphModule:
     tracer = _Tracer(leaves)
     try:
         graph = tracer.trace(module)
@@ -199,15 +199,15 @@ class _Builder:
     """Turns fx nodes into graph nodes, one by one."""
 
     def __init__(
-        self, traced: fx.GraphModule, input_shape: ir.Shape, fp32_operators: Set[str], unsupported: str,
-        resting: Set[int],
+        self, captured: fx.GraphModule, input_shape: ir.Shape, fp32_operators: Set[str], unsupported: str,
+        in_evaluation: Set[int],
     ) -> None:  # fmt: skip
-        self._modules = dict(traced.named_modules())
+        self._modules = dict(captured.named_modules())
         self._values: dict[fx.Node, str] = {}
         self._shapes: dict[str, ir.Shape] = {ir.INPUT: input_shape}
         self._fp32_operators = fp32_operators
         self._unsupported = unsupported
-        self._resting = resting
+        self._in_evaluation = in_evaluation
         self._with_parameters = {name for name, part in self._modules.items() if list(part.parameters(recurse=False))}
         self.nodes: list[ir.Node] = []
         self.modules: dict[str, nn.Module] = {}
@@ -286,7 +286,7 @@ class _Builder:
             case nn.Identity():
                 self._values[node] = x
             case nn.Dropout() | nn.Dropout2d():
-                p = 0.0 if id(module) in self._resting else module.p
+                p = 0.0 if id(module) in self._in_evaluation else module.p
                 self._add_dropout(node, name, x, p, channelwise=isinstance(module, nn.Dropout2d))
             case _:
                 raise _refusal(node, module)
@@ -328,7 +328,7 @@ class _Builder:
         p, training = _dropout_settings(node)
         if not training:
             self._values[node] = x
-        elif not node.meta["rests"]:
+        elif not node.meta["off_in_evaluation"]:
             raise _refused_function(node, "has no dropout that goes on in evaluation: give it training=self.training")
         else:
             self._add_dropout(node, node.name, x, p, channelwise=node.target is nn.functional.dropout2d)

@@ -115,18 +115,18 @@ class Int8Model:
         from socflower.precision.int8.fp32_operator import fp32_factory
         from socflower.precision.int8.from_torch import trace
 
-        traced = trace(module, input_shape, fp32_operators=fp32_operators, unsupported=unsupported)
+        captured = trace(module, input_shape, fp32_operators=fp32_operators, unsupported=unsupported)
         return cls(
-            traced.graph,
+            captured.graph,
             import_parameters(
-                traced.graph,
-                traced.state,
+                captured.graph,
+                captured.state,
                 keep_master=isinstance(algorithm.update, Fp32Update),
                 exponents=exponents,
             ),
             algorithm=algorithm,
             settings=settings,
-            fp32_factory=fp32_factory(traced.modules) if traced.modules else None,
+            fp32_factory=fp32_factory(captured.modules) if captured.modules else None,
         )
 
     @property
@@ -164,7 +164,7 @@ class Int8Model:
         ConfigError if the input has another shape or a NaN, if a required `progress` is missing, or if every parameter
         is frozen; raises TrainingFailed if training has diverged.
         """
-        progress = self._progress_where_unread() if progress is None else progress
+        progress = self._default_progress() if progress is None else progress
         if not 0.0 <= progress <= 1.0:
             raise ConfigError(f"progress must be in [0, 1], got {progress}")
         if seed is not None and seed < 0:
@@ -291,7 +291,7 @@ class Int8Model:
                 held += 0 if array is None else array.nbytes
         return held + self.regions.held_bytes
 
-    def _progress_where_unread(self) -> float:
+    def _default_progress(self) -> float:
         update = self.algorithm.update
         if isinstance(update, IntegerUpdate) and len(update.bits) > 1:
             raise ConfigError(

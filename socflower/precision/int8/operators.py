@@ -420,14 +420,14 @@ class DropoutOperator(_Plain):
     seed and the operator's index in the graph.
     """
 
-    def __init__(self, node: ir.Dropout, x: Tensor, output: Tensor, gate: Int8Array, place: int):
+    def __init__(self, node: ir.Dropout, x: Tensor, output: Tensor, gate: Int8Array, node_index: int):
         self.node, self.inputs, self.output = node, (x,), output
-        self._gate, self._place = gate, place  # the gate is positive where a value is kept; zeros in the padding
-        self._least = round(node.p * 2**32)
-        factor = 2.0**32 / (2**32 - self._least) if self._least < 2**32 else 0.0
+        self._gate, self._node_index = gate, node_index  # the gate is positive where a value is kept, 0 in the padding
+        self._threshold = round(node.p * 2**32)
+        factor = 2.0**32 / (2**32 - self._threshold) if self._threshold < 2**32 else 0.0
         channels = gate.shape[3]
         self._exponent, (self._factor,) = scaled_integers(21, (np.full(channels, factor), 0))
-        self._nothing = np.zeros(channels, dtype=np.int32)
+        self._zeros = np.zeros(channels, dtype=np.int32)
 
     def forward(self, step: Step) -> None:
         """Draw the mask, multiply, round; copy in evaluation."""
@@ -457,7 +457,7 @@ class DropoutOperator(_Plain):
     ) -> int:  # fmt: skip
         def run(store: bool, shift: int) -> int:
             return _int8.affine_gradient(
-                step.engine, values, values, self._gate, self._factor, self._nothing, self._nothing,
+                step.engine, values, values, self._gate, self._factor, self._zeros, self._zeros,
                 into if store else None, shift, rounding,
             )  # fmt: skip
 
@@ -467,10 +467,10 @@ class DropoutOperator(_Plain):
         channels = self.node.shape[0]
         shape = self._gate.shape[2:3] if self.node.channelwise else self._gate.shape[:3]
         count = math.prod(shape) * channels
-        bits = np.random.Philox(np.random.SeedSequence([seed, self._place]))
+        bits = np.random.Philox(np.random.SeedSequence([seed, self._node_index]))
         # The lower half of each 64-bit number comes first, on any machine.
         numbers = bits.random_raw(-(-count // 2)).astype("<u8", copy=False).view("<u4")[:count]
-        self._gate[..., :channels] = numbers.reshape(*shape, channels) >= self._least
+        self._gate[..., :channels] = numbers.reshape(*shape, channels) >= self._threshold
 
 
 def add_tensors(

@@ -116,7 +116,7 @@ class Program:
     def take_input(self, images: npt.NDArray[np.float32], exponent: int, workspace: npt.NDArray[np.uint8]) -> None:
         """Round (batch, channels, h, w) float32 images to the input tensor, or to the patches of the first layer."""
         tensor = self.tensors[ir.INPUT]
-        tensor.data = self._take(self._input)
+        tensor.data = self._acquire(self._input)
         tensor.exponent = exponent
         if self._patched is not None:
             _int8.quantise_patches(self._engine, self._images, images, tensor.data, workspace, exponent)
@@ -128,15 +128,15 @@ class Program:
         """Run every operator and return the logits."""
         for place in self._places:
             operator = self._operator(place)
-            operator.output.data = self._take(place.output)
+            operator.output.data = self._acquire(place.output)
             started_s = time.perf_counter()
             operator.forward(step)
-            _note(step, place, started_s)
+            _record_time(step, place, started_s)
         return self.tensors[self.graph.output]
 
     def logits_gradient(self) -> Int8Array:
         """Return memory for the gradient of the logits, which `backward` starts from."""
-        return self._take(self._logits_gradient)
+        return self._acquire(self._logits_gradient)
 
     def backward(self, step: Step, logits_gradient: Int8Array, exponent: int) -> None:
         """Run backward for values that depend on a trained parameter, update, and release memory after its last use."""
@@ -147,24 +147,24 @@ class Program:
         gradients[self.graph.output].append(_Gradient(logits_gradient, exponent))
         for place in reversed(self._places):
             if place.node.name not in self._differentiated:
-                self._give_back(place, handed_on=False)
+                self._release(place, reuses_gradient=False)
                 continue
             operator = self._operator(place)
             output = operator.output
             total = self._sum(step, place, gradients[place.node.name])
             output.gradient, output.gradient_exponent = total.data, total.exponent
-            into = [None if target is None else self._take(target) for target in place.into]
+            into = [None if target is None else self._acquire(target) for target in place.into]
             started_s = time.perf_counter()
             exponents = operator.backward(step, into)
-            _note(step, place, started_s)
-            handed_on = False
+            _record_time(step, place, started_s)
+            reuses_gradient = False
             for value, target, target_exponent in zip(place.node.inputs, into, exponents, strict=True):
                 if value not in self._differentiated:
                     continue
-                handed_on = handed_on or target is None
+                reuses_gradient = reuses_gradient or target is None
                 # An addition without a mask passes on the array of its output's gradient.
                 gradients[value].append(_Gradient(total.data if target is None else target, target_exponent))
-            self._give_back(place, handed_on=handed_on)
+            self._release(place, reuses_gradient=reuses_gradient)
         self._regions.release(self._input.key)
 
     def _sum(self, step: Step, place: _Place, gradients: list[_Gradient]) -> _Gradient:
@@ -172,7 +172,7 @@ class Program:
         name = place.node.name
         for index, (role, array) in enumerate(place.sums, start=1):
             part = gradients[index]
-            out = self._take(array)
+            out = self._acquire(array)
             last = index == len(place.sums)
             exponent = add_tensors(
                 f"{name} ({role})",
@@ -187,12 +187,12 @@ class Program:
             total = _Gradient(out, exponent)
         return total
 
-    def _give_back(self, place: _Place, *, handed_on: bool) -> None:
+    def _release(self, place: _Place, *, reuses_gradient: bool) -> None:
         """Release tensors that no earlier operator reads; a reused gradient array is kept until the step's end."""
         release = self._regions.release
         release(place.key)
         release(place.output.key)
-        if handed_on:
+        if reuses_gradient:
             return
         name = place.node.name
         if name == self.graph.output:
@@ -202,7 +202,7 @@ class Program:
         for key in self._gradient_keys[name]:
             release(key)
 
-    def _take(self, array: _Array) -> Int8Array:
+    def _acquire(self, array: _Array) -> Int8Array:
         taken: Int8Array = self._regions.acquire(array.key, array.num_bytes, array.build)
         return taken
 
@@ -217,8 +217,8 @@ class Program:
     def _place(self, node: ir.Node) -> _Place:
         into: list[_Array | None] = []
         for index, value in enumerate(node.inputs):
-            handed_on = isinstance(node, ir.Add) and not self.tensors[value].masked
-            wanted = value in self._differentiated and not handed_on
+            reuses_gradient = isinstance(node, ir.Add) and not self.tensors[value].masked
+            wanted = value in self._differentiated and not reuses_gradient
             into.append(self._array(value, f"gradient from {node.name}.{index}") if wanted else None)
         roles = [f"gradient sum {index}" for index in range(1, len(self.graph.consumers(node.name)))]
         return _Place(
@@ -286,7 +286,7 @@ class Program:
         )
 
 
-def _note(step: Step, place: _Place, started_s: float) -> None:
+def _record_time(step: Step, place: _Place, started_s: float) -> None:
     if step.timings is not None:
         name = place.node.name
         step.timings[name] = step.timings.get(name, 0.0) + time.perf_counter() - started_s

@@ -64,7 +64,7 @@ class RegionCache:
         if self._reuse:
             self._idle[key] = None
         else:
-            self._forget(key)
+            self._drop(key)
 
     def release_all(self) -> None:
         """Release every region, in the order in which they were built."""
@@ -75,7 +75,7 @@ class RegionCache:
         if self._budget_bytes is None:
             return
         while self._idle and self.held_bytes + num_bytes > self._budget_bytes:
-            self._forget(next(reversed(self._idle)))
+            self._drop(next(reversed(self._idle)))
             self.num_evicted += 1
         if self.held_bytes + num_bytes > self._budget_bytes:
             raise ConfigError(
@@ -83,7 +83,7 @@ class RegionCache:
                 f"{num_bytes} more; allow at least {self.held_bytes + num_bytes} bytes or use a smaller batch"
             )
 
-    def _forget(self, key: Hashable) -> None:
+    def _drop(self, key: Hashable) -> None:
         region = self._regions.pop(key)
         self._idle.pop(key, None)
         self.held_bytes -= region.num_bytes

@@ -34,11 +34,11 @@ def round_elementwise(
     """
     known = _known_shift(tracker, acc_exponent)
     if known is not None and not _saturates(run(True, known), known):
-        return _keep(tracker, acc_exponent + known)
+        return _use_known_exponent(tracker, acc_exponent + known)
     largest = run(False, 0)
     shift = shift_for(largest)
     run(True, shift)
-    return _found(name, tracker, acc_exponent + shift, largest)
+    return _record_exponent(name, tracker, acc_exponent + shift, largest)
 
 
 def round_product(
@@ -58,11 +58,11 @@ def round_product(
     """
     known = _known_shift(tracker, acc_exponent)
     if known is not None and not _saturates(run(out, known), known):
-        return _keep(tracker, acc_exponent + known)
+        return _use_known_exponent(tracker, acc_exponent + known)
     largest = run(accumulators, 0)
     shift = shift_for(largest)
     _int8.requantise(engine, accumulators, out, shift, rounding)
-    return _found(name, tracker, acc_exponent + shift, largest)
+    return _record_exponent(name, tracker, acc_exponent + shift, largest)
 
 
 def _known_shift(tracker: ScaleTracker | None, acc_exponent: int) -> int | None:
@@ -76,13 +76,13 @@ def _saturates(largest: int, shift: int) -> bool:
     return largest >> shift > 127
 
 
-def _keep(tracker: ScaleTracker | None, exponent: int) -> int:
+def _use_known_exponent(tracker: ScaleTracker | None, exponent: int) -> int:
     assert tracker is not None
     tracker.end_batch()
     return exponent
 
 
-def _found(name: str, tracker: ScaleTracker | None, exponent: int, largest: int) -> int:
+def _record_exponent(name: str, tracker: ScaleTracker | None, exponent: int, largest: int) -> int:
     if largest == 0:  # any exponent is right for zeros, so the tracker does not store one
         if tracker is None:
             return ZERO_EXPONENT
