@@ -158,7 +158,7 @@ def test_of_a_model_on_two_data_sets_the_last_one_counts(cell: dict[str, Any]) -
     store = CellStore(None, profile_cells.conditions(kernel="portable", num_threads=1, repeats=1))
     for data, batch in (("mnist", 4), ("digits", 8), ("digits", 2)):
         store.add({**cell, "data": data, "batch_size": batch})
-    assert [(entry["data"], entry["batch_size"]) for entry in store.of_model()["lenet5"]] == [
+    assert [(entry["data"], entry["batch_size"]) for entry in store.cells_by_model()["lenet5"]] == [
         ("digits", 2), ("digits", 8)]
 
 

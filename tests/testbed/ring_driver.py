@@ -195,7 +195,7 @@ class TorchGloo:
 
 
 class OurRing:
-    """A ring of `socflower.clients`, over the transport of that name."""
+    """A ring of `socflower.rings`, over the transport of that name."""
 
     def __init__(self, transport: str, rack: Rack, members: Sequence[int], rank: int, number: int) -> None:
         from socflower.rings.transports.port import RingPort
@@ -224,20 +224,20 @@ class OurRing:
 
 
 class OurTurns:
-    """Turns of `socflower.clients`, among all rings."""
+    """Turns of `socflower.rings`, among all rings."""
 
     def __init__(self, port: "RingPort", rings: Sequence[Sequence[int]], index: int) -> None:
         from socflower.rings import uplink_turns as turns
 
         neighbours = turns.Neighbours(before=range(index), after=range(index + 1, len(rings)),
                                       members={other: rings[other] for other in range(len(rings)) if other != index})
-        self._turns = turns.Turns(port, index, neighbours, heartbeat_s=PATIENCE_S, rendezvous_s=PATIENCE_S)
+        self._turns = turns.UplinkTurns(port, index, neighbours, heartbeat_s=PATIENCE_S, rendezvous_s=PATIENCE_S)
 
     def wait(self, step: int) -> None:
         self._turns.wait(step, lambda: None)
 
     def end(self, step: int) -> None:
-        self._turns.end(step)
+        self._turns.finish_step(step)
 
     def close(self) -> None:
         self._turns.close()

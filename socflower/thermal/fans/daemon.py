@@ -66,14 +66,15 @@ def run_fan(
     if sum((once, restore, calibrate_fans)) > 1:
         raise ConfigError("--once, --restore and --calibrate: give one of them")
     loaded = read_fan_file(config)
-    try:
-        policy = (make_policy or _policy_maker())(loaded.policy_name, loaded.policy_settings)
-        outputs = loaded.fan.outputs()
-    except ConfigError as error:
-        raise ConfigError(f"{config}: {error}") from None
-    if dry_run:
-        outputs = [_DryRun(output) for output in outputs]
     with StopSignals() as stop, nullcontext() if dry_run else FolderLock(_lock_file(config, loaded), f"{config}: fans"):
+        # After the lock, since the daemon that holds it may be writing to the outputs that are read here.
+        try:
+            policy = (make_policy or _policy_maker())(loaded.policy_name, loaded.policy_settings)
+            outputs = loaded.fan.outputs()
+        except ConfigError as error:
+            raise ConfigError(f"{config}: {error}") from None
+        if dry_run:
+            outputs = [_DryRun(output) for output in outputs]
         if calibrate_fans:
             _calibrate(outputs, loaded, stop, show, say)
             return True
