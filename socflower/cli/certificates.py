@@ -6,13 +6,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from socflower.cli.options import (
-    Json,
-)
-from socflower.cli.terminal import (
-    OUT,
-    print_json,
-)
+from socflower.cli.options import Json
+from socflower.cli.terminal import OUT, print_json
 
 
 def certificates(

@@ -46,7 +46,7 @@ def serve(
     token, is_new = read_or_create_token(token_file)
     if is_new:
         ERR.print(f"made {token_file}: give it to the ServerApp's machine, and to nobody else", soft_wrap=True,
-                   highlight=False, markup=False)
+                  highlight=False, markup=False)
 
     tls = SplitTls(ca=ca, certificate=certificate, key=key) if certificate or key or ca else None
     with prints_to_stderr() as own:

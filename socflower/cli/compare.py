@@ -9,23 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from socflower.cli.options import (
-    Engine,
-    Json,
-    ScenarioPath,
-    Set,
-    Workers,
-    refuse_unread,
-    unread_by_compare,
-)
-from socflower.cli.terminal import (
-    OUT,
-    exit_on_failed_claims,
-    print_claims,
-    print_json,
-    print_question,
-    run_progress,
-)
+from socflower.cli.options import Engine, Json, ScenarioPath, Set, Workers, refuse_unread, unread_by_compare
+from socflower.cli.terminal import OUT, exit_on_failed_claims, print_claims, print_json, print_question, run_progress
 from socflower.engines.names import MAX_WORKERS, require_count, require_engine
 from socflower.quantities import human_bytes, human_joules, human_seconds, percent
 from socflower.scenario.schema.config import Scenario

@@ -5,13 +5,8 @@ from typing import Annotated
 
 import typer
 
-from socflower.cli.options import (
-    Json,
-    refuse_unread,
-)
-from socflower.cli.terminal import (
-    ERR,
-)
+from socflower.cli.options import Json, refuse_unread
+from socflower.cli.terminal import ERR
 
 
 def fan(

@@ -8,15 +8,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from socflower.cli.options import (
-    Json,
-    Set,
-)
+from socflower.cli.options import Json, Set
 from socflower.cli.process import prints_to_stderr
-from socflower.cli.terminal import (
-    OUT,
-    print_json,
-)
+from socflower.cli.terminal import OUT, print_json
 from socflower.cluster import Cluster
 from socflower.errors import ConfigError
 from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK

@@ -11,17 +11,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from socflower.cli.options import (
-    Json,
-    refuse_all_but,
-    refuse_unread,
-)
+from socflower.cli.options import Json, refuse_all_but, refuse_unread
 from socflower.cli.process import prints_to_stderr
-from socflower.cli.terminal import (
-    ERR,
-    OUT,
-    print_json,
-)
+from socflower.cli.terminal import ERR, OUT, print_json
 from socflower.engines.names import require_count
 from socflower.quantities import human_bytes, human_ratio, human_seconds
 

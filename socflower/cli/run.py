@@ -9,15 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from socflower.cli.options import (
-    Engine,
-    Json,
-    Set,
-    Workers,
-    refuse_unread,
-    require_local_engine,
-    unread_by_run,
-)
+from socflower.cli.options import Engine, Json, Set, Workers, refuse_unread, require_local_engine, unread_by_run
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import (
     OUT,

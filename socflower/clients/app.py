@@ -180,7 +180,7 @@ def _train_in_ring(
     if has_model:
         _load(model, message)
     data = _all_data(task, context, data_fn) if task.reshuffle else data_fn(context, ring.participant,
-                                                                             task.num_partitions)
+                                                                            task.num_partitions)
     state = TrainerState(task, message, context, _state_files(message, context, state_folder), is_leader=has_model)
     end = MemberTraining(
         group=task, ring=ring, model=model, has_model=has_model, data=data, trainer=trainer, state=state.read(),

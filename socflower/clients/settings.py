@@ -124,7 +124,7 @@ class ReadSettings:
         for key in config:
             if key not in keys and key not in _STRATEGY_KEYS and key not in self.declared:
                 raise ConfigError(self._unused_text(f"{what}: {key!r} is not used{_suggestion(key, keys)}", key,
-                                               "; ".join(filter(None, (_REMEDIES.get(key), known)))))
+                                                    "; ".join(filter(None, (_REMEDIES.get(key), known)))))
 
     def _unused_text(self, text: str, key: str, known: str) -> str:
         return f"{text}; {known}; if a mod of yours reads it, declare it: {self.maker}(…, extra_keys=[{key!r}])"

@@ -35,7 +35,7 @@ _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5))
 # Fill, hatch and text colour of each part; hatches distinguish the bars in greyscale.
 _PART_STYLE = {"compute": ("#0072B2", "", "#fff"), "synchronisation": ("#E69F00", "", "#000"),
               "update": ("#009E73", "\\\\\\\\", "#000"), "idle": ("#DDE0E3", "////", "#000"),
-              "cooling": ("#56B4E9", "----", "#000")}
+               "cooling": ("#56B4E9", "----", "#000")}
 _LOG_SPAN = 20.0
 _NICE_S = (1e-3, 1e-2, .1, 1, 3, 10, 30, 60, 180, 600, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400, 2 * 86400,
            7 * 86400, 30 * 86400, 90 * 86400, 365 * 86400)

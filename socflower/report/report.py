@@ -242,7 +242,7 @@ def ranges(numbers: Iterable[Any]) -> str:
 def _events(runs: Sequence[Run]) -> str:
     deployed = bool(runs) and all(_is_deployed(run) for run in runs)
     rows = [[text(run.label), text(row.get("round", MISSING)), human_seconds(row.get("wall_s" if deployed else
-                                                                                       "virtual_s")),
+                                                                                     "virtual_s")),
              text(event.get("kind", MISSING)), text(event.get("text", ""))]
             for run in runs for row in run.rows("rounds") for event in row.get("events") or ()]
     rows += [[text(run.label), text(restart.get("after_round", MISSING)), MISSING, "restart",

@@ -444,5 +444,5 @@ def _turns(port: RingPort, group: GroupTask, ring: RingTask) -> UplinkTurns | No
         group_id, participant, _ = text.split(" ")
         members.setdefault(int(group_id), []).append(int(participant))
     return UplinkTurns(port, group.group_id,
-                 Neighbours(before=ring.groups_before, after=ring.groups_after, members=members),
-                 heartbeat_s=ring.heartbeat_s, rendezvous_s=ring.rendezvous_s)
+                       Neighbours(before=ring.groups_before, after=ring.groups_after, members=members),
+                       heartbeat_s=ring.heartbeat_s, rendezvous_s=ring.rendezvous_s)

@@ -190,7 +190,7 @@ class Membership:
             try:
                 # A probe first: it detects a hung member sooner than a join, whose answer may be delayed.
                 probed = json.loads(self._port.call(candidate, "probe", str(number).encode(),
-                                                  timeout_s=self._call_timeout_s))
+                                                    timeout_s=self._call_timeout_s))
                 self._reached.add(candidate)
                 if probed and _parse_decision(probed).number >= number:
                     return self._accept_decision(probed)

@@ -184,7 +184,7 @@ class PreemptionSwitch:
     def _catch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             self._warn_once("preempt-signal: the client does not run in its process's main thread, so signals are left "
-                       "alone; use preempt-file")
+                            "alone; use preempt-file")
             return
         for number, answer in ((signal.SIGUSR1, self.activate), (signal.SIGUSR2, self.deactivate)):
             def handler(_number: int, _frame: FrameType | None, answer: Any = answer) -> None:

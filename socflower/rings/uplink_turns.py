@@ -52,7 +52,7 @@ class UplinkTurns:
         self._done = dict.fromkeys(neighbours.groups, 0)  # number of completed exchanges of each neighbour
         self._given_up: set[int] = set()
         self._notifiers = [_Notifier(port, member, group_id, heartbeat_s / 4)
-                         for group in neighbours.groups for member in neighbours.members[group]]
+                           for group in neighbours.groups for member in neighbours.members[group]]
         port.handle("turn", self._on_turn)
         port.handle("alive", lambda caller, body: b"")
 

@@ -311,7 +311,7 @@ class SoCFlow(Resumable):
             self._ring_round = None
         else:
             planner.remove({soc for reply in replies if (outcome := outcome_of(reply))
-                                 for soc in outcome.preempted})
+                            for soc in outcome.preempted})
         for reply in replies:
             planner.balancer.on_outcome(outcome_of(reply))
         usable, dropped = sort_replies(replies, self._group_of_node, tolerate_errors=self._tolerate_client_errors)

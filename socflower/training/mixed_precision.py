@@ -359,7 +359,7 @@ class MixedPrecisionSession:
         return _Int8Pass(total, weight, loss, num_done, num_done / known if known else seconds)
 
     def _merge_int8(self, future: "Future[_Int8Pass]", parts: Sequence[Part], num_samples: int,
-                 cpu: tuple[int, float]) -> Tensor:
+                    cpu: tuple[int, float]) -> Tensor:
         """Add the INT8 gradients to the FP32 ones; if the backend failed, compute that share on the CPU too."""
         try:
             work = future.result()

@@ -232,7 +232,6 @@ def test_a_benchmark_runs_as_a_process_whatever_else_it_prints(socflower: Socflo
     assert ran.status == 1 and "bench broken: ended with exit status 3 and without a result" in ran.err
 
 
-
 def test_the_version_is_printed(socflower: Socflower) -> None:
     from socflower import __version__
 

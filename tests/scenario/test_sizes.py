@@ -84,7 +84,7 @@ def test_planning_costs_the_same_whatever_the_epochs(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("cluster", [
     {"boards": 10**9}, {"boards": 2, "socs_per_board": 10**9}, {"boards": [1, 10**9]}, {"boards": MOST_SOCS + 1,
-                                                                                         "socs_per_board": 1}])
+                                                                                        "socs_per_board": 1}])
 def test_more_socs_than_a_rack_can_have_are_refused_before_a_board_is_made(cluster: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"SoCs, of at most {MOST_SOCS} in a cluster; lower boards"):
         scenario_cluster(parse({"cluster": cluster}))

@@ -109,7 +109,7 @@ def test_a_transport_is_one_that_all_nodes_allow(
     offered: list[tuple[str, ...]], wanted: str, chosen: str | None,
 ) -> None:
     registry, _ = registry_of([at(place.board, place.slot, transports=each)
-                           for place, each in zip(PLACES, offered, strict=True)])
+                               for place, each in zip(PLACES, offered, strict=True)])
     if chosen is None:
         with pytest.raises(ConfigError, match="no common ring transport"):
             registry.transport(wanted)

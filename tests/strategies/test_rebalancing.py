@@ -57,7 +57,7 @@ def hear(one: Balancer, rates: Sequence[float], plan: GroupPlan) -> GroupPlan:
     """Do what a strategy does after and before an interval of rings."""
     for group in plan.groups:
         one.on_outcome(RingOutcome(outcome="completed", members=group.members, num_steps=1, answers=True,
-                             rates=tuple(rates[soc] for soc in group.members)))
+                                   rates=tuple(rates[soc] for soc in group.members)))
     one.update_speeds(None, plan.participants)
     return one.rebalance_groups(plan)[0]
 

@@ -86,7 +86,7 @@ class MeasuredDecider:
             if self._meter is None:
                 self._meter = self._begin(transfer.num_bytes / max(transfer.seconds, 1e-9))
             self._meter.add_transfer("up" if transfer.sent else "down", transfer.num_bytes, transfer.seconds,
-                                  transfer.at_s)
+                                     transfer.at_s)
         if self._meter is None:
             return None
         if inputs.in_flight is None:

@@ -188,4 +188,4 @@ def segments(
     end_s = times_s.pop() if repeats else math.inf
     starts_s = tuple(times_s[:len(parts)])
     return BandwidthProfile(Steps(starts_s, tuple(up for _, up, _ in parts), end_s),
-                     Steps(starts_s, tuple(down for _, _, down in parts), end_s), latency_s)
+                            Steps(starts_s, tuple(down for _, _, down in parts), end_s), latency_s)

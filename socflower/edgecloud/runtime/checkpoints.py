@@ -101,7 +101,7 @@ class CheckpointStore:
             raise ConfigError(f"checkpoints: {error}; remove it, and what is before it will be used") from None
         place = header["deployment"]
         return SavedHalf(half=bytes(payload[:header["half_bytes"]]), codec=bytes(payload[header["half_bytes"]:]),
-                     split_plan=None if place is None else SplitPlan(**place))
+                         split_plan=None if place is None else SplitPlan(**place))
 
     def _read(self, checkpoint: Checkpoint) -> tuple[dict[str, Any], memoryview]:
         path = next((path for _, batch, epoch_id, path in reversed(self._files())

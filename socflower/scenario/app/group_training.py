@@ -124,8 +124,8 @@ class _Training:
             lambda num_groups: self._strategy(num_groups, num_epochs=1), default_candidates(num_socs),
             timeout_s=self._scenario.train.reply_timeout_s)
         self._record.warm_up = {"num_groups": choice.num_groups, "stopped_at": choice.stopped_at,
-                         "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
-                         "first_epoch_accuracy": {str(key): value for key, value in choice.accuracies.items()}}
+                                "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
+                                "first_epoch_accuracy": {str(key): value for key, value in choice.accuracies.items()}}
         return int(choice.num_groups)
 
     def _strategy(self, num_groups: int, num_epochs: int) -> SoCFlow:

@@ -258,7 +258,6 @@ class Scenario:
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed = {self.seed} must lie between 0 and {2**32 - 1}")
 
-
     @property
     def _trains_by_niti(self) -> bool:
         return self.precision.arithmetic == "int8" and self.precision.algorithm == "niti"

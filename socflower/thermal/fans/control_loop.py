@@ -147,8 +147,8 @@ class FanControl:
         lost = not self._quorum.holds(now_s, filtered)
         missing = self._quorum.missing(filtered)
         self._set_alert("quorum", f"{missing}; the fans {'turn at' if lost else 'go to'} the fail-safe speed"
-                               f"{'' if lost else ' if that lasts'}" if missing else None,
-                      well="enough temperatures are known again")
+                        f"{'' if lost else ' if that lasts'}" if missing else None,
+                        well="enough temperatures are known again")
         wanted_rpm = self._wanted_rpm(FanObservation(
             at_s=now_s, hottest_c=hottest_c, rpm=self._policy_rpm, num_unknown=len(temperatures_c) - len(filtered),
             num_socs=len(temperatures_c)))
@@ -208,7 +208,7 @@ class FanControl:
                 self._stopped[index] = True
         others = "; the others turn at full speed" if len(self._outputs) > 1 else ""
         self._set_alert(("stopped", index), f"fan {self._name(index)}: is set and does not turn; see to it{others}"
-                      if self._stopped[index] else None, well=f"fan {self._name(index)}: turns again")
+                        if self._stopped[index] else None, well=f"fan {self._name(index)}: turns again")
         return float(rpm)
 
     def _set(self, index: int) -> float:

@@ -154,7 +154,7 @@ class FilteredTemperatures:
                 reasons[soc] = "stands still under load, as all do"
         for soc in self._sources:
             self._alerts.set(("soc", soc), f"SoC {soc} {reasons[soc]}; left out until it makes sense"
-                               if soc in reasons else None, now_s, well=f"SoC {soc} makes sense again")
+                             if soc in reasons else None, now_s, well=f"SoC {soc} makes sense again")
         return {soc: values_c[soc] if soc not in reasons else None for soc in self._sources}
 
     def _is_idle(self, history: _SourceHistory, now_s: float, load: float | None) -> bool:

@@ -99,7 +99,7 @@ def test_a_method_is_planned_with_the_best_that_its_terms_allow(
 
     chosen = plan_baseline(peer, dataclasses.replace(costs, gradient_bits=bits), rates, num_batches=batches,
                            window=window,
-                     cut=given_cut, allow_edge_only=allowed, reverse=reverse)
+                           cut=given_cut, allow_edge_only=allowed, reverse=reverse)
     assert chosen.cut in cuts and (chosen.bits, chosen.window) == (32, limit)
     assert seconds(chosen.cut) == pytest.approx(min(map(seconds, cuts)))
 

@@ -309,7 +309,7 @@ def test_parties_do_not_slow_each_other_down_but_for_what_they_share() -> None:
 def test_what_moves_takes_the_link_that_it_travels() -> None:
     party = Party(costs=tiny(model_weight_bytes=1000.0), bandwidth_profile=constant(1e6, 5e6, 0.5),
                   split_plan=SplitPlan(cut=1), decider=Wandering([None, SplitPlan(cut=0), SplitPlan(cut=None),
-                                                                   SplitPlan(cut=1)]))
+                                                                  SplitPlan(cut=1)]))
     moves = simulate([party], 4).parties[0].moves
     assert [(move.batch, move.migration_s) for move in moves] == [
         (1, pytest.approx(100 / 1e6 + 0.5)), (2, pytest.approx(900 / 5e6 + 0.5)),

@@ -25,7 +25,7 @@ from tests.edgecloud.stream.memory_line import MemoryLine, lags
 
 def channels() -> tuple[FrameChannel, FrameChannel]:
     return (FrameChannel("the cloud", limits=Limits(), patience_s=20), FrameChannel("the edge", limits=Limits(),
-                                                                                  patience_s=20))
+                                                                                    patience_s=20))
 
 
 def front_loop(front: Front, channel: FrameChannel, plan: FrontPlan, store: CheckpointStore | None = None) -> FrontLoop:

@@ -15,9 +15,9 @@ from socflower.thermal.sensors.plausibility import TemperatureUnit
                       "GPU-therm"]),
     (SensorKind.UNNAMED, ["acpitz", "acpitz temp1", "", "INT3400 Thermal"]),
     (SensorKind.OTHER, ["battery", "bms", "PMIC-Die", "pm8150b_tz", "skin-therm", "xo_therm", "quiet-therm-adc",
-                         "BAT0", "nvme Composite", "iwlwifi_1", "Tboard_tegra", "Tdiode_tegra", "thermal-fan-est",
-                         "mtktspmic", "mtktsAP", "modem0-usr", "usb", "chg_temp", "nct6775 SYSTIN", "amdgpu edge",
-                         "pa_therm0", "case_therm", "thermistor_board"]),
+                        "BAT0", "nvme Composite", "iwlwifi_1", "Tboard_tegra", "Tdiode_tegra", "thermal-fan-est",
+                        "mtktspmic", "mtktsAP", "modem0-usr", "usb", "chg_temp", "nct6775 SYSTIN", "amdgpu edge",
+                        "pa_therm0", "case_therm", "thermistor_board"]),
     (None, ["soc", "pm8998-vbat-lvl0", "ibat-high", "pm6150l-bcl-lvl0", "vbat"]),
 ])
 def test_names_tell_what_a_sensor_measures(kind: SensorKind | None, names: list[str]) -> None:
