@@ -22,8 +22,7 @@ from socflower.engines.run_folder import RunFolder, write_atomically
 from socflower.engines.simulation import run_in_flower_simulation
 from socflower.errors import ConfigError, DataUnavailable, InfeasiblePlan, SocflowerError, TrainingFailed
 from socflower.report.report import write_report
-from socflower.scenario.app.deployed import deployed_app
-from socflower.scenario.app.files import app_in_folder
+from socflower.scenario.app.deployed import app_in_folder, deployed_app
 from socflower.scenario.app.main import scenario_server_app
 from socflower.scenario.app.round_record import versions
 from socflower.scenario.arithmetic import arithmetic_notes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from socflower.errors import ConfigError
-from socflower.scenario.app.files import SCENARIO_FILE
+from socflower.scenario.app.deployed import SCENARIO_FILE
 from socflower.scenario.app.remote_main import BundledRunFolder
 from socflower.scenario.schema.file import to_document
 from socflower.wire.folders import LOCK_FILE, FolderLock

@@ -25,8 +25,7 @@ from socflower.engines.checkpoint import CheckpointFolder, Checkpointing, traini
 from socflower.engines.deployment.outcome_lines import to_lines
 from socflower.engines.run_folder import CloudAddress, RunFolder
 from socflower.errors import ConfigError
-from socflower.scenario.app.deployed import needs_cloud
-from socflower.scenario.app.files import SCENARIO_FILE
+from socflower.scenario.app.deployed import SCENARIO_FILE, needs_cloud
 from socflower.scenario.app.main import scenario_client_app, scenario_server_app
 from socflower.scenario.app.round_record import versions
 from socflower.scenario.schema.config import Scenario

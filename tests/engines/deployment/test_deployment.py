@@ -26,8 +26,7 @@ from socflower.engines.local.workers import AppReference
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.report import render_report
-from socflower.scenario.app.deployed import node_configs, participants
-from socflower.scenario.app.files import app_in_bundle, app_in_folder
+from socflower.scenario.app.deployed import app_in_bundle, app_in_folder, node_configs, participants
 from socflower.scenario.app.remote_main import bundled_server_app
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_to_folder, time_to_accuracy_s, with_predictions

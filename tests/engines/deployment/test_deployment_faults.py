@@ -106,7 +106,7 @@ def test_a_super_link_killed_while_it_starts_is_started_again(tmp_path: Path) ->
 def test_a_server_app_that_fails_by_itself_as_it_starts_is_not_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("socflower.scenario.app.files._IN_FOLDER",
+    monkeypatch.setattr("socflower.scenario.app.deployed._IN_FOLDER",
                         "app = None\nraise ImportError('no {part}App here')")
     scenario = tmp_path / "survive.toml"
     scenario.write_text(SCENARIO.format(epochs=1))

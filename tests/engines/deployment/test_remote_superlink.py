@@ -29,7 +29,7 @@ from socflower.engines.deployment.flower_processes import (
     write_connection,
 )
 from socflower.engines.deployment.process_guard import end_marked, marked, processes_of
-from socflower.scenario.app.files import app_in_bundle
+from socflower.scenario.app.deployed import app_in_bundle
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.file import load_scenario
 from tests.engines.deployment.deployments import SCENARIO
