@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from socflower.cli.options import Json
-from socflower.cli.terminal import OUT, print_json
+from socflower.cli.terminal import print_json, print_line
 
 
 def certificates(
@@ -31,7 +30,6 @@ def certificates(
             for one in written]})
         return
     for one in written:
-        line = f"{one.host} ({one.status}, until {one.not_after:%Y-%m-%d}): {one.node_config}"
-        OUT.print(escape(line), soft_wrap=True, highlight=False)
-    OUT.print(escape(f"Copy its three files to each host, and keep {out.absolute() / 'ca.key'} off all of "
-                               "them: it signs new hosts."), soft_wrap=True, highlight=False)
+        print_line(f"{one.host} ({one.status}, until {one.not_after:%Y-%m-%d}): {one.node_config}")
+    print_line(f"Copy its three files to each host, and keep {out.absolute() / 'ca.key'} off all of them: it signs new "
+               "hosts.")

@@ -1,16 +1,14 @@
 """`socflower cloud`: host the cloud's halves of split trainings, and show their status."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from socflower.cli.options import PlainCommand, refuse_unread
 from socflower.cli.process import prints_to_stderr
-from socflower.cli.terminal import ERR
+from socflower.cli.terminal import OUT, print_json, print_notice
 
 cloud = typer.Typer(no_args_is_help=True, rich_markup_mode=None, suggest_commands=False,
                     help="The cloud's side of split training.")
@@ -45,8 +43,7 @@ def serve(
 
     token, is_new = read_or_create_token(token_file)
     if is_new:
-        ERR.print(f"made {token_file}: give it to the ServerApp's machine, and to nobody else", soft_wrap=True,
-                  highlight=False, markup=False)
+        print_notice(f"made {token_file}: give it to the ServerApp's machine, and to nobody else")
 
     tls = SplitTls(ca=ca, certificate=certificate, key=key) if certificate or key or ca else None
     with prints_to_stderr() as own:
@@ -58,7 +55,7 @@ def serve(
 
         serve_until_signal(program, set_ or [], listen=listen, token=token, tls=tls, insecure=insecure, folder=folder,
                            num_threads=threads, on_ready=on_ready,
-                           on_notice=lambda line: ERR.print(line, soft_wrap=True, highlight=False, markup=False))
+                           on_notice=print_notice)
 
 
 @cloud.command(cls=PlainCommand)
@@ -89,9 +86,9 @@ def measure(
     if out is not None:
         write_measured(out, document)
     if as_json:
-        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+        print_json(document)
     else:
-        print_measured(Console(), document)
+        print_measured(OUT, document)
 
 
 @cloud.command(cls=PlainCommand)
@@ -110,6 +107,6 @@ def status(
 
     sessions = cloud_status(address, token_file, SplitTls(ca=ca) if ca else None, insecure=insecure)
     if as_json:
-        sys.stdout.write(json.dumps({"schema": 1, "sessions": sessions}, indent=1) + "\n")
+        print_json({"schema": 1, "sessions": sessions})
     else:
-        Console().print(status_table(sessions))
+        OUT.print(status_table(sessions))

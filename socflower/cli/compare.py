@@ -6,11 +6,18 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from socflower.cli.options import Engine, Json, ScenarioPath, Set, Workers, refuse_unread, unread_by_compare
-from socflower.cli.terminal import OUT, exit_on_failed_claims, print_claims, print_json, print_question, run_progress
+from socflower.cli.terminal import (
+    OUT,
+    exit_on_failed_claims,
+    print_claims,
+    print_json,
+    print_line,
+    print_question,
+    run_progress,
+)
 from socflower.engines.names import MAX_WORKERS, require_count, require_engine
 from socflower.quantities import human_bytes, human_joules, human_seconds, percent
 from socflower.scenario.schema.config import Scenario
@@ -60,8 +67,8 @@ def print_comparison(console: Console, scenario: Scenario, document: Mapping[str
                       human_bytes(row["bytes"]["hub"]), human_seconds(row["wall_s"]))
     console.print(table)
     deployed = any(row["virtual_s"] is None for row in document["rows"])
-    console.print(("wall clock to the target accuracy and here; energy and bytes as predicted" if deployed else
-                   "virtual time to the target accuracy and in all, energy and bytes of the cluster; wall clock here"),
-                  style="dim", soft_wrap=True)
+    print_line(("wall clock to the target accuracy and here; energy and bytes as predicted" if deployed else
+                "virtual time to the target accuracy and in all, energy and bytes of the cluster; wall clock here"),
+               console, "dim")
     print_claims(console, document["expectations"])
-    console.print(f"report: {escape(str(out / 'report.html'))}", soft_wrap=True, highlight=False)
+    print_line(f"report: {out / 'report.html'}", console)

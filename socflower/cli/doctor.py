@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from socflower.cli.options import Json
-from socflower.cli.terminal import OUT, print_json
+from socflower.cli.terminal import OUT, print_json, print_line
 
 
 def doctor(as_json: Json = False) -> None:
@@ -31,4 +31,4 @@ def print_findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> N
         console.print(f"[{colours[finding['status']]}]{finding['status']:8}[/]{finding['name']:24}"
                       f"{escape(finding['detail'])}", soft_wrap=True, highlight=False)
         if finding["remedy"]:
-            console.print(f"{'':32}-> {escape(finding['remedy'])}", soft_wrap=True, highlight=False)
+            print_line(f"{'':32}-> {finding['remedy']}", console)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from socflower.cli.options import Json, refuse_unread
-from socflower.cli.terminal import ERR
+from socflower.cli.terminal import print_notice
 
 
 def fan(
@@ -27,9 +27,6 @@ def fan(
     if calibrate:
         refuse_unread(context, {"as_json": "is for looks at the fans, and --calibrate prints keys of [fan]"})
     from socflower.thermal.fans.daemon import run_fan
-
-    def print_notice(line: str) -> None:
-        ERR.print(line, soft_wrap=True, highlight=False, markup=False)
 
     if not run_fan(config, once=once, dry_run=dry_run, restore=restore, calibrate_fans=calibrate, as_json=as_json,
                    say=print_notice):

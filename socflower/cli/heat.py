@@ -1,7 +1,5 @@
 """`socflower heat`: this machine's heat sensors and their recording."""
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,10 +8,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from socflower.cli.options import Json
-from socflower.cli.terminal import OUT
+from socflower.cli.terminal import OUT, print_json, print_line
 from socflower.quantities import counted, percent
 from socflower.thermal.sensors.linux import LinuxSensors, SensorKind, SensorsFound
 from socflower.thermal.sensors.reading import Reading
@@ -56,14 +53,14 @@ def show_heat(
                 if recorder is not None:
                     recorder.write(reading)
                 if as_json:
-                    _write_json(heat_document(sensors.found, reading), one_line=watch_s is not None)
+                    print_json(heat_document(sensors.found, reading), one_line=watch_s is not None)
                 else:
                     _print_reading(console, reading, timed=watch_s is not None)
         except KeyboardInterrupt:
             if watch_s is None:
                 raise
     if record_to is not None and not as_json:
-        console.print(f"recording: {escape(str(record_to))}", soft_wrap=True, highlight=False)
+        print_line(f"recording: {record_to}", console)
 
 
 def heat_document(found: SensorsFound, reading: Reading) -> dict[str, Any]:
@@ -112,27 +109,17 @@ def reading_line(reading: Reading) -> str:
 
 
 def _print_found(console: Console, found: SensorsFound) -> None:
-    _print(console, sensors_line(found))
+    print_line(sensors_line(found), console)
     for sensor in found.temperatures:
         shown = f"{sensor.temperature_c:6.1f} °C" if sensor.temperature_c is not None else f"{'–':>6}   "
-        _print(console, f"  {shown}  {_KINDS[sensor.kind]:8}{sensor.name}"
-                        f"{f': {sensor.rejection}' if sensor.rejection else ''}")
+        print_line(f"  {shown}  {_KINDS[sensor.kind]:8}{sensor.name}"
+                   f"{f': {sensor.rejection}' if sensor.rejection else ''}", console)
 
 
 def _print_reading(console: Console, reading: Reading, *, timed: bool) -> None:
     for note in reading.notes:
-        _print(console, f"note: {note}")
-    _print(console, f"{time.strftime('%H:%M:%S')}  {reading_line(reading)}" if timed else reading_line(reading))
-
-
-def _print(console: Console, line: str) -> None:
-    console.print(escape(line), soft_wrap=True, highlight=False)
-
-
-def _write_json(document: dict[str, Any], *, one_line: bool) -> None:
-    # Not through rich, which would wrap and colour it. Flushed, for readers of a pipe.
-    sys.stdout.write(json.dumps(document, indent=None if one_line else 1) + "\n")
-    sys.stdout.flush()
+        print_line(f"note: {note}", console)
+    print_line(f"{time.strftime('%H:%M:%S')}  {reading_line(reading)}" if timed else reading_line(reading), console)
 
 
 def heat(

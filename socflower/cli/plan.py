@@ -10,7 +10,7 @@ from rich.table import Table
 
 from socflower.cli.options import Json, Set
 from socflower.cli.process import prints_to_stderr
-from socflower.cli.terminal import OUT, print_json
+from socflower.cli.terminal import OUT, print_json, print_line
 from socflower.cluster import Cluster
 from socflower.errors import ConfigError
 from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK
@@ -68,10 +68,10 @@ def print_plan(console: Console, cluster: Cluster, document: Mapping[str, Any]) 
         table.add_row(str(board), "".join(cells))
     console.print(table)
     split = [group["id"] for group in document["groups"] if group["split"]]
-    console.print(f"{counted(len(document['groups']), 'group')}, split over boards: {split or 'none'}, contention "
-                  f"{document['contention']}, communication groups: {document['communication_groups']}")
+    print_line(f"{counted(len(document['groups']), 'group')}, split over boards: {split or 'none'}, contention "
+               f"{document['contention']}, communication groups: {document['communication_groups']}", console)
     predicted = document["predicted"]
-    console.print(document["work"], soft_wrap=True, highlight=False)
+    print_line(document["work"], console)
     lines = (
         _step_line(document),
         f"a synchronisation {human_seconds(predicted['sync_s'])}, {predicted['syncs_per_epoch']:.3g} an epoch",
@@ -80,14 +80,14 @@ def print_plan(console: Console, cluster: Cluster, document: Mapping[str, Any]) 
         f"memory of a SoC {human_bytes(predicted['memory_bytes'])}",
     )
     for line in lines:
-        console.print(line, soft_wrap=True, highlight=False)
+        print_line(line, console)
     if heat := document.get("heat"):
         hottest = "" if heat["peak_c"] is None else f", at most {heat['peak_c']:.1f} °C"
-        console.print(f"with heat and users the training takes {human_seconds(heat['virtual_s'])} and "
-                      f"{human_joules(heat['energy_j'])}, {human_joules(heat['cooling_j'])} of them for fans; "
-                      f"{percent(heat['slowdown'])} slower than without{hottest}", soft_wrap=True, highlight=False)
+        print_line(f"with heat and users the training takes {human_seconds(heat['virtual_s'])} and "
+                   f"{human_joules(heat['energy_j'])}, {human_joules(heat['cooling_j'])} of them for fans; "
+                   f"{percent(heat['slowdown'])} slower than without{hottest}", console)
     for note in document["notes"]:
-        console.print(f"note: {note}")
+        print_line(f"note: {note}", console, "dim")
 
 
 def _step_line(document: Mapping[str, Any]) -> str:
@@ -104,7 +104,7 @@ def _step_line(document: Mapping[str, Any]) -> str:
 
 def print_split_plan(console: Console, document: Mapping[str, Any]) -> None:
     """Print a split plan as tables."""
-    console.print(document["work"], highlight=False)
+    print_line(document["work"], console)
     for number, edge in enumerate(document["edges"]):
         link = edge["link"]
         table = Table("cut after", "edge", "up", "cloud", "down", "a batch", "edge memory", header_style="bold",
@@ -119,7 +119,7 @@ def print_split_plan(console: Console, document: Mapping[str, Any]) -> None:
                       human_seconds(edge["edge_only_s"]), "", "", "", human_seconds(edge["edge_only_s"]), "")
         console.print(table)
     predicted = document["predicted"]
-    console.print(f"predicted: {human_seconds(predicted['batch_s'])} a batch, {human_seconds(predicted['epoch_s'])} an "
-                  f"epoch, {human_joules(predicted['epoch_energy_j'])} of the edges", highlight=False)
+    print_line(f"predicted: {human_seconds(predicted['batch_s'])} a batch, {human_seconds(predicted['epoch_s'])} an "
+               f"epoch, {human_joules(predicted['epoch_energy_j'])} of the edges", console)
     for note in document["notes"]:
-        console.print(f"note: {note}", style="dim", soft_wrap=True)
+        print_line(f"note: {note}", console, "dim")

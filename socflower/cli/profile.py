@@ -13,7 +13,7 @@ from rich.table import Column, Table
 
 from socflower.cli.options import Json, refuse_all_but, refuse_unread
 from socflower.cli.process import prints_to_stderr
-from socflower.cli.terminal import ERR, OUT, print_json
+from socflower.cli.terminal import ERR, OUT, print_json, print_line, print_notice
 from socflower.engines.names import require_count
 from socflower.quantities import human_bytes, human_ratio, human_seconds
 
@@ -65,7 +65,7 @@ def profile(
         elif out is None:
             sys.stdout.write(text)  # not through rich, which would wrap it
         else:
-            OUT.print(f"profile: {escape(str(out))}", soft_wrap=True, highlight=False)
+            print_line(f"profile: {out}")
         return
     request = profiling.ProfileRequest(
         models=tuple(model or profiling.DEFAULT_MODELS), data=data,
@@ -80,14 +80,14 @@ def profile(
             bar.stop()
             kept = "" if out is None else (f"; finished cells are kept in {profiling.cell_file(out)}: the same command "
                                            "resumes")
-            ERR.print(f"interrupted{escape(kept)}", soft_wrap=True, highlight=False)
+            print_notice(f"interrupted{kept}")
             raise typer.Exit(130) from None
     if as_json:
         print_json(document)
     else:
         print_profile(OUT, document)
         if out is not None:
-            OUT.print(f"profile: {escape(str(out))}", soft_wrap=True, highlight=False)
+            print_line(f"profile: {out}")
 
 
 def profile_progress(console: Console, *, disable: bool) -> Progress:
@@ -121,12 +121,12 @@ def print_profile(console: Console, document: Mapping[str, Any]) -> None:
             watts = "" if cell[f"{side}_w"] is None else f", {cell[f'{side}_w']:.3g} W"
             sides.append(f"{label} {human_seconds(cell[f'{side}_step_s'])} "
                          f"({cell[f'{side}_samples_per_s']:.4g} samples/s{watts})")
-        console.print(f"{cell['model']}, batch {cell['batch_size']}: a step in {', '.join(sides)}, ratio "
-                      f"{human_ratio(cell['fp32_step_s'] / cell['int8_step_s'])}", soft_wrap=True, highlight=False)
+        print_line(f"{cell['model']}, batch {cell['batch_size']}: a step in {', '.join(sides)}, ratio "
+                   f"{human_ratio(cell['fp32_step_s'] / cell['int8_step_s'])}", console)
     link = document["link"]
     if link is not None:
-        console.print(f"link to {escape(link['peer'])}: {human_bytes(link['bytes_per_s']['value'])}/s, round trip "
-                      f"{human_seconds(link['round_trip_s']['value'])}, a message "
-                      f"{human_seconds(link['message_s']['value'])}", soft_wrap=True, highlight=False)
+        print_line(f"link to {link['peer']}: {human_bytes(link['bytes_per_s']['value'])}/s, round trip "
+                   f"{human_seconds(link['round_trip_s']['value'])}, a message "
+                   f"{human_seconds(link['message_s']['value'])}", console)
     for note in document["notes"]:
-        console.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
+        print_line(f"note: {note}", console)

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from socflower.cli.options import Engine, Json, Set, Workers, refuse_unread, require_local_engine, unread_by_run
@@ -16,6 +15,7 @@ from socflower.cli.terminal import (
     exit_on_failed_claims,
     print_claims,
     print_json,
+    print_line,
     print_notice,
     print_question,
     run_progress,
@@ -156,8 +156,7 @@ def print_result(console: Console, scenario: Scenario, result: Mapping[str, Any]
         table.add_row("time and energy of", priced)
     console.print(table)
     print_claims(console, result["expectations"])
-    console.print(f"report: {escape(str(out / 'report.html'))}   trace (open in ui.perfetto.dev): "
-                  f"{escape(str(out / 'trace.json'))}", soft_wrap=True, highlight=False)
+    print_line(f"report: {out / 'report.html'}   trace (open in ui.perfetto.dev): {out / 'trace.json'}", console)
 
 
 def _heat_rows(heat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -172,10 +171,10 @@ def _heat_rows(heat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def print_app_result(console: Console, result: Mapping[str, Any], out: Path) -> None:
     """Print the cost of a Flower app on the cluster, and its failed messages."""
     for event in result["events"]:
-        console.print(f"[yellow]{escape(event['text'])}[/]", soft_wrap=True, highlight=False)
+        print_line(event["text"], console, "yellow")
     traffic = ", ".join(f"{human_bytes(value)} {tier.replace('_', ' ')}" for tier, value in result["bytes"].items())
     console.print(f"virtual time {human_seconds(result['virtual_s'])}, energy {human_joules(result['energy_j'])}, "
                   f"{traffic or 'no bytes'}; wall clock here {human_seconds(result['wall_s'])}")
     for note in result["notes"]:
-        console.print(f"note: {escape(note)}", soft_wrap=True, highlight=False)
-    console.print(f"result and trace: {escape(str(out))}", soft_wrap=True, highlight=False)
+        print_line(f"note: {note}", console)
+    print_line(f"result and trace: {out}", console)

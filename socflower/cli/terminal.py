@@ -111,15 +111,21 @@ def run_progress(as_json: bool) -> Iterator[StartBar]:
         yield bar
 
 
+def print_line(line: str, console: Console = OUT, style: str = "") -> None:
+    """Print one line as it is: not wrapped, and what it quotes is no markup."""
+    console.print(line, style=style or None, markup=False, highlight=False, soft_wrap=True)
+
+
 def print_notice(line: str) -> None:
     """Print a line about a run on standard error."""
-    ERR.print(escape(line), soft_wrap=True, highlight=False)
+    print_line(line, ERR)
 
 
-def print_json(document: dict[str, Any]) -> None:
+def print_json(document: Mapping[str, Any], *, one_line: bool = False) -> None:
     """Print a document as JSON on standard output."""
-    # Not through rich, which would wrap and colour it.
-    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    # Not through rich, which would wrap and colour it. Flushed, for readers of a pipe.
+    sys.stdout.write(json.dumps(document, indent=None if one_line else 1) + "\n")
+    sys.stdout.flush()
 
 
 def exit_on_failed_claims(expectations: list[dict[str, Any]]) -> None:
