@@ -16,7 +16,6 @@ from flwr.app import Error, Message, UserConfig
 from socflower.engines.local.flower_internals import CLIENT_APP_CRASHED
 from socflower.engines.local.grid import EngineGrid, NodeConfigs
 from socflower.engines.local.workers import ClientAppSource, NodeProcess
-from socflower.errors import ConfigError
 
 _NODE_UNAVAILABLE = 5  # Flower's error code of a node that has left
 _PULL_INTERVAL_S = 0.02
@@ -51,23 +50,6 @@ class ProcessGrid(EngineGrid):
             if message.metadata.dst_node_id == node_id:
                 self._running.pop(message_id, None)
         self._processes[node_id].kill()
-
-    def get_node_ids(self) -> list[int]:
-        """Return the ids of the nodes that are there."""
-        return list(self._contexts)
-
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Begin to run messages; a node's second one waits for its first."""
-        message_ids = []
-        for message in messages:
-            node_id = message.metadata.dst_node_id
-            if node_id not in self._processes:
-                raise ConfigError(f"process grid: message to unknown node {node_id}; ask the grid's get_node_ids()")
-            message_id = str(uuid4())
-            message.metadata.__dict__["_message_id"] = message_id
-            self._running[message_id] = message, self._begin(node_id, message)
-            message_ids.append(message_id)
-        return message_ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Return the replies that are there, each once."""
@@ -104,6 +86,10 @@ class ProcessGrid(EngineGrid):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _accept(self, message_id: str, message: Message) -> None:
+        """Begin to run a message; a node's second one waits for its first."""
+        self._running[message_id] = message, self._begin(message.metadata.dst_node_id, message)
 
     def _take(self, message_id: str) -> Message:
         _, future = self._running.pop(message_id)

@@ -1,12 +1,13 @@
 """A wrapper around a Grid that lets a strategy exchange a round's messages itself, also inside another strategy."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.strategies.forwarding_grid import ForwardingGrid
 
 Exchange: TypeAlias = Callable[[Grid, Iterable[Message], float | None], Iterable[Message]]
 
@@ -14,7 +15,7 @@ _CLIPPING_NORM = "clipping_norm"
 """The config key in which Flower's client-side clipping strategies send the norm."""
 
 
-class RoundGrid(Grid):
+class RoundGrid(ForwardingGrid):
     """Forwards everything to `grid`, except `send_and_receive`, which calls `exchange`.
 
     Flower's `Strategy.start` waits in `send_and_receive` for every node's reply, but a group needs only one reply, and
@@ -23,7 +24,8 @@ class RoundGrid(Grid):
     """
 
     def __init__(self, grid: Grid, exchange: Exchange) -> None:
-        self._grid, self._exchange = grid, exchange
+        super().__init__(grid)
+        self._exchange = exchange
 
     @property
     def inner(self) -> Grid:
@@ -33,37 +35,6 @@ class RoundGrid(Grid):
     def uses(self, exchange: Exchange) -> bool:
         """Return whether `send_and_receive` calls this method of this strategy."""
         return self._exchange == exchange
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the inner grid, such as an engine's clock."""
-        return getattr(self._grid, name)
-
-    def set_run(self, run: Any) -> None:
-        """Set the run of the inner grid."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        """The inner grid's run."""
-        return self._grid.run
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None,
-    ) -> Message:
-        """Return a new message to a node."""
-        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the inner grid's node ids."""
-        return self._grid.get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push through the inner grid."""
-        return self._grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pull through the inner grid."""
-        return self._grid.pull_messages(message_ids)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Exchange a round's messages by the strategy's method."""

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from time import monotonic
 from typing import TypeAlias
@@ -33,6 +34,7 @@ class EngineGrid(Grid):
                 run_config=dict(run_config or {}))
             for index, node_config in enumerate(node_configs)
         }
+        self._all_nodes = tuple(self._contexts)  # those that left too
 
     def set_run(self, run: Run) -> None:
         """Set the grid's run."""
@@ -48,6 +50,27 @@ class EngineGrid(Grid):
     ) -> Message:
         """Return a new message to a node."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> list[int]:
+        """Return the node ids in the order of their SoCs."""
+        return list(self._contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Assign an id to each message and accept it; `ConfigError` for an unknown node."""
+        message_ids = []
+        for message in messages:
+            node_id = message.metadata.dst_node_id
+            if node_id not in self._all_nodes:
+                raise ConfigError(f"message to unknown node {node_id}; ask the grid's get_node_ids()")
+            message_id = str(uuid4())
+            message.metadata.__dict__["_message_id"] = message_id
+            self._accept(message_id, message)
+            message_ids.append(message_id)
+        return message_ids
+
+    @abstractmethod
+    def _accept(self, message_id: str, message: Message) -> None:
+        """Take a message that will be pulled by its id."""
 
 
 class LocalGrid(EngineGrid):
@@ -74,23 +97,6 @@ class LocalGrid(EngineGrid):
         self._messages = messages
         self._soc_of_node = {node: soc for soc, node in enumerate(self._contexts)}
 
-    def get_node_ids(self) -> list[int]:
-        """Return the node ids in the order of their SoCs."""
-        return list(self._contexts)
-
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Assign an id to each message and keep it until it is pulled; `ConfigError` for an unknown node."""
-        message_ids = []
-        for message in messages:
-            node_id = message.metadata.dst_node_id
-            if node_id not in self._contexts:
-                raise ConfigError(f"local engine: message to unknown node {node_id}; ask the grid's get_node_ids()")
-            message_id = str(uuid4())
-            message.metadata.__dict__["_message_id"] = message_id
-            self._pushed[message_id] = message
-            message_ids.append(message_id)
-        return message_ids
-
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Handle the pushed messages with these ids and return their replies."""
         return self._answer(message_ids, None, pulled=True)
@@ -108,6 +114,9 @@ class LocalGrid(EngineGrid):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _accept(self, message_id: str, message: Message) -> None:
+        self._pushed[message_id] = message
 
     def _answer(self, message_ids: Iterable[str], timeout_s: float | None, *, pulled: bool = False) -> list[Message]:
         asked = {message_id: self._pushed.pop(message_id) for message_id in message_ids if message_id in self._pushed}

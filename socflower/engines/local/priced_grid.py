@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from flwr.app import Message, MessageType, RecordDict
+from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from socflower.cluster import (
@@ -18,15 +18,15 @@ from socflower.cluster import (
     Usage,
     VirtualClock,
 )
-from socflower.engines.local.flower_internals import Run
 from socflower.engines.local.message_log import fault_of_num_examples, metric
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision.processor_costs import MixedPricing
+from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.wire.message_keys import CPU_SHARE, NUM_EXAMPLES, PRICED
 
 
-class PricedGrid(Grid):
-    """Forwards everything to `grid` and runs each exchange's task graph on `clock`.
+class PricedGrid(ForwardingGrid):
+    """Runs the task graph of each `send_and_receive` through `grid` on `clock`; pushed messages have no price.
 
     A TRAIN message costs its bytes from the hub to the node's SoC, the reply's `num-examples` by the profile of the
     SoC's device, and the reply's bytes back; other messages cost their bytes only. Nodes are SoCs in ascending
@@ -39,7 +39,7 @@ class PricedGrid(Grid):
         self, grid: Grid, clock: VirtualClock, cluster: Cluster, *, model_profile: ModelProfile | None = None,
         batch_size: int = 32, pricing: Pricing = FP32, on_usage: Callable[[Usage], None] = lambda usage: None,
     ) -> None:
-        self._grid = grid
+        super().__init__(grid)
         self._clock = clock
         self._cluster = cluster
         self._profile = model_profile
@@ -56,38 +56,6 @@ class PricedGrid(Grid):
     def cluster(self) -> Cluster:
         """The cluster that messages are priced on."""
         return self._cluster
-
-    @property
-    def in_one_process(self) -> bool:
-        """Whether the inner grid runs a group's members in one process."""
-        return bool(getattr(self._grid, "in_one_process", False))
-
-    def set_run(self, run: Run) -> None:
-        """Set the run of the inner grid."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """The inner grid's run."""
-        return self._grid.run
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None,
-    ) -> Message:
-        """Return a new message to a node."""
-        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the inner grid's node ids."""
-        return self._grid.get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push without a price: only `send_and_receive` can match replies to messages."""
-        return self._grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pull without a price; see `push_messages`."""
-        return self._grid.pull_messages(message_ids)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Exchange messages through the inner grid and advance the clock by the time that they would take."""
