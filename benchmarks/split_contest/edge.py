@@ -15,8 +15,8 @@ import psutil
 import torch
 
 from benchmarks.split_contest.plan import Batches, Measured, Run, measuring, program
+from benchmarks.split_contest.stream_costs import measure_stream
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, close_session, open_session
-from socflower.edgecloud.cloud.stream_costs import measure_stream
 from socflower.edgecloud.links.bandwidth_profile import constant
 from socflower.edgecloud.links.shaping import BURST_BYTES, TokenBucket
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection

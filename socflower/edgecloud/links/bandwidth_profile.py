@@ -1,15 +1,18 @@
 """A link's bandwidth over time: piecewise constant rates per direction, and exact durations of transfers."""
 
+import csv
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from socflower.errors import ConfigError
 
 Direction: TypeAlias = Literal["up", "down"]
+HEADER = ("time_s", "up_bytes_per_s", "down_bytes_per_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,3 +192,67 @@ def segments(
     starts_s = tuple(times_s[:len(parts)])
     return BandwidthProfile(Steps(starts_s, tuple(up for _, up, _ in parts), end_s),
                             Steps(starts_s, tuple(down for _, _, down in parts), end_s), latency_s)
+
+
+def read_csv(path: Path, *, latency_s: float = 0.0, repeats: bool = True) -> BandwidthProfile:
+    """Return the profile of a CSV file; `ConfigError` names the line that is invalid.
+
+        time_s,up_bytes_per_s,down_bytes_per_s
+        0,250000,1250000
+        10,0,0
+        12.5,,                                  a last row with only a time: the profile ends here, and repeats
+
+    With `repeats` it begins again at its end: at the time of the row without rates, or else when the last row has
+    lasted as long as the one before it (a single row: 1 s). Without `repeats`, the last rates hold for good.
+    """
+    try:
+        rows = list(csv.reader(path.read_text("utf-8").splitlines()))
+    except OSError as error:
+        raise ConfigError(f"bandwidth profile {path}: cannot be read ({error.strerror}); check the path") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"bandwidth profile {path}: is not UTF-8 text; is it a bandwidth profile?") from None
+    if not rows or tuple(cell.strip() for cell in rows[0]) != HEADER:
+        raise ConfigError(f"bandwidth profile {path} line 1: must be the header {','.join(HEADER)}")
+    times_s: list[float] = []
+    up: list[float] = []
+    down: list[float] = []
+    end_s: float | None = None
+    for number, row in enumerate(rows[1:], start=2):
+        cells = [cell.strip() for cell in row]
+        if not any(cells):
+            continue
+        where = f"bandwidth profile {path} line {number}"
+        if len(cells) != len(HEADER):
+            raise ConfigError(f"{where}: has {len(cells)} values; give {len(HEADER)}: {','.join(HEADER)}")
+        if end_s is not None:
+            raise ConfigError(f"{where}: follows a row without rates, which only the last one may be")
+        time_s = _number(cells[0], HEADER[0], where)
+        last_s = times_s[-1] if times_s else None
+        if last_s is None and time_s != 0:
+            raise ConfigError(f"{where}: the first time is {cells[0]}; it must be 0")
+        if last_s is not None and time_s <= last_s:
+            raise ConfigError(f"{where}: time {cells[0]} s does not come after {last_s} s; sort the rows")
+        if last_s is not None and not cells[1] and not cells[2]:
+            end_s = time_s
+            continue
+        times_s.append(time_s)
+        up.append(_number(cells[1], HEADER[1], where))
+        down.append(_number(cells[2], HEADER[2], where))
+    if not times_s:
+        raise ConfigError(f"bandwidth profile {path}: has no rows; give at least the rates at 0 s")
+    if not repeats:
+        end_s = math.inf
+    elif end_s is None:
+        end_s = times_s[-1] + (times_s[-1] - times_s[-2] if len(times_s) > 1 else 1.0)
+    return BandwidthProfile(
+        Steps(tuple(times_s), tuple(up), end_s), Steps(tuple(times_s), tuple(down), end_s), latency_s)
+
+
+def _number(text: str, name: str, where: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"{where}: {name} = {text!r} is no number") from None
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{where}: {name} = {text} must be 0 or more and finite")
+    return value

@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Steps, segments
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Steps
 from socflower.errors import ConfigError
 
 _NORMAL = NormalDist()
 _HALVINGS = 60
 
 JITTER_CORRELATION_S = 10.0
-"""After which a add_jitter rate has forgotten all but 1/e of where it was: an assumption."""
+"""In which the autocorrelation of jitter falls to 1/e: an assumption."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,11 +69,6 @@ def statistics_table() -> Mapping[str, Any]:
     """Return the content of the file, sources included."""
     file = resources.files("socflower.edgecloud.links").joinpath("profile_statistics.toml")
     return tomllib.loads(file.read_text("utf-8"))
-
-
-def link_kinds() -> tuple[str, ...]:
-    """Return the kinds of links that can be generated, in the order of the file."""
-    return tuple(statistics_table()["kind"])
 
 
 def link_statistics(kind: str) -> LinkStatistics:
@@ -160,19 +155,6 @@ def _scattered(
         factor = ticks.get(time_s, factor) if time_s < until_s else 1.0
         rates.append(steps.rate(time_s) * factor)
     return Steps(tuple(times_s), tuple(rates), steps.end_s)
-
-
-def surge_drop_loss(
-    usual_up: float, usual_down: float, *, surge: float = 4.0, drop: float = 0.1, part_s: float = 60.0,
-    loss_s: float = 30.0, latency_s: float = 0.025,
-) -> BandwidthProfile:
-    """Return a profile that surges, drops and is lost, with the usual rates (bytes per second) in between.
-
-    Usual, `surge` times that, usual, `drop` times that, usual, each `part_s` long; then nothing for `loss_s`, and
-    from then on the usual rates for good.
-    """
-    parts = [(part_s, factor * usual_up, factor * usual_down) for factor in (1.0, surge, 1.0, drop, 1.0)]
-    return segments([*parts, (loss_s, 0.0, 0.0), (part_s, usual_up, usual_down)], latency_s=latency_s)
 
 
 def _autoregressive(noise: NDArray[np.float64], phi: float) -> NDArray[np.float64]:

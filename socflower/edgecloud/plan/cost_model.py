@@ -38,25 +38,6 @@ def training_s(phases: Phases, num_batches: float, window: float) -> float:
     return (num_batches - 1.0) * period_s(phases, window) + phases.total_s
 
 
-def paper_training_s(phases: Phases, num_batches: int, window: int) -> float:
-    """Return Eq. 12 of the paper: (τ−1)·T_M + T_Σ + (⌈τ/(K+1)⌉ − 1)·max(0, T_Σ − (K+1)·T_M). For comparison only.
-
-    It is the exact time of a *sliding* window over four servers. The paper describes groups of K + 1 batches, each of
-    which begins when the one before has returned entirely; for these it is right only for K = 0 or a single group.
-    Otherwise it is too short by a share of 1 − max((K+1)·T_M, T_Σ)/(K·T_M + T_Σ) of a long training: for four random
-    phases (uniform, no latency) 28, 33, 27, 23, 20 % in the median at K = 1 to 5, from near 0 where one phase
-    dominates up to 33 % (K = 1), 40 % (2), 43 % (3), 37.5 % (4), 33 % (5) where all are equal or T_Σ = (K+1)·T_M.
-    """
-    _check_batches(num_batches)
-    if num_batches == 0:
-        return 0.0
-    if math.isinf(phases.total_s):
-        return math.inf
-    waits = math.ceil(num_batches / (window + 1)) - 1
-    return ((num_batches - 1) * phases.longest_s + phases.total_s
-            + waits * max(0.0, phases.total_s - (window + 1) * phases.longest_s))
-
-
 def migration_s(costs: SplitCosts, old: int | None, new: int | None, rates: LinkRates, *,
                 reverse: bool = False) -> float:
     """Return the seconds for moving the weights between two cuts (U, Eq. 13), one latency included.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
-from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.timeline_actions import Action, Kind
 from socflower.edgecloud.plan.timeline_servers import (
@@ -27,7 +27,6 @@ from socflower.edgecloud.plan.timeline_servers import (
     CloudMode,
     Decider,
     Link,
-    Meter,
     batch_times,
     migration,
 )
@@ -47,7 +46,6 @@ class Party:
     split_plan: SplitPlan  # at the start
     window: Callable[[int], int] | None = None  # K by batch; the deployment's where missing
     decider: Decider | None = None
-    meter: Callable[[LinkRates], Meter] = lambda first: BandwidthMeter(first=first)  # for the decider
 
     def limit(self, batch: int) -> int:
         """Return K for a batch; `ConfigError` if it is negative."""
@@ -94,11 +92,6 @@ class Timeline:
     cloud_busy_s: float  # of all its processors together; in a reverse split, of the front halves
     num_batches: int  # of each party
     parties: tuple[PartyTimeline, ...]
-
-    @property
-    def batches_per_s(self) -> float:
-        """Return each party's throughput; infinity where nothing takes time."""
-        return self.num_batches / self.duration_s if self.duration_s > 0 else math.inf
 
 
 def simulate(
@@ -163,7 +156,7 @@ class _Front:
     def __init__(self, index: int, party: Party, first_batch: int, num_batches: int, start_s: float, reverse: bool,
                  ) -> None:
         self.index, self.party, self._reverse = index, party, reverse
-        self.meter = party.meter(party.bandwidth_profile.rates(start_s)) if party.decider is not None else None
+        self.meter = None if party.decider is None else BandwidthMeter(first=party.bandwidth_profile.rates(start_s))
         self.up = Link(party.bandwidth_profile, "up", index, self.meter)
         self.down = Link(party.bandwidth_profile, "down", index, self.meter)
         self.out, self.back = (self.down, self.up) if reverse else (self.up, self.down)

@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
+from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Direction, LinkRates
 from socflower.edgecloud.plan.cost_model import received_weight_bytes
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
@@ -18,26 +19,6 @@ class Decider(Protocol):
 
     def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int) -> SplitPlan | None:
         """Return the new deployment from `batch` on, or None to stay; K is given, not chosen."""
-        ...
-
-
-class Meter(Protocol):
-    """Estimates the rates of a link from the transfers over it; times are virtual seconds."""
-
-    def add_transfer(self, direction: Direction, num_bytes: float, seconds: float, now_s: float) -> None:
-        """Count a transfer that took `seconds`, latency included, and ended now."""
-        ...
-
-    def set_in_flight(self, direction: Direction, since_s: float, num_bytes: float) -> None:
-        """Note the transfer in flight."""
-        ...
-
-    def clear_in_flight(self, direction: Direction) -> None:
-        """Note that nothing is in flight."""
-        ...
-
-    def rates(self, now_s: float) -> LinkRates:
-        """Return the estimated rates."""
         ...
 
 
@@ -96,7 +77,9 @@ def migration(costs: SplitCosts, old: int | None, new: int | None, *, reverse: b
 class Link:
     """One direction of a party's link: a first-in first-out queue, served at the rates of the profile."""
 
-    def __init__(self, profile: BandwidthProfile, direction: Direction, party: int, meter: Meter | None) -> None:
+    def __init__(
+        self, profile: BandwidthProfile, direction: Direction, party: int, meter: BandwidthMeter | None,
+    ) -> None:
         self.direction: Direction = direction
         self.busy_s = 0.0
         self.num_bytes = 0.0

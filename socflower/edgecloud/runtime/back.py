@@ -1,7 +1,7 @@
 """The half with the loss: it updates its weights from features, and returns the gradient with respect to them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -13,29 +13,22 @@ from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedul
 from socflower.edgecloud.runtime.halves import Loss, TorchHalf, checked_loss, targets_from
 from socflower.errors import ConfigError
 
-Combine: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]
-
 
 class TorchBack(TorchHalf):
     """The layers behind the cut, with a loss of outputs and targets, which is a mean over the batch as in any training.
 
     Targets are the labels that travel with features, as int64 if they are whole numbers; or `targets(batch)`, where
-    this half's owner has them (a reverse split). `combine` makes what the first layer takes of the parts of several
-    parties; as a rule they are concatenated along dimension 1. `wants_gradient` False spares gradients where the fronts
-    of a model that was not cut from one piece are frozen.
+    this half's owner has them (a reverse split). Features of several parties are concatenated along dimension 1.
     """
 
     def __init__(
         self, split: SplitModel, cut: int, optimizer: OptimizerFactory, loss: Loss, *,
         schedule: Schedule = constant_rate, seed: int = 0, device: torch.device | str = "cpu",
-        targets: Callable[[int], torch.Tensor] | None = None, combine: Combine | None = None,
-        wants_gradient: bool = True,
+        targets: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         super().__init__("back", split, cut, optimizer=optimizer, schedule=schedule, seed=seed, device=device)
         self._loss = loss
         self._targets = targets
-        self._combine = combine
-        self._wants_gradient = wants_gradient
 
     def step(self, batch: int, features: Sequence[Array], labels: NDArray[Any]) -> tuple[list[Array | None], float]:
         """Do forward, backward and update; return the gradient for each part of the features, and the loss.
@@ -43,7 +36,7 @@ class TorchBack(TorchHalf):
         Gradients are those by the weights before the update. Raises ConfigError, with nothing changed, for features
         or labels that do not fit.
         """
-        trains = self._wants_gradient and self._split.front_trains(self._cut)
+        trains = self._split.front_trains(self._cut)
         self._check_features(batch, features, labels)
         layout = self._split.cuts[self._cut].layout
         leaves = [to_tensor(part, self._device, layout).requires_grad_(trains) for part in features]
@@ -56,9 +49,7 @@ class TorchBack(TorchHalf):
         gradients = [self._gradient(leaf) if trains else None for leaf in leaves]
         return gradients, float(loss.detach())
 
-    def _joined(self, leaves: Sequence[torch.Tensor]) -> Any:
-        if self._combine is not None:
-            return self._combine(leaves)
+    def _joined(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         if len(leaves) > 1:
             return torch.cat(list(leaves), dim=1)
         # Neither an autograd leaf nor the caller's array may be overwritten.

@@ -28,7 +28,6 @@ class _InFlight:
     shape: tuple[int, ...]  # of its features
     features: torch.Tensor | None  # with their graph, if it was to be kept
     num_updates: int  # before its forward pass
-    samples: Samples | None  # if the source cannot repeat them
 
 
 class TorchFront(TorchHalf):
@@ -36,9 +35,8 @@ class TorchFront(TorchHalf):
 
     `batches(batch)` returns inputs, labels and sample ids (int64) of a batch, by its number over the whole training. It
     is called again for a replay, and must return the same, random augmentation included, so that a batch in flight
-    takes no memory. `keep_inputs` is for sources that cannot repeat, and stores up to K + 1 batches. Random numbers in
-    layers depend on `seed`, batch and layer only, so that a replay draws the same ones; parties that should differ need
-    different seeds.
+    takes no memory. Random numbers in layers depend on `seed`, batch and layer only, so that a replay draws the same
+    ones; parties that should differ need different seeds.
 
     With `cut` after the last one, all layers are in this half, and `train_alone` needs `loss`.
     """
@@ -46,11 +44,10 @@ class TorchFront(TorchHalf):
     def __init__(
         self, split: SplitModel, cut: int, batches: Callable[[int], Samples], optimizer: OptimizerFactory, *,
         schedule: Schedule = constant_rate, seed: int = 0, device: torch.device | str = "cpu",
-        keep_inputs: bool = False, loss: Loss | None = None,
+        loss: Loss | None = None,
     ) -> None:
         super().__init__("front", split, cut, optimizer=optimizer, schedule=schedule, seed=seed, device=device)
         self._batches = batches
-        self._keep_inputs = keep_inputs
         self._loss = loss
         self._in_flight: dict[int, _InFlight] = {}
         self._num_updates = 0
@@ -69,8 +66,7 @@ class TorchFront(TorchHalf):
         with_graph = keep_graph and self._split.front_trains(self._cut)
         with torch.set_grad_enabled(with_graph):
             features = self._run(batch, samples[0].to(self._device))
-        self._in_flight[batch] = _InFlight(tuple(features.shape), features if with_graph else None, self._num_updates,
-                                  samples if self._keep_inputs else None)
+        self._in_flight[batch] = _InFlight(tuple(features.shape), features if with_graph else None, self._num_updates)
         # A copy: the graph may need its result unchanged, and the half may return its inputs.
         return to_array(features)
 
@@ -109,7 +105,7 @@ class TorchFront(TorchHalf):
         if waiting.features is not None:
             self._update(batch, waiting.features, gradient)
         else:
-            samples = waiting.samples or self._samples(batch)
+            samples = self._samples(batch)
             with _preserve_buffers(self._layers()):
                 features = self._run(batch, samples[0].to(self._device))
                 if tuple(features.shape) != waiting.shape:
@@ -140,9 +136,6 @@ class TorchFront(TorchHalf):
         self._num_updates += 1
 
     def _samples(self, batch: int) -> Samples:
-        waiting = self._in_flight.get(batch)
-        if waiting is not None and waiting.samples is not None:
-            return waiting.samples
         # Cached, since forward pass, labels and ids request the same batch one after the other.
         if self._latest is None or self._latest[0] != batch:
             self._latest = (batch, self._batches(batch))
@@ -159,15 +152,15 @@ class TorchFront(TorchHalf):
                               "wait for their gradients; apply those first")
 
     def _progress(self) -> list[list[int]]:
-        kept = [batch for batch, waiting in self._in_flight.items() if waiting.features is not None or waiting.samples]
+        kept = [batch for batch, waiting in self._in_flight.items() if waiting.features is not None]
         if kept:
-            raise ConfigError(f"model {self._split.name}: the front half cannot be saved while the graph or inputs of "
-                              f"batches {kept} are kept; apply their gradients first")
+            raise ConfigError(f"model {self._split.name}: the front half cannot be saved while the graphs of batches "
+                              f"{kept} are kept; apply their gradients first")
         return [[batch, *waiting.shape] for batch, waiting in self._in_flight.items()]
 
     def _resume(self, progress: Sequence[Sequence[int]]) -> None:
         self._latest = None
-        self._in_flight = {batch: _InFlight(tuple(shape), None, self._num_updates, None) for batch, *shape in progress}
+        self._in_flight = {batch: _InFlight(tuple(shape), None, self._num_updates) for batch, *shape in progress}
 
 
 @contextmanager

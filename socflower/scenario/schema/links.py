@@ -5,8 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, constant, segments
-from socflower.edgecloud.links.profile_files import read_csv
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, constant, read_csv, segments
 from socflower.edgecloud.links.profile_generator import add_jitter, generate_bandwidth_profile
 from socflower.errors import ConfigError
 from socflower.scenario.schema.config import Scenario

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Steps, constant, segments
-from socflower.edgecloud.links.profile_files import PACKET_BYTES, read_csv, read_mahimahi, write_csv, write_mahimahi
+from socflower.edgecloud.links.bandwidth_profile import HEADER, BandwidthProfile, Steps, constant, read_csv, segments
 from socflower.errors import ConfigError
 
 FEW = settings(max_examples=80)
@@ -141,6 +140,15 @@ def test_an_outage_holds_a_transfer_up_for_just_its_length() -> None:
 # ------------------------------------------------------------------------------------------------------ files
 
 
+def write_csv(profile: BandwidthProfile, path: Path) -> None:
+    times_s = sorted({*profile.up.times_s, *profile.down.times_s})
+    lines = [",".join(HEADER), *(f"{time_s!r},{profile.up.rate(time_s)!r},{profile.down.rate(time_s)!r}"
+                                 for time_s in times_s)]
+    if math.isfinite(profile.up.end_s):
+        lines.append(f"{profile.up.end_s!r},,")
+    path.write_text("\n".join(lines))
+
+
 @settings(max_examples=40)
 @given(up=steps(), down=steps())
 def test_what_is_written_as_a_table_reads_back_the_same(
@@ -186,59 +194,9 @@ def test_a_bad_table_is_one_line_that_names_the_line(tmp_path: Path, text: str, 
     assert "link.csv" in str(caught.value)
 
 
-@settings(max_examples=40)
-@given(profile=steps(lively=True))
-def test_packets_carry_what_the_trace_does_up_to_one(
-    tmp_path_factory: pytest.TempPathFactory, profile: Steps,
-) -> None:
-    folder = tmp_path_factory.mktemp("mahimahi")
-    both = BandwidthProfile(profile, profile)
-    for direction in ("up", "down"):
-        try:
-            write_mahimahi(both, direction, folder / direction, 4.0)
-        except ConfigError as error:
-            assert "no packet" in str(error) and both.bytes_between("up", 0.0, 4.0) < 1.01 * PACKET_BYTES
-            return
-    again = read_mahimahi(folder / "up", folder / "down", latency_s=0.1, bin_s=0.01)
-    assert again.up.end_s == 4.0 and again.up == again.down and again.latency_s == 0.1
-    for time_s in (0.5, 1.0, 2.5, 3.7):
-        # A packet is whole only at its end, within a millisecond, and the last one waits for the end of the profile.
-        written, read = both.bytes_between("up", 0.0, time_s), again.bytes_between("up", 0.0, time_s)
-        allowed = both.bytes_between("up", max(0.0, time_s - 0.011), time_s + 0.001)
-        assert written - 2 * PACKET_BYTES - allowed <= read <= written + 1 + allowed
-    assert again.bytes_between("up", 0.0, 4.0) == pytest.approx(both.bytes_between("up", 0.0, 4.0), abs=PACKET_BYTES)
-
-
-def test_packets_are_counted_by_bins(tmp_path: Path) -> None:
-    path = tmp_path / "up"
-    path.write_text("0\n50\n100\n101\n250\n")
-    assert read_mahimahi(path, path).up == Steps((0.0, 0.1, 0.2), (45000.0, 15000.0, 30000.0), 0.25)
-
-
-@pytest.mark.parametrize(("text", "complaint"), [
-    ("", "has no packet after 0 ms"), ("0\n0\n", "has no packet after 0 ms"),
-    ("1\n-2\n", "line 2: '-2' is no packet time"), ("1\n1.5\n", "line 2: '1.5' is no packet time"),
-    ("5\n4\n", "line 2: 4 ms comes before 5 ms"),
-])
-def test_bad_packet_times_are_one_line_that_names_the_line(tmp_path: Path, text: str, complaint: str) -> None:
-    path = tmp_path / "up"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        read_mahimahi(path, path)
-    assert complaint in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_what_cannot_be_written_or_read_says_so(tmp_path: Path) -> None:
+def test_a_table_that_is_not_there_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_csv(tmp_path / "missing")
-    with pytest.raises(ConfigError, match="bin_s = 0 must"):
-        read_mahimahi(tmp_path / "missing", tmp_path / "missing", bin_s=0)
-    with pytest.raises(ConfigError, match=r"the up link ends at 1\.0 s"):
-        write_csv(BandwidthProfile(Steps((0.0,), (1.0,), 1.0), Steps((0.0,), (1.0,))), tmp_path / "link.csv")
-    with pytest.raises(ConfigError, match="a duration of inf s"):
-        write_mahimahi(constant(1e6, 1e6), "up", tmp_path / "up")
-    with pytest.raises(ConfigError, match="no packet of 1500 bytes"):
-        write_mahimahi(constant(1.0, 1.0), "up", tmp_path / "up", 5.0)
 
 
 @pytest.mark.parametrize(("make", "complaint"), [

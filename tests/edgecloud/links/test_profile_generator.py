@@ -15,20 +15,19 @@ from socflower.edgecloud.links.profile_generator import (
     add_jitter,
     generate_bandwidth_profile,
     generate_from_statistics,
-    link_kinds,
     link_statistics,
     statistics_table,
-    surge_drop_loss,
 )
 from socflower.errors import ConfigError
 
 LONG_S = 200_000.0
+KINDS = tuple(statistics_table()["kind"])
 BUSY = LinkStatistics(mean_bytes_per_s=1e6, deviation_bytes_per_s=4e5, min_bytes_per_s=1e5, max_bytes_per_s=3e6,
                       correlation_s=5.0, outage_share=0.1, outage_s=4.0, up_down_ratio=0.5, up_down_correlation=0.6,
                       latency_s=0.01)
 
 
-@pytest.mark.parametrize("kind", link_kinds())
+@pytest.mark.parametrize("kind", KINDS)
 def test_long_traces_have_the_statistics_of_their_kind(kind: str) -> None:
     """Within four standard errors of a correlated mean; share and length of outages likewise."""
     figures = link_statistics(kind)
@@ -66,7 +65,7 @@ def test_the_logarithm_of_the_rate_forgets_by_its_time_constant(step_s: float) -
 
 
 @settings(max_examples=20)
-@given(kind=st.sampled_from(link_kinds()), seed=st.integers(0, 2**40), steps=st.integers(1, 300),
+@given(kind=st.sampled_from(KINDS), seed=st.integers(0, 2**40), steps=st.integers(1, 300),
        step_s=st.sampled_from([0.1, 0.5, 1.0]))
 def test_equal_seeds_give_equal_traces_and_longer_ones_begin_alike(
     kind: str, seed: int, steps: int, step_s: float,
@@ -89,18 +88,12 @@ def test_outages_have_the_share_and_length_asked_for() -> None:
 
 
 def test_every_figure_has_a_source() -> None:
-    for kind in link_kinds():
+    for kind in KINDS:
         for name, figure in statistics_table()["kind"][kind].items():
             assert set(figure) == {"value", "source"} and len(figure["source"]) > 10, (kind, name)
         link_statistics(kind)
-    assert set(link_kinds()) == {"4g-foot", "4g-bicycle", "4g-bus", "4g-car", "4g-tram", "4g-train", "wifi", "one-hop",
+    assert set(KINDS) == {"4g-foot", "4g-bicycle", "4g-bus", "4g-car", "4g-tram", "4g-train", "wifi", "one-hop",
                                  "5g"}
-
-
-def test_a_link_surges_drops_and_is_lost() -> None:
-    profile = surge_drop_loss(1e6, 2e6, surge=3.0, drop=0.5, part_s=10.0, loss_s=5.0)
-    for time_s, factor in ((5, 1.0), (15, 3.0), (25, 1.0), (35, 0.5), (45, 1.0), (52, 0.0), (56, 1.0), (999, 1.0)):
-        assert (profile.rate("up", time_s), profile.rate("down", time_s)) == (factor * 1e6, factor * 2e6)
 
 
 @pytest.mark.parametrize(("kind", "hint"), [

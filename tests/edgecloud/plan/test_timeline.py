@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates, constant, segments
-from socflower.edgecloud.links.profile_generator import surge_drop_loss
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.edgecloud.plan.phases import phases
 from socflower.edgecloud.plan.timeline import PROBE_BYTES, Party, Timeline, simulate
@@ -289,7 +288,7 @@ def test_to_apply_first_bunches_batches_up() -> None:
 def test_ten_thousand_batches_of_two_parties() -> None:
     parties = [Party(costs=tiny(), bandwidth_profile=constant(100.0, 100.0), split_plan=SplitPlan(cut=0, window=4))] * 2
     timeline = simulate(parties, 10_000)
-    assert timeline.batches_per_s == pytest.approx(1 / 3, rel=0.01)
+    assert timeline.num_batches / timeline.duration_s == pytest.approx(1 / 3, rel=0.01)
     assert len(timeline.actions) == 60_000
 
 
@@ -331,7 +330,8 @@ class ByRate:
 
 def test_the_decider_sees_what_the_link_carries_even_from_an_edge_that_trains_alone() -> None:
     decider = ByRate()
-    profile = surge_drop_loss(1000.0, 4000.0, surge=4.0, drop=0.2, part_s=400.0, loss_s=100.0)
+    parts = [(400.0, factor * 1000.0, factor * 4000.0) for factor in (1.0, 4.0, 1.0, 0.2, 1.0)]
+    profile = segments([*parts, (100.0, 0.0, 0.0), (400.0, 1000.0, 4000.0)], latency_s=0.025)
     costs_ = SplitCosts(model="tiny", batch_size=8, cuts=tuple(cut(i, 0.5, 0.5, 0.5, 2500) for i in range(2)),
                         edge_only_s=5.0, model_weight_bytes=1000.0)
     party = Party(costs=costs_, bandwidth_profile=profile, split_plan=SplitPlan(cut=1, window=2), decider=decider)

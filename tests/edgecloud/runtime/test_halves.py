@@ -134,25 +134,6 @@ def test_random_state_and_threads_of_others_are_undisturbed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_source_that_cannot_repeat_is_asked_once_if_inputs_are_kept() -> None:
-    asked: list[int] = []
-
-    def once(batch: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-        assert batch not in asked
-        asked.append(batch)
-        return Source()(batch)
-
-    split = chain_split()
-    kept, repeating = (TorchFront(split.copy(), 1, source, sgd, keep_inputs=source is once)
-                       for source in (once, Source()))
-    for front in (kept, repeating):
-        shapes = [front.forward(batch).shape for batch in range(3)]
-        assert list(front.sample_ids(1)) == [4, 5, 6, 7]
-        for batch in range(3):
-            front.apply(batch, np.full(shapes[batch], 0.1, np.float32))
-    assert_same(kept.weights(), {name: torch.from_numpy(value) for name, value in repeating.weights().items()})
-
-
 def test_each_half_holds_its_own_layers_only() -> None:
     split = chain_split()
     front, back = halves(split, 1, sgd)
@@ -209,7 +190,7 @@ def test_what_was_not_saved_by_this_half_of_this_model_is_refused_and_changes_no
         assert "\n" not in str(error.value)
     assert front.save() == saved
     front.forward(0, keep_graph=True)
-    with pytest.raises(ConfigError, match=r"cannot be saved while the graph or inputs of batches \[0\] are kept"):
+    with pytest.raises(ConfigError, match=r"cannot be saved while the graphs of batches \[0\] are kept"):
         front.save()
 
 

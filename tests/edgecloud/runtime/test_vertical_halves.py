@@ -1,6 +1,6 @@
 """Several fronts hold different features of the same samples: together they are one model with several inputs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -27,18 +27,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class Gate(nn.Module):
-    """A top that takes its parts apart, and a bottom that torch.fx could not follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(4, 3)
-
-    def forward(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        first, second = parts
-        return self.last(first * torch.sigmoid(second) if first.sum() > -1e9 else first)
-
-
 def parts(batch: int) -> tuple[list[torch.Tensor], np.ndarray]:
     rng = np.random.default_rng(batch)
     features = [torch.from_numpy(rng.normal(size=(4, size)).astype(np.float32)) for size in SIZES]
@@ -55,16 +43,13 @@ def jointly(num_batches: int) -> list[Action]:
             Kind.APPLY) for party in range(len(SIZES))]
 
 
-@pytest.mark.parametrize(("top", "combine"), [(lambda: nn.Linear(8, 3), None), (Gate, lambda parts: parts)])
-def test_joined_parties_with_window_0_are_one_model(
-    top: Callable[[], nn.Module], combine: Callable[[Sequence[torch.Tensor]], object] | None,
-) -> None:
-    bottoms, last = build(top)
+def test_joined_parties_with_window_0_are_one_model() -> None:
+    bottoms, last = build(lambda: nn.Linear(8, 3))
     local = nn.ModuleList([*bottoms, last])
     fronts = [TorchFront(whole_front(bottom, (size,)).copy(), 0, lambda batch, party=party: (
         parts(batch)[0][party], parts(batch)[1], np.arange(4)), adam, schedule=falling)
         for party, (bottom, size) in enumerate(zip(bottoms, SIZES, strict=True))]
-    back = TorchBack(whole_back(last).copy(), 0, adam, LOSS, schedule=falling, combine=combine)
+    back = TorchBack(whole_back(last).copy(), 0, adam, LOSS, schedule=falling)
     reports = run_actions(jointly(NUM_BATCHES), fronts, [back], joined=True)
     optimizer = adam(local.parameters())
     for batch in range(NUM_BATCHES):
@@ -72,20 +57,13 @@ def test_joined_parties_with_window_0_are_one_model(
         optimizer.param_groups[0]["lr"] = 0.01 * falling(batch)
         optimizer.zero_grad()
         outputs = [bottom(part) for bottom, part in zip(bottoms, features, strict=True)]
-        loss = LOSS(last(combine(outputs) if combine else torch.cat(outputs, dim=1)), torch.from_numpy(labels))
+        loss = LOSS(last(torch.cat(outputs, dim=1)), torch.from_numpy(labels))
         loss.backward()
         optimizer.step()
         assert all(report.losses[batch] == loss.item() for report in reports)
     for module, half in zip([*bottoms, last], [*fronts, back], strict=True):
         weights = half.weights()
         assert all(np.array_equal(weights[name], value.numpy()) for name, value in module.state_dict().items())
-
-
-def test_gradients_are_spared_where_nobody_wants_them() -> None:
-    _, last = build(lambda: nn.Linear(8, 3))
-    back = TorchBack(whole_back(last), 0, adam, LOSS, wants_gradient=False)
-    gradients, _ = back.step(0, [np.ones((4, 3), np.float32), np.ones((4, 5), np.float32)], np.zeros(4, np.int64))
-    assert gradients == [None, None]
 
 
 def test_parts_of_different_numbers_of_samples_are_refused() -> None:

@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from socflower.edgecloud.links.bandwidth_profile import segments
-from socflower.edgecloud.links.profile_files import read_csv
+from socflower.edgecloud.links.bandwidth_profile import read_csv, segments
 from socflower.errors import ConfigError
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document, load_scenario, to_document

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from socflower.edgecloud.cloud.stream_costs import StreamCosts, measure_slowdown, measure_stream
+from benchmarks.split_contest.stream_costs import StreamCosts, measure_slowdown, measure_stream
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts
 from socflower.errors import ConfigError
 
