@@ -1,5 +1,7 @@
 """Exceptions for user errors; each text is one line that names the error, its place and the remedy."""
 
+import math
+
 
 class SocflowerError(Exception):
     """Base of all errors that a user can fix; the command line prints the text and exits with status 2.
@@ -25,3 +27,24 @@ class TrainingFailed(SocflowerError):
 
     The command line exits with status 1.
     """
+
+
+def require_range(
+    where: str, /, *, least: float | None = None, above: float | None = None, most: float = math.inf,
+    below: float = math.inf, advice: str = "", **values: float,
+) -> None:
+    """Raise `ConfigError` for the first of `values` that is outside the range, infinite or NaN.
+
+    The range begins at `least`, or after `above`, and ends at `most`, or before `below`. The text is like
+    "fan control: period_s = 0 must be above 0 and finite", with `advice` at its end.
+    """
+    for key, value in values.items():
+        inside = value > above if above is not None else least is None or value >= least
+        if inside and value <= most and value < below and abs(value) < math.inf:
+            continue
+        bounds = [f"above {above:g}"] if above is not None else [] if least is None else [f"{least:g} or more"]
+        if most < math.inf or below < math.inf:
+            bounds.append(f"at most {most:g}" if most <= below else f"below {below:g}")
+        elif not isinstance(value, int):
+            bounds.append("finite")
+        raise ConfigError(f"{where}: {key} = {value} must be {' and '.join(bounds)}{advice and f'; {advice}'}")

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 
 def split_batch(batch_size: int, capacities: Sequence[float]) -> tuple[int, ...]:
@@ -103,10 +103,8 @@ class CapacityFilter:
         if not all(0.0 <= capacity < math.inf for capacity in nominal.values()) or not any(nominal.values()):
             raise ConfigError("capacities: nominal values must be finite and not negative, and one above 0, got "
                               f"{dict(nominal)}")
-        if not 0.0 < threshold < math.inf:
-            raise ConfigError(f"capacities: threshold = {threshold} must be above 0, such as 0.1")
-        if patience < 1:
-            raise ConfigError(f"capacities: patience = {patience} must be 1 or more")
+        require_range("capacities", above=0.0, advice="such as 0.1", threshold=threshold)
+        require_range("capacities", least=1, patience=patience)
         if not 1 <= enough <= window:
             raise ConfigError(f"capacities: need 1 <= enough <= window, got enough = {enough}, window = {window}")
         self._threshold, self._patience, self._window, self._enough = threshold, patience, window, enough

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 DECAY = "decay"
 """The paper's schedule: frequent synchronisation at first, doubled intervals later."""
@@ -186,8 +186,7 @@ def _lengths(interval_epochs: float | str, initial: float, maximum: float) -> tu
         if not 0.0 < initial <= maximum < math.inf:
             raise ConfigError(f"schedule: need 0 < initial <= maximum, got {initial} and {maximum}")
         return _exact(initial), _exact(maximum)
-    if not 0.0 < interval_epochs < math.inf:
-        raise ConfigError(f"schedule: sync_interval_epochs = {interval_epochs} must be above 0 and finite")
+    require_range("schedule", above=0.0, sync_interval_epochs=interval_epochs)
     return _exact(interval_epochs), _exact(interval_epochs)
 
 

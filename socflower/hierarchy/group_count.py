@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import ConfigError, TrainingFailed, require_range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +43,7 @@ def choose_group_count(
     ordered = sorted(set(candidates))
     if not ordered or ordered[0] < 1:
         raise ConfigError(f"group count: candidates must be one or more numbers of 1 or more, got {ordered}")
-    for name, value in (("relative_drop", relative_drop), ("floor", floor)):
-        if not 0.0 <= value <= 1.0:
-            raise ConfigError(f"group count: {name} must lie between 0 and 1, got {value}")
+    require_range("group count", least=0.0, most=1.0, relative_drop=relative_drop, floor=floor)
     reference = first_epoch_accuracy(ordered[0])
     if not reference >= 0.0:
         raise TrainingFailed(f"group count: accuracy with {ordered[0]} groups is {reference} after the first "

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from socflower.cluster import Activity, GraphBuilder, StepCost, TaskGraph
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.hierarchy.collectives import Exchange, broadcast, hub_exchange, ring_all_reduce, server_exchange
 from socflower.hierarchy.communication_groups import conflicts
 from socflower.hierarchy.plan import Group, GroupPlan
@@ -30,8 +30,7 @@ def step_graph(
     `costs` has the seconds and processor of each member. Raises `ConfigError` if a member has no entry, or for fewer
     than one bucket.
     """
-    if overlap_buckets < 1:
-        raise ConfigError(f"step: overlap_buckets must be 1 or more, got {overlap_buckets}")
+    require_range("step", least=1, overlap_buckets=overlap_buckets)
     missing = [soc for soc in plan.participants if soc not in costs]
     if missing:
         raise ConfigError(f"step: members {missing} have no cost; give one for each of the plan's participants")

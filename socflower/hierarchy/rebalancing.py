@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from socflower.cluster import Cluster
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.hierarchy.mapping.placement import balance_capacities
 from socflower.hierarchy.plan import GroupPlan
 
@@ -29,8 +29,7 @@ class Rebalancing:
         if self.steps < 0:
             raise ConfigError(f"re-balancing: steps = {self.steps} must not be negative; 0 means only between "
                               "intervals")
-        if not 0.0 < self.tolerance < 1.0:
-            raise ConfigError(f"re-balancing: tolerance = {self.tolerance} must lie between 0 and 1")
+        require_range("re-balancing", above=0.0, below=1.0, tolerance=self.tolerance)
 
 
 @dataclass(slots=True)

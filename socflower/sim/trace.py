@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from socflower.cluster import Compute, Endpoint, TaskGraph
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.sim.execution import Repeated
 from socflower.sim.program import Component, TransferStep
 
@@ -29,8 +29,7 @@ class Trace:
     """Collects spans in virtual seconds; spans beyond `max_spans` are dropped and counted in the file."""
 
     def __init__(self, max_spans: int = 200_000) -> None:
-        if max_spans < 1:
-            raise ConfigError(f"trace: max_spans must be at least 1, got {max_spans}")
+        require_range("trace", least=1, max_spans=max_spans)
         self.max_spans = max_spans
         self.num_dropped = 0
         self._spans: list[_Span] = []

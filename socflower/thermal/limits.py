@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C, HeatSource, Reading
 from socflower.thermal.sensors.step_times import StepTiming, TimedSource
 from socflower.wire.message_keys import HeatReport
@@ -51,15 +51,11 @@ class HeatLimits:
         if not COLDEST_C <= self.resume_c < self.shrink_c <= self.pause_c <= HOTTEST_C:
             raise ConfigError(f"heat limits: need resume_c < shrink_c <= pause_c between {COLDEST_C:g} and "
                               f"{HOTTEST_C:g} °C, got {self.resume_c} < {self.shrink_c} <= {self.pause_c}")
-        for key in ("min_battery_fraction", "max_user_load"):
-            if not 0.0 <= getattr(self, key) <= 1.0:
-                raise ConfigError(f"heat limits: {key} = {getattr(self, key)} must lie between 0 and 1")
-        if not 0.0 < self.min_share <= 1.0:
-            raise ConfigError(f"heat limits: min_share = {self.min_share} must lie above 0 and not above 1")
-        if not 0.0 <= self.max_pause_s < float("inf"):
-            raise ConfigError(f"heat limits: max_pause_s = {self.max_pause_s} must be a number of seconds, 0 or more")
-        if not 0.0 < self.stuck_s < float("inf"):
-            raise ConfigError(f"heat limits: stuck_s = {self.stuck_s} must be a number of seconds above 0")
+        require_range("heat limits", least=0.0, most=1.0, min_battery_fraction=self.min_battery_fraction,
+                      max_user_load=self.max_user_load)
+        require_range("heat limits", above=0.0, most=1.0, min_share=self.min_share)
+        require_range("heat limits", least=0.0, max_pause_s=self.max_pause_s)
+        require_range("heat limits", above=0.0, stuck_s=self.stuck_s)
 
     def share(self, reading: Reading) -> float:
         """Return the share of its power that the device may use, `min_share` to 1.

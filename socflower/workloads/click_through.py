@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.workloads.sample_tensors import VerticalSamples
 
 NUM_USERS = 6040
@@ -76,10 +76,8 @@ def click_data(*, seed: int, num_train: int = 60_000, num_test: int = 10_000) ->
     each movie in party 0's order. For every user, test samples are later than training samples. Equal arguments give
     equal samples. Raises ConfigError for sizes below 1, and for more samples than users can watch movies.
     """
-    if num_train < 1 or num_test < 1:
-        raise ConfigError(f"click data: num_train and num_test must be 1 or more, got {num_train} and {num_test}")
-    if seed < 0:
-        raise ConfigError(f"click data: seed must be 0 or more, got {seed}")
+    require_range("click data", least=1, num_train=num_train, num_test=num_test)
+    require_range("click data", least=0, seed=seed)
     samples_per_user = -(-(num_train + num_test) // NUM_USERS)
     if HISTORY + samples_per_user > NUM_MOVIES // 2:
         most = NUM_USERS * (NUM_MOVIES // 2 - HISTORY)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.workloads.dataset import LabelledData
 
 
@@ -27,8 +27,7 @@ def evaluate(model: nn.Module, data: LabelledData, batch_size: int = 500) -> Eva
     """
     if len(data) == 0:
         raise ConfigError("evaluation: the data has no samples")
-    if batch_size < 1:
-        raise ConfigError(f"evaluation: batch_size must be 1 or more, got {batch_size}")
+    require_range("evaluation", least=1, batch_size=batch_size)
     first_weight = next(model.parameters(), None)
     device = first_weight.device if first_weight is not None else torch.device("cpu")
     # Per submodule, because a frozen BatchNorm stays in evaluation mode inside a model that trains.

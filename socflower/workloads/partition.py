@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 SCHEMES = ("iid", "dirichlet")
 
@@ -66,8 +66,7 @@ def _check(num_samples: int, num_partitions: int, min_size: int) -> None:
         raise ConfigError("data.partition: the data has no samples")
     if num_partitions < 1:
         raise ConfigError(f"data.partition: needs 1 partition or more, got {num_partitions}")
-    if min_size < 0:
-        raise ConfigError(f"data.partition: min_size must be 0 or more, got {min_size}")
+    require_range("data.partition", least=0, min_size=min_size)
     if num_partitions * min_size > num_samples:
         raise ConfigError(
             f"data.partition: {num_partitions} partitions of at least {min_size} need "

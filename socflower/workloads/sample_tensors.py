@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.workloads.dataset import LabelledData
 
 Indices: TypeAlias = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
@@ -138,8 +138,7 @@ def generator_codes(ids: Indices, labels: Indices, *, num_classes: int, seed: in
 
 
 def _check_seed(seed: int) -> None:
-    if seed < 0:
-        raise ConfigError(f"generator codes: seed must be 0 or more, got {seed}")
+    require_range("generator codes", least=0, seed=seed)
 
 
 def _styles(ids: npt.NDArray[np.int64], seed: int) -> torch.Tensor:

@@ -148,9 +148,9 @@ def test_members_of_another_plan_are_refused() -> None:
 # ------------------------------------------------------------------------------------------------ capacities
 @pytest.mark.parametrize(("changes", "says"), [
     ({"steps": -1}, "steps = -1 must not be negative"),
-    ({"tolerance": 0.0}, "tolerance = 0.0 must lie between 0 and 1"),
-    ({"tolerance": 1.0}, "tolerance = 1.0 must lie between 0 and 1"),
-    ({"tolerance": math.nan}, "tolerance = nan must lie between 0 and 1"),
+    ({"tolerance": 0.0}, "tolerance = 0.0 must be above 0 and below 1"),
+    ({"tolerance": 1.0}, "tolerance = 1.0 must be above 0 and below 1"),
+    ({"tolerance": math.nan}, "tolerance = nan must be above 0 and below 1"),
 ])
 def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):

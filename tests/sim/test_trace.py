@@ -108,7 +108,7 @@ def test_spans_beyond_the_bound_are_counted(make_cluster: MakeCluster, tmp_path:
 
 
 def test_a_trace_that_cannot_be_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="max_spans must be at least 1"):
+    with pytest.raises(ConfigError, match="max_spans = 0 must be 1 or more"):
         Trace(max_spans=0)
     with pytest.raises(ConfigError, match="cannot be written"):
         Trace().write(tmp_path / "missing" / "trace.json")

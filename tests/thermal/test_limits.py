@@ -79,13 +79,13 @@ def all_limits(draw: st.DrawFn) -> HeatLimits:
     ({"shrink_c": 86.0}, "need resume_c < shrink_c <= pause_c"),
     ({"resume_c": math.nan}, "need resume_c < shrink_c <= pause_c"),
     ({"pause_c": math.inf}, "between -40 and 150"),
-    ({"min_battery_fraction": -0.1}, "min_battery_fraction = -0.1 must lie between 0 and 1"),
-    ({"max_user_load": 50.0}, "max_user_load = 50.0 must lie between 0 and 1"),
-    ({"min_share": 0.0}, "min_share = 0.0 must lie above 0"),
-    ({"min_share": math.nan}, "min_share = nan must lie above 0"),
-    ({"max_pause_s": -1.0}, "max_pause_s = -1.0 must be a number of seconds, 0 or more"),
-    ({"max_pause_s": math.inf}, "max_pause_s = inf must be a number of seconds, 0 or more"),
-    ({"stuck_s": 0.0}, "stuck_s = 0.0 must be a number of seconds above 0"),
+    ({"min_battery_fraction": -0.1}, "min_battery_fraction = -0.1 must be 0 or more and at most 1"),
+    ({"max_user_load": 50.0}, "max_user_load = 50.0 must be 0 or more and at most 1"),
+    ({"min_share": 0.0}, "min_share = 0.0 must be above 0"),
+    ({"min_share": math.nan}, "min_share = nan must be above 0"),
+    ({"max_pause_s": -1.0}, "max_pause_s = -1.0 must be 0 or more and finite"),
+    ({"max_pause_s": math.inf}, "max_pause_s = inf must be 0 or more and finite"),
+    ({"stuck_s": 0.0}, "stuck_s = 0.0 must be above 0 and finite"),
 ])
 def test_limits_that_cannot_be_are_one_line(changes: dict[str, float], text: str) -> None:
     with pytest.raises(ConfigError) as caught:

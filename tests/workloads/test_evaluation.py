@@ -50,7 +50,7 @@ def test_nothing_to_evaluate_is_refused() -> None:
     model = nn.Flatten()
     with pytest.raises(ConfigError, match="no samples"):
         evaluate(model, noise(4).select([]))
-    with pytest.raises(ConfigError, match="batch_size must be 1 or more, got 0"):
+    with pytest.raises(ConfigError, match="batch_size = 0 must be 1 or more"):
         evaluate(model, noise(4), batch_size=0)
 
 

@@ -49,7 +49,7 @@ def test_equal_seeds_give_equal_weights_and_no_global_state_moves() -> None:
 
 
 def test_no_classes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_classes must be 1 or more, got 0"):
+    with pytest.raises(ConfigError, match="num_classes = 0 must be 1 or more"):
         build_generator(0, num_classes=0)
 
 

@@ -93,7 +93,7 @@ def test_impossible_partitions_are_refused_with_numbers() -> None:
         iid_partition(50, 0, 0)
     with pytest.raises(ConfigError, match="no samples"):
         dirichlet_partition(labels[:0], 2, 1.0, 0, min_size=0)
-    with pytest.raises(ConfigError, match="min_size must be 0 or more, got -1"):
+    with pytest.raises(ConfigError, match="min_size = -1 must be 0 or more"):
         dirichlet_partition(labels, 2, 1.0, 0, min_size=-1)
     for alpha in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="alpha must be a finite number above 0"):

@@ -117,11 +117,11 @@ def test_codes_that_cannot_be_are_refused() -> None:
         (([0, 1], [0]), 0, "2 ids need as many labels, got 1"),
         (([0], [3]), 0, r"labels must be in 0\.\.2, got 3 to 3"),
         (([0, 1], [-1, 2]), 0, "got -1 to 2"),
-        (([0], [0]), -1, "seed must be 0 or more, got -1"),
+        (([0], [0]), -1, "seed = -1 must be 0 or more"),
     ]:
         with pytest.raises(ConfigError, match=reason):
             generator_codes(*arguments, num_classes=3, seed=seed)
-    with pytest.raises(ConfigError, match="seed must be 0 or more"):
+    with pytest.raises(ConfigError, match="seed = -1 must be 0 or more"):
         GeneratorSamples(images(2), seed=-1)
     with pytest.raises(ConfigError, match="no images"):
         GeneratorSamples(images(2).select([])).mean_image_losses()

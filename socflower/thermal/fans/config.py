@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from socflower.cluster.toml_file import parse_table, read_toml, reject_unknown_keys, require_tables
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.thermal.fans.hwmon_pwm import HwmonPwm, find_hwmon
 from socflower.thermal.fans.ipmi import IpmiCommand
 from socflower.thermal.fans.outputs import DutyCurve, FanOutput, SimulatedFan
@@ -56,9 +56,8 @@ class _DutyTable(FanTable):
     def __post_init__(self) -> None:
         # `super()` fails here: slots=True makes a new class, and `super()` still refers to the original one.
         FanTable.__post_init__(self)
-        if not 1.0 <= self.min_duty_percent < 100.0:
-            raise ConfigError(f"[fan] min_duty_percent = {self.min_duty_percent:g} must be 1 or more and below 100; 20 "
-                              "suits most fans")
+        require_range("[fan]", least=1.0, below=100.0, advice="20 suits most fans",
+                      min_duty_percent=self.min_duty_percent)
         if len(self.curve_percent) != len(self.curve_rpm):
             raise ConfigError(f"[fan]: curve_percent has {len(self.curve_percent)} numbers and curve_rpm "
                               f"{len(self.curve_rpm)}; give a speed for each")
@@ -150,8 +149,7 @@ class SimulatedTable(FanTable):
 
     def outputs(self) -> list[FanOutput]:
         """Return the fans, the first of which may be broken."""
-        if self.num_fans < 1:
-            raise ConfigError(f"[fan] num_fans = {self.num_fans} must be 1 or more")
+        require_range("[fan]", least=1, num_fans=self.num_fans)
         return [SimulatedFan(self.max_rpm, rpm_per_s=self.rpm_per_s, failure="" if index else self.failure)
                 for index in range(self.num_fans)]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.thermal.fans.outputs import FanOutput
 from socflower.thermal.fans.policies import FanObservation, FanPolicy, PredictingPolicy
 from socflower.thermal.fans.quorum import STUCK_AFTER_S, Alerts, FilteredTemperatures, Quorum, is_number
@@ -91,9 +91,7 @@ class FanControl:
         if not 0.0 < min_rpm <= failsafe_rpm <= max_rpm < math.inf:
             raise ConfigError(f"fan control: need 0 < min_rpm <= failsafe_rpm <= max_rpm, got {min_rpm:g}, "
                               f"{failsafe_rpm:g} and {max_rpm:g}")
-        for key, value in (("period_s", period_s), ("spin_up_s", spin_up_s)):
-            if not 0.0 < value < math.inf:
-                raise ConfigError(f"fan control: {key} = {value} must be above 0 and finite")
+        require_range("fan control", above=0.0, period_s=period_s, spin_up_s=spin_up_s)
         self._outputs = tuple(output) if isinstance(output, Sequence) else (output,)
         if not sources or not self._outputs:
             raise ConfigError(f"fan control: {len(sources)} sources and {len(self._outputs)} fans; one of each at "

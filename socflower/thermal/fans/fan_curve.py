@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.thermal.model.constants import constant
 
 
@@ -26,11 +26,9 @@ class FanCurve:
     max_rpm: float
 
     def __post_init__(self) -> None:
-        for key in ("threshold_rpm", "flow_w_per_k_rpm", "drag_w_per_rpm", "air_w_per_rpm3"):
-            if not 0.0 <= getattr(self, key) < math.inf:
-                raise ConfigError(f"fan: {key} = {getattr(self, key)} must be finite and not negative")
-        if not 0.0 < self.still_w_per_k < math.inf:
-            raise ConfigError(f"fan: still_w_per_k = {self.still_w_per_k} must be above 0 and finite")
+        require_range("fan", least=0.0, threshold_rpm=self.threshold_rpm, flow_w_per_k_rpm=self.flow_w_per_k_rpm,
+                      drag_w_per_rpm=self.drag_w_per_rpm, air_w_per_rpm3=self.air_w_per_rpm3)
+        require_range("fan", above=0.0, still_w_per_k=self.still_w_per_k)
         if not 0.0 < self.min_rpm < self.max_rpm < math.inf:
             raise ConfigError(f"fan: need 0 < min_rpm < max_rpm, got {self.min_rpm} and {self.max_rpm}")
 

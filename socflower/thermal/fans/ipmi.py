@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.thermal.fans.outputs import MIN_DUTY, DutyCurve, FanFailure, checked_min_duty, checked_speed, reason
 
 _PLACEHOLDER = re.compile(r"\{(\w*)\}")
@@ -37,8 +37,7 @@ class IpmiCommand:
         curve: DutyCurve | None = None, min_duty: float = MIN_DUTY, timeout_s: float = 10.0,
     ) -> None:
         self.curve = curve or DutyCurve.linear(min_rpm, max_rpm, min_duty)
-        if not 0.0 < timeout_s < math.inf:
-            raise ConfigError(f"fan timeout_s = {timeout_s:g} must be above 0 and finite")
+        require_range("fan", above=0.0, timeout_s=timeout_s)
         self._min_duty, self._timeout_s = checked_min_duty(min_duty), timeout_s
         self._set = _words(template, "set", ("percent", "rpm"))
         if not any(_PLACEHOLDER.search(word) for word in self._set):

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 from socflower.cluster.toml_file import reject_unknown_keys
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.model.constants import constant
 
@@ -56,7 +56,7 @@ class FixedSpeed:
     fixed_rpm: float
 
     def __post_init__(self) -> None:
-        _above_zero("fixed", fixed_rpm=self.fixed_rpm)
+        require_range("fixed", above=0.0, fixed_rpm=self.fixed_rpm)
 
     def rpm(self, observation: FanObservation) -> float:
         """Return the speed."""
@@ -76,7 +76,7 @@ class PassiveCooling:
     cool_c: float = 33.5  # half a sensor step below the temperature at which clocks recover
 
     def __post_init__(self) -> None:
-        _above_zero("passive", low_rpm=self.low_rpm, high_rpm=self.high_rpm)
+        require_range("passive", above=0.0, low_rpm=self.low_rpm, high_rpm=self.high_rpm)
         if not self.low_rpm < self.high_rpm:
             raise ConfigError(f"passive: low_rpm = {self.low_rpm} must be below high_rpm = {self.high_rpm}")
         if not self.cool_c < self.hot_c:
@@ -103,9 +103,7 @@ class PlannedLoad:
     end_s: float = math.inf  # end of the work, at full clock
 
     def __post_init__(self) -> None:
-        if not (0.0 <= self.rack_w < math.inf and 0.0 <= self.local_rise_c < math.inf):
-            raise ConfigError(f"planned load: rack_w = {self.rack_w} and local_rise_c = {self.local_rise_c} must be "
-                              "finite and not negative")
+        require_range("planned load", least=0.0, rack_w=self.rack_w, local_rise_c=self.local_rise_c)
         if not self.begin_s <= self.end_s:
             raise ConfigError(f"planned load: it ends at {self.end_s} s, before it begins at {self.begin_s} s")
 
@@ -144,16 +142,15 @@ class PredictiveCooling:
     coast_power: float = 0.85  # heat at that clock, as a fraction
 
     def __post_init__(self) -> None:
-        _above_zero("predictive", horizon_s=self.horizon_s, low_rpm=self.low_rpm, high_rpm=self.high_rpm,
-                    band_c=self.band_c, chassis_j_per_k=self.chassis_j_per_k)
+        require_range("predictive", above=0.0, horizon_s=self.horizon_s, low_rpm=self.low_rpm, high_rpm=self.high_rpm,
+                      band_c=self.band_c, chassis_j_per_k=self.chassis_j_per_k)
+        require_range("predictive", least=0.0, below=1.0, max_slowdown=self.max_slowdown)
+        require_range("predictive", above=0.0, below=1.0, coast_slowdown=self.coast_slowdown)
         if not self.low_rpm <= self.high_rpm:
             raise ConfigError(f"predictive: low_rpm = {self.low_rpm} must not be above high_rpm = {self.high_rpm}")
         if not self.resume_c <= self.limit_c <= self.coast_limit_c:
             raise ConfigError(f"predictive: need resume_c <= limit_c <= coast_limit_c, got {self.resume_c}, "
                               f"{self.limit_c}, {self.coast_limit_c}")
-        if not 0.0 <= self.max_slowdown < 1.0 or not 0.0 < self.coast_slowdown < 1.0:
-            raise ConfigError(f"predictive: max_slowdown = {self.max_slowdown} must be 0 or more and below 1, and "
-                              f"coast_slowdown = {self.coast_slowdown} between 0 and 1")
 
     @property
     def efficient_rpm(self) -> float:
@@ -277,8 +274,3 @@ def make_policy(name: str, settings: Mapping[str, object]) -> FanPolicy:
     others: dict[str, Any] = {key: value for key, value in numbers.items() if key in of_policy}
     return PredictiveCooling(load=load, **others)
 
-
-def _above_zero(policy: str, **values: float) -> None:
-    for key, value in values.items():
-        if not 0.0 < value < math.inf:
-            raise ConfigError(f"{policy}: {key} = {value} must be above 0 and finite")

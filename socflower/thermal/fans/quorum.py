@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from socflower.errors import ConfigError
+from socflower.errors import require_range
 from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C, HeatSource
 
 _REPEAT_AFTER_S = 3600.0
@@ -102,9 +102,7 @@ class FilteredTemperatures:
         self, sources: Mapping[int, HeatSource], *, max_silence_s: float, stuck_after_s: float,
         clock: Callable[[], float], alerts: Alerts,
     ) -> None:
-        for key, value in (("max_silence_s", max_silence_s), ("stuck_after_s", stuck_after_s)):
-            if not 0.0 < value < math.inf:
-                raise ConfigError(f"fan control: {key} = {value} must be above 0 and finite")
+        require_range("fan control", above=0.0, max_silence_s=max_silence_s, stuck_after_s=stuck_after_s)
         self._sources = dict(sources)
         self._max_silence_s, self._stuck_after_s, self._clock = max_silence_s, stuck_after_s, clock
         self._alerts = alerts

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 _Value = TypeVar("_Value")
 
@@ -64,9 +64,8 @@ class BackgroundLoad:
     taken: bool = False  # training has to release the SoC
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.share < 1.0 or not 0.0 <= self.power_w < math.inf:
-            raise ConfigError(f"user load: share = {self.share} must be 0 or more and below 1, power_w = "
-                              f"{self.power_w} finite and not negative")
+        require_range("user load", least=0.0, below=1.0, share=self.share)
+        require_range("user load", least=0.0, power_w=self.power_w)
 
 
 NOBODY = BackgroundLoad()
@@ -106,8 +105,7 @@ class Tide:
     def __post_init__(self) -> None:
         if not 0.0 <= self.low <= self.high < 1.0:
             raise ConfigError(f"tide: need 0 <= low <= high < 1, got {self.low} and {self.high}")
-        if not self.mean_session_s > 0.0:
-            raise ConfigError(f"tide: mean_session_s = {self.mean_session_s} must be above 0")
+        require_range("tide", above=0.0, mean_session_s=self.mean_session_s)
 
     def part_busy(self, hour: float) -> float:
         """Return the mean fraction of SoCs with a game at an hour of the day."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.fans.policies import FanObservation, FanPolicy
 from socflower.thermal.model.background_load import BackgroundLoad, Steps, always
@@ -63,8 +63,7 @@ class RackDynamics:
         surroundings: Surroundings | None = None, start_c: float = 28.0, tick_s: float = 5.0,
         sensor_step_c: float = 0.5, start_rpm: float | None = None,
     ) -> None:
-        if not 0.0 < tick_s < math.inf:
-            raise ConfigError(f"rack: tick_s = {tick_s} must be above 0 and finite")
+        require_range("rack", above=0.0, tick_s=tick_s)
         self._rack, self._policy = rack, policy
         self._governor, self._fans = governor or snapdragon_governor(), fans or rack_fans()
         self._surroundings = surroundings or Surroundings()

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from socflower.errors import ConfigError
+from socflower.errors import require_range
 from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C
 from socflower.thermal.sensors.sysfs import NoteLog
 
@@ -49,8 +49,7 @@ class SensorFilter:
     """
 
     def __init__(self, notes: NoteLog, *, stuck_after_s: float = STUCK_AFTER_S) -> None:
-        if not stuck_after_s > 0:
-            raise ConfigError(f"sensors: stuck_after_s = {stuck_after_s} must be above 0")
+        require_range("sensors", above=0, stuck_after_s=stuck_after_s)
         self.rejections: dict[str, str] = {}
         """The reason of each present rejection, by sensor name."""
         self._notes = notes

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 COLDEST_C, HOTTEST_C = -40.0, 150.0
 """A sensor outside this range is broken: no working SoC is colder or hotter."""
@@ -23,10 +23,8 @@ class Reading:
     notes: tuple[str, ...] = ()  # sensor errors, one line each
 
     def __post_init__(self) -> None:
-        for key in ("clock_factor", "battery_fraction", "user_load"):
-            value = getattr(self, key)
-            if value is not None and not 0.0 <= value <= 1.0:
-                raise ConfigError(f"reading: {key} = {value} must lie between 0 and 1")
+        shares = {key: getattr(self, key) for key in ("clock_factor", "battery_fraction", "user_load")}
+        require_range("reading", least=0.0, most=1.0, **{key: part for key, part in shares.items() if part is not None})
         if self.temperature_c is not None and not COLDEST_C <= self.temperature_c <= HOTTEST_C:
             raise ConfigError(f"reading: temperature_c = {self.temperature_c} cannot be; give None where a sensor lies")
 

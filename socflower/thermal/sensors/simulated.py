@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.thermal.sensors.plausibility import STUCK_AFTER_S, SensorFilter
 from socflower.thermal.sensors.reading import Reading
 from socflower.thermal.sensors.sysfs import NoteLog
@@ -28,8 +28,7 @@ class SensorFault:
             raise ConfigError(f"sensor fault {self.kind!r}: there are {', '.join(FAULTS)}")
         if not self.from_s < self.until_s:
             raise ConfigError(f"sensor fault {self.kind}: need from_s < until_s, got {self.from_s} and {self.until_s}")
-        if self.sensor < 0:
-            raise ConfigError(f"sensor fault {self.kind}: sensor = {self.sensor} must be 0 or above")
+        require_range(f"sensor fault {self.kind}", least=0, sensor=self.sensor)
 
 
 class SimulatedSource:
@@ -64,11 +63,8 @@ class SimulatedSource:
         clock: Callable[[], float] = time.monotonic, busy_of: Callable[[], bool] = lambda: True,
         faults: Sequence[SensorFault] = (), stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
-        for name, value in (("step_c", step_c), ("noise_c", noise_c)):
-            if not (math.isfinite(value) and value >= 0.0):
-                raise ConfigError(f"simulated sensor: {name} = {value} must be 0 or above")
-        if num_sensors < 1:
-            raise ConfigError(f"simulated sensor: num_sensors = {num_sensors} must be 1 or above")
+        require_range("simulated sensor", least=0.0, step_c=step_c, noise_c=noise_c)
+        require_range("simulated sensor", least=1, num_sensors=num_sensors)
         for fault in faults:
             if fault.sensor >= num_sensors:
                 raise ConfigError(f"sensor fault {fault.kind}: there is no sensor {fault.sensor} among {num_sensors}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.thermal.sensors.reading import HeatSource, Reading
 
 _MOST_LOADS = 64
@@ -45,8 +45,7 @@ class StepTiming:
     _ratios: deque[float] = field(init=False, default_factory=deque)  # seconds over reference
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ConfigError(f"step timing: window = {self.window} must be 1 or above")
+        require_range("step timing", least=1, window=self.window)
         for num_samples, seconds in self.references_s.items():
             if not (num_samples > 0 and math.isfinite(seconds) and seconds > 0.0):
                 raise ConfigError(f"step timing: a reference of {seconds} s for {num_samples} samples cannot be; give "
@@ -103,8 +102,7 @@ class TimedSource:
     """
 
     def __init__(self, source: HeatSource, timing: StepTiming, *, throttled_below: float = 0.85) -> None:
-        if not 0.0 < throttled_below <= 1.0:
-            raise ConfigError(f"timed source: throttled_below = {throttled_below} must lie above 0 and up to 1")
+        require_range("timed source", above=0.0, most=1.0, throttled_below=throttled_below)
         self._source, self._timing, self._throttled_below = source, timing, throttled_below
         self._said = False
 

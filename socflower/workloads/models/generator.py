@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from socflower.errors import ConfigError
+from socflower.errors import require_range
 from socflower.workloads.models.layers import draw_weights_
 from socflower.workloads.sample_tensors import STYLE_SIZE
 
@@ -17,8 +17,7 @@ def build_generator(seed: int, *, num_classes: int = 10) -> nn.Sequential:
     the front sends the fewest bytes. Train it by the mean squared error against `GeneratorSamples.targets`. Equal seeds
     give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for no classes.
     """
-    if num_classes < 1:
-        raise ConfigError(f"model digit-generator: num_classes must be 1 or more, got {num_classes}")
+    require_range("model digit-generator", least=1, num_classes=num_classes)
     with torch.device("meta"):
         model = nn.Sequential(
             nn.Linear(num_classes + STYLE_SIZE, 128),

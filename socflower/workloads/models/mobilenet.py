@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 BLOCKS = (
     (64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2),
@@ -28,8 +28,7 @@ def mobilenet_v1(*, in_channels: int, image_size: int, num_classes: int, width: 
     `width` multiplies every channel count, down to 8 channels. Raises ConfigError for a width of zero or less
     and for images smaller than 16 pixels, too small for four strides of two.
     """
-    if width <= 0.0:
-        raise ConfigError(f"model mobilenet-v1: width must be above 0, got {width}")
+    require_range("model mobilenet-v1", above=0.0, width=width)
     if image_size < 16:
         size = f"{image_size}x{image_size}"
         raise ConfigError(f"model mobilenet-v1: takes images of 16x16 pixels or more, got {size}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.workloads.models.layers import draw_weights_
 from socflower.workloads.models.lenet import lenet5
 from socflower.workloads.models.mobilenet import mobilenet_v1
@@ -40,9 +40,7 @@ def build_model(name: str, *, in_channels: int, image_size: int, num_classes: in
         close = difflib.get_close_matches(name, _BUILDERS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"model.name: unknown model {name!r}, known are {', '.join(_BUILDERS)}{hint}")
-    for key, value in (("in_channels", in_channels), ("image_size", image_size), ("num_classes", num_classes)):
-        if value < 1:
-            raise ConfigError(f"model {name}: {key} must be 1 or more, got {value}")
+    require_range(f"model {name}", least=1, in_channels=in_channels, image_size=image_size, num_classes=num_classes)
     # Constructors draw weights from the global generator, except on the meta device, whose tensors have no values.
     with torch.device("meta"):
         model = builder(in_channels=in_channels, image_size=image_size, num_classes=num_classes)

@@ -80,7 +80,7 @@ def test_nothing_flows_below_the_threshold() -> None:
 
 @pytest.mark.parametrize(("key", "value", "text"), [
     ("still_w_per_k", 0.0, "still_w_per_k = 0.0 must be above 0"), ("still_w_per_k", math.nan, "still_w_per_k = nan"),
-    ("threshold_rpm", -1.0, "threshold_rpm = -1.0 must be finite and not negative"),
+    ("threshold_rpm", -1.0, "threshold_rpm = -1.0 must be 0 or more and finite"),
     ("flow_w_per_k_rpm", math.nan, "flow_w_per_k_rpm = nan"), ("drag_w_per_rpm", -1e-9, "drag_w_per_rpm"),
     ("air_w_per_rpm3", math.inf, "air_w_per_rpm3 = inf"), ("min_rpm", 0.0, "need 0 < min_rpm < max_rpm"),
     ("min_rpm", 14000.0, "need 0 < min_rpm < max_rpm"), ("max_rpm", math.inf, "need 0 < min_rpm < max_rpm"),

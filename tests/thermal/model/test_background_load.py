@@ -101,8 +101,8 @@ def test_no_tide_and_a_flood(low: float, busy: int) -> None:
 @pytest.mark.parametrize(("make", "text"), [
     (lambda: BackgroundLoad(share=1.0), "share = 1.0"), (lambda: BackgroundLoad(share=-0.1), "share = -0.1"),
     (lambda: BackgroundLoad(share=math.nan), "share = nan"),
-    (lambda: BackgroundLoad(power_w=-1.0), "-1.0 finite and not negative"),
-    (lambda: BackgroundLoad(power_w=math.inf), "inf finite"), (lambda: Game(share=1.5).load, "share = 1.5"),
+    (lambda: BackgroundLoad(power_w=-1.0), "-1.0 must be 0 or more and finite"),
+    (lambda: BackgroundLoad(power_w=math.inf), "power_w = inf must be"), (lambda: Game(share=1.5).load, "share = 1.5"),
     (lambda: Tide(low=0.7), "need 0 <= low <= high < 1, got 0.7 and 0.6"), (lambda: Tide(low=-0.1), "0 <= low"),
     (lambda: Tide(high=1.0), "high < 1"), (lambda: Tide(high=math.nan), "high < 1"),
     (lambda: Tide(mean_session_s=0.0), "mean_session_s = 0.0 must be above 0"),

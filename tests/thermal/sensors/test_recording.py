@@ -85,7 +85,7 @@ def test_a_table_written_by_hand_is_read(tmp_path: Path) -> None:
     ("a.csv", "at_s,temperature_c\n1,hot\n", "line 2: temperature_c = 'hot' is no number"),
     ("a.csv", "at_s,temperature_c\n1,nan\n", "line 2: temperature_c = nan is no number"),
     ("a.csv", "at_s,temperature_c\n1,-128\n", "line 2: reading: temperature_c = -128.0 cannot be"),
-    ("a.csv", "at_s,user_load\n1,1.5\n", "line 2: reading: user_load = 1.5 must lie"),
+    ("a.csv", "at_s,user_load\n1,1.5\n", "line 2: reading: user_load = 1.5 must be"),
     ("a.csv", "at_s,throttled\n1,2\n", "line 2: throttled = '2' must be true or false"),
     ("a.csv", "at_s,temperature_c\n,40\n", "line 2: at_s is missing"),
     ("a.csv", "at_s\n5\n4\n", "line 3: at_s = 4.0 comes after 5.0"),
