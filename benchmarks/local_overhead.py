@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import Row, main
 from socflower.clients.app import make_client_app
 from socflower.cluster import parse_cluster
-from socflower.engines.local.grid import LocalGrid, num_cores
+from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.workers import AppReference
+from socflower.engines.names import num_cores
 from socflower.strategies.socflow import SoCFlow
 from socflower.training.batches import group_batches
 from socflower.training.fp32 import FP32Trainer, sgd

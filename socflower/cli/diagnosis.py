@@ -17,7 +17,7 @@ from socflower.cli.heat import sensors_line
 from socflower.engines.deployment.flower_processes import users_environment
 from socflower.engines.deployment.private_network import private_network
 from socflower.engines.installed import dependencies
-from socflower.engines.local.grid import num_cores
+from socflower.engines.names import num_cores
 from socflower.hierarchy import weighted_average
 from socflower.quantities import counted
 from socflower.thermal.sensors.linux import LinuxSensors

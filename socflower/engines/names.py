@@ -1,5 +1,7 @@
 """The names of the engines, and limits on the processes that they start."""
 
+import os
+
 from socflower.errors import ConfigError
 
 ENGINES = ("local", "simulation", "deployment")
@@ -18,3 +20,8 @@ def require_count(option: str, value: int | None, least: int, most: int) -> None
     """Raise `ConfigError` for a number outside `least` to `most`."""
     if value is not None and not least <= value <= most:
         raise ConfigError(f"{option} {value}: must be from {least} to {most}")
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

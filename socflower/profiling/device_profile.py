@@ -27,7 +27,7 @@ from socflower.cluster.device_catalog import (
     read_device_file,
     toml_text,
 )
-from socflower.engines.names import MAX_WORKERS, require_count
+from socflower.engines.names import MAX_WORKERS, num_cores, require_count
 from socflower.errors import ConfigError
 from socflower.profiling.cells import (
     CellStore,
@@ -133,7 +133,7 @@ def _profile(request: ProfileRequest, out: Path | None, on_cell: OnCell, root: P
             "idle_w", lambda: mean_watts(meter, lambda: time.sleep(_IDLE_S))),
     }
     table = _device_table(store.cells_by_model(), at, figures, like=request.like or similar_device(),
-                          meter=meter, usable_cores=usable_cores())
+                          meter=meter, usable_cores=num_cores())
     link_table = None if link is None else _link_table(link)
     if before is not None:
         table = _with_edits(before.devices[name], table)
@@ -208,14 +208,6 @@ def host_name() -> str:
 def similar_device() -> str:
     """Return the catalogue's device that is most similar to this machine, by architecture alone."""
     return "x86-core" if platform.machine().lower() in ("x86_64", "amd64", "i386", "i686") else "raspberry-pi-4b"
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        return os.cpu_count() or 1
 
 
 def _device_table(
@@ -323,7 +315,7 @@ def _with_edits(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 def _machine(meter: PowerMeter | None) -> dict[str, Any]:
     return {
         "host": platform.node(), "architecture": platform.machine(), "processor": processor_name(),
-        "usable_cores": usable_cores(), "memory_bytes": psutil.virtual_memory().total, "torch": torch.__version__,
+        "usable_cores": num_cores(), "memory_bytes": psutil.virtual_memory().total, "torch": torch.__version__,
         "kernels_available": _int8.available_kernels(), "power": None if meter is None else meter.source,
     }
 

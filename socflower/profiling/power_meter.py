@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from socflower.thermal.sensors.sysfs import matching_paths, read_integer, read_text
+
 _GRAPHICS = ("amdgpu", "i915", "nouveau", "nvidia", "radeon", "xe")
 _SAMPLE_S = 0.05
 
@@ -87,7 +89,7 @@ class ProductMeter:
 
     def power_w(self) -> float:
         """Return the product of all files, each in its unit; `ValueError` if a battery does not discharge."""
-        if self._status is not None and _text(self._status).lower() != "discharging":
+        if self._status is not None and read_text(self._status).lower() != "discharging":
             raise ValueError(f"{self._status}: the battery does not discharge")
         watts = 1.0
         for path, unit in self._factors:
@@ -97,13 +99,13 @@ class ProductMeter:
 
 def _find_rapl(root: Path) -> RaplMeter | None:
     zones: dict[Path, str] = {}
-    for zone in _sorted(root / "sys/class/powercap", "intel-rapl:*"):
+    for zone in matching_paths(root / "sys/class/powercap", "intel-rapl:*"):
         if zone.name.count(":") != 1:  # cores, DRAM: parts of a package
             continue
         try:
             _whole_number(zone / "energy_uj")
             if _whole_number(zone / "max_energy_range_uj") > 0:
-                zones[zone] = _text(zone / "name")
+                zones[zone] = read_text(zone / "name")
         except (OSError, ValueError):
             continue
     # psys includes the packages, so the two must not be added.
@@ -118,9 +120,9 @@ def _find_rapl(root: Path) -> RaplMeter | None:
 
 def _find_rail(root: Path) -> ProductMeter | None:
     """Return the rail labelled as the total input (Jetson: VDD_IN, POM_5V_IN), else the first rail."""
-    for folder in _sorted(root / "sys/class/hwmon", "hwmon*"):
+    for folder in matching_paths(root / "sys/class/hwmon", "hwmon*"):
         try:
-            chip = _text(folder / "name")
+            chip = read_text(folder / "name")
         except (OSError, ValueError):
             chip = folder.name
         if chip in _GRAPHICS:  # trainers do not use graphics processors
@@ -140,9 +142,9 @@ def _find_rail(root: Path) -> ProductMeter | None:
 
 
 def _find_battery(root: Path) -> ProductMeter | None:
-    for folder in _sorted(root / "sys/class/power_supply", "*"):
+    for folder in matching_paths(root / "sys/class/power_supply", "*"):
         try:
-            if _text(folder / "type") != "Battery":
+            if read_text(folder / "type") != "Battery":
                 continue
         except (OSError, ValueError):
             continue
@@ -164,26 +166,14 @@ def _is_readable(meter: ProductMeter) -> bool:
 def _label(folder: Path, channel: int) -> str:
     for name in (f"power{channel}_label", f"in{channel}_label"):
         try:
-            return _text(folder / name)
+            return read_text(folder / name)
         except (OSError, ValueError):
             continue
     return ""
 
 
-def _sorted(folder: Path, pattern: str) -> list[Path]:
-    """Return matching paths, hwmon2 before hwmon10; none if the folder is missing or unreadable."""
-    try:
-        return sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name))
-    except OSError:
-        return []
-
-
-def _text(path: Path) -> str:
-    return path.read_text("ascii").strip()
-
-
 def _whole_number(path: Path) -> int:
-    value = int(_text(path))
+    value = read_integer(path)
     if value < 0:
         raise ValueError(f"{path}: {value} is negative")
     return value

@@ -15,9 +15,9 @@ from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
 from socflower.engines.deployment.attempts import OnNotice
 from socflower.engines.deployment.options import DeploymentOptions
 from socflower.engines.deployment.run import run_in_deployment
-from socflower.engines.local.grid import num_cores
 from socflower.engines.local.run_app import run_on_local_grid
 from socflower.engines.local.workers import AppReference
+from socflower.engines.names import num_cores
 from socflower.engines.run_folder import RunFolder, write_atomically
 from socflower.engines.simulation import run_in_flower_simulation
 from socflower.errors import ConfigError, DataUnavailable, InfeasiblePlan, SocflowerError, TrainingFailed

@@ -167,7 +167,7 @@ def test_two_sides_share_silicon_where_there_are_no_cores_for_both(
     measured: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for cores, shares in ((1, "cpu"), (2, None)):
-        monkeypatch.setattr(device_profile, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(device_profile, "num_cores", lambda cores=cores: cores)
         assert profile_device(SMALL)["device"]["mine"]["processor"]["cpu-int8"].get("shares") == shares
 
 

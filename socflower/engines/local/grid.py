@@ -1,6 +1,5 @@
 """A Flower Grid without Ray: a node is a `Context`, and worker processes of this machine handle messages."""
 
-import os
 import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from flwr.serverapp import Grid
 from socflower.engines.local.flower_internals import Run, begin_run
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.workers import ClientAppSource, InProcessWorkers, ProcessWorkers, Work
+from socflower.engines.names import num_cores
 from socflower.errors import ConfigError
 
 NodeConfigs: TypeAlias = Sequence[Mapping[str, str | int | float | bool]]
@@ -133,11 +133,6 @@ class LocalGrid(EngineGrid):
             self._messages.record([(message, answered.get(message_id)) for message_id, message in asked.items()],
                                   self._soc_of_node, pulled=pulled)
         return [answered[message_id] for message_id in asked if message_id in answered]
-
-
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _one_message_per_node(messages: Mapping[str, Message]) -> list[list[tuple[str, int]]]:
