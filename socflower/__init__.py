@@ -13,6 +13,7 @@ _EXPORTS = {
     "strategies.socflow": ("SoCFlow", "RoundReport"),
     "strategies.comparators": ("OrderedFedAvg", "RingAllReduce", "SingleDevice"),
     "strategies.split_replay": ("CloudSessions", "SplitReplay", "SplitRoundReport"),
+    "strategies.group_grid": ("GroupGrid",),
     "strategies.rings": ("RingSettings",),
     "strategies.resuming": ("Resumable",),
     "strategies.warm_up": ("profile_group_count",),

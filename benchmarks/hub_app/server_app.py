@@ -11,6 +11,7 @@ from flwr.serverapp.strategy import FedAvg
 from task import load_model
 
 from socflower.cluster import parse_cluster
+from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.socflow import SoCFlow
 from socflower.workloads import evaluate, load_data
 
@@ -50,4 +51,4 @@ def main(grid: Grid, context: Context) -> None:
     else:
         SoCFlow(cluster=parse_cluster({"boards": 1, "socs_per_board": num_nodes}), num_samples=len(data.train),
                 num_groups=int(config["num-groups"]), batch_size=BATCH_SIZE, num_epochs=num_rounds,
-                interval_epochs=1.0).start(grid, initial, num_rounds=num_rounds, evaluate_fn=mark)
+                interval_epochs=1.0).start(GroupGrid(grid), initial, num_rounds=num_rounds, evaluate_fn=mark)

@@ -10,6 +10,7 @@ from task import load_model, num_samples
 
 from socflower.cluster import parse_cluster
 from socflower.hierarchy import Rebalancing
+from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.socflow import SoCFlow
 
 app = ServerApp()
@@ -36,4 +37,4 @@ def main(grid: Grid, context: Context) -> None:
             stream.write(json.dumps(line) + "\n")
         return MetricRecord({})
 
-    strategy.start(grid, ArrayRecord(load_model().state_dict()), num_rounds=num_rounds, evaluate_fn=mark)
+    strategy.start(GroupGrid(grid), ArrayRecord(load_model().state_dict()), num_rounds=num_rounds, evaluate_fn=mark)

@@ -35,10 +35,10 @@ class Run:
         """Return the group's work: one epoch of different batches."""
         size = len(self.addresses)
         return GroupTask(
-            group_id=0, num_groups=1, members=tuple(range(size)), partitions=tuple(range(size)), num_partitions=size,
-            capacities=(1.0,) * size, first_step=0, num_steps=self.num_steps, steps_per_epoch=self.num_steps,
-            total_steps=self.num_steps, batch_size=self.batch_size, reshuffle=True, deal_epoch=0, seed=3,
-            num_samples=self.batch_size * self.num_steps)
+            group_id=0, num_groups=1, members=tuple(range(size)), leader=0, partitions=tuple(range(size)),
+            num_partitions=size, capacities=(1.0,) * size, first_step=0, num_steps=self.num_steps,
+            steps_per_epoch=self.num_steps, total_steps=self.num_steps, batch_size=self.batch_size, reshuffle=True,
+            deal_epoch=0, seed=3, num_samples=self.batch_size * self.num_steps)
 
     def samples(self) -> LabelledData:
         """Return the data: noise, which takes as long to train on as anything else."""

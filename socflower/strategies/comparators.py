@@ -14,7 +14,6 @@ from socflower.errors import TrainingFailed
 from socflower.strategies.mixed_replies import client_events, mean_metric
 from socflower.strategies.replies import ReplyEvent, failure_event, fault_of, heat_events, no_reply_event
 from socflower.strategies.resuming import Resumable
-from socflower.strategies.round_grid import OpenRound
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import ALPHA, CPU_SHARE, EVENTS, METRICS
 
@@ -50,7 +49,6 @@ class OrderedFedAvg(Resumable, FedAvg):
         self.alpha: float | None = None  # of mixed precision, as in `RoundReport`
         self.cpu_share: float | None = None
         self._nodes: list[int] = []
-        self._round = OpenRound("OrderedFedAvg")
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
@@ -59,14 +57,14 @@ class OrderedFedAvg(Resumable, FedAvg):
         messages = sorted(super().configure_train(server_round, arrays, config, grid),
                           key=lambda message: message.metadata.dst_node_id)
         self._nodes = [message.metadata.dst_node_id for message in messages]
-        self._round.begin(server_round)
         return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message],
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average as Flower does, in ascending order of the nodes; `TrainingFailed` if no reply is usable."""
-        self._round.end()
+        if self.is_done(server_round):
+            return None, None
         if not self._nodes:
             raise TrainingFailed(f"round {server_round}: no client was asked; no node is connected, or fraction_train "
                                  "is 0")
@@ -83,13 +81,6 @@ class OrderedFedAvg(Resumable, FedAvg):
                                *heat_events(answers[node_id], soc, where))
         self.alpha, self.cpu_share = mean_metric(usable, ALPHA), mean_metric(usable, CPU_SHARE)
         return super().aggregate_train(server_round, [_without_lists(reply) for reply in usable])
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
-    ) -> Iterable[Message]:
-        """Address the nodes that Flower samples; raise `TrainingFailed` if the round's replies were withheld."""
-        self._round.require_ended(server_round)
-        return super().configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average the clients' metrics, as Flower does; `events` lists those that failed."""

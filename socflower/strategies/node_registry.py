@@ -1,5 +1,6 @@
 """Maps Flower nodes to SoCs, and tracks which nodes are connected and available."""
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
@@ -20,6 +21,7 @@ from socflower.wire.message_keys import (
 )
 
 QUERY_TYPE = f"{MessageType.QUERY}.{QUERY_ACTION}"
+_PULL_INTERVAL_S = 0.25
 _QUERY_TIMEOUT_S = 180.0  # every node starts a process to answer a query
 
 
@@ -35,6 +37,7 @@ class NodeRegistry:
         self._node_of: dict[int, int] = {}
         self._status: dict[int, NodeStatus] = {}  # by SoC
         self._away: set[int] = set()
+        self._unanswered: dict[str, int] = {}  # nodes that have a status query, by its message id
         self._queried_new_nodes: set[int] = set()  # unknown nodes that were asked for their board and slot
 
     @property
@@ -90,21 +93,36 @@ class NodeRegistry:
         return tuple(soc for soc in self._socs
                      if self._node_of.get(soc) in connected and soc not in self._away)
 
-    def status_queries(self, grid: Grid, server_round: int, pending: Collection[int] = ()) -> list[Message]:
-        """Return status queries to the nodes that are away, and to new nodes.
-
-        They are sent with a round's work, and the answers take effect in the next round. Nodes in `pending` have an
-        unanswered query and are not queried again.
-        """
-        connected = set(grid.get_node_ids()) - set(pending)
+    def ask(self, grid: Grid, server_round: int) -> None:
+        """Push status queries to the nodes that are away and to new nodes, except where one is unanswered."""
+        connected = set(grid.get_node_ids()) - set(self._unanswered.values())
         away = [self._node_of[soc] for soc in sorted(self._away) if self._node_of[soc] in connected]
         known = set(self._node_of.values())
         new = sorted(connected - known - self._queried_new_nodes) if self.ring_address_of else []
         self._queried_new_nodes |= set(new)
-        return [_status_query(node, server_round) for node in (*away, *new)]
+        if asked := [*away, *new]:
+            ids = grid.push_messages([_status_query(node, server_round) for node in asked])
+            self._unanswered |= dict(zip(ids, asked, strict=True))
 
-    def on_reply(self, reply: Message) -> list[int]:
-        """Record the answer to a status query; return the SoCs that are available again."""
+    def hear(self, grid: Grid) -> list[int]:
+        """Pull the answers to status queries; return the SoCs that are available again.
+
+        Machines that hang do not answer and are not waited for. Nodes in one process answer after the work that they
+        got later, and are: when a SoC returns must not depend on time.
+        """
+        until_s = time.monotonic() + (0.0 if self.ring_address_of else _QUERY_TIMEOUT_S)
+        back: list[int] = []
+        while self._unanswered:
+            for reply in grid.pull_messages(list(self._unanswered)):
+                self._unanswered.pop(reply.metadata.reply_to_message_id, None)
+                back += self._on_reply(reply)
+            if time.monotonic() >= until_s:
+                break
+            if self._unanswered:
+                time.sleep(_PULL_INTERVAL_S)
+        return back
+
+    def _on_reply(self, reply: Message) -> list[int]:
         if not reply.has_content() or STATUS not in reply.content.config_records:
             return []
         status = decode(NodeStatus, reply.content.config_records[STATUS], "status")
@@ -170,8 +188,3 @@ class NodeRegistry:
 def _status_query(node: int, server_round: int) -> Message:
     return Message(RecordDict({CONFIG: ConfigRecord({ASK: ASK_STATUS, SERVER_ROUND: server_round, PRICED: True})}),
                    node, QUERY_TYPE, group_id=str(server_round))
-
-
-def is_query(message: Message) -> bool:
-    """Return whether a message is a query, such as those of `NodeRegistry.status_queries`."""
-    return message.metadata.message_type == QUERY_TYPE

@@ -17,15 +17,16 @@ _CLIENT_FAULTS = (1, 2)  # Flower's error codes of a ClientApp that cannot be lo
 BACKEND_DROPPED = "backend-dropped"
 """The kind of event of a reply that is averaged although its client's accelerator failed."""
 
-DROPPING = frozenset({"client-raised", "no-reply", "not-finite", "malformed", "not-a-group", "group-left"})
-"""Kinds of events by which a group's work of a round is lost; after all others the work is kept."""
+GROUP_LOST = frozenset({"client-raised", "no-reply"})
+"""Kinds of events of a lost group that `GroupGrid` reports, in place of the error reply."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyEvent:
     """A reply that was dropped, or a failure or change in a group that was recovered from."""
 
-    kind: str  # one of DROPPING; "backend-dropped" (an accelerator failed); "preempted", "returned", "planned-anew",
+    kind: str  # a group's work is lost: "client-raised", "no-reply", "not-finite", "malformed", "not-a-group",
+    # "group-left"; it is kept: "backend-dropped" (an accelerator failed); "preempted", "returned", "planned-anew",
     # "re-balanced", "hot" (a device that was throttled); in rings "member-lost", "left-out", "leader-lost",
     # "ring-formed-again"
     group_id: int  # of a client that trains alone: its SoC
@@ -33,16 +34,17 @@ class ReplyEvent:
 
 
 def sort_replies(
-    replies: Iterable[Message], group_of_node: Mapping[int, Group], *, tolerate_errors: bool,
+    replies: Iterable[Message], group_of_node: Mapping[int, Group], lost: Iterable[ReplyEvent] = (), *,
+    tolerate_errors: bool,
 ) -> tuple[list[Message], tuple[ReplyEvent, ...]]:
-    """Return the usable replies in group order, and an event for each group without one.
+    """Return the usable replies in group order, and an event for each group without one; some are known as `lost`.
 
     Raises `TrainingFailed` if no reply is usable, or if a client raised and `tolerate_errors` is not set: an exception
     is usually a mistake in the client's code, and its text is in the message. A client that has lost the state to
     resume from is never tolerated.
     """
     usable: dict[int, Message] = {}
-    events: dict[int, ReplyEvent] = {}
+    events = {event.group_id: event for event in lost}
     # The error reply for a dead node has the SuperLink's id as its source, so its group is found by the missing reply.
     for reply in replies:
         node_id = reply.metadata.src_node_id
@@ -53,10 +55,11 @@ def sort_replies(
         event = fault_of(reply, group.group_id, where) or _wrong_group_fault(reply, group.group_id, where)
         if event is None:
             usable[group.group_id] = reply
-        elif event.kind == "client-raised" and (not tolerate_errors or LOST_STATE in event.text):
-            raise TrainingFailed(event.text)
         else:
             events[group.group_id] = event
+    for event in events.values():
+        if event.kind == "client-raised" and (not tolerate_errors or LOST_STATE in event.text):
+            raise TrainingFailed(event.text)
     for node_id, group in group_of_node.items():
         if group.group_id not in usable and group.group_id not in events:
             events[group.group_id] = no_reply_event(

@@ -1,121 +1,141 @@
-"""Resuming a training: rounds keep their numbers, although Flower counts every `start` from 1."""
+"""What our strategies and resumed foreign ones have in common: rounds that are done, kept back, or not planned."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from logging import INFO
-from typing import cast
+from typing import TypeAlias, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, TrainingFailed
 from socflower.wire.message_keys import SERVER_ROUND
 
-EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class Resumable(Strategy):
-    """A strategy whose `start` can begin after a round other than 0; mix in before the strategy itself.
+    """A strategy whose training can continue after a round other than 0; mix in before the strategy itself.
 
-    State that a strategy keeps between rounds, such as FedAdam's moments, is not restored here.
+    Flower counts every `start` from 1, and so do wrapping strategies. So a resumed training goes through all its
+    rounds, of which those that are done send nothing and change nothing. State that a strategy keeps between rounds,
+    such as FedAdam's moments, is not restored here.
     """
 
     resumed_after = 0
-
-    @property
-    def asks_clients_to_evaluate(self) -> bool:
-        """Whether EVALUATE messages are sent; `evaluate_config` is used only in them."""
-        return bool(getattr(self, "fraction_evaluate", 1.0))
-
-    def require_no_unused_settings(self, evaluate_config: ConfigRecord | None) -> None:
-        """Raise `ConfigError` for settings of EVALUATE messages if no such messages are sent."""
-        unread = [key for key in evaluate_config or () if key != SERVER_ROUND]
-        if unread and not self.asks_clients_to_evaluate:
-            raise ConfigError(f"{type(self).__name__}: evaluate_config ({', '.join(unread)}) is not used: no client "
-                              "is asked to evaluate; evaluate in evaluate_fn, on the server")
+    _open_round = 0  # whose messages were made and whose replies have not arrived
 
     def resume_from(self, server_round: int) -> None:
         """Make `start` continue after `server_round`, from the arrays that round ended with.
 
-        `start` is called with the same arguments as before, including `num_rounds` of the whole training. All methods
-        and `evaluate_fn` get the original round numbers. The initial arrays are not evaluated again.
+        `start` is called with the same arguments as before, including `num_rounds` of the whole training, and with
+        `evaluate_fn=strategy.skip_done_rounds(evaluate)`. If no round is left, its result has no arrays.
         """
         if server_round < 0:
             raise ConfigError(f"resume_from({server_round}): rounds are counted from 1; 0 is a new start")
         self.resumed_after = server_round
 
-    def start(
-        self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, timeout: float = 3600,
-        train_config: ConfigRecord | None = None, evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: EvaluateFn | None = None,
-    ) -> Result:
-        """Run the remaining rounds, as Flower does; see `Strategy.start` and `resume_from`."""
-        if num_rounds < 1:
-            raise ConfigError(f"start: num_rounds = {num_rounds} trains nothing; give strategy.num_rounds")
-        self.require_no_unused_settings(evaluate_config)
-        done = self.resumed_after
-        if not done:
-            return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
-        if done > num_rounds:
-            raise ConfigError(f"resume_from({done}): start has num_rounds = {num_rounds}; give it those of the whole "
-                              "training")
-        log(INFO, "Resuming after round %d of %d; below, rounds are counted from there", done, num_rounds)
+    def skip_done_rounds(self, evaluate_fn: EvaluateFn) -> EvaluateFn:
+        """Return `evaluate_fn` without the rounds that were done before the resume."""
 
-        def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-            return evaluate_fn(server_round + done, arrays) if evaluate_fn is not None and server_round else None
+        def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            return None if self.resumed_after and server_round <= self.resumed_after else evaluate_fn(
+                server_round, arrays)
 
-        result = _RoundOffset(self, done).start(
-            grid, initial_arrays, num_rounds - done, timeout, train_config, evaluate_config,
-            None if evaluate_fn is None else evaluate_round)
-        for entry in fields(result):
-            by_round = getattr(result, entry.name)
-            if entry.name != "arrays" and isinstance(by_round, dict):
-                setattr(result, entry.name, {number + done: value for number, value in by_round.items()})
-        result.arrays = result.arrays or initial_arrays
-        return result
+        return evaluate
+
+    def is_done(self, server_round: int) -> bool:
+        """Return whether the round was done before the resume."""
+        return server_round <= self.resumed_after
+
+    def _begins(self, server_round: int) -> bool:
+        """Return whether the round is to be trained, and remember that its replies are to come."""
+        if self.is_done(server_round):
+            log(INFO, "round %d: done before the resume", server_round)
+            return False
+        self._open_round = server_round
+        return True
+
+    def _ends(self, server_round: int) -> bool:
+        """Return whether the round was trained, and remember that its replies have come."""
+        self._open_round = 0
+        return not self.is_done(server_round)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
     ) -> Iterable[Message]:
-        """Address clients as the strategy does; raise `ConfigError` for a round that was done before the resume."""
-        self.require_not_done(server_round)
+        """Address clients as the strategy does; none in a round that is done."""
+        if not self._begins(server_round):
+            return []
         # The next class in the method resolution order is the actual strategy.
         return cast(Strategy, super()).configure_train(server_round, arrays, config, grid)
-
-    def require_not_done(self, server_round: int) -> None:
-        """Raise `ConfigError` for a round that was done before the resume: the calling strategy has not resumed."""
-        if self.resumed_after and server_round <= self.resumed_after:
-            raise ConfigError(f"round {server_round} of a training that is resumed after round {self.resumed_after}: "
-                              "the strategy around this one counts from 1; mix Resumable into its class, and call its "
-                              f"resume_from({self.resumed_after}) too")
-
-
-class _RoundOffset(Strategy):
-    """The strategy that runs inside `Strategy.start`: forwards to the real one with round numbers shifted by `done`."""
-
-    def __init__(self, strategy: Strategy, done: int) -> None:
-        self._strategy = strategy
-        self._done = done
-
-    def summary(self) -> None:
-        self._strategy.summary()
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
-    ) -> Iterable[Message]:
-        return self._strategy.configure_train(server_round + self._done, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message],
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        return self._strategy.aggregate_train(server_round + self._done, replies)
+        """Aggregate as the strategy does; nothing in a round that is done."""
+        if not self._ends(server_round):
+            return None, None
+        return cast(Strategy, super()).aggregate_train(server_round, replies)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
     ) -> Iterable[Message]:
-        return self._strategy.configure_evaluate(server_round + self._done, arrays, config, grid)
+        """Address clients as the strategy does; none in a round that is done.
+
+        Raises `TrainingFailed` if a wrapping strategy withheld the round's replies, as Flower's differential privacy
+        does in every round in which a client failed: training would continue with unchanged weights.
+        """
+        if self.is_done(server_round):
+            return []
+        if self._open_round == server_round:
+            raise TrainingFailed(
+                f"round {server_round}: its replies did not reach {type(self).__name__}: the strategy around it keeps "
+                "them back, as Flower's differential privacy does where any client failed; Flower's log has the cause. "
+                "Groups of SoCFlow that are started with GroupGrid(grid) keep such failures from it")
+        unread = [key for key in config if key != SERVER_ROUND]
+        if unread and not getattr(self, "fraction_evaluate", 1.0):
+            raise ConfigError(f"{type(self).__name__}: evaluate_config ({', '.join(unread)}) is not used: no client is "
+                              "asked to evaluate; evaluate in evaluate_fn, on the server")
+        return cast(Strategy, super()).configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        return self._strategy.aggregate_evaluate(server_round + self._done, replies)
+        """Aggregate as the strategy does; nothing in a round that is done."""
+        return None if self.is_done(server_round) else cast(Strategy, super()).aggregate_evaluate(
+            server_round, replies)
+
+
+class PlannedRounds(Resumable):
+    """A strategy that knows its number of rounds, and whose model is evaluated by `evaluate_fn` on the server only."""
+
+    fraction_evaluate = 0.0
+
+    @property
+    @abstractmethod
+    def num_rounds(self) -> int:
+        """How many rounds `start` needs for all epochs."""
+
+    def resume_from(self, server_round: int) -> None:
+        """Make `start` continue after `server_round`; see `Resumable.resume_from`."""
+        if server_round > self.num_rounds:
+            raise ConfigError(f"resume_from({server_round}): the training has num_rounds = {self.num_rounds}")
+        super().resume_from(server_round)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+    ) -> list[Message]:
+        """Send nothing; raise `TrainingFailed` if the round's replies were withheld."""
+        super().configure_evaluate(server_round, arrays, config, grid)
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Return nothing; see `configure_evaluate`."""
+        return None
+
+    def _begins(self, server_round: int) -> bool:
+        if not 1 <= server_round <= self.num_rounds:
+            raise ConfigError(f"{type(self).__name__}: round {server_round} of a plan of {self.num_rounds} rounds; "
+                              "call start with num_rounds=strategy.num_rounds")
+        return super()._begins(server_round)

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from flwr.app import Message
 from flwr.serverapp import Grid
 
 from socflower.cluster import Cluster, Usage, VirtualClock
@@ -32,6 +31,7 @@ class RoundPlanner:
         self.balancer = Balancer(cluster, rates, rebalancing)
         self.events: list[ReplyEvent] = []  # since the last `drain_events`
         self._idle_usage = Usage()
+        self._asked_through: Grid | None = None
 
     @property
     def planned_without(self) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class RoundPlanner:
         In virtual time, waits idle while users occupy every SoC. Raises `TrainingFailed` if no SoC is available.
         """
         if not self.registry.node_of:
-            self.registry.match_nodes(getattr(grid, "inner", grid), query=not getattr(grid, "in_one_process", False))
+            self.registry.match_nodes(grid, query=not getattr(grid, "in_one_process", False))
         self._replan(self._wait_for_free_socs(self.registry.present(grid), clock))
         self.balancer.update_speeds(clock, self.plan.participants)
         self.plan, events = self.balancer.rebalance_groups(self.plan)
@@ -57,11 +57,16 @@ class RoundPlanner:
         self.plan = self.balancer.restore(balance, plan)
         self.registry.mark_away(away)
 
-    def on_reply(self, reply: Message) -> None:
-        """Process the answer to a status query of the registry."""
-        for soc in self.registry.on_reply(reply):
-            self.events.append(ReplyEvent(kind="returned", group_id=0, text=f"SoC {soc} is available again from "
-                                                                            "the next synchronisation on"))
+    def ask_absent(self, grid: Grid, server_round: int) -> None:
+        """Ask nodes that are away, and new ones, whether they are available; they answer beside the round's work."""
+        self.registry.ask(grid, server_round)
+        self._asked_through = grid
+
+    def hear_absent(self) -> None:
+        """Record the nodes that answered that they are available again."""
+        back = self.registry.hear(self._asked_through) if self._asked_through is not None else []
+        self.events += [ReplyEvent(kind="returned", group_id=0, text=f"SoC {soc} is available again from the next "
+                                                                     "synchronisation on") for soc in back]
 
     def remove(self, socs: Collection[int]) -> None:
         """Record SoCs that left their groups within the round."""

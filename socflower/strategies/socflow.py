@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 from flwr.supercore import log
 
 from socflower.cluster import FP32, Cluster, ModelProfile, Pricing, Usage, VirtualClock, sustained_rates
@@ -31,13 +30,13 @@ from socflower.hierarchy import (
 from socflower.hierarchy.uplink_turns import ASKED, AUTO, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted
+from socflower.strategies.group_replies import outcome_of, settle
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric, mixed_phases
-from socflower.strategies.node_registry import is_query
 from socflower.strategies.records import aggregate_records
-from socflower.strategies.replies import ReplyEvent, heat_events, sort_replies
-from socflower.strategies.resuming import EvaluateFn, Resumable
-from socflower.strategies.rings import MemberLocations, RingRound, RingSettings, outcome_of
-from socflower.strategies.round_grid import OpenRound, RoundGrid, require_exchange
+from socflower.strategies.replies import ReplyEvent, heat_events
+from socflower.strategies.resuming import PlannedRounds
+from socflower.strategies.rings import RingSettings, ring_tasks
+from socflower.strategies.round import IN_PROCESS, Round
 from socflower.strategies.round_planner import RoundPlanner
 from socflower.wire.message_keys import (
     ALPHA,
@@ -50,9 +49,14 @@ from socflower.wire.message_keys import (
     NUM_EXAMPLES,
     PRICED,
     RESUMED,
+    RING,
     SERVER_ROUND,
     GroupTask,
+    encode,
 )
+
+_CLIPPING_NORM = "clipping_norm"
+"""The config key in which Flower's client-side clipping strategies send the norm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +70,10 @@ class RoundReport:
     alpha: float | None = None  # mixed precision: mean confidence over groups (F9)
     cpu_share: float | None = None  # mixed precision: share of the samples that were trained on CPUs (F11)
     in_turn: bool = False  # whether groups that share an uplink exchanged in turn (F6)
+    without_state: tuple[int, ...] = ()  # groups whose leader has no state of this round's end to resume from
 
 
-class SoCFlow(Resumable):
+class SoCFlow(PlannedRounds):
     """Group-wise parallelism with delayed aggregation.
 
     One Flower round is one interval between synchronisations of the groups (F3), so `num_rounds` of `start` must
@@ -137,8 +142,9 @@ class SoCFlow(Resumable):
         self.steps_per_epoch = group_steps_per_epoch(num_samples, len(self.plan.groups), batch_size)
         self.intervals: Sequence[SyncInterval] = sync_schedule(num_epochs, self.steps_per_epoch, interval_epochs)
         self.reports: list[RoundReport] = []
+        self.round: Round | None = None
         self._cluster = cluster
-        self._interval_costs = None if model_profile is None else IntervalCosts(
+        self._costs = None if model_profile is None else IntervalCosts(
             cluster=cluster, plan=self.plan, profile=model_profile, num_samples=num_samples, batch_size=batch_size,
             steps_per_epoch=self.steps_per_epoch, reshuffle=reshuffle, serialize_uplinks=False,
             overlap_buckets=overlap_buckets, pricing=pricing, rebalancing=rebalancing)
@@ -149,64 +155,36 @@ class SoCFlow(Resumable):
         self._seed = seed
         self._clock = clock
         self._serialize_uplinks = serialize_uplinks
-        self._turns: tuple[GroupPlan, Turns] | None = None  # with the plan for which they were chosen
         choose_turns(self.plan, serialize_uplinks, None)  # validates the argument early
         self._tolerate_client_errors = tolerate_client_errors
-        self._group_of_node: dict[int, Group] = {}
-        self._without_state: frozenset[int] = frozenset()
-        self._resumed_leaders: tuple[int, ...] = ()  # by group, in the round that the training is resumed after
         self._rings = rings
         self._overlap_buckets = overlap_buckets
-        self._ring_round: RingRound | None = None
-        self._pending_queries: dict[str, int] = {}  # node ids of unanswered status queries, by message id
-        self._error_replies: list[Message] = []  # error replies of this round
-        self._round = OpenRound(
-            "SoCFlow", "; start it with round_grid(grid) of its SoCFlow, and clients that fail are named")
-        self._leader_replaced: frozenset[int] = frozenset()
-        self.transport = "in process"
+        self._resumed_states: dict[int, tuple[int, bool]] = {}  # leader of the round resumed after, and whether it has
+        # its group's state, by group
 
     def resume_from(
         self, server_round: int, *, without_state: Collection[int] = (), away: Collection[int] = (),
         planned_without: Collection[int] = (), balance: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make `start` continue after `server_round`; see `Resumable.resume_from`.
+        """Make `start` continue after `server_round`; see `Resumable.resume_from`. The rest is the `state` then.
 
         Clients must have their groups' states of that round's end, or they raise: without momentum the weights would
         differ. `without_state` are ids of groups that may have none, such as those whose reply was dropped in that
         round. `away` are the SoCs to exclude from plans; `planned_without` are those that the round's plan excluded.
-        A group with another leader than in that round starts with a new optimiser. `balance` is the `balance_state`
-        of that round.
+        A group with another leader than in that round starts with a new optimiser. `balance` is the state of
+        re-balancing.
         """
         super().resume_from(server_round)
         self._planner.restore(away=away, planned_without=planned_without, balance=balance or {})
-        self._resumed_leaders = tuple(group.leader for group in self.plan.groups)
-        self._without_state = frozenset(without_state)
-
-    def start(
-        self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, timeout: float = 3600,
-        train_config: ConfigRecord | None = None, evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: EvaluateFn | None = None,
-    ) -> Result:
-        """Run all rounds, as Flower does; see `Strategy.start`."""
-        if self._clock is None:
-            self._use_clock_of(grid)
-        return super().start(self.round_grid(grid), initial_arrays, num_rounds, timeout, train_config,
-                             evaluate_config, evaluate_fn)
-
-    def round_grid(self, grid: Grid) -> RoundGrid:
-        """Return the grid with which to start a strategy that wraps this one, in place of `grid`.
-
-        `DifferentialPrivacyServerSideFixedClipping(strategy, …).start(strategy.round_grid(grid), …)`: its `start`
-        replaces this one's, and would wait for a reply of every node. Through this grid it gets one reply per group.
-        """
-        if isinstance(grid, RoundGrid) and grid.uses(self._exchange):
-            return grid
-        return RoundGrid(grid, self._exchange)
+        self._resumed_states = {group.group_id: (group.leader, group.group_id not in without_state)
+                                for group in self.plan.groups} if server_round else {}
 
     @property
-    def asks_clients_to_evaluate(self) -> bool:
-        """Never; see `configure_evaluate`."""
-        return False
+    def state(self) -> dict[str, Any]:
+        """The state besides the weights that the next rounds depend on, as keyword arguments for `resume_from`."""
+        return {"without_state": list(self.reports[-1].without_state) if self.reports else [],
+                "away": list(self._planner.registry.away), "planned_without": list(self._planner.planned_without),
+                "balance": self._planner.balancer.state(self.plan)}
 
     @property
     def plan(self) -> GroupPlan:
@@ -216,27 +194,14 @@ class SoCFlow(Resumable):
     @property
     def turns(self) -> Turns:
         """Whether the groups of the latest plan take turns on shared uplinks, and the reason."""
-        return self._choose_turns()
+        if self.round is not None and self.round.plan is self.plan:
+            return self.round.turns
+        return self._turns_and_costs(self.plan)[0]
 
     @property
-    def planned_without(self) -> tuple[int, ...]:
-        """SoCs that the latest round was planned without, ascending."""
-        return self._planner.planned_without
-
-    @property
-    def balance_state(self) -> Mapping[str, Any]:
-        """The state of re-balancing, as plain values for `resume_from`."""
-        return self._planner.balancer.state(self.plan)
-
-    @property
-    def leader_replaced(self) -> frozenset[int]:
-        """Groups of the latest round for which another member than their leader answered: no state to resume from."""
-        return self._leader_replaced
-
-    @property
-    def away(self) -> tuple[int, ...]:
-        """SoCs excluded from plans: preempted by their users, or dropped by their rings."""
-        return self._planner.registry.away
+    def transport(self) -> str:
+        """The transport of gradients inside the groups of the latest round."""
+        return IN_PROCESS if self.round is None else self.round.transport
 
     @property
     def num_rounds(self) -> int:
@@ -248,8 +213,7 @@ class SoCFlow(Resumable):
         sizes = [len(group.members) for group in self.plan.groups]
         log(INFO, "\t├──> Groups: %d of %d to %d SoCs, %d split over boards, contention %d", len(sizes),
             min(sizes), max(sizes), sum(group.split for group in self.plan.groups), self.plan.contention)
-        log(INFO, "\t├──> Communication groups: %d, %s", len(self.plan.communication_groups),
-            _describe_turns(self.turns))
+        log(INFO, "\t├──> Communication groups: %d", len(self.plan.communication_groups))
         log(INFO, "\t└──> Synchronisations: %d, each after %d to %d of %d steps an epoch", self.num_rounds,
             min(interval.num_steps for interval in self.intervals),
             max(interval.num_steps for interval in self.intervals), self.steps_per_epoch)
@@ -261,38 +225,37 @@ class SoCFlow(Resumable):
 
         `config` is copied, not changed. SoCs that are away are excluded from the plan, and their nodes are queried.
         """
-        self.require_not_done(server_round)
+        if not self._begins(server_round):
+            return []
         if self._clock is None:
             self._use_clock_of(grid)
-        planner, registry = self._planner, self._planner.registry
+        planner = self._planner
         planner.drain_events()
         planner.plan_round(grid, self._clock)
-        nodes = registry.node_of
-        self._group_of_node = {nodes[soc]: group for group in self.plan.groups for soc in group.members}
-        interval = self._interval(server_round)
-        configs = self._configs(server_round, config)
-        self._round.begin(server_round)
-        queries = registry.status_queries(grid, server_round, self._pending_queries.values())
-        addresses = registry.ring_address_of
-        if addresses:
-            require_exchange(grid, config)
-            self.transport = registry.transport(self._rings.transport)
-            self._ring_round = RingRound(
-                self.plan.groups, self.plan.communication_groups,
-                MemberLocations(node_of=nodes, address_of=addresses, participant_of=planner.participant_of),
-                self._rings,
-                self.transport, lambda group: self._task(group, interval), configs, arrays,
-                serialize_uplinks=self.turns.taken, num_buckets=self._overlap_buckets, group_id=str(server_round),
-                tolerate_errors=self._tolerate_client_errors, rebalance_steps=planner.balancer.ring_steps)
-            return [*self._ring_round.messages(), *queries]
-        self._group_of_node = {nodes[group.leader]: group for group in self.plan.groups}
-        return [
-            *(Message(RecordDict({ARRAYS: arrays, CONFIG: configs[group.group_id],
-                                  GROUP: ConfigRecord(self._task(group, interval).encode())}),
-                      nodes[group.leader], MessageType.TRAIN, group_id=str(server_round))
-              for group in self.plan.groups),
-            *queries,
-        ]
+        this = self._make_round(server_round)
+        if this.in_rings and _CLIPPING_NORM in config:
+            raise ConfigError(f"SoCFlow: the train config has {_CLIPPING_NORM!r}, of differential privacy with "
+                              "clipping at the clients, and a member of a ring has no update of its own to clip; use "
+                              "the wrapper that clips at the server")
+        self._log_changes(this, grid)
+        self.round = this
+        planner.ask_absent(grid, server_round)
+        configs = self._configs(this, config)
+        rings = ring_tasks(
+            this, self._rings, planner.registry.ring_address_of, planner.participant_of,
+            num_buckets=self._overlap_buckets, rebalance_steps=planner.balancer.ring_steps,
+            tolerate_errors=self._tolerate_client_errors) if this.in_rings else {}
+        messages = []
+        for group in this.plan.groups:
+            task = ConfigRecord(self._task(group, this.interval).encode())
+            for soc in group.members if this.in_rings else (group.leader,):
+                content = RecordDict({CONFIG: configs[group.group_id], GROUP: task})
+                if soc == group.leader:
+                    content[ARRAYS] = arrays
+                if this.in_rings:
+                    content[RING] = ConfigRecord(encode(rings[soc]))
+                messages.append(Message(content, this.node_of[soc], MessageType.TRAIN, group_id=str(server_round)))
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message],
@@ -301,55 +264,41 @@ class SoCFlow(Resumable):
 
         Raises `TrainingFailed` if none is left, or if a client raised and that is not tolerated.
         """
-        self._round.end()
-        replies, planner = [*self._work_replies(replies), *self._error_replies], self._planner
-        self._error_replies = []
-        if self._ring_round is not None:
-            planner.events += self._ring_round.events
-            planner.registry.mark_away(self._ring_round.away)
-            self._leader_replaced = frozenset(self._ring_round.leader_replaced)
-            self._ring_round = None
-        else:
-            planner.remove({soc for reply in replies if (outcome := outcome_of(reply))
-                            for soc in outcome.preempted})
-        for reply in replies:
-            planner.balancer.on_outcome(outcome_of(reply))
-        usable, dropped = sort_replies(replies, self._group_of_node, tolerate_errors=self._tolerate_client_errors)
-        events = (*planner.drain_events(), *dropped)
+        if not self._ends(server_round):
+            return None, None
+        assert self.round is not None
+        this, planner, replies = self.round, self._planner, list(replies)
+        settled = settle(this, replies, tolerate_errors=self._tolerate_client_errors)
+        planner.hear_absent()
+        planner.registry.mark_away(settled.away)
+        outcomes = [outcome for reply in replies if (outcome := outcome_of(reply))]
+        if not this.in_rings:
+            planner.remove({soc for outcome in outcomes for soc in outcome.preempted})
+        for outcome in outcomes:
+            planner.balancer.on_outcome(outcome)
+        usable = settled.usable
+        events = (*planner.drain_events(), *settled.events, *settled.lost)
         for reply in usable:
             group_id = group_id_of(reply)
             events = (*events, *client_events(reply, group_id, f"group {group_id}"),
                       *heat_events(reply, group_id, f"group {group_id}"))
         for event in events:
             log(WARNING, "aggregate_train: %s", event.text)
-        interval = self._interval(server_round)
         self.reports.append(RoundReport(
-            server_round=server_round, epoch=interval.epoch_end, events=events, usage=self._price(interval, usable),
-            alpha=mean_metric(usable, ALPHA), cpu_share=mean_metric(usable, CPU_SHARE), in_turn=self.turns.taken))
+            server_round=server_round, epoch=this.interval.epoch_end, events=events, usage=self._price(this, usable),
+            alpha=mean_metric(usable, ALPHA), cpu_share=mean_metric(usable, CPU_SHARE), in_turn=this.turns.taken,
+            without_state=tuple(sorted({event.group_id for event in settled.lost} | settled.leaders_replaced))))
         metrics = [cast(MetricRecord, reply.content[METRICS]) for reply in usable]
         samples = [float(cast(float, metric[NUM_EXAMPLES])) for metric in metrics]
         arrays = aggregate_records([cast(ArrayRecord, reply.content[ARRAYS]) for reply in usable], samples)
         return arrays, _weighted_mean(metrics, samples)
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
-    ) -> list[Message]:
-        """Send nothing: the global model is evaluated by `evaluate_fn` on the server."""
-        self.require_no_unused_settings(config)  # a wrapping strategy may have replaced `start`
-        self._round.require_ended(server_round)
-        return []
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Return nothing; see `configure_evaluate`."""
-        return None
 
     def _use_clock_of(self, grid: Grid) -> None:
         """Use the grid's clock, if it has one; raise `ConfigError` if the grid's cluster is another one."""
         self._clock = getattr(grid, "clock", None)
         if self._clock is None:
             return
-        self._turns = None  # the clock can predict them
-        if self._interval_costs is None:
+        if self._costs is None:
             log(WARNING, "SoCFlow: without model_profile this engine keeps no virtual time; pass "
                          "model_profile=profile_module(model, example_shape, name)")
         cluster = getattr(grid, "cluster", self._cluster)
@@ -357,73 +306,52 @@ class SoCFlow(Resumable):
             raise ConfigError(f"SoCFlow: its cluster ({_hardware(self._cluster)}) is not the one the engine was "
                               f"given ({_hardware(cluster)}); describe both by the same cluster file")
 
-    def _choose_turns(self) -> Turns:
-        """Return how the latest plan's groups exchange, and price that plan from now on."""
-        plan = self.plan
-        if self._turns is None or self._turns[0] is not plan:
-            predict = None
-            if self._interval_costs is not None:
-                self._interval_costs = replace(self._interval_costs, plan=plan)
-                if self._clock is not None:
-                    lengths = Counter(interval.num_steps for interval in self.intervals)
-                    predict = partial(step_times, self._interval_costs, lengths, self._clock)
-            turns = choose_turns(plan, self._serialize_uplinks, predict)
-            if self._interval_costs is not None:
-                self._interval_costs = replace(self._interval_costs, serialize_uplinks=turns.taken)
-            self._turns = plan, turns
-        return self._turns[1]
+    def _make_round(self, server_round: int) -> Round:
+        """Return the round of the latest plan; what it costs is kept while the plan stays, as graphs are made of it."""
+        plan, before, registry = self.plan, self.round, self._planner.registry
+        same = before is not None and before.plan is plan
+        turns, costs = (before.turns, before.costs) if before is not None and same else self._turns_and_costs(plan)
+        return Round(
+            server_round=server_round, interval=self.intervals[server_round - 1], plan=plan, turns=turns, costs=costs,
+            node_of={soc: registry.node_of[soc] for soc in plan.participants},
+            transport=registry.transport(self._rings.transport) if registry.ring_address_of else IN_PROCESS)
 
-    def _interval(self, server_round: int) -> SyncInterval:
-        if not 1 <= server_round <= self.num_rounds:
-            raise ConfigError(f"SoCFlow: round {server_round} of a plan of {self.num_rounds} rounds; call start with "
-                              "num_rounds=strategy.num_rounds")
-        return self.intervals[server_round - 1]
+    def _turns_and_costs(self, plan: GroupPlan) -> tuple[Turns, IntervalCosts | None]:
+        """Return how a plan's groups exchange, and what an interval of it costs."""
+        if self._costs is None:
+            return choose_turns(plan, self._serialize_uplinks, None), None
+        costs = replace(self._costs, plan=plan)
+        lengths = Counter(interval.num_steps for interval in self.intervals)
+        turns = choose_turns(plan, self._serialize_uplinks,
+                             None if self._clock is None else partial(step_times, costs, lengths, self._clock))
+        return turns, replace(costs, serialize_uplinks=turns.taken)
 
-    def _configs(self, server_round: int, config: ConfigRecord) -> dict[int, ConfigRecord]:
+    def _log_changes(self, this: Round, grid: Grid) -> None:
+        """Log how groups exchange if that is new, and at first what the grid does for them."""
+        if self.round is None or self.round.turns != this.turns:
+            log(INFO, "SoCFlow: exchanges of groups: %s", _describe_turns(this.turns))
+        if self.round is None and this.in_rings and not getattr(grid, "settles_groups", False):
+            log(WARNING, "SoCFlow: its nodes form rings, and the grid is not a GroupGrid: a round ends only when every "
+                         "member has replied, and a group whose leader is lost loses its round; "
+                         "strategy.start(GroupGrid(grid), ...) ends it at each group's first reply, and asks survivors "
+                         "again")
+
+    def _configs(self, this: Round, config: ConfigRecord) -> dict[int, ConfigRecord]:
         """Return each group's config; in the first round after a resume, with whether a saved state is required."""
-        settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
-        configs = {group.group_id: settings for group in self.plan.groups}
-        before = self._resumed_leaders
-        if self.resumed_after and server_round == self.resumed_after + 1 and len(before) == len(configs):
-            for group in self.plan.groups:
+        settings = ConfigRecord({**config, SERVER_ROUND: this.server_round, PRICED: True})
+        configs = {group.group_id: settings for group in this.plan.groups}
+        before = self._resumed_states
+        if this.server_round == self.resumed_after + 1 and len(before) == len(configs):
+            for group in this.plan.groups:
+                leader, has_state = before[group.group_id]
                 # As without the interruption: a leader that is new to the group has no momentum for it.
-                if group.leader == before[group.group_id]:
-                    configs[group.group_id] = ConfigRecord(
-                        {**settings, RESUMED: group.group_id not in self._without_state})
+                if group.leader == leader:
+                    configs[group.group_id] = ConfigRecord({**settings, RESUMED: has_state})
         return configs
-
-    def _exchange(self, grid: Grid, messages: Iterable[Message], timeout_s: float | None) -> Iterable[Message]:
-        """Send a round's messages and return the replies to its work that have content.
-
-        Replies to queries are processed here. Error replies are kept for `aggregate_train`, since a wrapping strategy
-        may drop the whole round because of one. Raises `TrainingFailed` if all replies are errors.
-        """
-        sent = list(messages)
-        if self._ring_round is not None:
-            usable = self._ring_round.exchange(grid, sent, timeout_s, self._planner.on_reply, self._pending_queries)
-        else:
-            replies = self._work_replies(grid.send_and_receive(sent, timeout=timeout_s))
-            if not any(message.metadata.message_type == MessageType.TRAIN for message in sent):
-                return replies  # an evaluation
-            self._error_replies = [reply for reply in replies if reply.has_error()]
-            usable = [reply for reply in replies if reply.has_content()]
-        if not usable:
-            self.aggregate_train(self._round.number, [])  # raises `TrainingFailed` with the cause
-        return usable
-
-    def _work_replies(self, replies: Iterable[Message]) -> list[Message]:
-        """Return the replies to a round's work; process those to queries."""
-        work = []
-        for reply in replies:
-            if is_query(reply):
-                self._planner.on_reply(reply)
-            else:
-                work.append(reply)
-        return work
 
     def _task(self, group: Group, interval: SyncInterval) -> GroupTask:
         return GroupTask(
-            group_id=group.group_id, num_groups=len(self.plan.groups), members=group.members,
+            group_id=group.group_id, num_groups=len(self.plan.groups), members=group.members, leader=group.leader,
             partitions=tuple(self._planner.participant_of[soc] for soc in group.members),
             num_partitions=len(self._planner.participant_of),
             capacities=self._planner.balancer.capacities(group), first_step=interval.first_step,
@@ -436,18 +364,17 @@ class SoCFlow(Resumable):
 
     def _npu_ratios(self, group: Group) -> tuple[float, ...]:
         """Return each member's beta from the catalogue (F10); empty if clients measure it or do not need it."""
-        if self._interval_costs is None or not isinstance(self._pricing, MixedPricing):
+        if self._costs is None or not isinstance(self._pricing, MixedPricing):
             return ()
         return tuple(self._pricing.npu_ratio(self._model_name, self._cluster.device_of(soc)) for soc in group.members)
 
-    def _price(self, interval: SyncInterval, replies: Sequence[Message]) -> Usage:
-        self._choose_turns()
-        if self._clock is None or self._interval_costs is None:
+    def _price(self, this: Round, replies: Sequence[Message]) -> Usage:
+        if self._clock is None or this.costs is None:
             return Usage()
         phases: Sequence[Phase] = ()
         if isinstance(self._pricing, MixedPricing):
-            phases = mixed_phases(replies, interval.num_steps, self._pricing)
-        return self._planner.drain_idle() + self._interval_costs.run(interval, self._clock, phases,
+            phases = mixed_phases(replies, this.interval.num_steps, self._pricing)
+        return self._planner.drain_idle() + this.costs.run(this.interval, self._clock, phases,
                                                            self._planner.balancer.in_use)
 
 

@@ -20,8 +20,7 @@ from socflower.errors import ConfigError, TrainingFailed
 from socflower.strategies.node_registry import NodeRegistry
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
 from socflower.strategies.replies import ReplyEvent, fault_of, no_reply_event
-from socflower.strategies.resuming import Resumable
-from socflower.strategies.round_grid import OpenRound
+from socflower.strategies.resuming import PlannedRounds
 from socflower.wire.message_keys import ARRAYS, CONFIG, EVENTS, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND
 from socflower.wire.split_message_keys import EDGE_ALONE, OWN, SPLIT, SPLIT_REPORT, SplitReport, SplitTask
 
@@ -83,7 +82,7 @@ class SplitRoundReport:
     measured: tuple[SplitReport, ...] = ()  # on real links, in the order of the parties that answered
 
 
-class SplitReplay(Resumable):
+class SplitReplay(PlannedRounds):
     """Train a model with its front half at edges and its back half in a cloud, pipelined.
 
     A round is a span of batches. Without `cloud`, both halves train in the client's process, in the order of the
@@ -132,7 +131,6 @@ class SplitReplay(Resumable):
         self._clock, self._cloud = clock, cloud
         self._tolerate_client_errors = tolerate_client_errors
         self._registry = NodeRegistry(cluster, range(len(parties)))
-        self._round = OpenRound("SplitReplay")
         self._timeline: Timeline | None = None
         self._runs: dict[int, str] = {}  # the cloud's session, by party
         self._restart_notes: dict[int, str] = {}  # why a cloud session was restarted, by party
@@ -149,11 +147,6 @@ class SplitReplay(Resumable):
         for party, engine in zip(self.parties, (state or {}).get("engines", ()), strict=False):
             if isinstance(party.decider, DecisionEngine):
                 party.decider.restore(engine)
-
-    @property
-    def asks_clients_to_evaluate(self) -> bool:
-        """Never; see `configure_evaluate`."""
-        return False
 
     @property
     def state(self) -> dict[str, Any]:
@@ -187,7 +180,8 @@ class SplitReplay(Resumable):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
     ) -> list[Message]:
         """Address every edge; in one process, edges that share a cloud half are trained by one client."""
-        self.require_not_done(server_round)
+        if not self._begins(server_round):
+            return []
         if not self._registry.node_of:
             self._registry.match_nodes(grid, query=self._cloud is not None)
         if self._clock is None:
@@ -209,7 +203,6 @@ class SplitReplay(Resumable):
             else:
                 task = self._task(group, first, num_batches, timeline)
                 messages.append(self._message(group, task, arrays, settings, server_round))
-        self._round.begin(server_round)
         return messages
 
     def aggregate_train(
@@ -219,8 +212,9 @@ class SplitReplay(Resumable):
 
         Raises `TrainingFailed` if a part of the model is missing or a client raised.
         """
+        if not self._ends(server_round):
+            return None, None
         assert self._timeline is not None
-        self._round.end()
         answers = {reply.metadata.src_node_id: reply for reply in replies}
         events, usable = [], dict[tuple[int, ...], Message]()
         for node, group in self._party_of_message.items():
@@ -253,24 +247,9 @@ class SplitReplay(Resumable):
                    for metric, count in zip(metrics, samples, strict=True)) / sum(samples)
         return self._merged_model(usable, samples), MetricRecord({"train-loss": loss, NUM_EXAMPLES: int(sum(samples))})
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
-    ) -> list[Message]:
-        """Send nothing: the whole model is evaluated by `evaluate_fn` on the server."""
-        self.require_no_unused_settings(config)  # a wrapping strategy may have replaced `start`
-        self._round.require_ended(server_round)
-        return []
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Return nothing; see `configure_evaluate`."""
-        return None
-
     # ---------------------------------------------------------------------------------------- to the edges
 
     def _span(self, server_round: int) -> tuple[int, int]:
-        if not 1 <= server_round <= self.num_rounds:
-            raise ConfigError(f"SplitReplay: round {server_round} of a plan of {self.num_rounds} rounds; call start "
-                              "with num_rounds=strategy.num_rounds")
         first = (server_round - 1) * self._round_batches
         return first, min(self._round_batches, self._total_batches - first)
 

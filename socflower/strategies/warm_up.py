@@ -8,6 +8,7 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from socflower.hierarchy import GroupCountChoice, choose_group_count
+from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import WARM_UP
 
@@ -24,7 +25,7 @@ def profile_group_count(
 
     def first_epoch_accuracy(num_groups: int) -> float:
         strategy = make_strategy(num_groups)
-        trained = strategy.start(grid, initial_arrays, num_rounds=strategy.num_rounds, timeout=timeout_s,
+        trained = strategy.start(GroupGrid(grid), initial_arrays, num_rounds=strategy.num_rounds, timeout=timeout_s,
                                  train_config=ConfigRecord({WARM_UP: True}))
         accuracy = accuracy_of(trained.arrays)
         log(INFO, "warm-up: %d groups reach %.4f in their first epoch", num_groups, accuracy)

@@ -72,6 +72,9 @@ RING = "ring"
 OUTCOME = "socflower-outcome"
 """The record of a ring member's reply with the outcome of the ring; see `RingOutcome`."""
 
+NOTES = "socflower-notes"
+"""The record of a group's reply with what the grid saw of the round; see `RoundNotes`."""
+
 HEAT = "socflower-heat"
 """The record of a reply with its device's heat and throttling; see `HeatReport`."""
 
@@ -109,6 +112,7 @@ class GroupTask:
     group_id: int
     num_groups: int
     members: tuple[int, ...]  # SoCs, leader among them, in ring order
+    leader: int  # the SoC that gets the model and replies with it (F8)
     partitions: tuple[int, ...]  # of the data, one for each member
     num_partitions: int  # one for each SoC that takes part, over all groups
     capacities: tuple[float, ...]  # of the members; their shares of a batch are proportional (F4)
@@ -127,6 +131,8 @@ class GroupTask:
         if self.npu_ratios and len(self.npu_ratios) != len(self.members):
             raise ConfigError(f"group {self.group_id}: {len(self.members)} members and {len(self.npu_ratios)} NPU "
                               "ratios; need one for every member, or none")
+        if self.leader not in self.members:
+            raise ConfigError(f"group {self.group_id}: its leader, SoC {self.leader}, is not one of its members")
         if not len(self.members) == len(self.capacities) == len(self.partitions) > 0:
             raise ConfigError(f"group {self.group_id}: {len(self.members)} members, {len(self.capacities)} capacities "
                               f"and {len(self.partitions)} partitions; need one of each for every member")
@@ -161,6 +167,8 @@ class RingTask:
     groups_before: tuple[int, ...] = ()
     groups_after: tuple[int, ...] = ()
     neighbours: tuple[str, ...] = ()  # of all those groups' members: "group participant address"
+    leader_grace_s: float = 30.0  # how much longer than the others the member that answers may be silent
+    tolerate_errors: bool = False  # whether a member that raises is left out instead of ending the training
     rebalance_steps: int = 0  # shares follow measured capacities every so many steps, if data are dealt; 0: never
 
     def __post_init__(self) -> None:
@@ -195,6 +203,27 @@ class RingOutcome:
     preempted: tuple[int, ...] = ()  # SoCs that left for a user
     log: tuple[str, ...] = ()  # events of the ring, one line each
     rates: tuple[float, ...] = ()  # samples per second of each of `members`, while it waited for nobody; 0: unknown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundNotes:
+    """What the grid saw of groups between a round's messages and its replies."""
+
+    kinds: tuple[str, ...] = ()  # of events, with their groups and texts
+    groups: tuple[int, ...] = ()
+    texts: tuple[str, ...] = ()
+    away: tuple[int, ...] = ()  # SoCs that left their rings, or were dropped by them
+    leaders_replaced: tuple[int, ...] = ()  # groups whose model came from another member than their leader
+
+    def __post_init__(self) -> None:
+        if not len(self.kinds) == len(self.groups) == len(self.texts):
+            raise ConfigError(f"notes record: {len(self.kinds)} kinds, {len(self.groups)} groups and {len(self.texts)} "
+                              "texts of events; need one of each for every event")
+
+    def __add__(self, other: "RoundNotes") -> "RoundNotes":
+        """Return the notes of both."""
+        return RoundNotes(**{entry.name: getattr(self, entry.name) + getattr(other, entry.name)
+                             for entry in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

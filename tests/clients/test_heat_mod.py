@@ -510,7 +510,7 @@ def test_a_ring_goes_on_without_a_member_that_is_hot(hot: int) -> None:
     begin_run(1)
     addresses = free_addresses(2)
     task = GroupTask(
-        group_id=0, num_groups=1, members=(4, 5), partitions=(0, 1), num_partitions=2, capacities=(1.0, 1.0),
+        group_id=0, num_groups=1, members=(4, 5), leader=4, partitions=(0, 1), num_partitions=2, capacities=(1.0, 1.0),
         first_step=0, num_steps=3, steps_per_epoch=3, total_steps=3, batch_size=16, reshuffle=True, deal_epoch=0,
         seed=3, num_samples=len(DATA))
 

@@ -152,8 +152,8 @@ def test_other_mods_are_left_as_they_are() -> None:
 def test_no_record_of_ours_has_an_empty_value_that_need_not_be_there() -> None:
     """Flower's mod for the sizes of messages raises IndexError over one."""
     task = GroupTask(
-        group_id=0, num_groups=1, members=(0,), partitions=(0,), num_partitions=1, capacities=(1.0,), first_step=0,
-        num_steps=1, steps_per_epoch=1, total_steps=1, batch_size=1, reshuffle=True, deal_epoch=0, seed=1,
+        group_id=0, num_groups=1, members=(0,), leader=0, partitions=(0,), num_partitions=1, capacities=(1.0,),
+        first_step=0, num_steps=1, steps_per_epoch=1, total_steps=1, batch_size=1, reshuffle=True, deal_epoch=0, seed=1,
         num_samples=1)
     ring = RingTask(participant=0, leader=0, addresses=("a:1",), token="0a", transport="grpc", num_buckets=1,
                     compression="none", heartbeat_s=1.0, rendezvous_s=1.0)

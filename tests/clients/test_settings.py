@@ -196,7 +196,7 @@ def test_a_strategy_that_asks_nobody_to_evaluate_refuses_settings_for_it(strateg
     made = strategy()
     refusal = rf"{type(made).__name__}: evaluate_config \(batch-size\) is not used"
     with pytest.raises(ConfigError, match=refusal):
-        train(made, make_app(), evaluate_config=ConfigRecord({"batch-size": 4}))
+        made.configure_evaluate(1, ArrayRecord(), ConfigRecord({"batch-size": 4}), None)  # type: ignore[arg-type]
 
 
 def test_they_are_refused_around_socflow_too() -> None:

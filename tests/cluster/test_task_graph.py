@@ -6,9 +6,9 @@ from socflower.cluster import Activity, Compute, GraphBuilder, TaskGraph, Tier, 
 from socflower.errors import ConfigError
 from socflower.wire.message_keys import GroupTask
 
-TASK = GroupTask(group_id=1, num_groups=2, members=(3, 4), partitions=(0, 1), num_partitions=4, capacities=(1.0, 2.0),
-                 first_step=5, num_steps=6, steps_per_epoch=7, total_steps=70, batch_size=8, reshuffle=False,
-                 deal_epoch=0, seed=9, num_samples=100)
+TASK = GroupTask(group_id=1, num_groups=2, members=(3, 4), leader=3, partitions=(0, 1), num_partitions=4,
+                 capacities=(1.0, 2.0), first_step=5, num_steps=6, steps_per_epoch=7, total_steps=70, batch_size=8,
+                 reshuffle=False, deal_epoch=0, seed=9, num_samples=100)
 
 
 def test_a_group_task_survives_the_message() -> None:

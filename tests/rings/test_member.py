@@ -94,9 +94,10 @@ def samples(count: int = NUM_SAMPLES) -> LabelledData:
 
 def task(size: int, num_steps: int = NUM_STEPS, *, reshuffle: bool = True) -> GroupTask:
     return GroupTask(
-        group_id=0, num_groups=1, members=tuple(range(size)), partitions=tuple(range(size)), num_partitions=size,
-        capacities=(1.0,) * size, first_step=0, num_steps=num_steps, steps_per_epoch=num_steps, total_steps=num_steps,
-        batch_size=BATCH_SIZE, reshuffle=reshuffle, deal_epoch=0, seed=3, num_samples=BATCH_SIZE * num_steps)
+        group_id=0, num_groups=1, members=tuple(range(size)), leader=0, partitions=tuple(range(size)),
+        num_partitions=size, capacities=(1.0,) * size, first_step=0, num_steps=num_steps, steps_per_epoch=num_steps,
+        total_steps=num_steps, batch_size=BATCH_SIZE, reshuffle=reshuffle, deal_epoch=0, seed=3,
+        num_samples=BATCH_SIZE * num_steps)
 
 
 def trainer() -> FP32Trainer:

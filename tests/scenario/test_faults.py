@@ -52,7 +52,7 @@ def trained_by_hand(scenario: Scenario, group_id: int, num_groups: int) -> tuple
     group = plan_groups(scenario_cluster(scenario), num_groups).groups[group_id]
     num_steps = group_steps_per_epoch(len(data), num_groups, settings.batch_size)
     task = GroupTask(
-        group_id=group_id, num_groups=num_groups, members=group.members, partitions=group.members,
+        group_id=group_id, num_groups=num_groups, members=group.members, leader=group.leader, partitions=group.members,
         num_partitions=6, capacities=(1.0,) * len(group.members), first_step=0, num_steps=num_steps,
         steps_per_epoch=num_steps, total_steps=num_steps, batch_size=settings.batch_size, reshuffle=True, deal_epoch=0,
         seed=scenario.seed, num_samples=len(data))

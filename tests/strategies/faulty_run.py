@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from socflower.engines.local.grid import LocalGrid
+from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.replies import ReplyEvent
 from socflower.strategies.socflow import SoCFlow
 from socflower.training.batches import BatchSchedule
@@ -31,7 +33,7 @@ class FaultyRun:
     """One training in a thread of its own, while the test strikes at its processes; a context manager.
 
     SoCs are numbered as in the plan. `of_soc` are additions to their node configs. `around` makes a strategy around
-    SoCFlow, which is started in its place.
+    SoCFlow, which is started in its place, with the grid that `wrap` makes.
     """
 
     def __init__(
@@ -39,7 +41,8 @@ class FaultyRun:
         step_s: float = 0.1, norm: bool = False, of_soc: Mapping[int, Mapping[str, Any]] | None = None,
         rings: Mapping[str, Any] | None = None, timeout_s: float = 150.0,
         evaluate: Callable[["FaultyRun", int], None] = lambda run, server_round: None,
-        around: Callable[[SoCFlow], Strategy] | None = None, **changes: Any,
+        around: Callable[[SoCFlow], Strategy] = lambda strategy: strategy,
+        wrap: Callable[[Grid], Grid] = GroupGrid, **changes: Any,
     ) -> None:
         self.folder, self.num_socs, self._norm, self._timeout_s = folder, boards * socs_per_board, norm, timeout_s
         self._shape = {"boards": boards, "socs_per_board": socs_per_board, "num_groups": num_groups, **changes}
@@ -51,7 +54,7 @@ class FaultyRun:
         self.grid = ProcessGrid(ring_app.client_app, self.configs,
                                 run_config={"step-s": step_s, "norm": norm, "ledger": str(folder)})
         self.nodes = self.grid.get_node_ids()[::-1]  # by SoC
-        self._evaluate, self._around = evaluate, around
+        self._evaluate, self._around, self._wrap = evaluate, around, wrap
         self._thread = ThreadPoolExecutor(1)
         self._future: Future[ArrayRecord] | None = None
         self._stopped: set[int] = set()
@@ -179,9 +182,8 @@ class FaultyRun:
             self._evaluate(self, server_round)
             return None
 
-        started = self.strategy if self._around is None else self._around(self.strategy)
-        result = started.start(
-            self.grid if self._around is None else self.strategy.round_grid(self.grid),
+        result = self._around(self.strategy).start(
+            self._wrap(self.grid),
             ring_app.initial(norm=self._norm), num_rounds=self.strategy.num_rounds,
             timeout=self._timeout_s / 2, evaluate_fn=evaluate)
         arrays = result.arrays

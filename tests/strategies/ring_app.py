@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -54,24 +55,29 @@ def disturbed(message: Message, context: Context, call_next: ClientAppCallable) 
     """Give a test time to strike, and places to do it.
 
     The run config's `step-s` is how long a loss takes, `slower` of a node's config a factor of that. In the round
-    `disturbed-round` (default 1) a node waits `begin-delay-s` before it trains and `end-delay-s` before it replies, and
-    raises in the phase `raises-in`. Where there is a ledger, what a node has been asked for and how far it has come
-    stands beside it, in files.
+    `disturbed-round` (default 1) a node waits `begin-delay-s` before it trains and `end-delay-s` before it replies,
+    raises in the phase `raises-in`, and is killed in the phase `dies-in`. Where there is a ledger, what a node has been
+    asked for and how far it has come stands beside it, in files.
     """
-    global _step_s, _raises_at_step
+    global _step_s, _raises_at_step, _dies_at_step
     node = context.node_config
     _step_s = float(context.run_config.get("step-s", 0.0)) * float(node.get("slower", 1))
     if GROUP not in message.content.config_records:
         return call_next(message, context)
     server_round = int(message.content.config_records[CONFIG][SERVER_ROUND])
     strikes = server_round == int(node.get("disturbed-round", 1))
-    raises_in = node.get("raises-in") if strikes else None
+    raises_in, dies_in = (node.get(key) if strikes else None for key in ("raises-in", "dies-in"))
     _raises_at_step = 3 if raises_in == "mid-batch" else 0
+    _dies_at_step = 3 if dies_in == "mid-batch" else 0
     _mark(context, server_round, "asked", json.dumps(GroupTask.decode(message.content.config_records[GROUP]).encode()))
     time.sleep(float(node.get("begin-delay-s", 0.0)) if strikes else 0.0)
     if raises_in == "rendezvous":
         raise ValueError("raised before its ring")
+    if dies_in == "rendezvous":
+        os.kill(os.getpid(), signal.SIGKILL)
     reply = call_next(message, context)
+    if dies_in == "synchronisation":
+        os.kill(os.getpid(), signal.SIGKILL)
     _mark(context, server_round, "trained", json.dumps(resources()))
     time.sleep(float(node.get("end-delay-s", 0.0)) if strikes else 0.0)
     if raises_in == "synchronisation":
@@ -100,14 +106,18 @@ def _mark(context: Context, server_round: int, what: str, text: str) -> None:
 
 _step_s = 0.0
 _raises_at_step = 0
+_dies_at_step = 0
 
 
 def _loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    global _raises_at_step
+    global _raises_at_step, _dies_at_step
     time.sleep(_step_s)
     _raises_at_step -= 1
     if _raises_at_step == 0:
         raise ValueError("raised in a step")
+    _dies_at_step -= 1
+    if _dies_at_step == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
     return nn.functional.cross_entropy(outputs, labels)
 
 

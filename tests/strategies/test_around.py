@@ -18,7 +18,8 @@ from socflower.cluster import parse_cluster
 from socflower.engines.local.grid import LocalGrid
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.strategies.comparators import OrderedFedAvg
-from socflower.strategies.node_registry import is_query
+from socflower.strategies.group_grid import GroupGrid
+from socflower.strategies.node_registry import QUERY_TYPE
 from socflower.strategies.resuming import Resumable
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import ARRAYS, RESUMED, STATUS, NodeStatus, encode
@@ -61,10 +62,6 @@ class PassingOn(Strategy):
         return self.inside.aggregate_evaluate(server_round, replies)
 
 
-class ResumablePassingOn(Resumable, PassingOn):
-    """The same, and can be resumed."""
-
-
 def private(inside: Strategy) -> Strategy:
     """Return Flower's differential privacy without noise and in effect without clipping."""
     return DifferentialPrivacyServerSideFixedClipping(inside, 0.0, FAR, 2)
@@ -105,14 +102,14 @@ class ScriptedGrid(FakeGrid):
 
 # ----------------------------------------------------------------------------------------------- in one process
 @pytest.mark.parametrize("around", [PassingOn, private, adaptive])
-@pytest.mark.parametrize("given", [lambda strategy, grid: grid, SoCFlow.round_grid])
+@pytest.mark.parametrize("given", [lambda grid: grid, GroupGrid])
 def test_around_groups_in_one_process_it_trains_the_same(around: Any, given: Any) -> None:
     trained = []
     for outer in (lambda strategy: strategy, around):
         strategy = ring_app.strategy(ring_app.cluster(), num_epochs=1)
         with LocalGrid(ring_app.client_app(), 4, num_workers=0) as grid:
             trained.append(outer(strategy).start(
-                given(strategy, grid), ring_app.initial(), num_rounds=strategy.num_rounds).arrays)
+                given(grid), ring_app.initial(), num_rounds=strategy.num_rounds).arrays)
         assert [report.events for report in strategy.reports] == [()]
     for name in trained[0]:
         np.testing.assert_allclose(trained[1][name].numpy(), trained[0][name].numpy(), atol=1e-6)
@@ -135,16 +132,16 @@ def test_a_round_of_halves_that_is_kept_back_ends_the_training() -> None:
         private(replay()).start(EdgesThatRaise(), whole(), num_rounds=2)
 
 
-def test_through_the_round_grid_the_client_that_raised_is_named() -> None:
+def test_through_the_group_grid_the_client_that_raised_is_named() -> None:
     strategy, grid = socflow(), ScriptedGrid(lambda number, node: number == 2 and node == 10)
     with pytest.raises(TrainingFailed, match=r"group 0, SoC 0 \(node 10\): the client raised on purpose"):
-        private(strategy).start(strategy.round_grid(grid), model(), num_rounds=2)
+        private(strategy).start(GroupGrid(grid), model(), num_rounds=2)
 
 
 @pytest.mark.parametrize("around", [PassingOn, private, adaptive])
-def test_through_the_round_grid_a_client_that_died_is_left_out_and_told_of(around: Any) -> None:
+def test_through_the_group_grid_a_client_that_died_is_left_out_and_told_of(around: Any) -> None:
     strategy, grid = socflow(), ScriptedGrid(lambda number, node: number == 1 and node == 10, code=8)
-    arrays = around(strategy).start(strategy.round_grid(grid), model(), num_rounds=2).arrays
+    arrays = around(strategy).start(GroupGrid(grid), model(), num_rounds=2).arrays
     assert values(arrays) == pytest.approx([2.0] * 3)
     assert [[event.kind for event in report.events] for report in strategy.reports] == [["no-reply"], []]
     assert "SoC 0 (node 10): failed: on purpose" in strategy.reports[0].events[0].text
@@ -154,51 +151,72 @@ def test_through_the_round_grid_a_client_that_died_is_left_out_and_told_of(aroun
 def test_a_round_in_which_all_clients_died_ends_with_the_first_cause(around: Any) -> None:
     strategy, grid = socflow(), ScriptedGrid(lambda number, node: True, code=8)
     with pytest.raises(TrainingFailed, match=r"no group sent a usable model; first cause: group 0, .* on purpose"):
-        around(strategy).start(strategy.round_grid(grid), model(), num_rounds=2)
+        around(strategy).start(GroupGrid(grid), model(), num_rounds=2)
 
 
-def test_answers_to_questions_are_heard_wherever_they_come() -> None:
-    strategy, grid = socflow(), FakeGrid()
+class AskedGrid(ScriptedGrid):
+    """Nodes that answer a status query when its answer is pulled."""
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        self.asked = list(messages)
+        return [f"query {number}" for number, _ in enumerate(self.asked)]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        replies = []
+        for message_id in message_ids:
+            replies.append(Message(RecordDict({STATUS: ConfigRecord(encode(NodeStatus()))}), reply_to=self.asked[
+                int(message_id.split()[1])]))
+            replies[-1].metadata.__dict__["_reply_to_message_id"] = message_id
+        return replies
+
+
+@pytest.mark.parametrize("around", [lambda strategy: strategy, PassingOn, private])
+def test_nodes_that_are_away_are_asked_in_a_round_and_back_in_the_next(around: Any) -> None:
+    strategy, grid = socflow(), AskedGrid()
     strategy.resume_from(0, away=[1])
-    messages = strategy.configure_train(1, model(), ConfigRecord(), grid)  # type: ignore[arg-type]
-    (question,) = [message for message in messages if is_query(message)]
-    back = Message(RecordDict({STATUS: ConfigRecord(encode(NodeStatus()))}), reply_to=question)
-    strategy.aggregate_train(1, [back, *(answer(message, 1.0) for message in messages if message is not question)])
-    assert strategy.away == ()
-    assert [event.kind for event in strategy.reports[0].events] == ["planned-anew", "returned"]
+    around(strategy).start(GroupGrid(grid), model(), num_rounds=2)
+    assert [message.metadata.dst_node_id for message in grid.asked] == [20]
+    assert strategy.state["away"] == []
+    assert [[event.kind for event in report.events] for report in strategy.reports] == [
+        ["planned-anew", "returned"], ["planned-anew"]]
 
 
 # --------------------------------------------------------------------------------------------------- resuming
-def test_a_strategy_around_that_counts_from_1_cannot_go_on_in_the_middle() -> None:
-    for make in (socflow, fedavg):
-        strategy = make()
-        strategy.resume_from(1)
-        with pytest.raises(ConfigError, match=r"round 1 of a training that is resumed after round 1: .*mix Resumable"):
-            PassingOn(strategy).start(ScriptedGrid(), model(), num_rounds=2)
-
-
-def test_a_resumable_strategy_around_goes_on_with_the_true_rounds() -> None:
-    strategy = socflow()
-    outer = ResumablePassingOn(strategy)
+@pytest.mark.parametrize("around", [PassingOn, private])
+@pytest.mark.parametrize("make", [socflow, fedavg])
+def test_a_strategy_around_a_resumed_one_goes_on_with_the_true_rounds(around: Any, make: Any) -> None:
+    strategy = make()
     strategy.resume_from(1)
-    outer.resume_from(1)
-    sent: list[Message] = []
+    sent: list[tuple[int, object]] = []
 
     class Noting(ScriptedGrid):
         def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-            sent.extend(messages := list(messages))
+            messages = list(messages)
+            sent.extend((message.content["config"]["server-round"], message.content["config"].get(RESUMED))
+                        for message in messages)
             return super().send_and_receive(messages, timeout=timeout)
 
-    outer.start(strategy.round_grid(Noting()), model(), num_rounds=2)
-    assert [(message.content["config"]["server-round"], message.content["config"][RESUMED]) for message in sent] == [
-        (2, True)] * 2
-    assert [report.server_round for report in strategy.reports] == [2]
+    evaluated: list[int] = []
+    result = around(strategy).start(
+        GroupGrid(Noting()), model(), num_rounds=2,
+        evaluate_fn=strategy.skip_done_rounds(lambda number, arrays: evaluated.append(number)))
+    assert sent == ([(2, True)] * 2 if make is socflow else [(2, None)] * 4)
+    assert list(result.train_metrics_clientapp) == evaluated == [2]
+    assert values(result.arrays) == pytest.approx([2.0] * 3)
 
 
-@pytest.mark.parametrize("make", [socflow, fedavg])
-def test_no_rounds_are_refused(make: Callable[[], Strategy]) -> None:
-    with pytest.raises(ConfigError, match="num_rounds = 0 trains nothing"):
-        make().start(ScriptedGrid(), model(), num_rounds=0)
+def test_a_strategy_around_that_cannot_take_an_empty_round_is_resumed_too() -> None:
+    """Flower's adaptive clipping divides by the number of replies."""
+
+    class Adaptive(Resumable, DifferentialPrivacyServerSideAdaptiveClipping):
+        pass
+
+    strategy = socflow()
+    outer = Adaptive(strategy, 0.0, 2, FAR)
+    strategy.resume_from(1)
+    outer.resume_from(1)
+    result = outer.start(GroupGrid(ScriptedGrid()), model(), num_rounds=2)
+    assert list(result.train_metrics_clientapp) == [2] and values(result.arrays) == pytest.approx([2.0] * 3)
 
 
 def test_a_round_in_which_nobody_was_asked_is_refused() -> None:
@@ -220,7 +238,7 @@ class RingNodes(FakeGrid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         replies = []
         for message in messages:
-            if not is_query(message):
+            if message.metadata.message_type != QUERY_TYPE:
                 self.trained.append(message)
                 continue
             node = message.metadata.dst_node_id
@@ -231,14 +249,6 @@ class RingNodes(FakeGrid):
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         self.trained.extend(messages)
         raise AssertionError("sent")
-
-
-@pytest.mark.parametrize("around", [PassingOn, private])
-def test_around_rings_the_grid_itself_is_refused_before_anything_is_trained(around: Any) -> None:
-    grid, strategy = RingNodes(), socflow()
-    with pytest.raises(ConfigError, match=r"its nodes form rings, .* round_grid\(grid\) of its SoCFlow") as caught:
-        around(strategy).start(grid, model(), num_rounds=2)
-    assert grid.trained == [] and "\n" not in str(caught.value)
 
 
 def test_clipping_at_the_clients_is_refused_in_rings_before_anything_is_trained() -> None:
@@ -279,7 +289,7 @@ def test_differential_privacy_around_rings_clips_each_groups_update_once(around:
         strategy = ring_app.strategy(ring_app.cluster(), rings={"transport": transport})
         with ProcessGrid(ring_app.client_app, ring_app.node_configs(ring_app.cluster())) as grid:
             started = outer(strategy)
-            result = started.start(strategy.round_grid(grid), ring_app.initial(), num_rounds=strategy.num_rounds,
+            result = started.start(GroupGrid(grid), ring_app.initial(), num_rounds=strategy.num_rounds,
                                    timeout=120)
         assert [report.events for report in strategy.reports] == [(), ()] and strategy.transport == transport
         return result.arrays, started

@@ -124,8 +124,8 @@ def priced(held: Sequence[Held], **changes: Any) -> SoCFlow:
 def test_a_round_costs_the_phases_of_its_replies() -> None:
     held: list[Held] = [[(0.9, 5), (0.6, 5)], [(0.2, 5), (1.0, 5)]]
     strategy = priced(held)
-    work, clock = strategy._interval_costs, EventClock(cluster())
-    assert work is not None
+    assert strategy.round is not None and strategy.round.costs is not None
+    work, clock = strategy.round.costs, EventClock(cluster())
     pricing = MixedPricing(rule="paper")
     phases = [(5, {0: pricing.with_alpha(0.9), 1: pricing.with_alpha(0.2)}),
               (5, {0: pricing.with_alpha(0.6), 1: pricing.with_alpha(1.0)})]

@@ -8,7 +8,7 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict
 
 from socflower.cluster import parse_cluster
 from socflower.errors import ConfigError, InfeasiblePlan
-from socflower.strategies.node_registry import NodeRegistry, is_query
+from socflower.strategies.node_registry import QUERY_TYPE, NodeRegistry
 from socflower.wire.message_keys import STATUS, NodeStatus, encode
 
 CLUSTER = parse_cluster({"boards": [2, 3]})
@@ -28,8 +28,19 @@ class QueriedGrid:
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         return [self.answer(message) for message in messages]
 
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        self.pushed = list(messages)
+        return [str(message.metadata.dst_node_id) for message in self.pushed]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        asked = set(message_ids)
+        replies = [self.answer(message) for message in self.pushed if str(message.metadata.dst_node_id) in asked]
+        for reply in replies:
+            reply.metadata.__dict__["_reply_to_message_id"] = str(reply.metadata.src_node_id)
+        return replies
+
     def answer(self, message: Message) -> Message:
-        assert is_query(message)
+        assert message.metadata.message_type == QUERY_TYPE
         node = message.metadata.dst_node_id
         self.asked.append(node)
         status = self.statuses[node]
@@ -124,11 +135,14 @@ def test_who_is_away_is_asked_every_round_until_it_is_free() -> None:
     grid.statuses[102] = at(1, 0, preempted=True)
     for status, back in ((at(1, 0, preempted=True), []), (at(1, 0), [2])):
         grid.statuses[102] = status
-        (question,) = registry.status_queries(grid, 3)  # type: ignore[arg-type]
-        assert question.metadata.dst_node_id == 102
-        assert registry.on_reply(grid.answer(question)) == back
+        registry.ask(grid, 3)  # type: ignore[arg-type]
+        registry.ask(grid, 3)  # type: ignore[arg-type] # not asked twice
+        assert [message.metadata.dst_node_id for message in grid.pushed] == [102]
+        assert registry.hear(grid) == back  # type: ignore[arg-type]
     assert registry.present(grid) == tuple(SOCS)  # type: ignore[arg-type]
-    assert registry.status_queries(grid, 4) == []  # type: ignore[arg-type]
+    grid.pushed = []
+    registry.ask(grid, 4)  # type: ignore[arg-type]
+    assert grid.pushed == []
 
 
 def test_a_node_that_vanished_may_come_back_under_another_id() -> None:
@@ -136,11 +150,13 @@ def test_a_node_that_vanished_may_come_back_under_another_id() -> None:
     del grid.statuses[102]
     assert registry.present(grid) == (0, 1, 3, 4)  # type: ignore[arg-type]
     grid.statuses[900] = at(1, 0, 28300)
-    (question,) = registry.status_queries(grid, 3)  # type: ignore[arg-type]
-    assert registry.on_reply(grid.answer(question)) == [2]
+    registry.ask(grid, 3)  # type: ignore[arg-type]
+    assert registry.hear(grid) == [2]  # type: ignore[arg-type]
     assert registry.node_of[2] == 900
     assert registry.ring_address_of[2].endswith(":28300")
-    assert registry.status_queries(grid, 4) == []  # type: ignore[arg-type]
+    grid.pushed = []
+    registry.ask(grid, 4)  # type: ignore[arg-type]
+    assert grid.pushed == []
 
 
 def test_a_node_that_is_preempted_when_training_begins_is_planned_without() -> None:

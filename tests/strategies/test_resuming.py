@@ -54,7 +54,8 @@ def started(strategy: Strategy, done: int, arrays: ArrayRecord | None = None) ->
 
     if done:
         strategy.resume_from(done)  # type: ignore[attr-defined]
-    return grid, evaluated, strategy.start(grid, arrays or model(), num_rounds=4, evaluate_fn=evaluate)
+    return grid, evaluated, strategy.start(grid, arrays or model(), num_rounds=4,
+                                           evaluate_fn=strategy.skip_done_rounds(evaluate))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("make", [socflow, fedavg, ring])
@@ -66,7 +67,7 @@ def test_the_rounds_that_are_left_have_their_true_numbers(make: Any, done: int) 
     assert evaluated == (left if done else [0, *left])
     assert list(result.evaluate_metrics_serverapp) == evaluated
     assert list(result.train_metrics_clientapp) == left
-    assert values(result.arrays) == [4.0] * 3
+    assert not result.arrays if done == 4 else values(result.arrays) == [4.0] * 3
 
 
 def test_groups_get_the_steps_of_their_true_round() -> None:

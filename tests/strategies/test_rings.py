@@ -8,6 +8,7 @@ import pytest
 from flwr.app import ArrayRecord
 
 from socflower.engines.local.grid import LocalGrid
+from socflower.strategies.group_grid import GroupGrid
 from socflower.wire.certificates import HostCertificate, write_certificates
 from tests.process_grid import ProcessGrid
 from tests.strategies import ring_app
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.timeout(900)
 
 def train(grid: Any, *, norm: bool = False, **changes: Any) -> tuple[ArrayRecord, Any]:
     strategy = ring_app.strategy(ring_app.cluster(), **changes)
-    result = strategy.start(grid, ring_app.initial(norm=norm), num_rounds=strategy.num_rounds, timeout=120)
+    result = strategy.start(GroupGrid(grid), ring_app.initial(norm=norm), num_rounds=strategy.num_rounds, timeout=120)
     return result.arrays, strategy
 
 
@@ -71,14 +72,14 @@ def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(tmp_pat
 
     with ProcessGrid(ring_app.client_app, ring_app.node_configs(cluster), run_config=config) as grid:
         first = ring_app.strategy(cluster)
-        first.start(grid, ring_app.initial(), num_rounds=first.num_rounds, timeout=120, evaluate_fn=keep)
+        first.start(GroupGrid(grid), ring_app.initial(), num_rounds=first.num_rounds, timeout=120, evaluate_fn=keep)
     # All processes and their memory are gone now; what is left is on the machines' disks.
     for later in tmp_path.glob(f"*/*-at-{first.intervals[-1].first_step + first.intervals[-1].num_steps}.state"):
         later.unlink()
     with ProcessGrid(ring_app.client_app, ring_app.node_configs(cluster), run_config=config) as grid:
         second = ring_app.strategy(cluster)
         second.resume_from(1)
-        resumed = second.start(grid, kept[1], num_rounds=second.num_rounds, timeout=120).arrays
+        resumed = second.start(GroupGrid(grid), kept[1], num_rounds=second.num_rounds, timeout=120).arrays
     assert_close(resumed, unbroken, tolerance=0.0)
 
 
@@ -120,10 +121,10 @@ def test_split_groups_that_take_turns_train_the_same() -> None:
     with ProcessGrid(ring_app.client_app, ring_app.node_configs(rack)) as grid:
         strategy = ring_app.strategy(rack, num_groups=2, overlap_buckets=2)
         assert len(strategy.plan.communication_groups) == 2
-        ours = strategy.start(grid, ring_app.initial(), num_rounds=strategy.num_rounds, timeout=120).arrays
+        ours = strategy.start(GroupGrid(grid), ring_app.initial(), num_rounds=strategy.num_rounds, timeout=120).arrays
     assert strategy.turns.taken and all(report.in_turn for report in strategy.reports)
     assert [event.text for report in strategy.reports for event in report.events] == []
     with LocalGrid(ring_app.client_app(), 6, num_workers=0) as grid:
         strategy = ring_app.strategy(rack, num_groups=2)
-        reference = strategy.start(grid, ring_app.initial(), num_rounds=strategy.num_rounds).arrays
+        reference = strategy.start(GroupGrid(grid), ring_app.initial(), num_rounds=strategy.num_rounds).arrays
     assert_close(ours, reference)

@@ -320,7 +320,7 @@ def test_without_a_clock_groups_that_share_an_uplink_take_turns_and_the_log_says
 ) -> None:
     strategy = socflow(cluster=parse_cluster({"boards": [2, 2, 2]}), model_profile=PROFILE)
     with caplog.at_level("INFO", logger="flwr"):
-        strategy.summary()
+        messages(strategy, grid=FakeGrid((1, 2, 3, 4, 5, 6)))
     assert strategy.turns.taken and "nothing predicts whether running freely is faster" in caplog.text
     assert not socflow(model_profile=PROFILE).turns.taken  # these share none
     with pytest.raises(ConfigError, match="serialize_uplinks = 'maybe'"):

@@ -15,7 +15,8 @@ def task(group_id: int, num_groups: int, **changes: object) -> GroupTask:
         "capacities": (1.0,), "first_step": 0, "num_steps": 1, "steps_per_epoch": 1, "total_steps": 10,
         "batch_size": 8, "reshuffle": True, "deal_epoch": 0, "seed": 7, "num_samples": 100,
     }
-    return GroupTask(**(values | changes))
+    values |= changes
+    return GroupTask(**{"leader": values["members"][0], **values})  # type: ignore[index]
 
 
 @given(num_groups=st.integers(1, 9), num_samples=st.integers(20, 300), batch_size=st.integers(1, 40))

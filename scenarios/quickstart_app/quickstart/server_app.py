@@ -4,7 +4,7 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from quickstart.task import load_model
-from socflower import SoCFlow, evaluate, load_data, parse_cluster, profile_module
+from socflower import GroupGrid, SoCFlow, evaluate, load_data, parse_cluster, profile_module
 
 app = ServerApp()
 
@@ -28,4 +28,5 @@ def main(grid: Grid, context: Context) -> None:
         num_epochs=int(context.run_config["num-epochs"]),
         model_profile=profile_module(model, (1, 28, 28), "lenet5"),
     )
-    strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=strategy.num_rounds, evaluate_fn=evaluate_global)
+    strategy.start(GroupGrid(grid), ArrayRecord(model.state_dict()), num_rounds=strategy.num_rounds,
+                   evaluate_fn=evaluate_global)

@@ -18,6 +18,7 @@ from socflower.engines.local.priced_grid import PricedGrid
 from socflower.engines.local.workers import AppReference, ClientAppSource
 from socflower.errors import ConfigError, SocflowerError, TrainingFailed
 from socflower.sim.event_clock import EventClock
+from socflower.strategies.group_grid import GroupGrid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +75,7 @@ def run_app(
         priced = PricedGrid(grid, clock, cluster, model_profile=model_profile, batch_size=batch_size)
         context = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=config)
         try:
-            app(priced, context)
+            app(GroupGrid(priced), context)
         except SystemExit as end:
             # With 0 or None the app has finished; the command's own exit status reports the result of the run.
             if end.code is not None and end.code != 0:
@@ -92,8 +93,8 @@ def run_on_local_grid(
 ) -> None:
     """Run an app whose strategy charges virtual time itself, with Flower's log lines below errors suppressed."""
     with flower_quiet(), LocalGrid(client_app, num_nodes, run_config=run_config, num_workers=num_workers) as grid:
-        server_app(grid, Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(),
-                                 run_config=run_config))
+        server_app(GroupGrid(grid), Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(),
+                                            run_config=run_config))
 
 
 def _raise_first_cause(messages: MessageLog, error: Exception | SystemExit) -> None:

@@ -22,7 +22,6 @@ from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.sim import EventClock, Trace
 from socflower.strategies.comparators import OrderedFedAvg, RingAllReduce, SingleDevice
-from socflower.strategies.replies import DROPPING
 from socflower.strategies.rings import RingSettings
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.warm_up import profile_group_count
@@ -68,6 +67,8 @@ class _Training:
         if resumed is not None:
             self._resumed, arrays = resumed
         final = self._fedavg(arrays) if self._scenario.strategy.name == "fedavg" else self._grouped(arrays)
+        if self._resumed is not None:
+            final = final or arrays  # no round was left
         if not final:
             raise TrainingFailed("Flower returned no model: every client failed; see the log for the first cause")
         return {
@@ -92,23 +93,16 @@ class _Training:
             return {"epoch": report.epoch, "events": event_documents(report.events), "sequenced": report.in_turn,
                     **_mixed(report.alpha, report.cpu_share)}
 
-        def dropped() -> list[int]:
-            events = strategy.reports[-1].events if strategy.reports else ()
-            return sorted({event.group_id for event in events if event.kind in DROPPING} | strategy.leader_replaced)
-
-        def own_state() -> dict[str, Any]:
-            return {"without_state": dropped(), "away": list(strategy.away),
-                    "planned_without": list(strategy.planned_without), "balance": strategy.balance_state}
-
         if self._resumed is not None:
             strategy.resume_from(self._resumed.server_round, without_state=self._resumed.without_state,
                                  away=self._resumed.away, planned_without=self._resumed.planned_without,
                                  balance=self._resumed.balance)
-        arrays = strategy.start(
+        final = strategy.start(
             self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
-            evaluate_fn=self._record.evaluation(round_end, strategy.num_rounds, own_state, self._heat)).arrays
+            evaluate_fn=self._record.evaluation(
+                round_end, strategy.num_rounds, lambda: strategy.state, self._heat)).arrays
         self._transport = strategy.transport
-        return arrays
+        return final
 
     def _num_groups(self, arrays: ArrayRecord) -> int:
         settings = self._scenario.strategy

@@ -29,6 +29,7 @@ from socflower.scenario.arithmetic import initial_model, trainer, training_data
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document
+from socflower.strategies.group_grid import GroupGrid
 from socflower.training.trainer import Trainer
 from socflower.wire.message_keys import PARTITION_ID
 from socflower.workloads import LabelledData, partition
@@ -52,7 +53,7 @@ def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None
         try:
             await_nodes(grid, int(context.run_config.get(NUM_NODES_KEY, 0)))
             run = prepared or PreparedRun(from_document(folder.read_scenario()))
-            folder.write_outcome((train_split if run.scenario.is_split else train)(run, grid, folder))
+            folder.write_outcome((train_split if run.scenario.is_split else train)(run, GroupGrid(grid), folder))
         except SocflowerError as error:
             folder.write_outcome({"error": str(error), "kind": type(error).__name__})
         except Exception as error:

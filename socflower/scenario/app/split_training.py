@@ -73,6 +73,8 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
     finally:  # otherwise a cloud that serves other runs too would keep this run's sessions
         if cloud is not None:
             cloud.close()
+    if resumed is not None:
+        final = final or arrays  # no round was left
     if not final:
         raise TrainingFailed("Flower returned no model: every client failed; see the log for the first cause")
     return {

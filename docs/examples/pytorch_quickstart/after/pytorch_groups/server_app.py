@@ -5,7 +5,7 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from pytorch_groups.task import SHAPE, load_images, load_model
-from socflower import SoCFlow, evaluate, parse_cluster, profile_module
+from socflower import GroupGrid, SoCFlow, evaluate, parse_cluster, profile_module
 
 app = ServerApp()
 
@@ -29,7 +29,7 @@ def main(grid: Grid, context: Context) -> None:
         interval_epochs=1,
         model_profile=profile_module(model, SHAPE, "quickstart"),
     )
-    result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=strategy.num_rounds,
+    result = strategy.start(GroupGrid(grid), ArrayRecord(model.state_dict()), num_rounds=strategy.num_rounds,
                             evaluate_fn=evaluate_global)
     print(f"gradients inside groups: {strategy.transport}", flush=True)
     if context.run_config["final-model"]:

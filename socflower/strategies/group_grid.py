@@ -1,0 +1,295 @@
+"""The grid to start SoCFlow with: it does for groups, within a round, what Flower's `start` cannot do."""
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from logging import INFO
+from typing import TypeVar, cast
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from socflower.strategies.forwarding_grid import ForwardingGrid
+from socflower.strategies.group_replies import GroupProgress, attach_notes, make_notes, no_model
+from socflower.strategies.node_registry import QUERY_TYPE
+from socflower.strategies.replies import ReplyEvent, failure_event
+from socflower.strategies.rings import new_token
+from socflower.wire.message_keys import (
+    ARRAYS,
+    ASK,
+    ASK_MODEL,
+    CONFIG,
+    GROUP,
+    RING,
+    GroupTask,
+    RingTask,
+    RoundNotes,
+    decode,
+    encode,
+)
+
+_NUM_ATTEMPTS = 3  # at a group's interval, each with the members that answered in the previous attempt
+_PULL_INTERVAL_S = 0.25
+_NODE_CHECK_INTERVAL_S = 3.0  # between checks of which nodes are still connected
+
+_Value = TypeVar("_Value")
+
+
+class GroupGrid(ForwardingGrid):
+    """A grid through which a group of SoCFlow answers with one reply, whatever befalls its members.
+
+    Flower's `start` waits for a reply of every node, and reports a dead one after a minute. Through this grid, a group
+    of real machines is settled by its first reply with a model. Its survivors are asked again if the model was lost,
+    and another member is asked for the model if the one that should answer is silent. Replies of failed clients are
+    withheld, since strategies such as Flower's differential privacy drop the whole round because of one. What happened
+    is told in the replies of the groups that have one, where `SoCFlow` reads it.
+
+    All of it is read from the messages, so that any strategy may lie between `SoCFlow` and Flower's `start`:
+    `strategy.start(GroupGrid(grid), …)`, `AroundIt(strategy).start(GroupGrid(grid), …)`. Messages of other strategies
+    pass unchanged. The grids of the `local` engine and of scenarios are of this kind already.
+
+    Raises `TrainingFailed` with the first cause if no group answers.
+    """
+
+    settles_groups = True
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Exchange messages through the inner grid, for at most `timeout` seconds; one reply for each group."""
+        sent = list(messages)
+        if any(RING in message.content.config_records for message in sent):
+            return _RingExchange(self._grid, sent).run(timeout)
+        groups = [(message, GroupTask.decode(message.content.config_records[GROUP])) for message in sent
+                  if GROUP in message.content.config_records]
+        replies = list(self._grid.send_and_receive(sent, timeout=timeout))
+        return _without_errors(replies, groups) if groups else replies
+
+
+def _without_errors(replies: Sequence[Message], groups: Sequence[tuple[Message, GroupTask]]) -> list[Message]:
+    """Return the replies that have content, with errors as notes of the first."""
+    by_node = {message.metadata.dst_node_id: (message, task) for message, task in groups}
+    # The error reply for a dead node has the SuperLink's id as its source; only a real grid gives messages ids.
+    by_id = {message.metadata.message_id: (message, task) for message, task in groups if message.metadata.message_id}
+    answered, errors = [], list[ReplyEvent]()
+    for reply in replies:
+        group = by_node.get(reply.metadata.src_node_id) or by_id.get(reply.metadata.reply_to_message_id)
+        if reply.has_content() or group is None:
+            answered.append(reply)
+        else:
+            errors.append(failure_event(reply, group[1].group_id, _leader_of(*group)))
+    notes = make_notes(sorted(errors, key=lambda event: event.group_id))
+    if not any(reply.has_content() for reply in answered):
+        raise no_model(notes, groups[0][1].group_id, _leader_of(*groups[0]))
+    if errors:
+        attach_notes(next(reply for reply in answered if reply.has_content()), notes)
+    return answered
+
+
+def _leader_of(message: Message, task: GroupTask) -> str:
+    return f"group {task.group_id}, SoC {task.leader} (node {message.metadata.dst_node_id})"
+
+
+@dataclass(slots=True)
+class _RingGroup:
+    """A group whose members form a ring, and what it is waited for."""
+
+    task: GroupTask  # as of the latest attempt, without members that are lost
+    ring: RingTask  # of any member; equal for all but for its participant
+    messages: dict[int, Message]  # of the first attempt, by SoC
+    progress: GroupProgress
+    attempt: int = 0
+    waiting: dict[str, int] = field(default_factory=dict)  # SoCs of this attempt that have not replied, by message id
+    fetching: dict[str, int] = field(default_factory=dict)  # SoCs that were asked for their model, by message id
+    fetched_from: set[int] = field(default_factory=set)
+    grace_until_s: float | None = None  # after this, members that have not replied are not waited for
+    fetch_until_s: float = 0.0  # after this, another member is asked too
+    failed: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.progress.model is not None or self.failed
+
+
+class _RingExchange:
+    """One exchange of messages among which are those of rings.
+
+    Only leaders receive and send the model (F8). If a group's leader never joined, the group's work is sent again
+    without it. If the member that should answer is lost, another one that completed the interval is asked for the
+    model. One answer per group is used.
+    """
+
+    def __init__(self, grid: Grid, sent: Sequence[Message]) -> None:
+        self._grid = grid
+        self._groups = _ring_groups(sent)
+        self._other_ids = set(grid.push_messages([message for message in sent
+                                                  if RING not in message.content.config_records]))
+        self._other_replies: list[Message] = []
+        for group in self._groups:
+            self._push(group, group.messages)
+
+    def run(self, timeout_s: float | None) -> list[Message]:
+        """Return a reply with a model for each group that has one, and the replies to other messages.
+
+        Returns as soon as all groups have answered or failed, even if replies of members are pending.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        next_check_s = time.monotonic() + _NODE_CHECK_INTERVAL_S
+        while self._other_ids or self._unfinished():
+            self._pull()
+            if time.monotonic() > next_check_s:
+                self._drop_disconnected(set(self._grid.get_node_ids()))
+                next_check_s = time.monotonic() + _NODE_CHECK_INTERVAL_S
+            for group in self._unfinished():
+                self._advance(group)
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                # If members that hang were planned again, every round would run into its timeout.
+                for group in self._unfinished():
+                    group.progress.away |= set(group.waiting.values())
+                break
+            time.sleep(_PULL_INTERVAL_S)
+        return [*self._answers(), *self._other_replies]
+
+    def _answers(self) -> list[Message]:
+        """Return the groups' replies, each with the notes of its group, the first one with those of groups without."""
+        answered = [group.progress for group in self._groups if group.progress.model is not None]
+        if not answered:
+            first = self._groups[0]
+            raise no_model(sum((group.progress.notes() for group in self._groups), start=RoundNotes()),
+                           first.task.group_id, first.progress.where(first.task.leader))
+        replies = [cast(Message, progress.model) for progress in answered]
+        for group in self._groups:
+            progress = group.progress
+            attach_notes(progress.model or replies[0], progress.notes())
+        return replies
+
+    def _unfinished(self) -> list[_RingGroup]:
+        return [group for group in self._groups if not group.finished]
+
+    # ------------------------------------------------------------------------------------------------ sending
+
+    def _push(self, group: _RingGroup, messages: Mapping[int, Message]) -> None:
+        ids = self._grid.push_messages(list(messages.values()))
+        group.waiting = dict(zip(ids, messages, strict=True))
+
+    def _retry(self, group: _RingGroup, survivors: Collection[int]) -> None:
+        """Send a group's work again to its members that answered, with a new token for their ring."""
+        task, progress = group.task, group.progress
+        kept = [position for position, soc in enumerate(task.members) if soc in survivors]
+        gone = [soc for soc in task.members if soc not in survivors]
+        leader = task.leader if task.leader in survivors else task.members[kept[0]]
+        group.attempt += 1
+        group.task = replace(
+            task, members=_at(kept, task.members), partitions=_at(kept, task.partitions), leader=leader,
+            capacities=_at(kept, task.capacities), npu_ratios=_at(kept, task.npu_ratios) if task.npu_ratios else ())
+        group.ring = replace(group.ring, leader=task.partitions[task.members.index(leader)], token=new_token(),
+                             addresses=_at(kept, group.ring.addresses))
+        group.grace_until_s = None
+        progress.begin_again(group.task.members)
+        progress.event("member-lost", f"the model was lost with SoCs {', '.join(map(str, gone))}; the others are asked "
+                                      f"again, led by SoC {leader}")
+        self._push(group, {soc: self._message_again(group, soc) for soc in group.task.members})
+
+    def _message_again(self, group: _RingGroup, soc: int) -> Message:
+        """Return a member's message for the group as it is now, with the model if it leads it."""
+        first = group.messages[soc]
+        content = RecordDict({**first.content, GROUP: ConfigRecord(group.task.encode()), RING: ConfigRecord(encode(
+            replace(group.ring, participant=group.task.partitions[group.task.members.index(soc)])))})
+        content.pop(ARRAYS, None)
+        if soc == group.task.leader:
+            content[ARRAYS] = group.messages[group.progress.leader].content[ARRAYS]
+        return Message(content, first.metadata.dst_node_id, first.metadata.message_type,
+                       group_id=first.metadata.group_id)
+
+    def _fetch(self, group: _RingGroup, soc: int) -> None:
+        log(INFO, "group %d: asking SoC %d for the model", group.task.group_id, soc)
+        group.fetched_from.add(soc)
+        message = Message(RecordDict({CONFIG: ConfigRecord({ASK: ASK_MODEL})}), group.progress.node_of[soc], QUERY_TYPE,
+                          group_id=group.messages[soc].metadata.group_id)
+        for message_id in self._grid.push_messages([message]):
+            group.fetching[message_id] = soc
+
+    # ---------------------------------------------------------------------------------------------- receiving
+
+    def _pull(self) -> None:
+        waited_for = {*self._other_ids, *(message_id for group in self._unfinished()
+                                          for message_id in (*group.waiting, *group.fetching))}
+        for reply in self._grid.pull_messages(waited_for):
+            message_id = reply.metadata.reply_to_message_id
+            if message_id in self._other_ids:
+                self._other_ids.discard(message_id)
+                self._other_replies.append(reply)
+            for group in self._unfinished():  # some may be finished by an earlier one of these replies
+                if message_id in group.waiting:
+                    group.progress.take(group.waiting.pop(message_id), reply)
+                elif message_id in group.fetching:
+                    self._on_model_reply(group, group.fetching.pop(message_id), reply)
+
+    def _on_model_reply(self, group: _RingGroup, soc: int, reply: Message) -> None:
+        if reply.has_error() or ARRAYS not in reply.content.array_records:
+            return
+        own = group.progress.completed[soc]
+        own.content[ARRAYS] = reply.content.array_records[ARRAYS]
+        group.progress.event("leader-lost", f"the member that should answer did not; SoC {soc} did")
+        group.progress.accept_model(soc, own)
+        group.progress.away |= set(group.waiting.values())  # silent during the whole grace period
+
+    def _drop_disconnected(self, connected: Collection[int]) -> None:
+        """Stop waiting for nodes that have left the federation."""
+        for group in self._unfinished():
+            node_of = group.progress.node_of
+            for message_id, soc in list(group.waiting.items()):
+                if node_of[soc] not in connected:
+                    del group.waiting[message_id]
+                    group.progress.event("member-lost", f"SoC {soc}: its node {node_of[soc]} is gone")
+            group.fetching = {message_id: soc for message_id, soc in group.fetching.items()
+                              if node_of[soc] in connected}
+
+    def _advance(self, group: _RingGroup) -> None:
+        """Retry the group, or fetch the model from another member, if no model is to be expected otherwise."""
+        now_s, progress, grace_s = time.monotonic(), group.progress, group.ring.leader_grace_s
+        none_waiting = not group.waiting
+        if group.grace_until_s is None and (progress.completed or progress.without_model):
+            group.grace_until_s = now_s + grace_s
+        grace_over = group.grace_until_s is not None and now_s > group.grace_until_s
+        if progress.completed:
+            if not (none_waiting or grace_over):
+                return
+            candidates = [soc for soc in progress.completed if soc not in group.fetched_from]
+            if candidates and not (group.fetching and now_s < group.fetch_until_s):
+                group.fetch_until_s = now_s + grace_s
+                self._fetch(group, candidates[0])
+            elif none_waiting and not group.fetching:
+                group.failed = True
+        elif progress.without_model:
+            # Without the leader there is no model, so it is not waited for; the others are, for the grace period.
+            others = set(group.waiting.values()) - {group.task.leader}
+            if others and not grace_over:
+                return
+            if group.attempt + 1 < _NUM_ATTEMPTS:
+                self._retry(group, progress.without_model)
+            else:
+                group.failed = True
+        elif none_waiting:
+            group.failed = True
+
+
+def _ring_groups(sent: Iterable[Message]) -> list[_RingGroup]:
+    """Return the groups that messages are for, in their order; rings of one interval share a token."""
+    members: dict[tuple[str, int], dict[int, Message]] = {}
+    tasks: dict[tuple[str, int], tuple[GroupTask, RingTask]] = {}
+    for message in sent:
+        records = message.content.config_records
+        if RING in records:
+            task, ring = GroupTask.decode(records[GROUP]), decode(RingTask, records[RING], "ring")
+            key = ring.token, task.group_id
+            tasks[key] = task, ring
+            members.setdefault(key, {})[task.members[task.partitions.index(ring.participant)]] = message
+    return [_RingGroup(
+        task=task, ring=ring, messages=members[key], progress=GroupProgress(
+            group_id=task.group_id, leader=task.leader, members=task.members, tolerate_errors=ring.tolerate_errors,
+            node_of={soc: message.metadata.dst_node_id for soc, message in members[key].items()}))
+        for key, (task, ring) in tasks.items()]
+
+
+def _at(positions: Sequence[int], values: Sequence[_Value]) -> tuple[_Value, ...]:
+    return tuple(values[position] for position in positions)

@@ -1,0 +1,189 @@
+"""What the replies of a round's members say of their groups: a model, or what became of it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from flwr.app import ConfigRecord, Message
+
+from socflower.errors import TrainingFailed
+from socflower.strategies.replies import (
+    GROUP_LOST,
+    ReplyEvent,
+    failure_event,
+    no_reply_event,
+    sort_replies,
+)
+from socflower.strategies.round import Round
+from socflower.wire.message_keys import (
+    ARRAYS,
+    COMPLETED,
+    LEFT_OUT,
+    NO_MODEL,
+    NOTES,
+    OUTCOME,
+    PREEMPTED,
+    RingOutcome,
+    RoundNotes,
+    decode,
+    encode,
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class GroupProgress:
+    """What is known so far of a group whose members form a ring."""
+
+    group_id: int
+    leader: int  # as planned
+    node_of: Mapping[int, int]  # by SoC
+    members: tuple[int, ...]  # as of the latest attempt, without members that are lost
+    tolerate_errors: bool
+    completed: dict[int, Message] = field(default_factory=dict)  # replies by SoC, of members that have a model
+    without_model: set[int] = field(default_factory=set)
+    model: Message | None = None
+    leader_replaced: bool = False  # the model came from another member than the planned leader
+    events: list[ReplyEvent] = field(default_factory=list)
+    away: set[int] = field(default_factory=set)  # SoCs that left or were dropped by their ring
+    _departures: set[int] = field(default_factory=set)  # SoCs whose departure is an event already
+
+    def where(self, soc: int) -> str:
+        """Return how a member is called in events."""
+        return f"group {self.group_id}, SoC {soc} (node {self.node_of[soc]})"
+
+    def take(self, soc: int, reply: Message) -> None:
+        """Record a member's reply; `TrainingFailed` if it raised and that is not tolerated."""
+        if reply.has_error():
+            event = failure_event(reply, self.group_id, self.where(soc))
+            if event.kind == "client-raised" and not self.tolerate_errors:
+                raise TrainingFailed(event.text)
+            # The others continue: the work is lost only if no member answers with it, which is a separate event.
+            self.event("member-lost", event.text.removeprefix(f"group {self.group_id}, "))
+            return
+        outcome = outcome_of(reply)
+        if outcome is None:
+            self.event("malformed", f"SoC {soc}: its reply says nothing of its ring; make its ClientApp with "
+                                    "socflower.make_client_app")
+        elif outcome.outcome == COMPLETED:
+            self.completed[soc] = reply
+            if outcome.answers and ARRAYS in reply.content.array_records and self.model is None:
+                self.accept_model(soc, reply)
+        elif outcome.outcome == PREEMPTED:
+            self._record_departure(soc)
+        elif outcome.outcome == NO_MODEL:
+            self.without_model.add(soc)
+        elif outcome.outcome == LEFT_OUT:
+            self.event("left-out", f"SoC {soc} joined too late, or was silent; its ring continued without it")
+
+    def begin_again(self, members: tuple[int, ...]) -> None:
+        """Record that these members are asked again, and that the others are lost."""
+        self.away |= set(self.members) - set(members)
+        self.members, self.completed, self.without_model = members, {}, set()
+
+    def accept_model(self, soc: int, reply: Message) -> None:
+        """Take a member's reply as the group's, with what its ring has logged."""
+        outcome = cast(RingOutcome, outcome_of(reply))
+        self.model = reply
+        self.leader_replaced = soc != self.leader
+        # A member that died may return at once as a new process; one that hangs still blocks its node.
+        self.away |= set(self.members) - set(outcome.members)
+        for left in outcome.preempted:
+            self._record_departure(left)
+        for line in outcome.log:
+            self.event("member-lost", line)
+        for seconds in outcome.recoveries_s:
+            self.event("ring-formed-again", f"training again after {seconds:.2f} s")
+
+    def event(self, kind: str, text: str) -> None:
+        """Record an event of the group."""
+        self.events.append(ReplyEvent(kind=kind, group_id=self.group_id, text=f"group {self.group_id}: {text}"))
+
+    def notes(self) -> RoundNotes:
+        """Return what a reply has to tell of the group besides its model."""
+        return make_notes(self.events, self.away, [self.group_id] if self.leader_replaced else [])
+
+    def _record_departure(self, soc: int) -> None:
+        """Record a departure once: both the member that leaves and those that stay may report it."""
+        self.away.add(soc)
+        if soc not in self._departures:
+            self._departures.add(soc)
+            self.event("preempted", f"SoC {soc} was preempted by its user")
+
+
+def make_notes(events: Iterable[ReplyEvent], away: Iterable[int] = (), leaders_replaced: Iterable[int] = (),
+               ) -> RoundNotes:
+    """Return notes of these events."""
+    events = list(events)
+    return RoundNotes(
+        kinds=tuple(event.kind for event in events), groups=tuple(event.group_id for event in events),
+        texts=tuple(event.text for event in events), away=tuple(sorted(away)),
+        leaders_replaced=tuple(sorted(leaders_replaced)))
+
+
+def attach_notes(reply: Message, notes: RoundNotes) -> None:
+    """Add notes to those that a reply has."""
+    if NOTES in reply.content.config_records:
+        notes = decode(RoundNotes, reply.content.config_records[NOTES], "notes") + notes
+    reply.content[NOTES] = ConfigRecord(encode(notes))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettledRound:
+    """A round's replies, read."""
+
+    usable: Sequence[Message]  # of groups whose model can be averaged, in group order
+    lost: tuple[ReplyEvent, ...]  # of groups whose work is lost
+    events: tuple[ReplyEvent, ...]  # of failures and changes that groups recovered from
+    away: frozenset[int]  # SoCs that left their rings, or were dropped by them
+    leaders_replaced: frozenset[int]  # groups whose model came from another member than their leader
+
+
+def settle(this: Round, replies: Iterable[Message], *, tolerate_errors: bool) -> SettledRound:
+    """Read the replies of a round, whether `GroupGrid` has settled its groups or any other grid brought all of them.
+
+    Raises `TrainingFailed` if no group has a usable reply, or if a client raised and that is not tolerated.
+    """
+    replies = list(replies)
+    records = [reply.content.config_records[NOTES] for reply in replies
+               if reply.has_content() and NOTES in reply.content.config_records]
+    notes = sum((decode(RoundNotes, record, "notes") for record in records), start=RoundNotes())
+    if this.in_rings and not records:
+        replies, notes = _settle_rings(this, replies, tolerate_errors)
+    events = [ReplyEvent(kind=kind, group_id=group, text=text)
+              for kind, group, text in zip(notes.kinds, notes.groups, notes.texts, strict=True)]
+    usable, lost = sort_replies(replies, this.group_of_node, [event for event in events if event.kind in GROUP_LOST],
+                                tolerate_errors=tolerate_errors)
+    return SettledRound(
+        usable=usable, lost=lost, events=tuple(event for event in events if event.kind not in GROUP_LOST),
+        away=frozenset(notes.away), leaders_replaced=frozenset(notes.leaders_replaced))
+
+
+def _settle_rings(this: Round, replies: Sequence[Message], tolerate_errors: bool) -> tuple[list[Message], RoundNotes]:
+    """Read the replies of all members; nobody was asked again, so a group without a model is lost."""
+    groups = {group.group_id: GroupProgress(
+        group_id=group.group_id, leader=group.leader, node_of=this.node_of, members=group.members,
+        tolerate_errors=tolerate_errors) for group in this.plan.groups}
+    heard: set[int] = set()
+    soc_of = {node: soc for soc, node in this.node_of.items()}
+    for reply in replies:
+        node = reply.metadata.src_node_id
+        if node in this.group_of_node:
+            groups[this.group_of_node[node].group_id].take(soc_of[node], reply)
+            heard.add(soc_of[node])
+    for group in groups.values():
+        # If members that hang were planned again, every round would run into its timeout.
+        group.away |= set(group.members) - heard
+    models = [group.model for group in groups.values() if group.model is not None]
+    return models, sum((group.notes() for group in groups.values()), start=RoundNotes())
+
+
+def no_model(notes: RoundNotes, first_group: int, where: str) -> TrainingFailed:
+    """Return the error of a round in which no group has a model; `where` names the first group."""
+    cause = notes.texts[0] if notes.texts else no_reply_event(first_group, where).text
+    return TrainingFailed(f"no group sent a usable model; first cause: {cause}")
+
+
+def outcome_of(reply: Message) -> RingOutcome | None:
+    """Return the ring outcome in a reply, or None if it has none."""
+    record = reply.content.config_records.get(OUTCOME) if reply.has_content() else None
+    return None if record is None else decode(RingOutcome, record, "outcome")

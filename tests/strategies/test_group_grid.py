@@ -1,0 +1,155 @@
+"""GroupGrid around real rings: what happens in a round is the same with any strategy around SoCFlow, and without one.
+
+Nodes kill themselves at a step, so that a run can be repeated to the bit.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from socflower.errors import TrainingFailed
+from socflower.strategies.group_grid import GroupGrid
+from socflower.strategies.socflow import SoCFlow
+from tests.process_grid import ProcessGrid
+from tests.strategies import ring_app
+from tests.strategies.test_around import PassingOn, private
+
+pytestmark = pytest.mark.timeout(900)
+
+Around = Callable[[SoCFlow], Strategy]
+LEADER, OTHER_LEADER, MEMBER = 0, 2, 1
+NOBODY: Mapping[int, str] = {}
+
+
+class Trained(NamedTuple):
+    arrays: ArrayRecord
+    events: list[list[tuple[str, str]]]  # of each round, seconds left out
+    strategy: SoCFlow
+
+
+def alone(strategy: SoCFlow) -> Strategy:
+    return strategy
+
+
+def itself(grid: Grid) -> Grid:
+    return grid
+
+
+def train(
+    dies_in: Mapping[int, str] = NOBODY, around: Around = alone, wrap: Callable[[Grid], Grid] = GroupGrid, *,
+    boards: int = 2, socs_per_board: int = 2, num_groups: int = 2, states: Path | None = None, **changes: Any,
+) -> Trained:
+    """Train two rounds, in the first of which SoCs die in a phase."""
+    on = ring_app.cluster(boards, socs_per_board)
+    strategy = ring_app.strategy(on, num_groups, num_epochs=1, interval_epochs=0.5, tolerate_client_errors=True, rings={
+        "heartbeat_s": 4.0, "rendezvous_s": 4.0, "leader_grace_s": 3.0}, **changes)
+    configs = ring_app.node_configs(on, {soc: {"dies-in": phase} for soc, phase in dies_in.items()})
+    with ProcessGrid(ring_app.client_app, configs, run_config={"states": str(states)} if states else None) as grid:
+        result = around(strategy).start(wrap(grid), ring_app.initial(), num_rounds=strategy.num_rounds, timeout=60)
+    return Trained(result.arrays, [[(event.kind, re.sub(r"\d+\.\d+ s", "_ s", event.text)) for event in report.events]
+                                   for report in strategy.reports], strategy)
+
+
+def kinds(trained: Trained, server_round: int, group_id: int) -> set[str]:
+    return {event.kind for event in trained.strategy.reports[server_round - 1].events if event.group_id == group_id}
+
+
+def assert_same(ours: Trained, reference: Trained, tolerance: float = 0.0) -> None:
+    assert ours.events == reference.events
+    for name in reference.arrays:
+        np.testing.assert_allclose(ours.arrays[name].numpy(), reference.arrays[name].numpy(), atol=tolerance, rtol=0.0)
+
+
+# ----------------------------------------------------------------------------------------------- around SoCFlow
+@pytest.mark.parametrize("dies_in", [
+    pytest.param(NOBODY, id="nobody dies"), pytest.param({LEADER: "mid-batch"}, id="the leader dies mid-batch"),
+    pytest.param({LEADER: "synchronisation"}, marks=pytest.mark.slow, id="the leader dies before it replies"),
+    pytest.param({LEADER: "rendezvous"}, marks=pytest.mark.slow, id="the leader dies before its ring"),
+])
+def test_strategies_around_it_train_the_same_and_tell_the_same(dies_in: Mapping[int, str]) -> None:
+    """Differential privacy computes old + (new - old), which is rounded."""
+    reference = train(dies_in)
+    assert_same(train(dies_in, PassingOn), reference)
+    assert_same(train(dies_in, private), reference, tolerance=1e-6)
+    assert bool(reference.events[0]) == bool(dies_in)
+    told = {"mid-batch": {"member-lost", "ring-formed-again"}, "synchronisation": {"leader-lost"},
+            "rendezvous": {"member-lost"}}
+    assert all(told[phase] <= kinds(reference, 1, 0) for phase in dies_in.values()) and not kinds(reference, 1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("around", [alone, PassingOn, private])
+def test_a_leader_and_a_member_that_die_at_once_leave_the_work_to_the_others(around: Around) -> None:
+    ours = train({LEADER: "mid-batch", MEMBER: "mid-batch"}, around, boards=1, socs_per_board=4, num_groups=1)
+    undisturbed = train(boards=1, socs_per_board=4, num_groups=1)
+    assert {"member-lost", "ring-formed-again"} <= kinds(ours, 1, 0)
+    for name in undisturbed.arrays:
+        np.testing.assert_allclose(ours.arrays[name].numpy(), undisturbed.arrays[name].numpy(), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("around", [alone, PassingOn, private])
+def test_leaders_of_two_groups_that_die_before_they_reply_are_replaced(around: Around) -> None:
+    ours = train({LEADER: "synchronisation", OTHER_LEADER: "synchronisation"}, around)
+    assert "leader-lost" in kinds(ours, 1, 0) and "leader-lost" in kinds(ours, 1, 1)
+    assert ours.strategy.reports[0].without_state == (0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("around", [alone, PassingOn])
+def test_a_training_is_resumed_inside_another_strategy(tmp_path: Path, around: Around) -> None:
+    """Round 1 is trained once, and its state found again, by a strategy that counts from 1 itself."""
+    unbroken = train(states=tmp_path)
+    for later in tmp_path.glob("*/*-at-20.state"):  # of the end of round 2
+        later.unlink()
+    kept: list[ArrayRecord] = []
+    on = ring_app.cluster()
+    for done in (0, 1):
+        strategy = ring_app.strategy(on, num_epochs=1, interval_epochs=0.5)
+        strategy.resume_from(done)
+        with ProcessGrid(ring_app.client_app, ring_app.node_configs(on), run_config={"states": str(tmp_path)}) as grid:
+            result = around(strategy).start(
+                GroupGrid(grid), kept[0] if done else ring_app.initial(), num_rounds=2, timeout=60,
+                evaluate_fn=strategy.skip_done_rounds(
+                    lambda number, arrays: kept.append(arrays) if number == 1 else None))
+        assert [report.server_round for report in strategy.reports] == [1, 2][done:]
+    assert len(kept) == 1
+    assert_same(Trained(result.arrays, [[], []], strategy), unbroken)
+
+
+# ------------------------------------------------------------------------------------------------ another grid
+@pytest.mark.parametrize("around", [alone, pytest.param(PassingOn, marks=pytest.mark.slow),
+                                    pytest.param(private, marks=pytest.mark.slow)])
+def test_over_any_other_grid_it_trains_the_same_and_says_what_it_lacks(
+    around: Around, caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("WARNING", logger="flwr"):
+        ours = train(around=around, wrap=itself)
+    assert_same(ours, train(), tolerance=1e-6 if around is private else 0.0)
+    assert caplog.text.count("strategy.start(GroupGrid(grid), ...)") == 1
+
+
+@pytest.mark.parametrize("around", [alone, pytest.param(PassingOn, marks=pytest.mark.slow)])
+def test_over_any_other_grid_a_group_without_its_leader_loses_its_round(around: Around) -> None:
+    ours = train({LEADER: "synchronisation"}, around, itself)
+    assert "no-reply" in kinds(ours, 1, 0) and not kinds(ours, 1, 1)
+    assert [report.server_round for report in ours.strategy.reports] == [1, 2]
+    assert "no-reply" not in kinds(ours, 2, 0)
+    assert ours.strategy.reports[0].without_state == (0,)
+
+
+@pytest.mark.slow
+def test_over_any_other_grid_differential_privacy_keeps_a_round_with_a_death_back_and_the_training_ends() -> None:
+    with pytest.raises(TrainingFailed, match=r"round 1: its replies did not reach SoCFlow: .* GroupGrid\(grid\)"):
+        train({LEADER: "synchronisation"}, private, itself)
+
+
+def test_a_grid_around_itself_changes_nothing() -> None:
+    assert_same(train(wrap=lambda grid: GroupGrid(GroupGrid(grid))), train())
