@@ -1,32 +1,52 @@
 """The points at which a torch model can be cut in two, and the two halves, which share the model's weights."""
 
+import copy
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx, nn
+from torch.nn.modules import activation, normalization, pooling
 
-from socflower.capture.halves import GraphHalves
-from socflower.capture.operations import (
+from socflower.capture.graph import (
     CAPTURE_LOCK,
-    CapturedGraph,
-    copied,
+    NUM_SAMPLES,
+    Example,
+    ModelGraph,
+    Operation,
+    capture,
     first_samples,
-    layout_of,
-    reason,
+    refused_samples,
     tensors_of,
     training_mode_pass,
 )
-from socflower.capture.tensor_arrays import spec_of
+from socflower.capture.halves import part_of, random_layers
+from socflower.capture.tensor_arrays import layout_of, spec_of
 from socflower.cluster.cost_model import ModelProfile
 from socflower.errors import ConfigError
 
-__all__ = ["CutPoint", "SplitModel", "capture_split", "whole_back", "whole_front"]
-
-Example = torch.Tensor | tuple[int, ...]
+_MODULES: tuple[type[nn.Module], ...] = (
+    # torch lists attention under activations, but it returns two values.
+    *(getattr(activation, name) for name in activation.__all__ if name != "MultiheadAttention"),
+    # Unpooling takes a second input, the indices of the maxima.
+    *(getattr(pooling, name) for name in pooling.__all__ if not name.startswith("MaxUnpool")),
+    *(getattr(normalization, name) for name in normalization.__all__),
+    nn.modules.batchnorm._NormBase,
+)
+_NAMES = frozenset({
+    "relu", "relu6", "leaky_relu", "prelu", "rrelu", "elu", "selu", "celu", "gelu", "silu", "mish", "hardswish",
+    "hardtanh", "hardsigmoid", "tanh", "sigmoid", "logsigmoid", "softplus", "softsign", "tanhshrink", "softshrink",
+    "hardshrink", "threshold", "glu", "softmax", "log_softmax", "softmin",
+    "batch_norm", "instance_norm", "layer_norm", "group_norm", "local_response_norm", "rms_norm",
+    "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "lp_pool1d", "lp_pool2d",
+    "lp_pool3d", "fractional_max_pool2d", "fractional_max_pool3d",
+    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+    "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
+    "mean", "amax",  # global pooling without a module
+})
+_SUMS = frozenset({"add", "iadd"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +57,7 @@ class CutPoint:
     feature_shape: tuple[int, ...]  # of one sample; its elements are float32
     layout: tuple[int, ...]  # dimensions, the batch's included, from the outermost in memory to the innermost
     front_layers: frozenset[str]  # modules that run in the front half, by path
+    front_names: frozenset[str]  # entries of the model's state_dict that the front half has
     front_weight_bytes: float  # weights and buffers
     front_trained_bytes: float  # of these, weights that are trained
     front_trains: bool  # False: all before the cut is frozen
@@ -51,23 +72,7 @@ class CutPoint:
         return sum(layer.name in self.front_layers for layer in profile.layers)
 
 
-class Halves(Protocol):
-    """Builds the two halves of a model."""
-
-    @property
-    def random_layers(self) -> Mapping[int, str]:
-        """Layers that draw random numbers in training, by the number of their random stream."""
-        ...
-
-    def front(self, cut: int) -> nn.Module:
-        """Return the layers up to a cut."""
-        ...
-
-    def back(self, cut: int) -> nn.Module:
-        """Return the layers behind a cut."""
-        ...
-
-
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SplitModel:
     """A model and its cuts, numbered in the order of its layers.
 
@@ -76,22 +81,21 @@ class SplitModel:
     do not change.
     """
 
-    def __init__(
-        self, *, model: nn.Module, name: str, cuts: Sequence[CutPoint], front_names: Sequence[frozenset[str]],
-        halves: Halves, frozen_layers: frozenset[str], fingerprint: str, arguments: Mapping[str, Any],
-        writes_in_place: bool = True,
-    ) -> None:
-        self.model = model
-        self.name = name
-        self.cuts = tuple(cuts)
-        self.writes_in_place = writes_in_place  # a layer may overwrite its input
-        self._front_names = tuple(front_names)
-        self._halves = halves
-        self.frozen_layers = frozen_layers  # by path; they stay in evaluation mode
-        self._fingerprint = fingerprint
-        self._arguments = dict(arguments)
-        self.specs: Mapping[str, torch.Tensor] = {key: spec_of(tensor) for key, tensor in self.tensors().items()}
-        """Shape, strides and type of every tensor, without values. A half releases tensors that only the other uses."""
+    model: nn.Module
+    name: str
+    cuts: tuple[CutPoint, ...]
+    example: Example | None
+    graph: ModelGraph | None  # None: the model is one half as a whole
+    places: tuple[Operation, ...] = ()  # behind which the model is cut
+    frozen_until: int = -1  # position of the last frozen operation
+    frozen_layers: frozenset[str] = frozenset()  # by path; they stay in evaluation mode
+    writes_in_place: bool = True  # a layer may overwrite its input
+    digest: str
+    specs: Mapping[str, torch.Tensor] = field(init=False)
+    """Shape, strides and type of every tensor, without values. A half releases tensors that only the other uses."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "specs", {key: spec_of(tensor) for key, tensor in self.tensors().items()})
 
     @property
     def num_cuts(self) -> int:
@@ -100,26 +104,37 @@ class SplitModel:
 
     @property
     def random_layers(self) -> Mapping[int, str]:
-        """Layers that draw random numbers in training: number of the stream, and path."""
-        return self._halves.random_layers
+        """Layers that draw random numbers in training: number of the stream, and path.
+
+        A model that was not captured draws from one stream.
+        """
+        return {0: ""} if self.graph is None else random_layers(self.graph, self.frozen_until)
 
     def front(self, cut: int) -> nn.Module:
         """Return the layers up to and including the cut, from the model's input to the features."""
         self.check(cut)
-        return self._halves.front(cut)
+        if self.graph is None:
+            return self.model
+        if cut == self.num_cuts:
+            return part_of(self.model, self.graph, self.graph.operations, self.frozen_until)
+        place = self.places[cut]
+        return part_of(self.model, self.graph, _front(self.graph, place), self.frozen_until, end=place)
 
     def back(self, cut: int) -> nn.Module:
         """Return the layers behind the cut, from the features to the model's output."""
         self.check(cut)
         if cut == self.num_cuts:
             raise ConfigError(f"model {self.name}: nothing is behind cut {cut}, which stands for the whole model")
-        return self._halves.back(cut)
+        if self.graph is None:
+            return self.model
+        place = self.places[cut]
+        return part_of(self.model, self.graph, _back(self.graph, place), self.frozen_until, start=place)
 
     def front_names(self, cut: int) -> tuple[str, ...]:
         """Return which entries of the model's state_dict the front half has, in their order there."""
         self.check(cut)
         names = tuple(self.tensors())
-        return names if cut == self.num_cuts else tuple(key for key in names if key in self._front_names[cut])
+        return names if cut == self.num_cuts else tuple(key for key in names if key in self.cuts[cut].front_names)
 
     def back_names(self, cut: int) -> tuple[str, ...]:
         """Return the other entries; this includes entries that no layer uses."""
@@ -145,7 +160,7 @@ class SplitModel:
 
         Edge and cloud compare it, which ensures that both cut the same model at the same points.
         """
-        return self._fingerprint
+        return self.digest
 
     def cut_named(self, name: str) -> int:
         """Return the number of a cut by its name; `ConfigError` lists the existing ones."""
@@ -156,9 +171,9 @@ class SplitModel:
 
     def samples(self, num_samples: int) -> torch.Tensor:
         """Return a batch of identical inputs that the model accepts; `ConfigError` if no example is known."""
-        if self._arguments["example"] is None:
+        if self.example is None:
             raise ConfigError(f"model {self.name}: is a back half as a whole, of whose features no example is known")
-        return first_samples(self.model, self._arguments["example"], self.name, num_samples)
+        return first_samples(self.model, self.example, self.name, num_samples)
 
     def copy(self) -> "SplitModel":
         """Return a copy with its own weights; each half of a training takes ownership of one.
@@ -167,8 +182,7 @@ class SplitModel:
         """
         if any(tensor.shape != self.specs[key].shape for key, tensor in self.tensors().items()):
             raise ConfigError(f"model {self.name}: belongs to a half, which has released some layers; copy it before")
-        build = _whole if "is_front" in self._arguments else _captured
-        return build(**{**self._arguments, "model": copied(self.model)})
+        return replace(self, model=copy.deepcopy(self.model))
 
     def check(self, cut: int) -> None:
         """Raise `ConfigError` for a cut that does not exist."""
@@ -196,7 +210,26 @@ def capture_split(
     where no weight is trained, where there is no cut, and for a layer in evaluation mode inside a model in training
     mode that `frozen` does not reach.
     """
-    return _captured(model=model, example=example, name=name or type(model).__name__, frozen=frozen)
+    graph = capture(model, example, name=name or "")
+    places = tuple(one for one in graph.operations
+                   if (_is_place(model, one) or _ends_block(model, graph, one)) and _can_cut(model, graph, one))
+    if not places:
+        raise ConfigError(f"model {graph.name}: has no place to cut it; a cut lies after an activation, a "
+                          "normalisation, a pooling or a residual block through whose result all must pass, with "
+                          "weights on both sides")
+    frozen_until = _frozen_until(graph, places, frozen)
+    frozen_operations = graph.operations[:frozen_until + 1]
+    _freeze(model, graph.name, _tensor_names(frozen_operations), frozen)
+    frozen_layers = _layers_within(model, graph, frozen_operations)
+    _require_training_mode(model, graph.name, frozen_layers)
+    if frozen_operations:
+        _require_same_in_evaluation(graph)
+    cuts = tuple(_cut_point(model, graph, place) for place in places)
+    return SplitModel(
+        model=model, name=graph.name, cuts=cuts, example=example, graph=graph, places=places,
+        frozen_until=frozen_until, frozen_layers=frozen_layers,
+        writes_in_place=any(one.writes_in_place for one in graph.operations),
+        digest=_digest(model, graph, [point.name for point in cuts], frozen_until))
 
 
 def whole_front(model: nn.Module, example: Example, *, name: str | None = None) -> SplitModel:
@@ -205,66 +238,104 @@ def whole_front(model: nn.Module, example: Example, *, name: str | None = None) 
     torch.fx need not be able to follow it. Raises ConfigError where its output is not one float32 tensor whose first
     dimension is the batch.
     """
-    return _whole(model=model, example=example, name=name or type(model).__name__, is_front=True)
+    return _whole(model, example, name or type(model).__name__)
 
 
 def whole_back(model: nn.Module, *, name: str | None = None) -> SplitModel:
     """Return a model that is a back half as a whole, for any features: the cloud's model in vertical training."""
-    return _whole(model=model, example=None, name=name or type(model).__name__, is_front=False)
+    return _whole(model, None, name or type(model).__name__)
 
 
-@CAPTURE_LOCK.exclusive()
-def _captured(*, model: nn.Module, example: Example, name: str, frozen: int | str | None) -> SplitModel:
-    captured = CapturedGraph(model, name, example)
-    places = captured.places()
-    if not places:
-        raise ConfigError(f"model {name}: has no place to cut it; a cut lies after an activation, a normalisation, "
-                          "a pooling or a residual block through whose result all must pass, with weights on both "
-                          "sides")
-    frozen_until = _frozen_until(captured, places, frozen)
-    frozen_nodes = [node for node in captured.nodes if captured.position[node] <= frozen_until]
-    _freeze(captured, frozen_nodes, frozen)
-    frozen_layers = _layers_within(captured, frozen_nodes)
-    _require_training_mode(model, name, frozen_layers)
-    tensors = tensors_of(model)
-    front_ids = [captured.tensor_ids(captured.front(place)) for place in places]
-    cuts = [_cut_point(captured, place, ids) for place, ids in zip(places, front_ids, strict=True)]
-    return SplitModel(
-        model=model, name=name, cuts=cuts,
-        front_names=[frozenset(key for key, tensor in tensors.items() if id(tensor) in ids) for ids in front_ids],
-        halves=GraphHalves(captured, places, frozen_until),
-        frozen_layers=frozen_layers,
-        fingerprint=_digest(captured, [point.name for point in cuts], frozen_until),
-        arguments={"example": example, "name": name, "frozen": frozen},
-        writes_in_place=captured.writes_in_place)
+def _is_place(model: nn.Module, operation: Operation) -> bool:
+    if operation.module is not None:
+        return isinstance(model.get_submodule(operation.module), _MODULES)
+    return operation.function in _NAMES
 
 
-def _frozen_until(captured: CapturedGraph, places: Sequence[fx.Node], frozen: int | str | None) -> int:
+def _ends_block(model: nn.Module, graph: ModelGraph, operation: Operation) -> bool:
+    """Return whether a residual block ends with this sum; a block's activation or norm is its end instead."""
+    parts = [other for other in operation.inputs if other.shape is not None and not other.is_constant]
+    readers = graph.readers[operation]
+    followed = len(readers) == 1 and _is_place(model, readers[0]) and readers[0].shape == operation.shape
+    return operation.function in _SUMS and len(parts) > 1 and not followed
+
+
+def _can_cut(model: nn.Module, graph: ModelGraph, place: Operation) -> bool:
+    if (place.is_constant or place.dtype is not torch.float32 or not place.shape
+            or place.shape[0] != NUM_SAMPLES):
+        return False
+    front, back = _front(graph, place), _back(graph, place)
+    before, behind = set(front), set(back)
+    crossing = {one for one in before - behind if not behind.isdisjoint(graph.readers[one])}
+    if crossing != {place} or any(one.draws for one in before & behind):
+        return False
+    front_names, back_names = _tensor_names(front), _tensor_names(back)
+    weights = {key for key, _ in model.named_parameters()}
+    return bool(front_names & weights and back_names & weights) and not front_names & back_names
+
+
+def _front(graph: ModelGraph, place: Operation) -> list[Operation]:
+    """Return the operations up to and including a place, and the constants that they need, in order."""
+    return _with_constants(graph, graph.operations[:place.position + 1])
+
+
+def _back(graph: ModelGraph, place: Operation) -> list[Operation]:
+    """Return the operations after a place, and the constants that they need, in order."""
+    return _with_constants(graph, graph.operations[place.position + 1:])
+
+
+def _with_constants(graph: ModelGraph, chosen: Iterable[Operation]) -> list[Operation]:
+    taken = {operation for operation in chosen if not operation.is_constant}
+    # In reverse order, so that the inputs of a constant are visited after the constant.
+    for operation in reversed(graph.operations):
+        if operation.is_constant and not taken.isdisjoint(graph.readers[operation]):
+            taken.add(operation)
+    return [operation for operation in graph.operations if operation in taken]
+
+
+def _tensor_names(operations: Iterable[Operation]) -> frozenset[str]:
+    return frozenset().union(*(operation.tensors for operation in operations))
+
+
+def _cut_name(graph: ModelGraph, place: Operation) -> str:
+    """Return the module's path (with `@n` for its n-th call, n > 1), or fx's name of a function call."""
+    if place.module is None:
+        return place.node.name
+    number = sum(other.module == place.module for other in graph.operations[:place.position + 1])
+    return f"{place.module}@{number}" if number > 1 else place.module
+
+
+def _frozen_until(graph: ModelGraph, places: Sequence[Operation], frozen: int | str | None) -> int:
     """Return the position of the last operation that is frozen, -1 for none."""
     if frozen is None:
         return -1
     if isinstance(frozen, int):
         if not 0 <= frozen < len(places):
-            raise ConfigError(f"model {captured.name}: frozen = {frozen} is no cut; they are numbered 0 to "
+            raise ConfigError(f"model {graph.name}: frozen = {frozen} is no cut; they are numbered 0 to "
                               f"{len(places) - 1}")
-        return captured.position[places[frozen]]
-    cuts = [place for place in places if captured.cut_name(place) == frozen]
-    within = [node for node in captured.nodes if f"{captured.layer(node)}.".startswith(f"{frozen}.")]
+        return places[frozen].position
+    cuts = [place for place in places if _cut_name(graph, place) == frozen]
+    within = [one for one in graph.operations if f"{one.layer}.".startswith(f"{frozen}.")]
     if not cuts and not within:
-        layers = dict.fromkeys(captured.layer(node) for node in captured.nodes if node.op == "call_module")
-        raise ConfigError(f"model {captured.name}: frozen = {frozen!r} is no layer; there are {', '.join(layers)}")
-    return max(captured.position[node] for node in (cuts or within))
+        layers = dict.fromkeys(one.layer for one in graph.operations if one.module is not None)
+        raise ConfigError(f"model {graph.name}: frozen = {frozen!r} is no layer; there are {', '.join(layers)}")
+    return (cuts or within)[-1].position
 
 
-def _freeze(captured: CapturedGraph, frozen_nodes: Sequence[fx.Node], frozen: int | str | None) -> None:
-    ids = captured.tensor_ids(frozen_nodes)
-    remain = [weight for weight in captured.model.parameters() if weight.requires_grad and id(weight) not in ids]
-    if not remain:
+def _freeze(model: nn.Module, name: str, names: frozenset[str], frozen: int | str | None) -> None:
+    parameters = dict(model.named_parameters())
+    if not any(weight.requires_grad and key not in names for key, weight in parameters.items()):
         what = "" if frozen is None else f" with everything frozen up to {frozen!r}; freeze less"
-        raise ConfigError(f"model {captured.name}: nothing of it is trained{what}")
-    for weight in captured.model.parameters():
-        if id(weight) in ids:
-            weight.requires_grad_(False)
+        raise ConfigError(f"model {name}: nothing of it is trained{what}")
+    for key in names & set(parameters):
+        parameters[key].requires_grad_(False)
+
+
+def _require_same_in_evaluation(graph: ModelGraph) -> None:
+    """Raise `ConfigError` where evaluation runs other operations, since frozen ones are taken from there."""
+    if [(n.op, n.target) for n in graph.evaluation] != [(one.node.op, one.node.target) for one in graph.operations]:
+        raise ConfigError(f"model {graph.name}: runs other operations in training than in evaluation, so no part of "
+                          "it can be frozen; use modules such as nn.Dropout in place of `if self.training`")
 
 
 def _require_training_mode(model: nn.Module, name: str, frozen_layers: frozenset[str]) -> None:
@@ -276,49 +347,50 @@ def _require_training_mode(model: nn.Module, name: str, frozen_layers: frozenset
                           "mode; put it into training mode, or name the last layer that is not trained with frozen=…")
 
 
-def _layers_within(captured: CapturedGraph, nodes: Sequence[fx.Node]) -> frozenset[str]:
-    """Return the paths of the modules that run only in these nodes, and of their submodules."""
-    here = {captured.layer(node) for node in nodes if node.op == "call_module"}
-    elsewhere = {captured.layer(node) for node in set(captured.nodes) - set(nodes)}
-    roots = tuple(here - elsewhere)
-    return frozenset(path for path, _ in captured.model.named_modules()
+def _layers_within(model: nn.Module, graph: ModelGraph, operations: Sequence[Operation]) -> frozenset[str]:
+    """Return the paths of the modules that run only in these operations, and of their submodules."""
+    here = {one.module for one in operations if one.module is not None}
+    roots = here - {one.layer for one in set(graph.operations) - set(operations)}
+    return frozenset(path for path, _ in model.named_modules()
                      if any(f"{path}.".startswith(f"{root}.") for root in roots))
 
 
-def _cut_point(captured: CapturedGraph, place: fx.Node, front_ids: set[int]) -> CutPoint:
-    observed = captured.observations[place]
-    assert observed.shape is not None
-    front = [tensor for tensor in {id(t): t for t in tensors_of(captured.model).values()}.values()
-             if id(tensor) in front_ids]
-    trained = [tensor for tensor in front if tensor.requires_grad]
+def _cut_point(model: nn.Module, graph: ModelGraph, place: Operation) -> CutPoint:
+    assert place.shape is not None
+    front = _front(graph, place)
+    used = _tensor_names(front)
+    ids = {id(tensor) for key, tensor in [*model.named_buffers(), *model.named_parameters()] if key in used}
+    entries = {key: tensor for key, tensor in tensors_of(model).items() if id(tensor) in ids}
+    tensors = list({id(tensor): tensor for tensor in entries.values()}.values())  # a shared one counts once
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
     # The root's own operations appear in a profile under its class's name.
-    layers = {captured.layer(node) or type(captured.model).__name__ for node in captured.front(place)
-              if node.op != "placeholder"}
+    layers = {one.layer or type(model).__name__ for one in front if one.node.op != "placeholder"}
     return CutPoint(
-        name=captured.cut_name(place), feature_shape=observed.shape[1:], layout=observed.layout,
-        front_layers=frozenset(layers), front_weight_bytes=_num_bytes(front), front_trained_bytes=_num_bytes(trained),
-        front_trains=bool(trained))
+        name=_cut_name(graph, place), feature_shape=place.shape[1:], layout=place.layout,
+        front_layers=frozenset(layers), front_names=frozenset(entries), front_weight_bytes=_num_bytes(tensors),
+        front_trained_bytes=_num_bytes(trained), front_trains=bool(trained))
 
 
-def _num_bytes(tensors: Sequence[torch.Tensor]) -> float:
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> float:
     return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
 
-def _digest(captured: CapturedGraph, cuts: Sequence[str], frozen_until: int) -> str:
+def _digest(model: nn.Module, graph: ModelGraph, cuts: Sequence[str], frozen_until: int) -> str:
     """Return SHA-256 of the graph by positions, since operation names may differ between versions of fx."""
     lines = [f"{cuts} {frozen_until}"]
-    for node in captured.nodes:
+    for operation in graph.operations:
+        node = operation.node
         if node.op == "placeholder":
             lines.append(node.op)
             continue
         target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        arguments = fx.node.map_arg((node.args, node.kwargs), lambda other: f"%{captured.position[other]}")
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda other: f"%{graph.by_node[other].position}")
         layer = ""
-        if node.op == "call_module":
-            module = captured.model.get_submodule(str(node.target))
+        if operation.module is not None:
+            module = model.get_submodule(operation.module)
             layer = f"{type(module).__name__}({module.extra_repr()})"
-        lines.append(f"{node.op} {target} {arguments} {layer} {captured.observations[node].shape}")
-    return _sha256(lines, captured.model)
+        lines.append(f"{node.op} {target} {arguments} {layer} {operation.shape}")
+    return _sha256(lines, model)
 
 
 def _sha256(lines: Sequence[str], model: nn.Module) -> str:
@@ -327,42 +399,26 @@ def _sha256(lines: Sequence[str], model: nn.Module) -> str:
     return hashlib.sha256("\n".join([*lines, *shapes]).encode()).hexdigest()
 
 
-class _WholeModel:
-    """Halves of a model that is a half as a whole; it is not captured, so all its random draws come from one stream."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.random_layers: Mapping[int, str] = {0: ""}
-
-    def front(self, cut: int) -> nn.Module:
-        return self._model
-
-    def back(self, cut: int) -> nn.Module:
-        return self._model
-
-
 @CAPTURE_LOCK.shared()
-def _whole(*, model: nn.Module, example: Example | None, name: str, is_front: bool) -> SplitModel:
+def _whole(model: nn.Module, example: Example | None, name: str) -> SplitModel:
+    """Return a front half as a whole, or without an example a back half."""
     tensors = tensors_of(model)
     if not any(tensor.requires_grad for tensor in tensors.values()):
         raise ConfigError(f"model {name}: nothing of it is trained")
     _require_training_mode(model, name, frozenset())
     features = None if example is None else _whole_features(model, example, name)
-    front = list(tensors.values()) if is_front else []
-    trained = [tensor for tensor in front if tensor.requires_grad]
+    front = {} if features is None else tensors
     point = CutPoint(
-        name="end" if is_front else "start",
+        name="start" if features is None else "end",
         feature_shape=() if features is None else tuple(features.shape[1:]),
         layout=() if features is None else layout_of(features),
-        front_layers=frozenset(path for path, _ in model.named_modules()) if is_front else frozenset(),
-        front_weight_bytes=_num_bytes(front), front_trained_bytes=_num_bytes(trained),
+        front_layers=frozenset() if features is None else frozenset(path for path, _ in model.named_modules()),
+        front_names=frozenset(front), front_weight_bytes=_num_bytes(front.values()),
+        front_trained_bytes=_num_bytes(tensor for tensor in front.values() if tensor.requires_grad),
         # Not known for a back half; the front half avoids unneeded gradients by not requesting them.
         front_trains=True)
-    shape = f"{point.feature_shape} {is_front}"
-    return SplitModel(
-        model=model, name=name, cuts=[point], front_names=[frozenset(tensors) if is_front else frozenset()],
-        halves=_WholeModel(model), frozen_layers=frozenset(), fingerprint=_sha256([shape], model),
-        arguments={"example": example, "name": name, "is_front": is_front})
+    return SplitModel(model=model, name=name, cuts=(point,), example=example, graph=None,
+                      digest=_sha256([f"{point.feature_shape} {features is not None}"], model))
 
 
 def _whole_features(model: nn.Module, example: Example, name: str) -> torch.Tensor:
@@ -371,8 +427,7 @@ def _whole_features(model: nn.Module, example: Example, name: str) -> torch.Tens
         with training_mode_pass(model):
             features = model(samples)
     except Exception as error:  # layers raise various types for a wrong shape
-        shape = tuple(samples.shape[1:])
-        raise ConfigError(f"model {name}: does not take samples of shape {shape}: {reason(error)}") from error
+        raise refused_samples(name, samples, error) from error
     if not (isinstance(features, torch.Tensor) and features.dtype is torch.float32 and features.ndim > 0
             and features.shape[0] == samples.shape[0]):
         raise ConfigError(f"model {name}: a front half yields one float32 tensor with the batch in front, not "

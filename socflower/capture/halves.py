@@ -1,4 +1,4 @@
-"""The two halves of a captured model as modules, which share their layers with it.
+"""Parts of a captured model as modules, which share their layers with it.
 
 Plain torch draws all masks of a pass from one random stream, so that masks behind the cut would depend on the number of
 draws before it, on another machine. Here every layer that draws starts its own stream, which depends only on seed,
@@ -7,56 +7,45 @@ batch and layer. A replay (F22) needs no stored state, and a pass over two halve
 
 import hashlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import fx, nn
 
-from socflower.capture.operations import CapturedGraph
+from socflower.capture.graph import ModelGraph, Operation
 from socflower.capture.random_state import forked_generator
 
 
-class GraphHalves:
-    """Builds halves of a model; operations up to `frozen_until` (none: -1) run in evaluation mode."""
+def random_layers(graph: ModelGraph, frozen_until: int) -> dict[int, str]:
+    """Return the operations that draw random numbers in training, by position, which is their stream's number."""
+    return {operation.position: operation.layer for operation in graph.operations
+            if operation.draws and operation.position > frozen_until}
 
-    def __init__(self, captured: CapturedGraph, places: Sequence[fx.Node], frozen_until: int) -> None:
-        self._captured = captured
-        self._places = tuple(places)
-        evaluating = captured.evaluating() if frozen_until >= 0 else {}
-        # Frozen operations are copied from the evaluation-mode graph; `_original` maps its nodes back.
-        self._source = {node: evaluating.get(node, node) if captured.position[node] <= frozen_until else node
-                        for node in captured.nodes}
-        self._original = {node: node for node in captured.nodes} | {other: node for node, other in evaluating.items()}
-        self.random_layers: Mapping[int, str] = {
-            captured.position[node]: captured.layer(node) for node in captured.nodes
-            if captured.observations[node].draws and captured.position[node] > frozen_until}
-        """Operations that draw random numbers in training, by position in the graph, which is their stream's number."""
 
-    def front(self, cut: int) -> nn.Module:
-        """Return the layers up to a cut; the whole model if `cut` is the number of cuts."""
-        if cut == len(self._places):
-            return self._module(self._captured.nodes, None, None)
-        place = self._places[cut]
-        return self._module(self._captured.front(place), None, place)
+def part_of(
+    model: nn.Module, graph: ModelGraph, operations: Sequence[Operation], frozen_until: int, *,
+    start: Operation | None = None, end: Operation | None = None,
+) -> nn.Module:
+    """Return operations as a module, from the result of `start` (the model's input) to that of `end` (its output).
 
-    def back(self, cut: int) -> nn.Module:
-        """Return the layers behind a cut."""
-        place = self._places[cut]
-        return self._module(self._captured.back(place), place, None)
-
-    def _module(self, nodes: Sequence[fx.Node], start: fx.Node | None, end: fx.Node | None) -> nn.Module:
-        graph = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {}
-        if start is not None:
-            made[start] = graph.placeholder("features")
-        for node in nodes:
-            if (position := self._captured.position[node]) in self.random_layers:
-                graph.call_function(start_stream, (position,))
-            made[node] = graph.node_copy(self._source[node], lambda other: made[self._original[other]])
-        if end is not None:
-            graph.output(made[end])
-        return fx.GraphModule(self._captured.model, graph)
+    Operations up to position `frozen_until` (none: -1) run in evaluation mode.
+    """
+    streams = random_layers(graph, frozen_until)
+    # Frozen operations are copied from the evaluation-mode graph, whose nodes are in the same order.
+    places = {node: place for nodes in (graph.evaluation, (one.node for one in graph.operations))
+              for place, node in enumerate(nodes)}
+    part = fx.Graph()
+    made: dict[int, fx.Node] = {} if start is None else {start.position: part.placeholder("features")}
+    for operation in operations:
+        place = operation.position
+        if place in streams:
+            part.call_function(start_stream, (place,))
+        node = graph.evaluation[place] if place <= frozen_until else operation.node
+        made[place] = part.node_copy(node, lambda other: made[places[other]])
+    if end is not None:
+        part.output(made[end.position])
+    return fx.GraphModule(model, part)
 
 
 _active = threading.local()

@@ -39,6 +39,12 @@ def to_tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
 
+def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's dimensions from the outermost in memory to the innermost."""
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim)))
+
+
 def spec_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return shape, strides and type of a tensor, without its values."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from socflower.capture.cut_points import capture_split, whole_front
-from socflower.capture.operations import CaptureLock
+from socflower.capture.graph import CaptureLock
 from tests.edgecloud.runtime.split_training import adam, chain, chain_split, halves, one_batch
 
 

@@ -24,7 +24,7 @@ from socflower.precision import (
     StepResult,
 )
 from socflower.precision.algorithm import HANDED_OUT_GRADIENTS, IntegerUpdate
-from socflower.precision.int8.from_torch import trace
+from socflower.precision.int8.from_torch import capture_network
 from tests.precision.networks import CLASSES, CORNERS, IMAGE, NETWORKS, batches, build
 from tests.precision.numpy_engine import NumpyTrainer
 
@@ -44,7 +44,7 @@ def exact_state(name, seed=0):
     """Return a state whose weights int8 holds, so that rounding them, at random or not, changes none."""
     module = build(name, seed)
     state = {key: value.numpy().copy() for key, value in module.state_dict().items()}
-    for key in trace(module, IMAGE).state:
+    for key in capture_network(module, IMAGE).state:
         if key in state and state[key].ndim > 1 and state[key].any():
             quantum = 2.0 ** np.ceil(np.log2(np.abs(state[key]).max() / 127))
             state[key] = (np.rint(state[key] / quantum) * quantum).astype(np.float32)
@@ -84,7 +84,8 @@ def assert_close(got, expected, name):
 def test_gradients_equal_numpy_step_for_step(name):
     """Other weights before every step; the exponents that steps learn, and running statistics, go on."""
     backend = built(name)
-    trainer = RecordingTrainer(trace(build(name), IMAGE).graph, exact_state(name), ADAPTIVE_FIXED_POINT, SELDOM)
+    graph = capture_network(build(name), IMAGE).graph
+    trainer = RecordingTrainer(graph, exact_state(name), ADAPTIVE_FIXED_POINT, SELDOM)
     for index, (images, labels) in enumerate(batches(5)):
         state = exact_state(name, seed=index)
         statistics = {key: trainer.vectors[key] for key in state if key.endswith(("running_mean", "running_var"))}

@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from socflower.capture.cut_points import SplitModel
-from socflower.capture.operations import layout_of
-from socflower.capture.tensor_arrays import to_array, to_tensor
+from socflower.capture.tensor_arrays import layout_of, to_array, to_tensor
 from socflower.edgecloud.halves import Array
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
 from socflower.edgecloud.runtime.halves import Loss, TorchHalf, checked_loss, targets_from

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from socflower.capture.cut_points import SplitModel
+from socflower.capture.graph import CAPTURE_LOCK
 from socflower.capture.halves import random_streams
-from socflower.capture.operations import CAPTURE_LOCK
 from socflower.capture.tensor_arrays import to_array, to_tensor, to_tensors
 from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.runtime.half_optimizer import SEPARATOR, HalfOptimizer, OptimizerFactory, Schedule

@@ -113,9 +113,9 @@ class Int8Model:
         is "fp32".
         """
         from socflower.precision.int8.fp32_operator import fp32_factory
-        from socflower.precision.int8.from_torch import trace
+        from socflower.precision.int8.from_torch import capture_network
 
-        captured = trace(module, input_shape, fp32_operators=fp32_operators, unsupported=unsupported)
+        captured = capture_network(module, input_shape, fp32_operators=fp32_operators, unsupported=unsupported)
         return cls(
             captured.graph,
             import_parameters(

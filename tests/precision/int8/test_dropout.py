@@ -11,7 +11,7 @@ from socflower import _int8
 from socflower.errors import ConfigError
 from socflower.precision import ADAPTIVE_FIXED_POINT, NITI, EngineSettings, Int8Model, RescalingPolicy
 from socflower.precision.int8 import network as ir
-from socflower.precision.int8.from_torch import trace
+from socflower.precision.int8.from_torch import capture_network
 from socflower.precision.operator_costs import profile_operators
 from tests.precision.networks import CLASSES, IMAGE, batches, build
 
@@ -158,7 +158,7 @@ def test_no_setting_of_the_machine_changes_what_is_dropped(changes):
 
 
 def test_with_p_0_nothing_is_there_and_with_p_1_nothing_is_left():
-    assert [node.name for node in trace(first(nn.Dropout2d(0.0)), IMAGE).graph.nodes] == ["2"]
+    assert [node.name for node in capture_network(first(nn.Dropout2d(0.0)), IMAGE).graph.nodes] == ["2"]
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Dropout(1.0), nn.Flatten(), nn.Linear(4 * 64, CLASSES))
     model = model_of(module, ADAPTIVE_FIXED_POINT)
     before = model.state_dict()
@@ -194,24 +194,24 @@ class Functional(nn.Module):
 ])  # fmt: skip
 def test_functions_that_drop_in_training_are_understood_in_either_mode(function):
     for training in (True, False):
-        nodes = trace(Functional(function).train(training), IMAGE).graph.nodes
+        nodes = capture_network(Functional(function).train(training), IMAGE).graph.nodes
         assert [(node.kind, getattr(node, "p", 0.3)) for node in nodes] == [
             ("convolution", 0.3), ("dropout", 0.3), ("convolution", 0.3)]
 
 
 def test_a_function_that_drops_in_evaluation_too_is_refused_and_one_that_never_does_is_left_out():
     with pytest.raises(ConfigError, match=r"dropout: .* goes on in evaluation: give it training=self.training"):
-        trace(Functional(lambda m, x: nn.functional.dropout(x, 0.3)), IMAGE)
+        capture_network(Functional(lambda m, x: nn.functional.dropout(x, 0.3)), IMAGE)
     never = Functional(lambda m, x: nn.functional.dropout(x, 0.3, False))
-    assert [node.kind for node in trace(never, IMAGE).graph.nodes] == ["convolution", "convolution"]
+    assert [node.kind for node in capture_network(never, IMAGE).graph.nodes] == ["convolution", "convolution"]
 
 
 def test_a_dropout_in_evaluation_mode_rests_in_a_network_that_trains():
     module = first(nn.Dropout(0.5))
     module[0].eval()
-    assert [node.kind for node in trace(module, IMAGE).graph.nodes] == ["convolution"]
+    assert [node.kind for node in capture_network(module, IMAGE).graph.nodes] == ["convolution"]
     assert not module[0].training
-    assert [node.kind for node in trace(module.eval(), IMAGE).graph.nodes] == ["dropout", "convolution"]
+    assert [node.kind for node in capture_network(module.eval(), IMAGE).graph.nodes] == ["dropout", "convolution"]
 
 
 def test_one_dropout_may_be_called_twice_and_drops_differently():
@@ -239,7 +239,7 @@ def test_a_network_with_dropout_can_be_profiled():
 def test_tracing_draws_nothing_from_torchs_generator():
     module = Functional(lambda m, x: nn.functional.dropout(x, 0.3, m.training))
     before = torch.get_rng_state()
-    trace(module, IMAGE)
+    capture_network(module, IMAGE)
     assert torch.equal(torch.get_rng_state(), before)
 
 

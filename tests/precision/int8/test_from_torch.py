@@ -9,7 +9,7 @@ from socflower import _int8
 from socflower.errors import ConfigError
 from socflower.precision import Int8Model
 from socflower.precision.int8 import network as ir
-from socflower.precision.int8.from_torch import MAX_EXACT_DEPTH, UnsupportedOperator, trace
+from socflower.precision.int8.from_torch import MAX_EXACT_DEPTH, UnsupportedOperator, capture_network
 from socflower.workloads.models import build_model, model_names
 from tests.precision.networks import CLASSES, IMAGE, NETWORKS, Residual, batches, build
 
@@ -34,7 +34,7 @@ def test_every_model_of_the_workloads_trains_a_step(name):
 
 
 def test_a_custom_module_with_functions_is_understood():
-    nodes = {node.name: node for node in trace(Residual(), IMAGE).graph.nodes}
+    nodes = {node.name: node for node in capture_network(Residual(), IMAGE).graph.nodes}
     assert nodes["stem"].relu
     assert isinstance(nodes["add"], ir.Add)
     assert nodes["add"].relu
@@ -51,7 +51,7 @@ def test_tracing_leaves_the_mode_of_every_submodule_as_it_was():
     """A BatchNorm that is frozen by eval() stays so."""
     module = build("normalised").train()
     module[1].eval()
-    trace(module, IMAGE)
+    capture_network(module, IMAGE)
     assert [child.training for child in module] == [index != 1 for index in range(len(module))]
 
 
@@ -59,7 +59,7 @@ def test_tracing_leaves_the_mode_of_every_submodule_as_it_was():
 def test_tracing_leaves_the_module_as_it_was(training):
     module = build("normalised").train(training)
     before = {key: value.clone() for key, value in module.state_dict().items()}
-    trace(module, IMAGE)
+    capture_network(module, IMAGE)
     assert module.training is training
     assert all(child.training is training for child in module.modules())
     for key, value in module.state_dict().items():
@@ -133,6 +133,7 @@ class Function(nn.Module):
         (lambda m, x: m.head(m.mean(torch.add(m.conv(x), m.conv(x), alpha=2)).flatten(1)), r"no operator 'add'"),
         (lambda m, x: m.head(m.mean(m.conv(x) * m.scale).flatten(1)), r"cannot read the tensor scale"),
         (lambda m, x: (m.head(m.mean(m.conv(x)).flatten(1)), x), r"returns several values"),
+        (lambda m, x: torch.flatten(m.conv(x)), r"flatten: int8 training flattens \(n, c, h, w\) to"),
         (lambda m, x: m.conv(x).flatten(2), r"flattens \(n, c, h, w\) to \(n, c\*h\*w\) only"),
         (lambda m, x: m.head(m.mean(m.conv(x)).flatten(1)) if x.sum() > 0 else x, r"torch.fx cannot follow Function"),
         (lambda m, x: x, r"computes nothing after its logits"),
@@ -159,10 +160,10 @@ def test_a_module_that_yields_several_values_is_refused():
 
     message = "states: int8 training has no LSTM; move it into a module of its own, of one tensor in and one out"
     with pytest.raises(ConfigError, match=message):
-        trace(Recurrent(), (5, 4), unsupported="fp32")
+        capture_network(Recurrent(), (5, 4), unsupported="fp32")
     listed = r"states: in FP32 runs what makes one tensor .*, which LSTM does not; put it into a module that does"
     with pytest.raises(ConfigError, match=listed):
-        trace(Recurrent(), (5, 4), fp32_operators=["states"])
+        capture_network(Recurrent(), (5, 4), fp32_operators=["states"])
 
 
 def test_a_second_input_is_named():
@@ -170,25 +171,25 @@ def test_a_second_input_is_named():
         def forward(self, images, extra):
             return images + extra
 
-    with pytest.raises(ConfigError, match="the network reads images, extra; int8 training takes one tensor of images"):
-        trace(Two(), IMAGE)
+    with pytest.raises(ConfigError, match=r"model Two: takes 2 inputs \(images, extra\); it must take one tensor"):
+        capture_network(Two(), IMAGE)
 
 
 def test_images_that_the_module_does_not_take_are_an_error():
-    message = r"Sequential does not take images of shape \(1, 10, 10\): .*channels"
+    message = r"model Sequential: does not take 3 samples of shape \(1, 10, 10\): .*channels"
     with pytest.raises(ConfigError, match=message) as caught:
-        trace(build("plain"), (1, 10, 10))
+        capture_network(build("plain"), (1, 10, 10))
     assert "\n" not in str(caught.value)
 
 
 def test_unknown_fp32_operators_are_named():
     with pytest.raises(ConfigError, match="the network calls no nose, tail; it calls 0, 1, 2"):
-        trace(build("plain"), IMAGE, fp32_operators=["tail", "nose"])
+        capture_network(build("plain"), IMAGE, fp32_operators=["tail", "nose"])
 
 
 def test_sums_of_unequal_shapes_are_refused():
     with pytest.raises(ConfigError, match=r"adds equal shapes, got \(8, 10, 10\) and \(8, 1, 1\)"):
-        trace(Function(lambda m, x: m.head(m.mean(m.norm(m.conv(x)) + m.mean(m.conv(x))).flatten(1))), IMAGE)
+        capture_network(Function(lambda m, x: m.head(m.mean(m.norm(m.conv(x)) + m.mean(m.conv(x))).flatten(1))), IMAGE)
 
 
 # ------------------------------------------------------------------- what ordinary torch modules look like
@@ -208,7 +209,7 @@ class SharedRelu(nn.Module):
 
 def test_a_module_without_parameters_may_be_used_twice():
     module = SharedRelu()
-    graph = trace(module, IMAGE).graph
+    graph = capture_network(module, IMAGE).graph
     assert [node.name for node in graph.nodes] == ["a", "pool", "b", "pool_1", "head"]
     model = Int8Model.from_module(module, input_shape=IMAGE)
     model.train_step(*batches(1)[0], progress=0.0)
@@ -217,7 +218,7 @@ def test_a_module_without_parameters_may_be_used_twice():
 
 def test_a_module_with_parameters_used_twice_is_refused():
     with pytest.raises(ConfigError, match="conv: runs twice; int8 training has no operators that share their weights"):
-        trace(Function(lambda m, x: m.head(m.mean(m.conv(x) + m.conv(x)).flatten(1))), IMAGE)
+        capture_network(Function(lambda m, x: m.head(m.mean(m.conv(x) + m.conv(x)).flatten(1))), IMAGE)
 
 
 def test_a_function_and_a_module_with_parameters_may_share_a_name():
@@ -231,7 +232,7 @@ def test_a_function_and_a_module_with_parameters_may_share_a_name():
             x = self.a(x)
             return self.head(self.mean(self.add(x + torch.relu(x))).flatten(1))
 
-    trace(Both(), IMAGE)
+    capture_network(Both(), IMAGE)
 
 
 def test_a_function_and_a_module_may_share_a_name():
@@ -244,7 +245,7 @@ def test_a_function_and_a_module_may_share_a_name():
             x = self.a(x)
             return self.head((self.pool(torch.relu(x)) + self.relu(self.pool(x))).flatten(1))
 
-    trace(Both(), IMAGE)
+    capture_network(Both(), IMAGE)
 
 
 def test_addition_in_place_is_an_addition():
@@ -253,7 +254,7 @@ def test_addition_in_place_is_an_addition():
         out += out
         return m.head(m.mean(out).flatten(1))
 
-    graph = trace(Function(function), IMAGE).graph
+    graph = capture_network(Function(function), IMAGE).graph
     assert any(isinstance(node, ir.Add) for node in graph.nodes)
 
 
@@ -271,6 +272,16 @@ def test_a_value_that_nobody_reads_is_left_out():
     module.load_state_dict(model.state_dict())
 
 
+def test_what_overwrites_a_value_is_not_left_out_though_nobody_reads_its_result():
+    def function(m, x):
+        x = m.conv(x)
+        x.mul_(2.0)
+        return m.head(m.mean(x).flatten(1))
+
+    with pytest.raises(ConfigError, match="mul_: int8 training has no operator 'mul_'"):
+        capture_network(Function(function), IMAGE)
+
+
 def test_parameters_of_what_nobody_reads_are_refused_by_name():
     """They could neither train nor come back in a state_dict."""
 
@@ -281,7 +292,7 @@ def test_parameters_of_what_nobody_reads_are_refused_by_name():
     module = Function(function)
     del module.scale
     module.other = nn.Conv2d(3, 8, 1)
-    assert [node.name for node in trace(module, IMAGE).graph.nodes] == ["other", "mean", "head"]
+    assert [node.name for node in capture_network(module, IMAGE).graph.nodes] == ["other", "mean", "head"]
     with pytest.raises(ConfigError, match=r"state: the network does not use conv\.bias, conv\.weight, norm\.bias, .*"):
         Int8Model.from_module(module, input_shape=IMAGE)
 
@@ -311,7 +322,7 @@ class Flattened(nn.Module):
     ],
 )
 def test_every_way_to_flatten_images_is_understood(function):
-    graph = trace(Flattened(function), IMAGE).graph
+    graph = capture_network(Flattened(function), IMAGE).graph
     assert [node.name for node in graph.nodes] == ["a", "head"]
     assert graph.node("head").kernel == (8, 8)
 
@@ -320,14 +331,13 @@ def test_every_way_to_flatten_images_is_understood(function):
     ("function", "message"),
     [
         (lambda x: x.view(x.size(0), 1, 512), r"view: int8 training flattens \(n, c, h, w\) to"),
-        (lambda x: torch.flatten(x), r"flatten: int8 training flattens \(n, c, h, w\) to"),
         (lambda x: x.permute(0, 2, 3, 1).reshape(x.size(0), -1), r"permute: int8 training has no operator 'permute'"),
         (lambda x: x[:, :8].flatten(1), r"getitem: int8 training has no operator 'getitem'"),
     ],
 )
 def test_other_shapes_and_orders_of_values_are_refused(function, message):
     with pytest.raises(ConfigError, match=message):
-        trace(Flattened(function), IMAGE)
+        capture_network(Flattened(function), IMAGE)
 
 
 @pytest.mark.parametrize("pool", [nn.AdaptiveAvgPool2d(1), nn.AvgPool2d(17), nn.MaxPool2d(17)])
@@ -367,10 +377,10 @@ def test_the_deepest_exact_sum_trains_and_its_bound_is_that_of_the_kernels():
 
 def test_gradients_count_among_the_sums_too():
     module = nn.Sequential(nn.Conv2d(1, 8, 8), nn.Flatten(), nn.Linear(8 * 9, CLASSES))
-    trace(module, (1, 10, 10))
+    capture_network(module, (1, 10, 10))
     module = nn.Sequential(nn.Conv2d(1, 2048, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, CLASSES))
     with pytest.raises(UnsupportedOperator, match="0: int8 training has no Conv2d with sums of 131072 products"):
-        trace(module, (1, 10, 10))
+        capture_network(module, (1, 10, 10))
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -6,7 +6,7 @@ import pytest
 
 from socflower.errors import ConfigError
 from socflower.precision.int8 import network as ir
-from socflower.precision.int8.from_torch import trace
+from socflower.precision.int8.from_torch import capture_network
 from socflower.precision.int8.model import num_macs
 from tests.precision.networks import IMAGE, NETWORKS, build
 
@@ -27,7 +27,7 @@ def graph(*nodes):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_json_round_trip_is_the_identity(name):
-    original = trace(build(name), IMAGE).graph
+    original = capture_network(build(name), IMAGE).graph
     assert ir.Graph.from_json(json.loads(json.dumps(original.to_json()))) == original
 
 
@@ -96,9 +96,9 @@ def test_readers_are_listed_once_per_reading():
 
 
 def test_macs_are_counted_by_hand():
-    assert num_macs(trace(build("plain"), IMAGE).graph) == (
+    assert num_macs(capture_network(build("plain"), IMAGE).graph) == (
         8 * 100 * 27 + 18 * 9 * 72 + 162 * 24 + 24 * 5
     )
-    assert num_macs(trace(build("separable"), IMAGE).graph) == (
+    assert num_macs(capture_network(build("separable"), IMAGE).graph) == (
         16 * 100 * 27 + 16 * 100 * 9 + 32 * 25 * 9 + 20 * 25 * 16 + 20 * 5
     )

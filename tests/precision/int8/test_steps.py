@@ -10,7 +10,7 @@ from socflower.errors import ConfigError
 from socflower.precision import ADAPTIVE_FIXED_POINT, NITI, EngineSettings, Int8Model, RescalingPolicy
 from socflower.precision.algorithm import Fp32Update, IntegerUpdate
 from socflower.precision.int8 import network as ir
-from socflower.precision.int8.from_torch import trace
+from socflower.precision.int8.from_torch import capture_network
 from tests.precision.networks import CLASSES, CORNERS, IMAGE, NETWORKS, batches, build
 from tests.precision.numpy_engine import NumpyTrainer
 
@@ -66,7 +66,7 @@ BLOCKS = {"0": 2, "3": 4, "stem": 1, "b": 5}
 
 def blocks_of(name):
     """Return the part of `BLOCKS` that a network has."""
-    nodes = trace(build(name), IMAGE).graph.nodes
+    nodes = capture_network(build(name), IMAGE).graph.nodes
     return {node.name: BLOCKS[node.name] for node in nodes if isinstance(node, ir.Convolution) and node.name in BLOCKS}
 
 
@@ -98,8 +98,8 @@ def test_the_fewest_gradient_bits_equal_numpy():
 
 def assert_steps_equal_numpy(name, algorithm, policy, data):
     model = model_of(name, algorithm, rescaling=policy)
-    traced = trace(build(name), IMAGE)
-    trainer = NumpyTrainer(traced.graph, traced.state, algorithm, policy)
+    captured = capture_network(build(name), IMAGE)
+    trainer = NumpyTrainer(captured.graph, captured.state, algorithm, policy)
     for index, (images, labels) in enumerate(data):
         progress = index / len(data)
         result = model.train_step(images, labels, learning_rate=0.05, progress=progress)
@@ -174,8 +174,8 @@ def test_evaluation_between_steps_and_other_batch_sizes_change_nothing(algorithm
 
 
 def test_batches_of_changing_size_equal_numpy():
-    traced = trace(build("residual"), IMAGE)
-    trainer = NumpyTrainer(traced.graph, traced.state, NITI, SELDOM)
+    captured = capture_network(build("residual"), IMAGE)
+    trainer = NumpyTrainer(captured.graph, captured.state, NITI, SELDOM)
     model = model_of("residual", NITI, rescaling=SELDOM)
     for index, size in enumerate((6, 1, 17, 6, 3, 1)):
         images, labels = batches(1, size=size, seed=index)[0]
