@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from socflower.capture.graph import CAPTURE_LOCK, Example, reason, require_batch
 from socflower.capture.random_state import forked_generator
 from socflower.cluster.cost_model import LayerProfile, ModelProfile
 from socflower.errors import ConfigError
@@ -24,69 +26,54 @@ _IDENTITIES = (nn.Identity, nn.Sequential)  # without children, a Sequential ret
 
 @dataclass(slots=True)
 class _Tally:
-    """FLOPs and outputs of one module, for the whole batch."""
+    """FLOPs and outputs of one module, for the whole batch, its submodules not included."""
 
     flops: int = 0
     output_elements: int = 0  # of its returned tensors
     made_elements: Counter[str] = field(default_factory=Counter)
-    """Of tensors made outside its submodules, by the leaf module that returned last before; "" for none."""
+    """Of tensors that it makes, by the leaf module that returned last before; "" for none."""
 
 
-@dataclass(slots=True)
-class _OpenCall:
-    """A forward call that has not returned yet."""
+class _Recorder(TorchDispatchMode):
+    """Counts the work of each module by the innermost call in which it is done, in the order of the first calls."""
 
-    name: str
-    flops_before: int
-    flops_of_children: int = 0
-
-
-@dataclass(slots=True)
-class _ForwardRecord:
-    """Tallies by module name in the order in which the modules first ran."""
-
-    counter: FlopCounterMode
-    tallies: dict[str, _Tally] = field(default_factory=dict)
-    stack: list[_OpenCall] = field(default_factory=list)
-    last_leaf: str = ""
-
-    def begin_call(self, name: str) -> None:
-        self.tallies.setdefault(name, _Tally())
-        self.stack.append(_OpenCall(name, self.counter.get_total_flops()))
-
-    def count_tensor(self, num_elements: int) -> None:
-        """Count a new tensor for the innermost call; none is open while inputs are prepared."""
-        if self.stack:
-            self.tallies[self.stack[-1].name].made_elements[self.last_leaf] += num_elements
-
-    def end_call(self, name: str, output: Any, *, is_leaf: bool) -> None:
-        call = self.stack.pop()
-        flops = self.counter.get_total_flops() - call.flops_before
-        if self.stack:
-            self.stack[-1].flops_of_children += flops
-        tally = self.tallies[name]
-        tally.flops += flops - call.flops_of_children
-        tally.output_elements += sum(tensor.numel() for tensor in _tensors_in(output))
-        if is_leaf:
-            self.last_leaf = name
-
-
-class _MadeTensors(TorchDispatchMode):
-    """Counts every floating-point tensor that an operation makes; views and in-place results are not counted."""
-
-    def __init__(self, record: _ForwardRecord) -> None:
+    def __init__(self, skeleton: nn.Module, counter: FlopCounterMode) -> None:
         TorchDispatchMode.__init__(self)
-        self._record = record
+        self.tallies: dict[str, _Tally] = {}
+        self._counter = counter  # the mode around this one
+        self._open: list[_Tally] = []  # of calls that have not returned yet
+        self._last_leaf = ""
+        for name, module in skeleton.named_modules():
+            # Outermost hooks, so that the work of the module's own hooks is counted with the module.
+            module.register_forward_pre_hook(partial(self._begin_call, name), prepend=True)
+            module.register_forward_hook(partial(self._end_call, name))
+
+    def _begin_call(self, name: str, *_: Any) -> None:
+        self._open.append(self.tallies.setdefault(name, _Tally()))
+
+    def _end_call(self, name: str, module: nn.Module, _inputs: Any, output: Any) -> None:
+        self._open.pop().output_elements += sum(tensor.numel() for tensor in _tensors_in(output))
+        if _is_leaf(module):
+            self._last_leaf = name
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        before = self._counter.get_total_flops()
         result = func(*args, **(kwargs or {}))
+        if not self._open:  # inputs are being prepared
+            return result
+        self._open[-1].flops += self._counter.get_total_flops() - before
+        # Neither views nor results in place are new tensors.
         given = [tensor.untyped_storage() for tensor in _tensors_in((args, kwargs))]
         for tensor in _tensors_in(result):
             if tensor.is_floating_point() and not any(tensor.untyped_storage() is storage for storage in given):
-                self._record.count_tensor(tensor.numel())
+                self._open[-1].made_elements[self._last_leaf] += tensor.numel()
         return result
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
@@ -116,10 +103,10 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (getattr(value, name, None) for name in dict.fromkeys(names))
 
 
-def profile_module(module: nn.Module, example_input: torch.Tensor | tuple[int, ...], name: str) -> ModelProfile:
+def profile_module(module: nn.Module, example_input: Example, name: str) -> ModelProfile:
     """Return the layers of `module` in the order in which they first run, with their costs per sample.
 
-`example_input` is a batch, whose values do not matter, or the shape of one float32 sample without the batch
+    `example_input` is a batch, whose values do not matter, or the shape of one float32 sample without the batch
     dimension. A copy without values runs in evaluation mode: the module, its mode, its buffers and the random
     state are unchanged, and no values are computed.
 
@@ -138,30 +125,24 @@ def profile_module(module: nn.Module, example_input: torch.Tensor | tuple[int, .
     Raises ConfigError where the forward pass fails for that input, with the reason.
     """
     skeleton, inputs = _without_values(module, example_input, name)
-    record = _ForwardRecord(FlopCounterMode(display=False))
-    _observe(skeleton, record)
+    counter = FlopCounterMode(display=False)
+    recorder = _Recorder(skeleton, counter)
     try:
         # Tensors made inside a forward function are on the meta device too, and draw no random numbers.
-        with forked_generator(), torch.device("meta"), torch.no_grad(), record.counter, _MadeTensors(record):
+        with CAPTURE_LOCK.shared(), forked_generator(), torch.device("meta"), torch.no_grad(), counter, recorder:
             skeleton(inputs)
     except Exception as error:  # a user's forward function may raise anything
         shape = tuple(inputs.shape)
-        raise ConfigError(f"model {name}: forward pass for inputs {shape} failed: {_reason(error)}") from error
-    layers = _layers(skeleton, record.tallies, num_samples=inputs.shape[0])
+        raise ConfigError(f"model {name}: forward pass for inputs {shape} failed: {reason(error)}") from error
+    layers = _layers(skeleton, recorder.tallies, num_samples=inputs.shape[0])
     sample_elements = math.prod(inputs.shape[1:])
     return ModelProfile(name=name, layers=layers, input_bytes=float(sample_elements * FLOAT32_BYTES))
 
 
-def _without_values(
-    module: nn.Module, example_input: torch.Tensor | tuple[int, ...], name: str
-) -> tuple[nn.Module, torch.Tensor]:
+def _without_values(module: nn.Module, example_input: Example, name: str) -> tuple[nn.Module, torch.Tensor]:
     """Return a copy of the module and its input on the meta device, which keeps shapes but no values."""
     if isinstance(example_input, torch.Tensor):
-        if example_input.ndim == 0 or example_input.shape[0] == 0:
-            shape = tuple(example_input.shape)
-            raise ConfigError(
-                f"model {name}: example input needs a batch dimension of 1 or more, got shape {shape}"
-            )
+        require_batch(example_input, name)
         inputs = torch.empty_like(example_input, device="meta", requires_grad=False)
     else:
         inputs = torch.empty((1, *example_input), device="meta")
@@ -174,21 +155,8 @@ def _without_values(
     try:
         skeleton = copy.deepcopy(module, memo)
     except Exception as error:  # locks, files, process groups and others raise various types
-        raise ConfigError(f"model {name}: cannot be copied: {_reason(error)}") from error
+        raise ConfigError(f"model {name}: cannot be copied: {reason(error)}") from error
     return skeleton.eval(), inputs
-
-
-def _observe(skeleton: nn.Module, record: _ForwardRecord) -> None:
-    """Report every call of every module to the record, during the lifetime of the skeleton."""
-
-    def observe(name: str, module: nn.Module) -> None:
-        # Outermost hooks, so that the work of the module's own hooks is counted with the module.
-        module.register_forward_pre_hook(lambda *_: record.begin_call(name), prepend=True)
-        is_leaf = next(module.children(), None) is None
-        module.register_forward_hook(lambda _module, _inputs, output: record.end_call(name, output, is_leaf=is_leaf))
-
-    for name, module in skeleton.named_modules():
-        observe(name, module)
 
 
 def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], num_samples: int) -> tuple[LayerProfile, ...]:
@@ -204,7 +172,7 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], num_samples: int) -
         tally = tallies.get(name, _Tally())
         weights = [w for w in module.parameters(recurse=False) if w.requires_grad and id(w) not in counted]
         counted.update(id(weight) for weight in weights)
-        is_leaf = next(module.children(), None) is None
+        is_leaf = _is_leaf(module)
         runs = is_leaf and name in tallies and not isinstance(module, _IDENTITIES)
         if not (runs or weights or tally.flops):
             unclaimed += tally.made_elements
@@ -213,23 +181,13 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], num_samples: int) -
         output_elements[name] = made if not is_leaf else tally.output_elements
         if is_leaf and not type(module).__module__.startswith("torch."):
             output_elements[name] = max(made, tally.output_elements)
-        layers.append(
-            LayerProfile(
-                name=name or type(module).__name__,
-                kind=type(module).__name__,
-                forward_flops=tally.flops / num_samples,
-                output_bytes=0.0,
-                weight_bytes=float(sum(weight.numel() * weight.element_size() for weight in weights)),
-                num_tensors=len(weights),
-            )
-        )
+        layers.append(LayerProfile(
+            name=name or type(module).__name__, kind=type(module).__name__, num_tensors=len(weights),
+            forward_flops=tally.flops / num_samples, output_bytes=0.0,
+            weight_bytes=float(sum(weight.numel() * weight.element_size() for weight in weights))))
         names.append(name)
     for leaf, num_elements in unclaimed.items():
         # Neither identities nor operations before the first layer have a layer to be counted with.
         output_elements[leaf if leaf in output_elements else names[0]] += num_elements
     return tuple(replace(layer, output_bytes=output_elements[name] / num_samples * FLOAT32_BYTES)
                  for name, layer in zip(names, layers, strict=True))
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

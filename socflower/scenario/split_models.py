@@ -19,7 +19,7 @@ from socflower.cluster import Device, ModelProfile
 from socflower.edgecloud.plan.baselines import gradient_bits
 from socflower.edgecloud.plan.cuts import SplitCosts
 from socflower.edgecloud.plan.device_costs import CutShape, split_costs
-from socflower.edgecloud.program import JoinedProgram, LayeredProgram, SplitProgram
+from socflower.edgecloud.program import JoinedProgram, LayeredProgram, SplitProgram, cut_shapes
 from socflower.edgecloud.samples import CodeSamples, FeatureSamples, ImageTargets, LabelledSamples, Samples
 from socflower.errors import ConfigError
 from socflower.scenario.arithmetic import initial_model, optimizer
@@ -82,9 +82,16 @@ class SplitWorkload(ABC):
     def evaluate(self, model: nn.Module) -> Score:
         """Return the whole model's scores on samples that it was not trained on."""
 
-    @abstractmethod
     def costs(self, edge: int, device: Device, cloud: Device) -> SplitCosts:
         """Return the costs of a batch on an edge's device and on the cloud, from the catalogue."""
+        program = self.program
+        assert isinstance(program, LayeredProgram)
+        profile = profile_module(program.model(), program.example, self.scenario.model.name)
+        shapes = cut_shapes(program.split, profile)
+        frozen = sum(not cut.front_trains for cut in program.split.cuts)
+        return split_costs(
+            profile, shapes, device, cloud, self.scenario.train.batch_size, reverse=program.reverse,
+            frozen_layers=shapes[frozen - 1].num_layers if frozen else 0, gradient_bits=self._gradient_bits)
 
     @property
     @abstractmethod
@@ -111,18 +118,6 @@ class SplitWorkload(ABC):
             model_fn=lambda: copy.deepcopy(model), example=example, schedule=self.schedule, loss=loss, reverse=reverse,
             optimizer=optimizer(self.scenario), frozen=settings.frozen or None,
             seed=self.scenario.seed)
-
-    def _layered_costs(self, profile: ModelProfile, device: Device, cloud: Device, reverse: bool) -> SplitCosts:
-        program = self.program
-        assert isinstance(program, LayeredProgram)
-        shapes = [CutShape(name=cut.name, num_layers=cut.num_layers(profile),
-                           feature_elements_per_sample=cut.feature_elements,
-                           front_state_bytes=cut.front_weight_bytes) for cut in program.split.cuts]
-        frozen = sum(not cut.front_trains for cut in program.split.cuts)
-        return split_costs(
-            profile, shapes, device, cloud, self.scenario.train.batch_size, reverse=reverse,
-            frozen_layers=shapes[frozen - 1].num_layers if frozen else 0,
-            gradient_bits=self._gradient_bits)
 
     @property
     def _gradient_bits(self) -> int:
@@ -153,13 +148,6 @@ class ImageWorkload(SplitWorkload):
         """Return accuracy and loss on the test images."""
         outcome = evaluate(model, self._data.test)
         return Score(outcome.accuracy, outcome.loss)
-
-    def costs(self, edge: int, device: Device, cloud: Device) -> SplitCosts:
-        """Return the costs of the model's layers."""
-        shape = data_shape(self.scenario.data.name)
-        profile = profile_module(self.program.model(), (shape.channels, shape.size, shape.size),
-                                 self.scenario.model.name)
-        return self._layered_costs(profile, device, cloud, reverse=False)
 
     @property
     def source(self) -> str:
@@ -269,11 +257,6 @@ class GeneratorWorkload(SplitWorkload):
         with torch.inference_mode():
             return Score(None, float(functional.mse_loss(model(self._samples.codes(rows)),
                                                          self._samples.targets(rows))))
-
-    def costs(self, edge: int, device: Device, cloud: Device) -> SplitCosts:
-        """Return the costs of the generator's layers, the last ones at the edge."""
-        profile = profile_module(self.program.model(), self.program.example, self.scenario.model.name)
-        return self._layered_costs(profile, device, cloud, reverse=True)
 
     @property
     def source(self) -> str:
