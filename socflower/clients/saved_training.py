@@ -9,9 +9,9 @@ from flwr.app import ConfigRecord, Context, Message
 
 from socflower.errors import ConfigError
 from socflower.wire.message_keys import CONFIG, LOST_STATE, RESUMED, GroupTask
-from socflower.wire.saved_state import DamagedFile, read_sealed, write_sealed
+from socflower.wire.saved_state import DamagedFile, StateKind, StateStore
 
-_SCHEMA = 1
+_TRAINER = StateKind(name="trainer state", schema=2, remedy="start a new training (--fresh)")
 # A server resumes from its last checkpoint, or the one before if that is damaged; the group may be a round ahead.
 _NUM_KEPT = 3
 
@@ -25,56 +25,21 @@ class Position(NamedTuple):
     next_step: int
 
 
-class SavedState(NamedTuple):
-    """The content of a file; None for a group that diverged, whose state is discarded."""
-
-    state: bytes | None
-
-
 @dataclass(frozen=True, slots=True)
 class StateFiles:
     """The last three states of each group that this node leads in one training."""
 
     folder: Path
 
-    def write(self, position: Position, state: bytes | None) -> None:
-        """Save the state with which a group continues at `position`; None if it starts with a new optimiser there."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_sealed(self._path(position), {"schema": _SCHEMA, "position": position, "state": state is not None},
-                         () if state is None else (state,))
-        except OSError as error:
-            raise ConfigError(f"state folder {self.folder}: cannot be written ({error.strerror}); make room, or name "
-                              "another one") from None
-        # Later steps are from an interrupted attempt, and will be overwritten.
-        for step in sorted(step for step in self._steps(position) if step <= position.next_step)[:-_NUM_KEPT]:
-            self._path(position._replace(next_step=step)).unlink(missing_ok=True)
-
-    def read(self, position: Position) -> SavedState | None:
-        """Return what was saved for `position`, or None; raise `DamagedFile` if the file is damaged."""
-        path = self._path(position)
-        if not path.exists():
-            return None
-        header, payload = read_sealed(path)
-        if header["schema"] != _SCHEMA or header["position"] != list(position):
-            raise DamagedFile(f"{path.name} is of another version or another training")
-        return SavedState(bytes(payload) if header["state"] else None)
+    def of(self, position: Position, kind: StateKind) -> StateStore:
+        """Return the states of a group under one plan, numbered by the step at which each continues."""
+        plan = f"group-{position.group_id}-of-{position.num_groups}-steps-{position.total_steps}"
+        return StateStore(self.folder, kind, prefix=f"{plan}-at-", suffix=".state", keep=_NUM_KEPT, owner=plan)
 
     def delete(self, group_id: int) -> None:
         """Delete all states of a group, since its training starts again."""
         for path in self.folder.glob(f"group-{group_id}-*.state"):
             path.unlink(missing_ok=True)
-
-    def _steps(self, position: Position) -> list[int]:
-        pattern = f"{self._prefix(position)}*.state"
-        return [int(path.stem.rpartition("-")[2]) for path in self.folder.glob(pattern)]
-
-    def _path(self, position: Position) -> Path:
-        return self.folder / f"{self._prefix(position)}{position.next_step}.state"
-
-    @staticmethod
-    def _prefix(position: Position) -> str:
-        return f"group-{position.group_id}-of-{position.num_groups}-steps-{position.total_steps}-at-"
 
 
 TRAINER_STATE = "socflower-trainer"
@@ -108,13 +73,11 @@ class TrainerState:
             return None
         cause = "no folder for states was given to make_client_app"
         if self._files is not None:
-            cause = f"{self._files.folder} has none"
             try:
-                kept = self._files.read(self._begin)
-            except DamagedFile as error:
-                kept, cause = None, str(error)
-            if kept is not None:
-                return kept.state
+                saved_state, payload = self._files.of(self._begin, _TRAINER).read(self._begin.next_step)
+                return bytes(payload) if saved_state["has_state"] else None  # none after the group diverged
+            except ConfigError as error:
+                cause = error.cause if isinstance(error, DamagedFile) else str(error)
         if not self._required:
             return None
         raise ConfigError(f"group {self._begin.group_id} {LOST_STATE} for step {self._begin.next_step} of "
@@ -131,4 +94,5 @@ class TrainerState:
         else:
             self._context.state.pop(TRAINER_STATE, None)
         if self._files is not None and in_file:
-            self._files.write(position, left)
+            self._files.of(position, _TRAINER).write(
+                position.next_step, {"has_state": left is not None}, () if left is None else (left,))

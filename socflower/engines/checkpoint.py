@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from socflower.errors import ConfigError
-from socflower.wire.saved_state import DamagedFile, read_sealed, remove_partial, write_sealed
+from socflower.wire.saved_state import StateKind, StateStore, array_pieces, array_specs, arrays_from, remove_partial
 
-SCHEMA = 1
+_ROUND = StateKind(name="checkpoint", schema=2, remedy="start anew with --fresh")
+_SPANS = StateKind(name="trace of a round", schema=2, remedy="start anew with --fresh")
 _NUM_KEPT = 2  # the newest, and the previous one in case the newest is damaged
 
 # These change neither weights nor virtual time.
@@ -44,11 +44,13 @@ class Checkpoint:
     trace_parts: list[int] = field(default_factory=list)  # rounds whose spans are in separate files
 
 
-@dataclass(frozen=True, slots=True)
 class CheckpointFolder:
-    """The folder of one run's checkpoints."""
+    """The folder of one run's checkpoints. Every error is a `ConfigError` of one line, as of `StateStore`."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rounds = StateStore(path, _ROUND, prefix="round-", suffix=".ckpt", keep=_NUM_KEPT)
+        self._spans = StateStore(path, _SPANS, prefix="trace-", suffix=".spans")
 
     @property
     def clients(self) -> Path:
@@ -61,76 +63,49 @@ class CheckpointFolder:
         remove_partial(self.path)
         remove_partial(self.clients)
 
+    def open(self, what: str, *, wait_s: float, on_wait: Callable[[str], None]) -> None:
+        """Keep other processes from writing here, until `remove` or the end of this one."""
+        self._rounds.open(what, wait_s=wait_s, on_wait=on_wait)
+
     def remove(self) -> None:
         """Remove all checkpoints, and the folder unless it contains other files."""
-        for pattern in ("round-*.ckpt", "trace-*.spans", "clients/*.state", ".*.part", "clients/.*.part"):
+        self._rounds.remove()
+        self._spans.remove()
+        for pattern in ("clients/*.state", ".*.part", "clients/.*.part", ".*-lock", "clients/.*-lock"):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
+        self._rounds.close()
         for folder in (self.clients, self.path):
             with suppress(OSError):
                 folder.rmdir()
 
     def write(self, checkpoint: Checkpoint, trace_part: Mapping[str, Any] | None = None) -> None:
-        """Write the spans of the round, then the checkpoint; remove checkpoints that are no longer kept.
-
-        Raises `ConfigError` if the folder cannot be written; earlier checkpoints stay as they are.
-        """
-        header = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)
-                  if entry.name != "arrays"}
-        header["schema"] = SCHEMA
-        header["arrays"] = [[name, array.dtype.str, list(array.shape)] for name, array in checkpoint.arrays.items()]
-        try:
-            if trace_part is not None:
-                write_sealed(self._trace(checkpoint.server_round), trace_part, sync_folder=False)
-            write_sealed(self._round(checkpoint.server_round), header,
-                         (_array_bytes(array) for array in checkpoint.arrays.values()))
-        except OSError as error:
-            raise ConfigError(f"checkpoint {self.path}: cannot be written ({error.strerror}); make room and run the "
-                              "same command again") from None
-        for old in self.rounds()[_NUM_KEPT:]:
-            self._round(old).unlink(missing_ok=True)
+        """Write the spans of the round, then the checkpoint; remove checkpoints that are no longer kept."""
+        if trace_part is not None:
+            self._spans.write(checkpoint.server_round, trace_part)
+        state = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)}
+        self._rounds.write(checkpoint.server_round, {**state, "arrays": array_specs(checkpoint.arrays)},
+                           array_pieces(checkpoint.arrays))
 
     def rounds(self) -> list[int]:
         """Return the rounds that have checkpoints, newest first, intact or not."""
-        return sorted((int(path.stem.partition("-")[2]) for path in self.path.glob("round-*.ckpt")), reverse=True)
+        return self._rounds.numbers()
 
     def read(self, server_round: int) -> Checkpoint:
-        """Return a checkpoint; `DamagedFile` if the checkpoint or its spans are damaged.
-
-        Raises `ConfigError` for a checkpoint of another version of socflower.
-        """
-        header, payload = read_sealed(self._round(server_round))
-        if header.pop("schema", None) != SCHEMA:
-            raise ConfigError(f"{self.path}: its checkpoint is of another version of socflower; finish the run with "
-                              "that one, or start anew with --fresh")
-        checkpoint = Checkpoint(**{**header, "arrays": dict(_read_arrays(header["arrays"], payload))})
+        """Return a checkpoint; `DamagedFile` if the checkpoint or its spans are damaged."""
+        state, payload = self._rounds.read(server_round)
+        checkpoint = Checkpoint(**{**state, "arrays": arrays_from(state["arrays"], payload)})
         for _ in self.trace_parts(checkpoint):
             pass
         return checkpoint
 
     def trace_parts(self, checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
         """Yield the spans of each round up to the checkpoint's, oldest first."""
-        for server_round in checkpoint.trace_parts:
-            yield read_sealed(self._trace(server_round))[0]
+        return (self._spans.read(server_round)[0] for server_round in checkpoint.trace_parts)
 
     def newest(self, on_damage: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
-        """Return the newest intact checkpoint, or None if the folder has no checkpoints.
-
-        `on_damage` gets a line for each damaged one that is skipped. Raises `ConfigError` if all are damaged.
-        """
-        causes = []
-        for server_round in self.rounds():
-            try:
-                checkpoint = self.read(server_round)
-            except DamagedFile as error:
-                causes.append(f"{error}")
-                continue
-            for cause in causes:
-                on_damage(f"{cause}; going on from the checkpoint before it, of round {server_round}")
-            return checkpoint
-        if causes:
-            raise ConfigError(f"{self.path}: no checkpoint is whole: {'; '.join(causes)}; start anew with --fresh")
-        return None
+        """Return the newest intact checkpoint, or None if the folder has none; see `StateStore.newest`."""
+        return self._rounds.newest(self.read, on_damage)
 
     def resume(
         self, scenario: Mapping[str, Any], engine: str, versions: Mapping[str, str],
@@ -148,22 +123,15 @@ class CheckpointFolder:
 
     def remove_after(self, server_round: int) -> None:
         """Remove checkpoints newer than a round, since the run resumes there and writes them again."""
-        for path in (*self.path.glob("round-*.ckpt"), *self.path.glob("trace-*.spans")):
-            if int(path.stem.partition("-")[2]) > server_round:
-                path.unlink(missing_ok=True)
-
-    def _round(self, server_round: int) -> Path:
-        return self.path / f"round-{server_round:06d}.ckpt"
-
-    def _trace(self, server_round: int) -> Path:
-        return self.path / f"trace-{server_round:06d}.spans"
+        self._rounds.remove(after=server_round)
+        self._spans.remove(after=server_round)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpointing:
     """How a run keeps checkpoints."""
 
-    folder: Path
+    kept: CheckpointFolder
     engine: str
     resume_after: int | None = None  # the round of the checkpoint to resume from; None: start anew
 
@@ -202,17 +170,3 @@ def difference(left: Any, right: Any, key: str = "") -> tuple[str, Any, Any] | N
 def training_keys(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a resolved scenario that determines the weights and the virtual time."""
     return {key: value for key, value in document.items() if key not in _FREE_KEYS}
-
-
-def _array_bytes(array: NDArray[Any]) -> memoryview:
-    """Return an array's bytes in C order, without a copy if they are in that order."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _read_arrays(specification: list[list[Any]], payload: memoryview) -> Iterator[tuple[str, NDArray[Any]]]:
-    start = 0
-    for name, dtype, shape in specification:
-        count = int(np.prod(shape, dtype=np.int64))
-        array = np.frombuffer(payload, np.dtype(dtype), count, start) if count else np.empty(0, dtype)
-        start += array.nbytes
-        yield name, array.reshape(shape)

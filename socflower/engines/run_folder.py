@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
+from socflower.wire.saved_state import write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ class RunFolder:
     def write_checkpointing(self, checkpointing: Checkpointing) -> None:
         """Write, for server and clients, where the run keeps checkpoints and which one it resumes from."""
         write_atomically(self.path / "checkpointing.json", json.dumps(
-            {**asdict(checkpointing), "folder": str(checkpointing.folder.resolve())}))
+            {"folder": str(checkpointing.kept.path.resolve()), "engine": checkpointing.engine,
+             "resume_after": checkpointing.resume_after}))
 
     def read_checkpointing(self) -> Checkpointing | None:
         """Return how the run keeps checkpoints, or None if it keeps none."""
@@ -66,7 +68,7 @@ class RunFolder:
         if not path.exists():
             return None
         document = json.loads(path.read_text("utf-8"))
-        return Checkpointing(**{**document, "folder": Path(document["folder"])})
+        return Checkpointing(kept=CheckpointFolder(Path(document.pop("folder"))), **document)
 
     def clients_folder(self, node_config: Mapping[str, Any]) -> Path | None:
         """Return the folder in which this run's clients keep trainer states; None if they keep none."""
@@ -126,11 +128,4 @@ class RunFolder:
 def _clients_folder(folder: RunFolder) -> Path | None:
     # Read once: Flower's processes may outlive the run's folder by some rounds.
     checkpointing = folder.read_checkpointing()
-    return None if checkpointing is None else CheckpointFolder(checkpointing.folder).clients
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that readers see either all of it or none."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, "utf-8")
-    os.replace(temporary, path)
+    return None if checkpointing is None else checkpointing.kept.clients

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from socflower.report.page import details, figure, listing, page, section, table
 from socflower.report.plots import PARTS, Curve, accuracy_plot, breakdown_plot, curve_legend, needs_log, part_legend
 from socflower.report.split_section import split_section
 from socflower.report.summary import Run, expectations, name_runs, summary, targets_of
+from socflower.wire.saved_state import write_atomically
 
 _MAX_LISTED = 30  # groups that are listed in a sentence
 _MAX_ROUNDS = 200
@@ -34,12 +34,7 @@ def write_report(
     """
     content = render_report(results, title=title, question=question, baseline=baseline)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        partial.write_text(content, encoding="utf-8", newline="\n")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(path, content)
 
 
 def render_report(

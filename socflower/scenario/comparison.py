@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from socflower.engines.run_folder import write_atomically
+from socflower.engines.checkpoint import training_keys
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.report import write_report
 from socflower.scenario.expectations import check_expectations
@@ -15,6 +15,7 @@ from socflower.scenario.schema.config import CLUSTER_STRATEGIES, STRATEGIES, Sce
 from socflower.scenario.schema.file import to_document
 from socflower.scenario.schema.split import SPLIT_STRATEGIES
 from socflower.wire.folders import exclusive_folder
+from socflower.wire.saved_state import write_atomically
 
 _ROW_KEYS = ("strategy", "seed", "final_accuracy", "virtual_s", "wall_s", "energy_j", "bytes", "weights_sha256",
              "target_accuracy", "time_to_accuracy_s")
@@ -89,12 +90,7 @@ def _finished(path: Path, scenario: Scenario, engine: str) -> dict[str, Any] | N
     try:
         result: dict[str, Any] = json.loads(path.read_text("utf-8"))
         same = result["engine"] == engine and \
-            _training_keys(result["scenario"]) == _training_keys(to_document(scenario))
+            training_keys(result["scenario"]) == training_keys(to_document(scenario))
     except (OSError, ValueError, KeyError, TypeError):  # incomplete, or not a result
         return None
     return result if same else None
-
-
-def _training_keys(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a document that determines the training: without question, comparison and claims."""
-    return {key: value for key, value in document.items() if key not in ("question", "compare", "expect")}

@@ -18,7 +18,7 @@ from socflower.engines.deployment.run import run_in_deployment
 from socflower.engines.local.run_app import run_on_local_grid
 from socflower.engines.local.workers import AppReference
 from socflower.engines.names import num_cores
-from socflower.engines.run_folder import RunFolder, write_atomically
+from socflower.engines.run_folder import RunFolder
 from socflower.engines.simulation import run_in_flower_simulation
 from socflower.errors import ConfigError, DataUnavailable, InfeasiblePlan, SocflowerError, TrainingFailed
 from socflower.report.report import write_report
@@ -32,6 +32,7 @@ from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster, to_document
 from socflower.wire.folders import exclusive_folder, temporary_folder
+from socflower.wire.saved_state import write_atomically
 
 _TEMPORARY = ".socflower-"  # prefix of folders with unfinished files
 _NEED_WORKERS = ("hang", "die")  # kinds of fault that need a separate worker process
@@ -155,7 +156,7 @@ def _resumed(
         if checkpoint is not None:
             on_notice(f"resuming {out} after round {checkpoint.server_round} of {checkpoint.num_rounds}; "
                       "--fresh starts anew")
-        result = run(Checkpointing(folder=kept.path, engine=engine).after(checkpoint))
+        result = run(Checkpointing(kept=kept, engine=engine).after(checkpoint))
         kept.remove()
     return result
 
@@ -164,7 +165,7 @@ def _run_to_folder(
     run: PreparedRun, out: Path, engine: str, num_workers: int | None, on_round: OnRound, on_notice: OnNotice,
     deployment: DeploymentOptions, save_model: Path | None, checkpointing: Checkpointing | None,
 ) -> dict[str, Any]:
-    with new_folder(out, within=None if checkpointing is None else checkpointing.folder) as fresh:
+    with new_folder(out, within=None if checkpointing is None else checkpointing.kept.path) as fresh:
         result = run_scenario(run, engine, num_workers=num_workers, on_round=on_round,
                               trace_to=fresh / "trace.json", checkpointing=checkpointing, deployment=deployment,
                               on_notice=on_notice, model_to=None if save_model is None else fresh / "model.npz")

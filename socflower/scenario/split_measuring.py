@@ -15,10 +15,10 @@ from socflower.edgecloud.plan.cuts import BITS, SplitCosts
 from socflower.edgecloud.program import LayeredProgram
 from socflower.edgecloud.runtime.measuring import Measuring, from_document, measure_cloud, measure_costs, to_document
 from socflower.engines.names import MAX_WORKERS, require_count
-from socflower.engines.run_folder import write_atomically
 from socflower.errors import ConfigError
 from socflower.quantities import human_bytes, human_seconds
 from socflower.scenario.schema.config import Scenario
+from socflower.wire.saved_state import write_atomically
 
 _CLOUD_KIND = "split-cloud-seconds"
 

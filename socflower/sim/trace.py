@@ -1,7 +1,6 @@
 """Traces of virtual time in the Chrome trace format, which Perfetto opens; rows are made of execution logs."""
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from socflower.cluster import Compute, Endpoint, TaskGraph
 from socflower.errors import ConfigError, require_range
 from socflower.sim.execution import Repeated
 from socflower.sim.program import Component, TransferStep
+from socflower.wire.saved_state import write_atomically
 
 PROCESSES = ("runs", "SoCs", "links", "servers")
 """The groups of rows, top to bottom."""
@@ -84,12 +84,9 @@ class Trace:
             "otherData": {"time": "virtual", "num_spans": len(self._spans), "num_spans_dropped": self.num_dropped},
             "traceEvents": list(self._events()),
         }
-        partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
-            partial.write_text(json.dumps(document, separators=(",", ":")), "utf-8")
-            os.replace(partial, path)
+            write_atomically(path, json.dumps(document, separators=(",", ":")))
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise ConfigError(f"trace {path}: cannot be written ({error.strerror}); check the folder") from None
 
     def _events(self) -> Iterator[dict[str, Any]]:

@@ -4,20 +4,22 @@ A process holds a lock on its folder, which the kernel releases at the end of th
 removes those in the same place whose lock is free.
 """
 
+import errno
 import fcntl
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
+from filelock import FileLock, Timeout
+
 from socflower.errors import ConfigError
 
 LOCK_FILE = ".socflower.lock"
-_POLL_S = 0.5
+_POLL_S = 0.1
 
 
 class FolderLock:
@@ -42,42 +44,26 @@ class FolderLock:
     def __init__(self, path: Path, what: str, *, wait_s: float = 0.0,
                  on_wait: Callable[[str], None] = lambda line: None) -> None:
         self.path = path
-        deadline_s, told = time.monotonic() + wait_s, False
-        while (descriptor := self._try(what)) is None:
-            busy = f"{what}: {self._holder()} is at work there"
-            if time.monotonic() >= deadline_s:
-                raise ConfigError(f"{busy}; wait until it ends, or name another one")
-            if not told:
-                on_wait(f"{busy}; waiting for its end")
-                told = True
-            time.sleep(_POLL_S)
-        self._descriptor: int | None = descriptor
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-
-    def _try(self, what: str) -> int | None:
-        """Return the descriptor of the file, locked; None if it is held elsewhere."""
-        while True:
+        # An existence lock would outlive a killed process, so none replaces one of the kernel.
+        self._lock = FileLock(path, thread_local=False, fallback_to_soft=False, poll_interval=_POLL_S)
+        try:
             try:
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)  # never inherited by new programs
-            except OSError as error:
-                raise ConfigError(f"{what}: cannot write in {self.path.parent} ({error.strerror}); name another one"
-                                  ) from None
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Its holder may have removed the file after it was opened here; others would then lock a new one.
-                if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
-                    return descriptor
-            except BlockingIOError:
-                os.close(descriptor)
-                return None
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                os.close(descriptor)
+                self._lock.acquire(timeout=0)
+            except Timeout:
+                busy = f"{what}: {self._holder()} is at work there"
+                if wait_s:
+                    on_wait(f"{busy}; waiting for its end")
+                try:
+                    self._lock.acquire(timeout=wait_s)
+                except Timeout:
+                    raise ConfigError(f"{busy}; wait until it ends, or name another one") from None
+            path.write_text(f"{os.getpid()}\n")
+        except OSError as error:
+            self._lock.release()
+            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                 raise ConfigError(f"{what}: its file system has no locks ({error.strerror}), so two processes could "
                                   "spoil each other's files; name one on another file system") from None
-            os.close(descriptor)
+            raise ConfigError(f"{what}: cannot write in {path.parent} ({error.strerror}); name another one") from None
 
     def _holder(self) -> str:
         try:
@@ -88,10 +74,11 @@ class FolderLock:
 
     def release(self) -> None:
         """Remove the file and release the lock; a second call does nothing."""
-        if self._descriptor is not None:
-            self.path.unlink(missing_ok=True)  # while locked: afterwards it may belong to another process
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._lock.is_locked:
+            # While locked: afterwards it may belong to another process. Who opened it before locks it in vain and
+            # tries again, as `filelock` does with a file that has no name any more.
+            self.path.unlink(missing_ok=True)
+            self._lock.release()
 
     def __enter__(self) -> "FolderLock":
         return self

@@ -1,55 +1,52 @@
-"""Files of saved state, written atomically with a digest of all bytes, and arrays as bytes for them."""
+"""State that outlives its process: files written atomically, sealed entries, and stores that keep the last of them.
+
+A sealed entry is one line with the SHA-256 and the length of the rest, one line of JSON, and a payload of bytes. The
+JSON says what kind of state it is, of which schema, who wrote it and for whom, so that a damaged, old or foreign file
+is refused by one rule.
+"""
 
 import hashlib
-import io
 import json
+import math
 import os
-import zipfile
-import zlib
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
+from socflower import __version__
 from socflower.errors import ConfigError
+from socflower.wire.folders import FolderLock
 
-_MAGIC = "socflower-sealed"
+T = TypeVar("T")
+_MAGIC = b"socflower-sealed "
+_WRITE_WAIT_S = 60.0  # for the write of another process in the same store
 
 
-class DamagedFile(Exception):
-    """A sealed file that is incomplete, changed or not a sealed file; the text names it."""
+# ---------------------------------------------------------------------------------------------- atomic files
+_being_written: set[Path] = set()
+"""Partial files of this process's current writers, which a killed process of the same id may have left as well."""
 
 
-def write_sealed(path: Path, header: Mapping[str, Any], payload: Iterable[bytes | memoryview] = (), *,
-                 sync_folder: bool = True) -> None:
-    """Write `header` (JSON) and the bytes of `payload` atomically: `path` always holds the old file or the new one.
+@contextmanager
+def atomic_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Yield a stream whose bytes are at `path` after the block: `path` always holds the old file or the whole new one.
 
-    The first line has the SHA-256 and the length of the rest. `sync_folder=False` avoids waiting for the disk where
-    another file follows in the same folder. Raises `OSError` where the file cannot be written.
+    The file is at no time readable beyond `mode` and the umask. Raises `OSError` where it cannot be written; after any
+    error `path` is as it was.
     """
-    pieces = [json.dumps(header, separators=(",", ":")).encode() + b"\n", *payload]
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    first_line = f"{_MAGIC} {digest.hexdigest()} {sum(memoryview(piece).nbytes for piece in pieces)}\n"
-    write_atomically(path, (first_line.encode(), *pieces))
-    if sync_folder:
-        _sync_folder(path.parent)
-
-
-def write_atomically(path: Path, pieces: Iterable[bytes | memoryview], *, mode: int = 0o666) -> None:
-    """Write a file atomically, at no time readable beyond `mode` and the umask.
-
-    Raises `OSError` where it cannot be written.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    partial.unlink(missing_ok=True)  # of a killed process with the same id
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.part")
+    partial.unlink(missing_ok=True)  # of a killed process with the same ids
+    _being_written.add(partial)
     try:
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
-            stream.writelines(pieces)
+            yield stream
             stream.flush()
             # Without this a power failure may leave an empty file under the new name.
             os.fsync(stream.fileno())
@@ -57,61 +54,273 @@ def write_atomically(path: Path, pieces: Iterable[bytes | memoryview], *, mode: 
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def read_sealed(path: Path) -> tuple[dict[str, Any], memoryview]:
-    """Return header and payload; `DamagedFile` if any byte is missing, added or changed."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DamagedFile(f"{path.name} cannot be read ({error.strerror})") from None
-    first_line, newline, rest = content.partition(b"\n")
-    expected = f"{_MAGIC} {hashlib.sha256(rest).hexdigest()} {len(rest)}".encode()
-    if not newline or first_line != expected:
-        raise DamagedFile(f"{path.name} is torn or damaged (its digest does not fit)")
-    header, _, _ = rest.partition(b"\n")
-    return json.loads(header), memoryview(rest)[len(header) + 1:]
-
-
-def remove_partial(folder: Path) -> None:
-    """Remove the partial files of killed writers."""
-    for partial in folder.glob(".*.part"):
-        partial.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
+    finally:
+        _being_written.discard(partial)
     with suppress(OSError):  # not every file system lets a folder be synced
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
 
-_HEADER = "header"
+def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryview], *, mode: int = 0o666) -> None:
+    """Write a text (UTF-8) or bytes by `atomic_file`."""
+    pieces = content.encode() if isinstance(content, str) else content
+    with atomic_file(path, mode=mode) as stream:
+        stream.writelines([pieces] if isinstance(pieces, bytes) else pieces)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove the partial files of writers that were killed; those of running processes stay."""
+    for partial in folder.glob(".*.part"):
+        pid = partial.stem.rpartition(".")[2].partition("-")[0]
+        running = pid.isdecimal() and int(pid) != os.getpid() and psutil.pid_exists(int(pid))
+        if not running and partial not in _being_written:
+            partial.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------- arrays as bytes
+ArraySpecs = list[list[Any]]
+"""Name, type and shape of each array, as JSON values."""
+
+
+def array_specs(arrays: Mapping[str, NDArray[Any]]) -> ArraySpecs:
+    """Return what `arrays_from` needs besides the bytes."""
+    return [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
+
+
+def array_pieces(arrays: Mapping[str, NDArray[Any]]) -> Iterator[memoryview]:
+    """Yield each array's bytes in C order, without a copy if they are in that order."""
+    for array in arrays.values():
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def arrays_from(specs: ArraySpecs, payload: memoryview) -> dict[str, NDArray[Any]]:
+    """Return the arrays, as views of `payload`. Raises `ValueError` or `TypeError` where they do not fit."""
+    arrays, start = {}, 0
+    for name, dtype, shape in specs:
+        count = math.prod(shape)
+        array = np.frombuffer(payload, np.dtype(dtype), count, start) if count else np.empty(0, dtype)
+        start += array.nbytes
+        arrays[name] = array.reshape(shape)
+    return arrays
+
+
+# ---------------------------------------------------------------------------------------------- sealed entries
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateKind:
+    """What all entries of a kind have in common."""
+
+    name: str  # as errors call one
+    schema: int  # to be raised when the content changes
+    remedy: str  # what to do about one that cannot be used
+
+
+class DamagedFile(ConfigError):
+    """An entry that is missing, incomplete, changed, or no entry at all; an earlier one may be intact."""
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(f"{cause}; {remedy}")
+        self.cause = cause
+
+
+def seal(kind: StateKind, state: Mapping[str, Any], payload: Iterable[bytes | memoryview] = (), *, owner: str = "",
+         number: int = 0) -> list[bytes | memoryview]:
+    """Return the pieces of an entry with `state` (JSON) and the bytes of `payload`; see `unseal`."""
+    header = {"kind": kind.name, "schema": kind.schema, "version": __version__, "owner": owner, "number": number,
+              "state": state}
+    pieces = [json.dumps(header, separators=(",", ":")).encode() + b"\n", *payload]
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    num_bytes = sum(memoryview(piece).nbytes for piece in pieces)
+    return [b"%s%s %d\n" % (_MAGIC, digest.hexdigest().encode(), num_bytes), *pieces]
+
+
+def unseal(kind: StateKind, content: bytes, where: str, *, owner: str = "", number: int = 0,
+           ) -> tuple[dict[str, Any], memoryview]:
+    """Return state and payload of a whole entry of this kind, schema, owner and number.
+
+    Raises `DamagedFile` if any byte is missing, added or changed, or if it is another entry under this one's name, and
+    `ConfigError` for a whole entry of another kind, schema or owner. `where` begins each line.
+    """
+    if not content.startswith(_MAGIC):
+        raise DamagedFile(f"{where} is damaged (its beginning is not that of a file of socflower)", kind.remedy)
+    first_line, _, _ = content.partition(b"\n")
+    rest = memoryview(content)[len(first_line) + 1:]
+    if first_line != b"%s%s %d" % (_MAGIC, hashlib.sha256(rest).hexdigest().encode(), len(rest)):
+        raise DamagedFile(f"{where} is damaged (its digest does not fit)", kind.remedy)
+    line, _, _ = content[len(first_line) + 1:].partition(b"\n")
+    header: dict[str, Any] = json.loads(line)
+    schema, version = header.get("schema", 0), header.get("version")
+    if header.get("kind", kind.name) != kind.name:
+        raise ConfigError(f"{where} is of another kind ({header['kind']}, not {kind.name}); {kind.remedy}")
+    if version is None or schema != kind.schema:
+        newer = version is not None and schema > kind.schema
+        raise ConfigError(f"{where} was written by {'a newer' if newer else 'an older'} version of socflower ("
+                          f"{version or 'before 0.1.0'}, schema {schema} where this one has {kind.schema}); use that "
+                          f"version, or {kind.remedy}")
+    if header["owner"] != owner:
+        raise ConfigError(f"{where} belongs to {header['owner'] or 'nobody'}, not to {owner or 'nobody'}; name another "
+                          f"folder, or {kind.remedy}")
+    if header["number"] != number:
+        raise DamagedFile(f"{where} is number {header['number']} under another name", kind.remedy)
+    return header["state"], rest[len(line) + 1:]
+
+
+def read_sealed(path: Path, kind: StateKind, *, owner: str = "", number: int = 0) -> tuple[dict[str, Any], memoryview]:
+    """Return state and payload of an entry's file; raises as `unseal` does."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DamagedFile(f"{path} cannot be read ({error.strerror})", kind.remedy) from None
+    return unseal(kind, content, str(path), owner=owner, number=number)
 
 
 def to_bytes(kind: str, header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
     """Return `header` (JSON) and `arrays` as bytes that only `from_bytes` of the same `kind` accepts."""
-    text = json.dumps({**header, "kind": kind}).encode()
-    stream = io.BytesIO()
-    members: dict[str, Any] = {f"array {key}": array for key, array in arrays.items()}
-    members[_HEADER] = np.frombuffer(text, np.uint8)
-    np.savez(stream, **members)
-    return stream.getvalue()
+    return b"".join(seal(_part(kind), {**header, "arrays": array_specs(arrays)}, array_pieces(arrays)))
 
 
 def from_bytes(kind: str, saved: bytes) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Return header and arrays; `ConfigError` for damaged bytes or another kind. Never unpickles."""
+    """Return header and arrays, which may be written to; `ConfigError` for damaged bytes or another kind."""
+    header, payload = unseal(_part(kind), saved, f"saved {kind}:")
     try:
-        with np.load(io.BytesIO(saved), allow_pickle=False) as archive:
-            header = json.loads(archive[_HEADER].tobytes())
-            arrays = {key.removeprefix("array "): archive[key] for key in archive.files if key != _HEADER}
-        found = header.pop("kind")
-    except (ValueError, TypeError, AttributeError, KeyError, OSError, EOFError, NotImplementedError, RuntimeError,
-            zipfile.BadZipFile, zlib.error) as error:
-        raise ConfigError(f"saved {kind}: is damaged ({type(error).__name__}); go back to an earlier checkpoint, or "
-                          "start anew") from None
-    if found != kind:
-        raise ConfigError(f"saved {kind}: is of {found}; restore what was saved by the same part")
-    return header, arrays
+        arrays = arrays_from(header.pop("arrays"), payload)
+    except (KeyError, TypeError, ValueError) as error:  # a forged header; the digest is no signature
+        raise DamagedFile(f"saved {kind}: is damaged ({type(error).__name__})", _part(kind).remedy) from None
+    return header, {name: array.copy() for name, array in arrays.items()}
+
+
+def _part(kind: str) -> StateKind:
+    return StateKind(name=kind, schema=1, remedy="go back to an earlier checkpoint, or start anew")
+
+
+# ---------------------------------------------------------------------------------------------- stores
+class StateStore:
+    """The last entries of one kind in a folder, each a sealed file named by its number: a round, step or position.
+
+    One process writes at a time: `write` holds the store's lock, which the kernel releases when a process dies; who
+    keeps the store open, keeps all others from writing. Reading needs no lock, since files are replaced whole.
+
+    Parameters
+    ----------
+    folder : Path
+        Created by the first write. Stores with other prefixes may share it.
+    kind : StateKind
+        What the entries are; entries of another kind or schema are an error.
+    prefix, suffix : str
+        A file is named `prefix`, the number, `suffix`.
+    keep : int, optional
+        How many entries, up to the one just written, are kept; by default all. Later ones stay until they are written
+        again: they are of an attempt that went further.
+    owner : str
+        Whose state it is; entries of another owner are an error.
+    """
+
+    def __init__(self, folder: Path, kind: StateKind, *, prefix: str, suffix: str, keep: int | None = None,
+                 owner: str = "") -> None:
+        self.folder, self.kind = folder, kind
+        self._prefix, self._suffix, self._keep, self._owner = prefix, suffix, keep, owner
+        self._lock: FolderLock | None = None
+
+    def open(self, what: str, *, wait_s: float = 0.0, on_wait: Callable[[str], None] = lambda line: None) -> None:
+        """Create and lock the store until `close`; a second call does nothing. Raises `ConfigError` as `FolderLock`."""
+        if self._lock is None:
+            self._lock = self._new_lock(what, wait_s, on_wait)
+
+    def close(self) -> None:
+        """Let others write."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def path(self, number: int) -> Path:
+        """Return the file of an entry, existing or not."""
+        return self.folder / f"{self._prefix}{number:06d}{self._suffix}"
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the entries, intact or not, newest first; `ConfigError` for a file of another form."""
+        found = []
+        for name in self._names():
+            number = name.removeprefix(self._prefix).removesuffix(self._suffix)
+            if not number.isdecimal():
+                raise ConfigError(f"{self.folder / name} was not written by this version of socflower; remove it, use "
+                                  f"the version that wrote it, or {self.kind.remedy}")
+            found.append(int(number))
+        return sorted(found, reverse=True)
+
+    def write(self, number: int, state: Mapping[str, Any], payload: Iterable[bytes | memoryview] = ()) -> None:
+        """Write an entry, and remove those that are no longer kept.
+
+        Raises `ConfigError` if it cannot be written; all others stay as they are.
+        """
+        path = self.path(number)
+        waits = self._new_lock(f"{self.kind.name} in {self.folder}", _WRITE_WAIT_S) if self._lock is None \
+            else nullcontext()
+        with waits:
+            try:
+                write_atomically(path, seal(self.kind, state, payload, owner=self._owner, number=number))
+            except OSError as error:
+                raise ConfigError(f"{path}: cannot be written ({error.strerror}); make room, or name another folder, "
+                                  "and run the same again") from None
+            if self._keep is not None:
+                for old in [each for each in self.numbers() if each <= number][self._keep:]:
+                    self.path(old).unlink(missing_ok=True)
+
+    def read(self, number: int) -> tuple[dict[str, Any], memoryview]:
+        """Return state and payload of an entry; raises as `unseal` does, and `DamagedFile` for a missing one."""
+        return read_sealed(self.path(number), self.kind, owner=self._owner, number=number)
+
+    def newest(self, load: Callable[[int], T], on_damage: Callable[[str], None] = lambda line: None) -> T | None:
+        """Return `load(number)` of the newest entry for which it raises no `DamagedFile`, or None without entries.
+
+        `on_damage` gets a line for each damaged one that is skipped. Raises `ConfigError` if all are damaged, and for
+        an entry of another kind, schema or owner.
+        """
+        causes = []
+        for number in self.numbers():
+            try:
+                found = load(number)
+            except DamagedFile as error:
+                causes.append(error.cause)
+                continue
+            for cause in causes:
+                on_damage(f"{cause}; going on from the one before it, {self.path(number).name}")
+            return found
+        if causes:
+            raise ConfigError(f"{self.folder}: no {self.kind.name} is whole: {'; '.join(causes)}; {self.kind.remedy}")
+        return None
+
+    def remove(self, *, after: int = -1) -> None:
+        """Remove the entries with numbers above `after`; by default all, and whatever has their form of name."""
+        for path in map(self.path, self.numbers()) if after >= 0 else map(self.folder.joinpath, self._names()):
+            if after < 0 or int(path.stem.removeprefix(self._prefix)) > after:
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    raise ConfigError(f"{path}: cannot be removed ({error.strerror}); remove it yourself") from None
+
+    def _names(self) -> list[str]:
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ConfigError(f"{self.folder}: cannot be read ({error.strerror}); name a folder that this process may "
+                              "read") from None
+        return [name for name in names if name.startswith(self._prefix) and name.endswith(self._suffix)]
+
+    def _new_lock(self, what: str, wait_s: float, on_wait: Callable[[str], None] = lambda line: None) -> FolderLock:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{what}: cannot be written ({error.strerror}); name another folder") from None
+        lock = FolderLock(self.folder / f".{self._prefix}lock", what, wait_s=wait_s, on_wait=on_wait)
+        try:
+            remove_partial(self.folder)
+        except OSError as error:
+            lock.release()
+            raise ConfigError(f"{what}: cannot be written ({error.strerror}); name another folder") from None
+        return lock

@@ -2,13 +2,14 @@
 
 import logging
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from socflower.wire.saved_state import atomic_file, remove_partial
 
 ImagesAndLabels: TypeAlias = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
@@ -40,9 +41,11 @@ def cached_arrays(key: str, make: Callable[[], ImagesAndLabels], folder: Path) -
     images, labels = make()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        remove_partial(folder)
         # Concurrent processes write the same bytes, each to its own temporary file; the last rename wins.
-        _write(labels_path, labels)
-        _write(images_path, images)
+        for path, array in ((labels_path, labels), (images_path, images)):
+            with atomic_file(path) as file:
+                np.save(file, array, allow_pickle=False)
     except OSError as error:
         _log.warning("data cache: cannot write %s (%s); every process decodes the images itself", folder, error)
         return images, labels
@@ -64,17 +67,3 @@ def _read(images_path: Path, labels_path: Path) -> ImagesAndLabels | None:
         _log.warning("data cache: %s has unexpected types or shapes, decoding again", images_path)
         return None
     return images, labels
-
-
-def _write(path: Path, array: npt.NDArray[Any]) -> None:
-    """Write `array` so that a reader sees the whole file or none."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            np.save(file, array, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())  # otherwise a crash after the rename could leave a file of zeros
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -86,12 +86,12 @@ def test_the_checkpoints_of_a_run_elsewhere_have_one_server(tmp_path: Path, monk
     (bundle / SCENARIO_FILE).write_text(json.dumps(to_document(small())))
     folder = BundledRunFolder(path=tmp_path / "run", bundle=bundle, kept=kept, fresh=False, print_line=lines.append)
     folder.path.mkdir()
-    with FolderLock(kept / LOCK_FILE, "the first"), \
+    with FolderLock(kept / ".round-lock", "the first"), \
             pytest.raises(ConfigError, match=f"{kept}: process {os.getpid()} is at work there"):
         folder.read_checkpointing()
     checkpointing = folder.read_checkpointing()
-    assert checkpointing is not None and checkpointing.folder == kept
+    assert checkpointing is not None and checkpointing.kept.path == kept
     with pytest.raises(ConfigError, match="is at work there"):
-        FolderLock(kept / LOCK_FILE, "a third")
+        FolderLock(kept / ".round-lock", "a third")
     folder.write_outcome({"final_accuracy": 1.0})
     assert not kept.exists(), "after a run that ended well nothing of its checkpoints is left"

@@ -74,7 +74,7 @@ def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(tmp_pat
         first = ring_app.strategy(cluster)
         first.start(GroupGrid(grid), ring_app.initial(), num_rounds=first.num_rounds, timeout=120, evaluate_fn=keep)
     # All processes and their memory are gone now; what is left is on the machines' disks.
-    for later in tmp_path.glob(f"*/*-at-{first.intervals[-1].first_step + first.intervals[-1].num_steps}.state"):
+    for later in tmp_path.glob(f"*/*-at-{first.intervals[-1].first_step + first.intervals[-1].num_steps:06d}.state"):
         later.unlink()
     with ProcessGrid(ring_app.client_app, ring_app.node_configs(cluster), run_config=config) as grid:
         second = ring_app.strategy(cluster)

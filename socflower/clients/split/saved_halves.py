@@ -1,7 +1,6 @@
 """Saves the halves of a split training between rounds, with their optimisers: in the Flower context, and in files."""
 
-import json
-import struct
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -9,11 +8,11 @@ from typing import cast
 from flwr.app import ConfigRecord, Context
 
 from socflower.clients.saved_training import Position, StateFiles
-from socflower.wire.saved_state import DamagedFile
+from socflower.wire.saved_state import DamagedFile, StateKind
 from socflower.wire.split_message_keys import SplitTask
 
 _RECORD = "socflower-split-state"
-_LENGTH = struct.Struct("<Q")
+_HALVES = StateKind(name="saved half of a split", schema=2, remedy="start a new training (--fresh)")
 
 
 @dataclass(frozen=True)
@@ -39,43 +38,29 @@ class SplitState:
         begin = self._position(self.task.first_batch)
         kept = self.context.state.config_records.get(_RECORD)
         if kept and kept["position"] == list(begin):
-            return self._if_same_cuts(cast(bytes, kept["halves"]))
+            return cast(list[bytes], kept["halves"]) if kept["cuts"] == self._cuts(self.task.cuts) else None
         if self.files is None:
             return None
         try:
-            found = self.files.read(begin)
+            state, payload = self.files.of(begin, _HALVES).read(begin.next_step)
         except DamagedFile:
             return None
-        return None if found is None or found.state is None else self._if_same_cuts(found.state)
+        ends = list(itertools.accumulate(state["half_bytes"]))
+        halves = [bytes(payload[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+        return halves if state["cuts"] == self._cuts(self.task.cuts) else None
 
     def save(self, halves: Sequence[bytes], cuts: Sequence[int]) -> None:
         """Save the halves of the task's end, with each party's cut."""
-        position = self._position(self.task.first_batch + self.task.num_batches)
-        packed = _packed([self._cut_record(cuts), *halves])
-        self.context.state[_RECORD] = ConfigRecord({"halves": packed, "position": list(position)})
+        position, place = self._position(self.task.first_batch + self.task.num_batches), self._cuts(cuts)
+        self.context.state[_RECORD] = ConfigRecord(
+            {"halves": list(halves), "cuts": place, "position": list(position)})
         if self.files is not None:
-            self.files.write(position, packed)
+            self.files.of(position, _HALVES).write(
+                position.next_step, {"cuts": place, "half_bytes": [len(half) for half in halves]}, halves)
 
-    def _if_same_cuts(self, packed: bytes) -> list[bytes] | None:
-        place, *halves = _unpacked(packed)
-        return halves if place == self._cut_record(self.task.cuts) else None
-
-    def _cut_record(self, cuts: Sequence[int]) -> bytes:
-        return json.dumps({"cuts": list(cuts), "cloud": bool(self.task.address)}).encode()
+    def _cuts(self, cuts: Sequence[int]) -> list[int]:
+        """Return the cuts, and whether the other half is in a cloud."""
+        return [*cuts, int(bool(self.task.address))]
 
     def _position(self, batch: int) -> Position:
         return Position(self.task.parties[0], self.task.num_parties, self.task.total_batches, batch)
-
-
-def _packed(halves: Sequence[bytes]) -> bytes:
-    return b"".join(part for half in halves for part in (_LENGTH.pack(len(half)), half))
-
-
-def _unpacked(packed: bytes) -> list[bytes]:
-    halves, at = [], 0
-    while at < len(packed):
-        (length,) = _LENGTH.unpack_from(packed, at)
-        at += _LENGTH.size
-        halves.append(packed[at:at + length])
-        at += length
-    return halves

@@ -20,10 +20,11 @@ from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, Limits
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import ConfigError, SocflowerError
 from socflower.wire.folders import LOCK_FILE, FolderLock
-from socflower.wire.saved_state import DamagedFile, read_sealed, write_sealed
+from socflower.wire.saved_state import StateKind, read_sealed, seal, write_atomically
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _SESSION_FILE = "session.sealed"
+_SESSION = StateKind(name="session of a split training", schema=2, remedy="open the run anew")
 
 
 class SessionStore:
@@ -82,7 +83,7 @@ class SessionStore:
                     folder.mkdir(mode=0o700)
                 session = self._session(terms, packed)
                 if folder is not None:
-                    write_sealed(folder / _SESSION_FILE, terms_to_document(terms), [packed])
+                    write_atomically(folder / _SESSION_FILE, seal(_SESSION, terms_to_document(terms), [packed]))
             except OSError as error:
                 raise SplitRefused(f"run {terms.run_id}: its folder cannot be written ({error.strerror}); make room "
                                    "or give the cloud another one") from None
@@ -150,12 +151,11 @@ class SessionStore:
         self._folder_lock = FolderLock(self._folder / LOCK_FILE, f"split cloud: folder {self._folder}")
         for path in paths:
             try:
-                document, packed = read_sealed(path)
+                document, packed = read_sealed(path, _SESSION)
                 terms = terms_from_document(document)
                 self._sessions[terms.run_id] = self._session(terms, packed)
-            except (DamagedFile, SocflowerError, FrameRefused, KeyError, TypeError, ValueError) as error:
-                self._log(f"split cloud: the run in {path.parent} is left out, its files cannot be used ({error}); "
-                          "open it anew")
+            except (SocflowerError, FrameRefused, KeyError, TypeError, ValueError) as error:
+                self._log(f"split cloud: the run in {path.parent} is left out, its files cannot be used ({error})")
 
     def _session(self, terms: SessionTerms, packed: memoryview) -> CloudSession:
         half = self._factory(terms, unpack_weights(packed) if packed.nbytes else {})

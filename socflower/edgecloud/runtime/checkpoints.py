@@ -6,21 +6,21 @@ that were trained together. A side can also be ready at a batch without a saved 
 when its caller says so.
 """
 
-import os
-import re
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.errors import ConfigError
-from socflower.wire.saved_state import DamagedFile, read_sealed, remove_partial, write_sealed
+from socflower.wire.saved_state import DamagedFile, StateKind, StateStore
 
-_KEPT = 2
-_FORM = 1
-_NAME = re.compile(r"barrier-(\d{9})-(\d+)-([0-9a-f]+)\.saved")
+_KIND = StateKind(name="checkpoint of a split half", schema=2,
+                  remedy="remove it, and the training goes on from what all sides have")
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,82 +48,54 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path | None, name: str) -> None:
-        self._folder, self._name = folder, name
+        self._store: StateStore | None = None
         if folder is None:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            remove_partial(folder)
         except OSError as error:
             raise ConfigError(f"checkpoints: folder {folder} cannot be used ({error.strerror}); give one that this "
                               "process may write to") from None
+        self._store = StateStore(folder, _KIND, prefix="barrier-", suffix=".saved", keep=2, owner=name)
 
     @property
     def keeps(self) -> bool:
         """Whether checkpoints are stored, so that it is worth saving a half."""
-        return self._folder is not None
+        return self._store is not None
 
     def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """Return the checkpoints that can be loaded, oldest first; damaged files are skipped."""
-        found = []
-        for _, batch, epoch_id, _ in self._files():
-            checkpoint = Checkpoint(batch=batch, epoch_id=epoch_id)
-            with suppress(DamagedFile):
-                self._read(checkpoint)
-                found.append(checkpoint)
-        return tuple(found)
+        """Return the checkpoints that can be loaded, oldest first; damaged ones are logged and left out."""
+        return tuple(checkpoint for checkpoint, _, _ in reversed(list(self._entries())))
 
     def save(self, checkpoint: Checkpoint, saved: SavedHalf) -> None:
         """Store a checkpoint atomically, and remove all but the last two."""
-        if self._folder is None:
-            return
-        files = self._files()
-        number = files[-1][0] + 1 if files else 0
-        split_plan = saved.split_plan
-        header: dict[str, Any] = {
-            "form": _FORM, "name": self._name, "batch": checkpoint.batch, "lineage": checkpoint.epoch_id,
-            "half_bytes": len(saved.half), "deployment": None if split_plan is None else
-            {"cut": split_plan.cut, "bits": split_plan.bits, "window": split_plan.window}}
-        path = self._folder / f"barrier-{number:09d}-{checkpoint.batch}-{checkpoint.epoch_id}.saved"
-        try:
-            write_sealed(path, header, (saved.half, saved.codec))
-            for _, _, _, old in self._files()[:-_KEPT]:
-                old.unlink(missing_ok=True)
-        except OSError as error:
-            raise ConfigError(f"checkpoints: {path} cannot be written ({error.strerror}); make room, or give another "
-                              "folder") from None
+        if self._store is not None:
+            self._store.write(max(self._store.numbers(), default=-1) + 1, {
+                "checkpoint": asdict(checkpoint), "half_bytes": len(saved.half),
+                "split_plan": None if saved.split_plan is None else asdict(saved.split_plan),
+            }, (saved.half, saved.codec))
 
     def load(self, checkpoint: Checkpoint) -> SavedHalf:
         """Return what was saved at a checkpoint; `ConfigError` if it is damaged, of another name or missing."""
-        try:
-            header, payload = self._read(checkpoint)
-        except DamagedFile as error:
-            raise ConfigError(f"checkpoints: {error}; remove it, and what is before it will be used") from None
-        place = header["deployment"]
-        return SavedHalf(half=bytes(payload[:header["half_bytes"]]), codec=bytes(payload[header["half_bytes"]:]),
-                         split_plan=None if place is None else SplitPlan(**place))
+        for found, state, payload in self._entries():
+            if found == checkpoint:
+                at, split_plan = state["half_bytes"], state["split_plan"]
+                return SavedHalf(half=bytes(payload[:at]), codec=bytes(payload[at:]),
+                                 split_plan=None if split_plan is None else SplitPlan(**split_plan))
+        raise ConfigError(f"checkpoints: none of batch {checkpoint.batch} is whole in "
+                          f"{self._store.folder if self._store else 'memory'}; check whether it is the right folder")
 
-    def _read(self, checkpoint: Checkpoint) -> tuple[dict[str, Any], memoryview]:
-        path = next((path for _, batch, epoch_id, path in reversed(self._files())
-                     if (batch, epoch_id) == (checkpoint.batch, checkpoint.epoch_id)), None)
-        if path is None:
-            raise ConfigError(f"checkpoints: none of batch {checkpoint.batch} in {self._folder}; check whether it is "
-                              "the right folder")
-        header, payload = read_sealed(path)
-        if header.get("form") != _FORM or header.get("name") != self._name:
-            raise ConfigError(f"checkpoints: {path} belongs to {header.get('name')}, not to {self._name}; give each "
-                              "side of each run a folder of its own")
-        return header, payload
-
-    def _files(self) -> list[tuple[int, int, str, Path]]:
-        """Return number, batch, epoch_id and path of each, in the order in which they were written."""
-        if self._folder is None:
-            return []
-        try:
-            matches = [(_NAME.fullmatch(name), name) for name in os.listdir(self._folder)]
-        except OSError as error:
-            raise ConfigError(f"checkpoints: folder {self._folder} cannot be read ({error.strerror})") from None
-        return sorted((int(match[1]), int(match[2]), match[3], self._folder / name) for match, name in matches if match)
+    def _entries(self) -> Iterator[tuple[Checkpoint, dict[str, Any], memoryview]]:
+        """Yield checkpoint, state and payload of each intact entry, newest first."""
+        if self._store is None:
+            return
+        for number in self._store.numbers():
+            try:
+                state, payload = self._store.read(number)
+            except DamagedFile as error:
+                _log.warning("checkpoints: %s; it is left out", error.cause)
+                continue
+            yield Checkpoint(**state["checkpoint"]), state, payload
 
 
 def common_checkpoint(offers: Sequence[Sequence[Checkpoint]], last_batch: int) -> Checkpoint | None:

@@ -8,8 +8,9 @@ from typing import Any
 
 from socflower.engines.deployment.flower_processes import START_TIMEOUT_S, Process, free_ports, start, tail
 from socflower.engines.deployment.private_network import MACHINE_NETWORK, Network
-from socflower.engines.run_folder import CloudAddress, write_atomically
+from socflower.engines.run_folder import CloudAddress
 from socflower.errors import TrainingFailed
+from socflower.wire.saved_state import write_atomically
 
 _POLL_S = 0.1
 _STARTS = 3

@@ -22,8 +22,8 @@ from socflower.engines.deployment.outcome_lines import LineReader
 from socflower.engines.deployment.process_guard import marked
 from socflower.engines.deployment.submitted_run import FlwrClient
 from socflower.engines.deployment.superlink import CONNECTION, ENGINE
-from socflower.engines.run_folder import write_atomically
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.wire.saved_state import write_atomically
 
 _POLL_S = 0.2
 _ASK_S = 5.0  # before a SuperLink that did not answer is queried again

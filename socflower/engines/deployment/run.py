@@ -46,8 +46,9 @@ def run_in_deployment(app: DeployedApp, folder: RunFolder, deployment: Deploymen
 def _run_locally(
     app: DeployedApp, folder: RunFolder, history: RunHistory, deployment: DeploymentOptions, on_notice: OnNotice,
 ) -> tuple[dict[str, Any], Path]:
-    checkpointing = folder.read_checkpointing() or Checkpointing(folder=folder.path / "checkpoint", engine=ENGINE)
-    kept = CheckpointFolder(checkpointing.folder)
+    checkpointing = folder.read_checkpointing() or Checkpointing(
+        kept=CheckpointFolder(folder.path / "checkpoint"), engine=ENGINE)
+    kept = checkpointing.kept
     kept.create()
     with local_flower(folder.path, app.node_configs, on_notice, warm=deployment.warm) as flower:
         history.superlink_shared_because = flower.network.shared_because

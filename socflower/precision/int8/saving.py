@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,13 @@ from socflower.precision.algorithm import (
 )
 from socflower.precision.int8.network import Graph
 from socflower.precision.int8.parameters import Parameters, Vector, Weight, require_match
+from socflower.wire.saved_state import atomic_file
 
 SCHEMA = 1
 
 
 def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Parameters) -> None:
-    """Write the file under a temporary name and rename it, so that an interruption leaves the old file."""
+    """Write the file; `ConfigError` if it cannot be written, and an old file stays as it was."""
     if any(node.kind == "fp32" for node in graph.nodes):
         raise ConfigError("save: operators on the FP32 side belong to their torch module; save its state_dict instead")
     if isinstance(algorithm.update, OutsideUpdate):
@@ -51,18 +51,11 @@ def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Par
         arrays[f"vector/{name}"] = vector.data
         if vector.velocity is not None:
             arrays[f"velocity/{name}"] = vector.velocity
-    path = Path(path)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with partial.open("wb") as file:
+        with atomic_file(Path(path)) as file:
             np.savez(file, **arrays)
-        partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}); make room, or name another file") from None
 
 
 def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:

@@ -30,7 +30,7 @@ from socflower.scenario.app.main import scenario_client_app, scenario_server_app
 from socflower.scenario.app.round_record import versions
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document, to_document
-from socflower.wire.folders import LOCK_FILE, FolderLock, temporary_folder
+from socflower.wire.folders import temporary_folder
 
 ENGINE = "deployment"
 STATE_FOLDER_KEY = "state-folder"
@@ -80,14 +80,14 @@ class BundledRunFolder(RunFolder):
         """Return where checkpoints are kept and which to resume from; `ConfigError` if they are of another run."""
         if self.kept is None:
             return None
-        kept, scenario = CheckpointFolder(self.kept), to_document(_scenario(self.bundle))
-        _lock(self.kept, self.print_line)
+        kept, scenario = _checkpoints(self.kept), to_document(_scenario(self.bundle))
+        kept.open(f"{CHECKPOINT_FOLDER_KEY} {self.kept}", wait_s=_ENDING_S, on_wait=self.print_line)
         if self.fresh:
             kept.remove()
         kept.create()
         checkpoint = kept.resume(scenario, ENGINE, versions(), self.print_line)
         self._log("resumed", {"after_round": 0 if checkpoint is None else checkpoint.server_round})
-        return Checkpointing(folder=self.kept, engine=ENGINE).after(checkpoint)
+        return Checkpointing(kept=kept, engine=ENGINE).after(checkpoint)
 
     def clients_folder(self, node_config: Mapping[str, Any]) -> Path | None:
         """Return where this node keeps trainer states, one folder per training; None if its config names no folder."""
@@ -124,27 +124,17 @@ class BundledRunFolder(RunFolder):
                 self.print_line(f"the trace is long and stays on the SuperLink's machine, until you remove it: {kept}")
         self._log("outcome", outcome)
         if self.kept is not None and "error" not in outcome:
-            if lock := _locks.pop(self.kept, None):
-                lock.release()
-            CheckpointFolder(self.kept).remove()
+            _checkpoints(self.kept).remove()
 
     def _log(self, kind: str, document: Any) -> None:
         for line in to_lines(kind, document):
             self.print_line(line)
 
 
-_locks: dict[Path, FolderLock] = {}
-"""Locks of checkpoint folders; this process holds them until its run succeeds or the process ends."""
-
-
-def _lock(folder: Path, on_wait: Callable[[str], None]) -> None:
-    if folder not in _locks:
-        what = f"{CHECKPOINT_FOLDER_KEY} {folder}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{what}: cannot be made ({error.strerror}); name another folder") from None
-        _locks[folder] = FolderLock(folder / LOCK_FILE, what, wait_s=_ENDING_S, on_wait=on_wait)
+@cache
+def _checkpoints(folder: Path) -> CheckpointFolder:
+    """Return the checkpoints in `folder`, open until the run succeeds or this process ends."""
+    return CheckpointFolder(folder)
 
 
 @cache

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, MetricRecord
 
 from socflower import __version__
 from socflower.cluster import Usage
-from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
+from socflower.engines.checkpoint import Checkpoint
 from socflower.engines.run_folder import RunFolder
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
@@ -57,12 +57,11 @@ class RoundRecord:
         """Restore rounds, clock and trace from the run's checkpoint and return it; None for a new run."""
         if self._checkpointing is None or self._checkpointing.resume_after is None:
             return None
-        folder = CheckpointFolder(self._checkpointing.folder)
-        checkpoint = folder.read(self._checkpointing.resume_after)
+        checkpoint = self._checkpointing.kept.read(self._checkpointing.resume_after)
         self.rounds = list(checkpoint.rounds)
         self.warm_up = None if checkpoint.warm_up is None else dict(checkpoint.warm_up)
         self._clock.restore(checkpoint.clock)
-        for part in folder.trace_parts(checkpoint):
+        for part in self._checkpointing.kept.trace_parts(checkpoint):
             self._trace.restore(part)
         self._num_spans_kept = self._trace.num_spans
         self._trace_parts = list(checkpoint.trace_parts)
@@ -123,7 +122,7 @@ class RoundRecord:
         if self._checkpointing is None:
             return
         self._trace_parts.append(server_round)
-        CheckpointFolder(self._checkpointing.folder).write(Checkpoint(
+        self._checkpointing.kept.write(Checkpoint(
             server_round=server_round, num_rounds=num_rounds, scenario=to_document(self._scenario),
             engine=self._checkpointing.engine, versions=versions(), rounds=self.rounds, clock=self._clock.state(),
             arrays=array_views(arrays), warm_up=self.warm_up, resumed_from=self.resumed_from,

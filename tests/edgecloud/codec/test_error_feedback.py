@@ -191,6 +191,6 @@ def test_a_state_of_another_form_and_a_damaged_one_are_refused() -> None:
     saved = ErrorFeedback("diagonal").save()
     with pytest.raises(ConfigError, match="is of form 'diagonal', not 'rank-one'"):
         ErrorFeedback("rank-one").restore(saved)
-    for broken in (b"", b"garbage", saved[:-30], saved[50:]):
+    for broken in (b"", b"garbage", saved[:-30], saved[50:], saved[:-1] + b"?"):
         with pytest.raises(ConfigError, match="saved error feedback: is damaged"):
             ErrorFeedback("diagonal").restore(broken)
