@@ -16,7 +16,8 @@ from torch.nn import functional
 from benchmarks.split_accuracy_runs.recipes import Images, Recipe, Variant
 from socflower.edgecloud.plan.timeline_actions import Action, Kind
 from socflower.edgecloud.program import LayeredProgram
-from socflower.edgecloud.runtime.in_process import constant_staleness, run_actions
+from socflower.edgecloud.runtime.feature_path import FeatureCoding
+from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.samples import BatchOrder, LabelledSamples, PartyBatches
 from socflower.training.fp32 import sgd
 from socflower.workloads import build_model, evaluate, load_weights
@@ -106,8 +107,8 @@ class Training:
         in_order = in_groups if variant.groups else constant_staleness
         actions = in_order(recipe.num_batches if num_batches is None else num_batches, variant.window,
                            cut=cut, bits=variant.bits)
-        (report,) = run_actions(actions, [front], [back], feedback=variant.feedback, scale=variant.scale,
-                                grouping=variant.grouping, delta_bytes=delta_bytes)
+        (report,) = run_actions(actions, [front], [back], coding=FeatureCoding(
+            feedback=variant.feedback, scale=variant.scale, grouping=variant.grouping, delta_bytes=delta_bytes))
         model = self.first_model()
         weights = {**front.weights(), **back.weights()}
         model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
@@ -115,6 +116,26 @@ class Training:
         return Trained(model=model, losses=[report.losses[batch] for batch in sorted(report.losses)],
                        feature_bytes=sum(report.feature_bytes.values()) / num_samples,
                        staleness=max(report.staleness.values()))
+
+
+def constant_staleness(
+    num_batches: int, window: int, *, cut: int = 0, bits: int = 32, party: int = 0, first_batch: int = 0,
+) -> list[Action]:
+    """Return the actions in which every gradient arrives as late as a window K allows: the worst case of F23.
+
+    The window is filled; then applying the oldest batch alternates with the next forward pass; at the end it drains.
+    """
+    def act(kind: Kind, batch: int) -> Action:
+        return Action(kind, party, batch, cut, bits, window)
+
+    actions: list[Action] = []
+    for batch in range(first_batch, first_batch + num_batches + window):
+        oldest = batch - window
+        if batch < first_batch + num_batches:
+            actions += [act(Kind.FORWARD, batch), act(Kind.STEP, batch)]
+        if first_batch <= oldest < first_batch + num_batches:
+            actions.append(act(Kind.APPLY, oldest))
+    return actions
 
 
 def in_groups(num_batches: int, window: int, *, cut: int, bits: int) -> list[Action]:

@@ -20,8 +20,9 @@ from socflower.edgecloud.cloud.operator_calls import CloudOperator, close_sessio
 from socflower.edgecloud.links.bandwidth_profile import constant
 from socflower.edgecloud.links.shaping import BURST_BYTES, TokenBucket
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
+from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front_loop import FrontPlan
-from socflower.edgecloud.runtime.loop_report import LoopReport
+from socflower.edgecloud.runtime.half_state import LoopReport
 from socflower.edgecloud.runtime.measuring import measure_costs, to_document
 from socflower.edgecloud.runtime.span_training import Span, train_front
 from socflower.edgecloud.stream.credentials import new_token
@@ -75,8 +76,8 @@ def _train_split(run: Run, half: Any, on_done: Any) -> LoopReport:
         TokenBucket(link, "up", burst_bytes=burst_bytes), TokenBucket(link, "down", burst_bytes=burst_bytes))
     connection = EdgeConnection(run.address, run_id=run.name, token=edge_token, fingerprint=fingerprint, up=up,
                                 down=down)
-    plan = FrontPlan(split_plan=run.split_plan, gradient_bits=run.gradient_bits,
-                     feedback=run.feedback, progress=lambda progress: on_done())
+    plan = FrontPlan(split_plan=run.split_plan, progress=lambda progress: on_done(),
+                     coding=FeatureCoding(gradient_bits=run.gradient_bits, feedback=run.feedback))
     try:
         return train_front(connection, half, Span(first_batch=0, num_batches=run.num_batches), plan)
     finally:

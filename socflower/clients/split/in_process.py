@@ -15,6 +15,7 @@ from socflower.edgecloud.plan.decision import WindowSchedule
 from socflower.edgecloud.plan.timeline_actions import Action, decode_actions
 from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram
 from socflower.edgecloud.runtime.back import TorchBack
+from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.samples import BatchOrder, PartyBatches, Samples
@@ -40,6 +41,11 @@ class SplitSettings:
         if self.delta_bytes and self.feedback != "none":
             raise ConfigError(f"SplitSettings: feedback = {self.feedback!r} beside delta_bytes = {self.delta_bytes}: "
                               "changes of features are sent without error feedback; leave one of the two out")
+
+    def coding(self, gradient_bits: int) -> FeatureCoding:
+        """Return how features and gradients are coded."""
+        return FeatureCoding(grouping=self.grouping, feedback=self.feedback, delta_bytes=self.delta_bytes,
+                             gradient_bits=gradient_bits)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +94,7 @@ def train_in_process(
         back.load(arrays)
     reports = run_actions(
         _renumbered_actions(task), [half.half for half in fronts], [half.half for half in backs],
-        joined=task.mode == JOINED, feedback=settings.feedback, grouping=settings.grouping,
-        delta_bytes=settings.delta_bytes, gradient_bits=task.gradient_bits)
+        joined=task.mode == JOINED, coding=settings.coding(task.gradient_bits))
     if resumed:
         state.save([half.half.save() for half in resumed], [cut_of(front) for front in fronts])
     losses = [loss for report in reports for loss in report.losses.values()]

@@ -17,15 +17,14 @@ from socflower.clients.split.in_process import (
     resumed_halves,
 )
 from socflower.clients.split.saved_halves import SplitState
-from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
-from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
 from socflower.edgecloud.links.shaping import TokenBucket
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.timeline_servers import Decider
 from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
-from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan, mean_loss
-from socflower.edgecloud.runtime.loop_report import LoopReport
+from socflower.edgecloud.runtime.front_loop import FrontPlan, MeasuredDecider, mean_loss
+from socflower.edgecloud.runtime.half_state import LoopReport
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
 from socflower.edgecloud.samples import Samples
 from socflower.edgecloud.stream.credentials import SplitTls
@@ -68,39 +67,6 @@ def cloud_link(context: Context) -> CloudLink:
         raise ConfigError(f"node config: cloud-insecure = {insecure!r} must be true or false, without quotes")
     return CloudLink(tls=tls, insecure=insecure,
                      folder=Path(str(folder)) if folder else None)
-
-
-class MeasuredDecider:
-    """Gives a decider the link's measured bandwidth, from completed messages and from messages in transit."""
-
-    def __init__(self, decider: Decider, bandwidth_profile: BandwidthProfile | None, settings: SplitSettings,
-                 total_batches: int, first_batch: int) -> None:
-        self._decider, self._settings = decider, settings
-        self._total_batches, self._first_batch = total_batches, first_batch
-        self._meter: BandwidthMeter | None = None
-        self._first_rates = bandwidth_profile.rates(0.0) if bandwidth_profile is not None else None
-
-    def __call__(self, inputs: DecisionInput) -> SplitPlan | None:
-        """Return the new split plan, or None to keep the current one."""
-        for transfer in inputs.transfers:
-            if self._meter is None:
-                self._meter = self._begin(transfer.num_bytes / max(transfer.seconds, 1e-9))
-            self._meter.add_transfer("up" if transfer.sent else "down", transfer.num_bytes, transfer.seconds,
-                                     transfer.at_s)
-        if self._meter is None:
-            return None
-        if inputs.in_flight is None:
-            self._meter.clear_in_flight("up")
-        else:
-            self._meter.set_in_flight("up", *inputs.in_flight)
-        batch = self._first_batch + inputs.batch
-        window = inputs.split_plan.window if self._settings.window is None else \
-            self._settings.window.window(batch, self._total_batches)
-        return self._decider.decide(batch, self._meter.rates(inputs.now_s), inputs.split_plan, window)
-
-    def _begin(self, bytes_per_s: float) -> BandwidthMeter:
-        return BandwidthMeter(first=self._first_rates or LinkRates(
-            up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s))
 
 
 def train_with_cloud(
@@ -146,15 +112,14 @@ def train_with_cloud(
 
 def front_plan(task: SplitTask, settings: SplitSettings, link: CloudLink | None = None) -> FrontPlan:
     """Return the settings of a front half's loop, at the edge or, in a reverse split, in the cloud."""
-    schedule, total, offset = settings.window, task.total_batches, task.session_first
-    decider = None if link is None or link.decider is None else MeasuredDecider(
-        link.decider, link.bandwidth_profile, settings, total, offset)
+    schedule, offset, decide = settings.window, task.session_first, None
+    if link is not None and link.decider is not None:
+        profile = link.bandwidth_profile
+        decide = MeasuredDecider(link.decider, None if profile is None else profile.rates(0.0), offset)
     return FrontPlan(
         split_plan=SplitPlan(cut=task.cuts[0], bits=task.bits[0], window=task.windows[0]),
-        window_of=None if schedule is None else lambda batch: schedule.window(offset + batch, total),
-        grouping=settings.grouping, feedback=settings.feedback,
-        delta_bytes=settings.delta_bytes, gradient_bits=task.gradient_bits,
-        checkpoint_batches=settings.checkpoint_batches, decide=decider)
+        window_of=None if schedule is None else lambda batch: schedule.window(offset + batch, task.total_batches),
+        coding=settings.coding(task.gradient_bits), checkpoint_batches=settings.checkpoint_batches, decide=decide)
 
 
 def _report(report: LoopReport, cut: int, task: SplitTask, events: tuple[str, ...]) -> SplitReport:

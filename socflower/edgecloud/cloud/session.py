@@ -4,19 +4,18 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from threading import Condition, Lock, Thread
+from threading import Condition, Thread
 from typing import Any, TypeAlias
 
 from socflower.edgecloud.halves import BackHalf, FrontHalf, Weights
 from socflower.edgecloud.runtime.back_loop import BackLoop
 from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, common_checkpoint
-from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
-from socflower.edgecloud.runtime.loop_report import LoopReport
+from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
 from socflower.edgecloud.stream.failures import FrameRefused, SplitRefused, StartOver
-from socflower.edgecloud.stream.frame_channel import FrameChannel
+from socflower.edgecloud.stream.frame_channel import FrameChannel, Traffic
 from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, Limits
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import SocflowerError
@@ -90,19 +89,14 @@ class CloudSession:
     def __init__(self, terms: SessionTerms, half: CloudHalf, *, folder: Path | None, limits: Limits,
                  patience_s: float, gather_s: float, log: Callable[[str], None]) -> None:
         self.terms = terms
-        self._cloud_half = half
-        self._half: BackHalf | FrontHalf = half.half if isinstance(half, HostedFront) else half
-        # Of a front half; a span that begins where another ended continues with its deployment.
-        self._split_plan = half.plan.split_plan if isinstance(half, HostedFront) else None
+        self._plan = half.plan if isinstance(half, HostedFront) else None
+        self._state: HalfState[Any] = HalfState(half.half if isinstance(half, HostedFront) else half,
+                                                CheckpointStore(folder, f"{terms.run_id}, cloud"))
         self._limits, self._patience_s, self._gather_s, self._log = limits, patience_s, gather_s, log
-        self._store = CheckpointStore(folder, f"{terms.run_id}, cloud")
-        self._half_lock = Lock()  # guards the half and `_state_batch`
-        self._state_batch: int | None = 0  # the batch that the half is ready for; None between two checkpoints
         self._is_new = True  # no span has begun in this process
         self._changed = Condition()
         self._waiting: dict[int, _WaitingEdge] = {}
         self._training: _Training | None = None
-        self._report = LoopReport(first_batch=0, num_batches=0)
         self._error = ""
         self._closed: Exception | None = None
         self._thread = Thread(target=self._serve, name=f"split-session-{terms.run_id}", daemon=True)
@@ -180,7 +174,7 @@ class CloudSession:
         received, used = channel.received_and_used()
         return Admitted(channel=channel, stream_id=stream_id, welcome=wire.Welcome(
             lineage=training.epoch_id, received=received, used=used, credit_bytes=self._limits.credit_bytes,
-            cut=self._half.cut))
+            cut=self._state.half.cut))
 
     def _end_training(self, newcomer: wire.Hello) -> None:
         """Make all training edges start over, except an edge that was replaced, which must not reconnect."""
@@ -202,47 +196,41 @@ class CloudSession:
 
     def weights(self) -> tuple[int, Weights]:
         """Return how many batches the half was trained on, and its weights; `SplitRefused` while a span runs."""
-        with self._half_lock:
+        with self._state.lock:
             self._restore_newest()
-            return self._require_state_batch(), {name: array.copy() for name, array in self._half.weights().items()}
+            return self._require_batch(), {name: array.copy() for name, array in self._state.half.weights().items()}
 
     def state(self) -> tuple[int, bytes]:
         """Return how many batches the half was trained on, and what `Half.restore` needs; else as `weights`."""
-        with self._half_lock:
+        with self._state.lock:
             self._restore_newest()
-            return self._require_state_batch(), self._half.save()
+            return self._require_batch(), self._state.half.save()
 
     def _restore_newest(self) -> None:
         """Restore the newest checkpoint, if the service was restarted and no edge has joined since."""
-        saved = self._store.checkpoints() if self._is_new else ()
+        stored = self._state.store.checkpoints() if self._is_new else ()
         self._is_new = False
-        if saved:
-            newest = self._store.load(saved[-1])
-            self._half.restore(newest.half)
-            self._state_batch, self._split_plan = saved[-1].batch, newest.split_plan or self._split_plan
+        if stored:
+            self._state.restore(stored[-1], restore_codec=False)
 
-    def _require_state_batch(self) -> int:
-        if self._state_batch is None:
+    def _require_batch(self) -> int:
+        if self._state.batch is None:
             raise SplitRefused(f"run {self.terms.run_id}: is between two checkpoints; ask when its span is over"
                                + (f" (it has failed: {self._error})" if self._error else ""))
-        return self._state_batch
+        return self._state.batch
 
     def status(self) -> dict[str, Any]:
         """Return the session's state as a JSON object."""
         with self._changed:
-            training, report = self._training, self._report
-            channels = training.channels if training else []
+            report, traffic = self._state.report, Traffic()
+            for channel in self._training.channels if self._training else []:
+                traffic.add(channel.traffic)
             return {
                 "run_id": self.terms.run_id, "num_parties": self.terms.num_parties, "reverse": self.terms.reverse,
-                "stands_at": self._state_batch, "error": self._error, "waiting": sorted(self._waiting),
-                "barriers": [checkpoint.batch for checkpoint in self._store.checkpoints()],
+                "stands_at": self._state.batch, "error": self._error, "waiting": sorted(self._waiting),
+                "barriers": [checkpoint.batch for checkpoint in self._state.store.checkpoints()],
                 "num_batches_done": len(report.losses), "last_batch": max(report.losses.copy(), default=None),
-                "compute_s": report.compute_s, "wait_s": report.wait_s,
-                "sent_bytes": sum(channel.traffic.sent_bytes for channel in channels),
-                "received_bytes": sum(channel.traffic.received_bytes for channel in channels),
-                "num_streams": sum(channel.traffic.streams for channel in channels),
-                "peak_inbox_bytes": max((channel.traffic.peak_inbox_bytes for channel in channels), default=0),
-                "peak_kept_bytes": max((channel.traffic.peak_kept_bytes for channel in channels), default=0),
+                "compute_s": report.compute_s, "wait_s": report.wait_s, **asdict(traffic),
             }
 
     def close(self, why: Exception, timeout_s: float = 10.0) -> None:
@@ -291,15 +279,12 @@ class CloudSession:
         terms, hellos = self.terms, [edge.hello for edge in edges]
         with self._changed:
             self._training = None
-        with self._half_lock:
+        with self._state.lock:
             self._is_new = False
-        first, num_batches = hellos[0].first_batch, hellos[0].num_batches
-        stop = first + num_batches
+        stop = hellos[0].first_batch + hellos[0].num_batches
         offers = [[Checkpoint(batch=offer.batch, epoch_id=offer.lineage) for offer in hello.barriers]
                   for hello in hellos]
-        ours = list(self._store.checkpoints())
-        if self._state_batch is not None:
-            ours.append(Checkpoint(batch=self._state_batch))
+        ours = self._state.checkpoints()
         place = common_checkpoint([ours, *offers], stop)
         if place is None:
             raise SplitRefused(
@@ -308,58 +293,29 @@ class CloudSession:
                 + "".join(f"; party {party}: {_batches(offer)}" for party, offer in enumerate(offers))
                 + "); give both a folder for checkpoints, or open the run anew with the weights of its last round")
         restore_codec = all(Checkpoint(batch=place.batch) not in offer for offer in [ours, *offers])
-        codec = b""
-        if Checkpoint(batch=place.batch) not in ours:
-            saved = self._store.load(place)
-            with self._half_lock:
-                self._state_batch = None
-                self._half.restore(saved.half)
-                self._state_batch = place.batch
-            codec, self._split_plan = saved.codec if restore_codec else b"", saved.split_plan
+        self._state.restore(place, restore_codec=restore_codec)
         training = _Training(
             epoch_id=secrets.token_hex(8), connection_ids=[hello.incarnation for hello in hellos],
             channels=[FrameChannel(f"party {party}" if terms.num_parties > 1 else "the edge", limits=self._limits,
                                    patience_s=self._patience_s) for party in range(terms.num_parties)])
-        report = LoopReport(first_batch=place.batch, num_batches=stop - place.batch)
         with self._changed:
-            self._training, self._report = training, report
+            self._training = training
+            self._state.epoch_id = training.epoch_id
+            self._state.report = LoopReport(first_batch=place.batch, num_batches=stop - place.batch)
             for edge, channel in zip(edges, training.channels, strict=True):
                 stream_id = channel.attach(received=0, used=0, credit_bytes=max(1, edge.hello.credit_bytes))
                 edge.outcome = Admitted(channel=channel, stream_id=stream_id, welcome=wire.Welcome(
                     lineage=training.epoch_id, start=wire.Barrier(batch=place.batch, lineage=place.epoch_id),
-                    restore_codec=restore_codec, credit_bytes=self._limits.credit_bytes, cut=self._half.cut))
+                    restore_codec=restore_codec, credit_bytes=self._limits.credit_bytes, cut=self._state.half.cut))
             if self._closed is not None or self._waiting:
                 # Another edge has joined in the meantime, so this span would end at once.
                 for channel in training.channels:
                     channel.fail(self._closed or StartOver())
             self._changed.notify_all()
-        self._drive(training, place.batch, stop, codec, report)
-
-    def _drive(self, training: _Training, first: int, stop: int, codec: bytes, report: LoopReport) -> None:
-        if isinstance(self._cloud_half, HostedFront):
-            plan = self._cloud_half.plan
-            assert self._split_plan is not None
-            sender = FeatureSender(grouping=plan.grouping, feedback=plan.feedback, delta_bytes=plan.delta_bytes)
-            sender.restore(codec)
-            FrontLoop(self._cloud_half.half, training.channels[0], plan, report=report, store=self._store,
-                      epoch_id=training.epoch_id, split_plan=self._split_plan, sender=sender,
-                      on_checkpoint=self._on_checkpoint, on_step=self._on_step).run(first, stop)
-            self._split_plan = report.split_plan
-            return
-        receivers = [FeatureReceiver(channel.peer) for channel in training.channels]
-        if codec:
-            FeatureReceiver.restore_all(receivers, codec)
-        BackLoop(self._cloud_half, training.channels, joined=self.terms.joined, report=report, store=self._store,
-                 epoch_id=training.epoch_id, receivers=receivers, on_checkpoint=self._on_checkpoint,
-                 on_step=self._on_step).run(first)
-
-    def _on_checkpoint(self, batch: int) -> None:
-        with self._half_lock:
-            self._state_batch = batch
-
-    def _on_step(self) -> None:
-        with self._half_lock:
-            self._state_batch = None
+        if self._plan is not None:
+            FrontLoop(self._state, training.channels[0], self._plan).run(place.batch, stop)
+        else:
+            BackLoop(self._state, training.channels, joined=self.terms.joined).run(place.batch)
 
 
 def _span(hello: wire.Hello) -> str:

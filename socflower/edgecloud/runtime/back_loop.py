@@ -1,16 +1,15 @@
 """The training loop of a back half: steps batches in order, each exactly once, and returns gradients to the senders."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from socflower.edgecloud.codec.quantisation import encode
 from socflower.edgecloud.halves import Array, BackHalf
-from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, SavedHalf
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver
-from socflower.edgecloud.runtime.loop_report import LoopReport
+from socflower.edgecloud.runtime.half_state import HalfState
 from socflower.edgecloud.stream.failures import SplitRefused
 from socflower.edgecloud.stream.frame_channel import FrameChannel
 from socflower.edgecloud.stream.frames import Features, Goodbye, Gradient, Mark, Message, Recut
@@ -23,19 +22,14 @@ class BackLoop:
     of them. Otherwise they take turns: batch b of the first, then b of the second, and so on. Every party's next
     message is handled before any party's message after that, so a slow party delays the others, and none falls behind.
 
-    `on_checkpoint` is called with the batch of every checkpoint, at which the half can be read or saved; `on_step` is
-    called before the half changes again. The loop waits for credit before it sends a gradient, so a peer that does
-    not read cannot fill the memory.
+    The loop waits for credit before it sends a gradient, so a peer that does not read cannot fill the memory.
     """
 
-    def __init__(self, half: BackHalf, channels: Sequence[FrameChannel], *, joined: bool, report: LoopReport,
-                 store: CheckpointStore, epoch_id: str, receivers: Sequence[FeatureReceiver],
-                 on_checkpoint: Callable[[int], None] = lambda batch: None,
-                 on_step: Callable[[], None] = lambda: None) -> None:
-        self._half, self._channels, self._joined = half, tuple(channels), joined
-        self._report, self._store, self._epoch_id = report, store, epoch_id
-        self._receivers = tuple(receivers)
-        self._on_checkpoint, self._on_step = on_checkpoint, on_step
+    def __init__(self, state: HalfState[BackHalf], channels: Sequence[FrameChannel], *, joined: bool = False) -> None:
+        self._state, self._half, self._report = state, state.half, state.report
+        self._channels, self._joined = tuple(channels), joined
+        self._receivers = tuple(FeatureReceiver(channel.peer) for channel in channels)
+        FeatureReceiver.restore_all(self._receivers, state.codec)
 
     def run(self, first: int) -> None:
         """Train from batch `first` on, and return after all `Goodbye` messages."""
@@ -58,7 +52,7 @@ class BackLoop:
                     raise self._unexpected(0, message, f"features of batch {batch}")
 
     def _receive(self, party: int, batch: int) -> Message:
-        with self._report.waiting():
+        with self._report.timed("wait_s"):
             return self._channels[party].receive(f"features of batch {batch}")
 
     def _step_all(self, batch: int, first: Features) -> None:
@@ -82,9 +76,9 @@ class BackLoop:
         """Step once with a batch of one party, or of all joined parties; send each its gradient."""
         for party, message in zip(parties, messages, strict=True):
             self._check(party, batch, message, messages[0])
-        with self._report.computing():
+        with self._report.timed("compute_s"):
             parts = [self._receivers[party].decode(message) for party, message in zip(parties, messages, strict=True)]
-            self._on_step()
+            self._state.begin_change()
             gradients, loss = self._half.step(batch, parts, _labels(messages))
             answers = [self._gradient(batch, message, part, gradient, loss) for message, part, gradient in
                        zip(messages, parts, gradients, strict=True)]
@@ -118,10 +112,7 @@ class BackLoop:
                                f"at batch {batch} with cut {self._half.cut}; start the span again")
         for party in range(1, len(self._channels)):
             self._require_message(party, batch, mark)
-        if self._store.keeps:
-            self._store.save(Checkpoint(batch=batch, epoch_id=self._epoch_id), SavedHalf(
-                half=self._half.save(), codec=FeatureReceiver.save_all(self._receivers)))
-        self._on_checkpoint(batch)
+        self._state.save_checkpoint(batch, lambda: FeatureReceiver.save_all(self._receivers))
         for channel in self._channels:
             channel.send(mark, wait_for_room=True)
 
@@ -133,7 +124,7 @@ class BackLoop:
             raise SplitRefused(f"{channel.peer} moves the cut from {old} to {recut.cut} "
                                f"{'with' if recut.weights is not None else 'without'} layers; see that both run the "
                                "same version")
-        self._on_step()
+        self._state.begin_change()
         if recut.weights is not None:
             self._half.import_layers(recut.cut, recut.weights)
             answer = Recut(cut=recut.cut)

@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from socflower.edgecloud.codec.delta_coding import DeltaReceiver, DeltaSender
 from socflower.edgecloud.codec.error_feedback import ErrorFeedback, Form, Scale
 from socflower.edgecloud.codec.quantisation import EncodedTensor, Grouping, decode, encode
 from socflower.edgecloud.halves import Array
+from socflower.edgecloud.plan.cuts import BITS
 from socflower.edgecloud.stream.failures import SplitRefused
 from socflower.edgecloud.stream.frames import DeltaFeatures, Features
 from socflower.errors import ConfigError
@@ -18,19 +20,40 @@ _LENGTH = struct.Struct("<Q")
 _SETTINGS = struct.Struct("<Q?")
 
 
-class FeatureSender:
-    """A front half's side: encodes features, and corrects gradients by the error of the encoding.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureCoding:
+    """How features and gradients are coded for the link; the bits of features are the deployment's.
 
     With `delta_bytes` each sample's features are coded as the change since they were last sent, which takes that much
     memory at either end; 0: without delta coding.
     """
 
-    def __init__(self, *, grouping: Grouping = "tensor", feedback: Form = "none", scale: Scale = "paper",
-                 delta_bytes: int = 0) -> None:
-        self._grouping: Grouping = grouping
-        self._feedback = ErrorFeedback(feedback, scale=scale)
-        self._delta_bytes = delta_bytes
-        self._delta = DeltaSender(max_bytes=delta_bytes, grouping=grouping) if delta_bytes else None
+    grouping: Grouping = "tensor"
+    feedback: Form = "none"
+    scale: Scale = "paper"
+    delta_bytes: int = 0
+    gradient_bits: int = 32
+
+    def __post_init__(self) -> None:
+        if self.gradient_bits not in BITS:
+            raise ConfigError(f"feature coding: gradient_bits = {self.gradient_bits} is unknown; use one of "
+                              f"{', '.join(map(str, BITS))}")
+        if self.delta_bytes < 0:
+            raise ConfigError(f"feature coding: delta_bytes = {self.delta_bytes} must be 0 or more")
+
+
+EXACT = FeatureCoding()
+"""Without error feedback and delta coding; gradients are sent as they are."""
+
+
+class FeatureSender:
+    """A front half's side: encodes features, and corrects gradients by the error of the encoding."""
+
+    def __init__(self, coding: FeatureCoding) -> None:
+        self._coding = coding
+        self._feedback = ErrorFeedback(coding.feedback, scale=coding.scale)
+        self._delta: DeltaSender | None = None
+        self.reset()
 
     def encode(
         self, batch: int, features: Array, sample_ids: NDArray[np.int64], bits: int,
@@ -39,11 +62,11 @@ class FeatureSender:
         encoded: EncodedTensor | DeltaFeatures
         if self._delta is not None:
             message, decoded = self._delta.encode(sample_ids, features, bits)
-            encoded = DeltaFeatures(message=message, sample_ids=sample_ids, memory_bytes=self._delta_bytes,
-                                    grouping=self._grouping)
+            encoded = DeltaFeatures(message=message, sample_ids=sample_ids, memory_bytes=self._coding.delta_bytes,
+                                    grouping=self._coding.grouping)
             self._feedback.keep(batch, features, decoded)
             return encoded
-        encoded = encode(features, bits, grouping=self._grouping, what=f"features of batch {batch}")
+        encoded = encode(features, bits, grouping=self._coding.grouping, what=f"features of batch {batch}")
         if self._feedback.form != "none":
             # At 32 bits nothing is lost, so decoding is not needed.
             self._feedback.keep(batch, features, features if bits == 32 else decode(encoded))
@@ -61,8 +84,8 @@ class FeatureSender:
 
     def reset(self) -> None:
         """Remember no sample's features: they are another layer's now."""
-        if self._delta is not None:
-            self._delta = DeltaSender(max_bytes=self._delta_bytes, grouping=self._grouping)
+        if self._coding.delta_bytes:
+            self._delta = DeltaSender(max_bytes=self._coding.delta_bytes, grouping=self._coding.grouping)
 
     def save(self) -> bytes:
         """Return what `restore` needs; to be called while nothing is in flight."""

@@ -5,18 +5,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from socflower.edgecloud.codec.error_feedback import Form
-from socflower.edgecloud.codec.quantisation import Grouping, decode
+from socflower.edgecloud.codec.quantisation import decode
 from socflower.edgecloud.halves import FrontHalf
-from socflower.edgecloud.plan.cuts import BITS, SplitPlan
-from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, SavedHalf
-from socflower.edgecloud.runtime.feature_path import FeatureSender
-from socflower.edgecloud.runtime.loop_report import LARGEST_TRANSFERS, LoopReport, Move
+from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
+from socflower.edgecloud.links.bandwidth_profile import LinkRates
+from socflower.edgecloud.plan.cuts import SplitPlan
+from socflower.edgecloud.plan.timeline_servers import Decider
+from socflower.edgecloud.runtime.feature_path import EXACT, FeatureCoding, FeatureSender
+from socflower.edgecloud.runtime.half_state import HalfState, LoopReport, Move
 from socflower.edgecloud.runtime.replay_window import ReplayWindow
 from socflower.edgecloud.stream.failures import SplitRefused
 from socflower.edgecloud.stream.frame_channel import FrameChannel, Transfer
 from socflower.edgecloud.stream.frames import Features, Goodbye, Gradient, Mark, Message, Recut, digest_of_ids
 from socflower.errors import ConfigError
+
+_MAX_TRANSFERS = 100_000  # in a report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,10 +27,40 @@ class DecisionInput:
     """The inputs of a decision between two batches."""
 
     batch: int  # the next to go forward
-    split_plan: SplitPlan
+    split_plan: SplitPlan  # with the window of this batch
     transfers: tuple[Transfer, ...]  # that have ended since the last decision
     in_flight: tuple[float, int] | None  # begin (on the channel's clock) and bytes
     now_s: float  # on that clock
+
+
+class MeasuredDecider:
+    """Gives a decider the link's measured bandwidth, from completed messages and from those in transit.
+
+    `first_batch` is the batch of the training that the loop counts as 0, `first_rates` the estimate until a message has
+    crossed; by default the rate of the first message in both directions.
+    """
+
+    def __init__(self, decider: Decider, first_rates: LinkRates | None = None, first_batch: int = 0) -> None:
+        self._decider, self._first_rates, self._first_batch = decider, first_rates, first_batch
+        self._meter: BandwidthMeter | None = None
+
+    def __call__(self, inputs: DecisionInput) -> SplitPlan | None:
+        """Return the new deployment, or None to keep the present one."""
+        for transfer in inputs.transfers:
+            if self._meter is None:
+                rate = transfer.num_bytes / max(transfer.seconds, 1e-9)
+                self._meter = BandwidthMeter(
+                    first=self._first_rates or LinkRates(up_bytes_per_s=rate, down_bytes_per_s=rate))
+            self._meter.add_transfer("up" if transfer.sent else "down", transfer.num_bytes, transfer.seconds,
+                                     transfer.at_s)
+        if self._meter is None:
+            return None
+        if inputs.in_flight is None:
+            self._meter.clear_in_flight("up")
+        else:
+            self._meter.set_in_flight("up", *inputs.in_flight)
+        return self._decider.decide(self._first_batch + inputs.batch, self._meter.rates(inputs.now_s),
+                                    inputs.split_plan, inputs.split_plan.window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +84,7 @@ class FrontPlan:
 
     split_plan: SplitPlan
     window_of: Callable[[int], int] | None = None
-    grouping: Grouping = "tensor"
-    feedback: Form = "none"
-    delta_bytes: int = 0  # memory for delta coding, on either side; 0: without
-    gradient_bits: int = 32
+    coding: FeatureCoding = EXACT
     checkpoint_batches: int = 0
     decide: Callable[[DecisionInput], SplitPlan | None] | None = None
     progress: Callable[[Progress], None] | None = None
@@ -62,12 +92,8 @@ class FrontPlan:
     def __post_init__(self) -> None:
         if self.split_plan.cut is None:
             raise ConfigError("front plan: a deployment without a cut needs no cloud; train at the edge alone instead")
-        if self.gradient_bits not in BITS:
-            raise ConfigError(f"front plan: gradient_bits = {self.gradient_bits} is unknown; use one of "
-                              f"{', '.join(map(str, BITS))}")
-        for key in ("checkpoint_batches", "delta_bytes"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"front plan: {key} = {getattr(self, key)} must be 0 or more")
+        if self.checkpoint_batches < 0:
+            raise ConfigError(f"front plan: checkpoint_batches = {self.checkpoint_batches} must be 0 or more")
 
 
 class FrontLoop:
@@ -80,20 +106,15 @@ class FrontLoop:
     features of at most one batch wait here, besides those in flight. The loop never waits for room, so it always reads
     (see `frame_channel`). Errors are raised as they occur: `SplitLost`, `SplitRefused`, `StartOver`, and `ConfigError`
     of the half.
-
-    `on_checkpoint` is called with the batch of every checkpoint that both sides have saved; `on_step` is called before
-    the half changes again.
     """
 
-    def __init__(self, half: FrontHalf, channel: FrameChannel, plan: FrontPlan, *, report: LoopReport,
-                 store: CheckpointStore, epoch_id: str, split_plan: SplitPlan, sender: FeatureSender,
-                 on_checkpoint: Callable[[int], None] = lambda batch: None, on_step: Callable[[], None] = lambda: None,
-                 clock: Callable[[], float] = time.monotonic) -> None:
-        self._half, self._channel, self._plan = half, channel, plan
-        self._report, self._store, self._epoch_id = report, store, epoch_id
-        self._split_plan, self._sender, self._clock = split_plan, sender, clock
-        self._on_checkpoint, self._on_step = on_checkpoint, on_step
-        self._window = ReplayWindow(split_plan.window)
+    def __init__(self, state: HalfState[FrontHalf], channel: FrameChannel, plan: FrontPlan) -> None:
+        self._state, self._half, self._report = state, state.half, state.report
+        self._channel, self._plan = channel, plan
+        self._split_plan = state.split_plan or plan.split_plan
+        self._sender = FeatureSender(plan.coding)
+        self._sender.restore(state.codec)
+        self._window = ReplayWindow(self._split_plan.window)
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._requested_cut: int | None = None  # the cut to move to, once nothing is in flight
         self._requested_at_s = 0.0
@@ -122,7 +143,7 @@ class FrontLoop:
                 updated = False
             elif allowed or not self._window.drained:
                 what = f"gradient of batch {self._window.oldest}"
-                with self._report.waiting():
+                with self._report.timed("wait_s"):
                     message = self._channel.receive_or_idle(what) if allowed else self._channel.receive(what)
                 if message is not None:
                     self._apply(message)
@@ -133,7 +154,7 @@ class FrontLoop:
                 self._save_checkpoint(batch)
         if self._checkpointed_batch != stop:
             self._save_checkpoint(stop)
-        self._report.split_plan = self._split_plan
+        self._report.split_plan = self._state.split_plan = self._split_plan
         self._channel.send(Goodbye())
 
     def _must_drain(self, batch: int) -> bool:
@@ -145,7 +166,7 @@ class FrontLoop:
     def _ask_decider(self, batch: int) -> None:
         """Call the decider, once between two batches."""
         transfers = self._channel.transfers()
-        self._report.transfers.extend(transfers[:LARGEST_TRANSFERS - len(self._report.transfers)])
+        self._report.transfers.extend(transfers[:_MAX_TRANSFERS - len(self._report.transfers)])
         if self._plan.decide is None:
             return
         self._unseen_transfers.extend(transfers)
@@ -154,8 +175,8 @@ class FrontLoop:
         self._decided_batch = batch
         seen, self._unseen_transfers = tuple(self._unseen_transfers), []
         chosen = self._plan.decide(DecisionInput(
-            batch=batch, split_plan=self._split_plan, transfers=seen, in_flight=self._channel.in_flight(),
-            now_s=self._clock()))
+            batch=batch, split_plan=replace(self._split_plan, window=self._window_of(batch)), transfers=seen,
+            in_flight=self._channel.in_flight(), now_s=time.monotonic()))
         if chosen is None:
             return
         if chosen.cut is None:
@@ -166,24 +187,26 @@ class FrontLoop:
             self._request_cut(chosen.cut)
 
     def _request_cut(self, cut: int) -> None:
-        self._requested_cut, self._requested_at_s = cut, self._clock()
+        self._requested_cut, self._requested_at_s = cut, time.monotonic()
+
+    def _window_of(self, batch: int) -> int:
+        return self._split_plan.window if self._plan.window_of is None else self._plan.window_of(batch)
 
     def _may_forward(self, batch: int) -> bool:
-        window = self._plan.window_of(batch) if self._plan.window_of is not None else self._split_plan.window
-        self._window.resize(window)
+        self._window.resize(self._window_of(batch))
         return self._window.may_forward()
 
     def _forward(self, batch: int) -> None:
-        self._on_step()
-        with self._report.computing():
+        self._state.begin_change()
+        with self._report.timed("compute_s"):
             features = self._half.forward(batch, keep_graph=self._window.limit == 0)
             sample_ids = self._half.sample_ids(batch)
             encoded = self._sender.encode(batch, features, sample_ids, self._split_plan.bits)
         self._window.forward(batch)
-        self._shapes[batch] = features.shape
+        self._shapes[batch], self._report.feature_bytes[batch] = features.shape, encoded.num_bytes
         self._channel.send(Features(
             batch=batch, cut=self._half.cut, encoded=encoded, labels=self._half.labels(batch),
-            ids_digest=digest_of_ids(sample_ids), answer_bits=self._plan.gradient_bits))
+            ids_digest=digest_of_ids(sample_ids), answer_bits=self._plan.coding.gradient_bits))
 
     def _apply(self, message: Message) -> None:
         if not isinstance(message, Gradient):
@@ -191,7 +214,7 @@ class FrontLoop:
         staleness = self._window.close(message.batch)
         shape = self._shapes.pop(message.batch)
         gradient = None
-        with self._report.computing():
+        with self._report.timed("compute_s"):
             if message.encoded is not None:
                 if message.encoded.shape != shape:
                     raise SplitRefused(f"batch {message.batch}: {self._channel.peer} sends a gradient of shape "
@@ -209,9 +232,9 @@ class FrontLoop:
     def _move_cut(self, cut: int, batch: int) -> None:
         """Move layers to or from the other half; nothing is in flight."""
         old = self._half.cut
-        self._on_step()
+        self._state.begin_change()
         self._channel.send(Recut(cut=cut, weights=self._half.export_layers(cut) if cut < old else None))
-        with self._report.waiting():
+        with self._report.timed("wait_s"):
             answer = self._channel.receive(f"answer to the move of the cut to {cut}")
         if not isinstance(answer, Recut) or answer.cut != cut or (answer.weights is None) != (cut < old):
             raise self._unexpected(answer, f"its part of the move of the cut to {cut}")
@@ -220,20 +243,17 @@ class FrontLoop:
         self._sender.reset()
         self._split_plan, self._requested_cut = replace(self._split_plan, cut=cut), None
         self._report.moves.append(Move(batch=batch, old=old, new=cut, gave=cut < old,
-                                       seconds=self._clock() - self._requested_at_s))
+                                       seconds=time.monotonic() - self._requested_at_s))
 
     def _save_checkpoint(self, batch: int) -> None:
         """Save both halves; nothing is in flight. The back half saves first, so it has all that this one has."""
         self._channel.send(Mark(batch=batch, cut=self._half.cut))
-        with self._report.waiting():
+        with self._report.timed("wait_s"):
             answer = self._channel.receive(f"word that batch {batch} is saved")
         if answer != Mark(batch=batch, cut=self._half.cut):
             raise self._unexpected(answer, f"word that batch {batch} is saved")
-        if self._store.keeps:
-            self._store.save(Checkpoint(batch=batch, epoch_id=self._epoch_id), SavedHalf(
-                half=self._half.save(), codec=self._sender.save(), split_plan=self._split_plan))
+        self._state.save_checkpoint(batch, self._sender.save, self._split_plan)
         self._checkpointed_batch = batch
-        self._on_checkpoint(batch)
 
     def _unexpected(self, message: Message, wanted: str) -> SplitRefused:
         return SplitRefused(f"{self._channel.peer} sends a {type(message).__name__.lower()} where {wanted} is next; "

@@ -9,11 +9,11 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from socflower.edgecloud.codec.error_feedback import Form, Scale
-from socflower.edgecloud.codec.quantisation import EncodedTensor, Grouping, decode, encode
+from socflower.edgecloud.codec.quantisation import decode, encode
 from socflower.edgecloud.halves import Array, BackHalf, FrontHalf
 from socflower.edgecloud.plan.timeline_actions import Action, Kind
-from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
+from socflower.edgecloud.runtime.feature_path import EXACT, FeatureCoding, FeatureReceiver, FeatureSender
+from socflower.edgecloud.runtime.half_state import LoopReport
 from socflower.edgecloud.runtime.replay_window import ReplayWindow
 from socflower.edgecloud.stream.frames import Features
 from socflower.errors import ConfigError
@@ -33,57 +33,25 @@ class WholeModelFront(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartyReport:
-    """The results of one party's batches."""
-
-    losses: dict[int, float] = field(default_factory=dict)
-    staleness: dict[int, int] = field(default_factory=dict)  # newest batch forward when this one is applied, minus it
-    feature_bytes: dict[int, int] = field(default_factory=dict)  # of a batch's features as encoded, labels left out
-
-
-def constant_staleness(
-    num_batches: int, window: int, *, cut: int = 0, bits: int = 32, party: int = 0, first_batch: int = 0,
-) -> list[Action]:
-    """Return the actions in which every gradient arrives as late as a window K allows: the worst case of F23.
-
-    The window is filled; then applying the oldest batch alternates with the next forward pass; at the end it drains.
-    """
-    def act(kind: Kind, batch: int) -> Action:
-        return Action(kind, party, batch, cut, bits, window)
-
-    actions: list[Action] = []
-    for batch in range(first_batch, first_batch + num_batches + window):
-        oldest = batch - window
-        if batch < first_batch + num_batches:
-            actions += [act(Kind.FORWARD, batch), act(Kind.STEP, batch)]
-        if first_batch <= oldest < first_batch + num_batches:
-            actions.append(act(Kind.APPLY, oldest))
-    return actions
-
-
 def run_actions(
     actions: Iterable[Action], fronts: Sequence[FrontHalf], backs: Sequence[BackHalf], *, joined: bool = False,
-    feedback: Form = "none", scale: Scale = "paper", grouping: Grouping = "tensor", delta_bytes: int = 0,
-    gradient_bits: int = 32,
-) -> tuple[PartyReport, ...]:
+    coding: FeatureCoding = EXACT,
+) -> tuple[LoopReport, ...]:
     """Do all actions with a front half per party; return a report per party, in their order.
 
     `backs` holds one half per party, or one for all: which takes turns, or with `joined` does one step for all parties'
     features of a batch. Features and gradients pass through the codec (F24), and gradients through error feedback
-    (F25). With `delta_bytes`, which is memory at either end, features are sent as changes (F25); then a party's STEPs
-    must come in the order of its FORWARDs, as over a network. Raises ConfigError where the actions are in no possible
-    order, do not fit the halves, or end with batches in flight, and for features that are not finite; what was done up
-    to there stays done.
+    (F25). With delta coding a party's STEPs must come in the order of its FORWARDs, as over a network. Raises
+    ConfigError where the actions are in no possible order, do not fit the halves, or end with batches in flight, and
+    for features that are not finite; what was done up to there stays done.
     """
     if len(backs) not in (1, len(fronts)) or (joined and len(backs) != 1):
         raise ConfigError(f"split training: {len(backs)} back halves for {len(fronts)} parties; give one for each, or "
                           "one for all")
-    senders = [FeatureSender(grouping=grouping, feedback=feedback, scale=scale, delta_bytes=delta_bytes)
-               for _ in fronts]
-    lanes = [_Party(front, sender, FeatureReceiver(f"party {party}", largest_delta_bytes=delta_bytes), delta_bytes > 0)
-             for party, (front, sender) in enumerate(zip(fronts, senders, strict=True))]
-    runner = _Runner(lanes, backs, joined, gradient_bits)
+    lanes = [_Party(front, FeatureSender(coding),
+                    FeatureReceiver(f"party {party}", largest_delta_bytes=coding.delta_bytes), coding.delta_bytes > 0)
+             for party, front in enumerate(fronts)]
+    runner = _Runner(lanes, backs, joined, coding.gradient_bits)
     for action in actions:
         runner.do(action)
     runner.finish()
@@ -98,7 +66,7 @@ class _Party:
     sender: FeatureSender
     receiver: FeatureReceiver
     by_sample: bool  # whether features are coded by what was last sent of each sample
-    report: PartyReport = field(default_factory=PartyReport)
+    report: LoopReport = field(default_factory=LoopReport)
     features: dict[int, Features] = field(default_factory=dict)
     gradients: dict[int, Array | None] = field(default_factory=dict)
     window: ReplayWindow = field(default_factory=lambda: ReplayWindow(0))
@@ -139,8 +107,7 @@ class _Runner:
         features = lane.front.forward(action.batch, keep_graph=action.window == 0)
         sample_ids = lane.front.sample_ids(action.batch) if lane.by_sample else np.empty(0, np.int64)
         encoded = lane.sender.encode(action.batch, features, sample_ids, action.bits)
-        lane.report.feature_bytes[action.batch] = (
-            encoded.num_bytes if isinstance(encoded, EncodedTensor) else encoded.message.num_bytes)
+        lane.report.feature_bytes[action.batch] = encoded.num_bytes
         # The digest of the sample ids is only compared between processes.
         lane.features[action.batch] = Features(batch=action.batch, cut=lane.front.cut, encoded=encoded,
                                                labels=lane.front.labels(action.batch), ids_digest=b"")

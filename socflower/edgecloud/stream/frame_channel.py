@@ -16,7 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from threading import Condition
 
 from socflower.edgecloud.stream.array_blocks import slice_body
@@ -66,10 +66,16 @@ class Traffic:
 
     sent_bytes: int = 0  # frames, those sent again too
     received_bytes: int = 0
-    streams: int = 0
+    num_streams: int = 0  # 1 if the link held
     peak_inbox_bytes: int = 0
     peak_kept_bytes: int = 0
     peak_kept_messages: int = 0
+
+    def add(self, other: "Traffic") -> None:
+        """Add what went through another channel; peaks are the higher of both."""
+        for entry in fields(Traffic):
+            own, more = getattr(self, entry.name), getattr(other, entry.name)
+            setattr(self, entry.name, max(own, more) if entry.name.startswith("peak_") else own + more)
 
 
 class FrameChannel:
@@ -234,7 +240,7 @@ class FrameChannel:
             self._unused_by_peer = deque((number, cost) for number, cost in self._unused_by_peer if number <= received)
             self._note_used(used)
             self._last_credit = (self._received, self._used)
-            self.traffic.streams += 1
+            self.traffic.num_streams += 1
             self._changed.notify_all()
             return self._stream_id
 

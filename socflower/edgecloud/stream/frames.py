@@ -52,6 +52,11 @@ class DeltaFeatures:
     memory_bytes: int  # of either end
     grouping: Grouping
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the encoded features."""
+        return self.message.num_bytes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Features:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from socflower.edgecloud.cloud.operator_calls import (
     session_status,
 )
 from socflower.edgecloud.plan.cuts import SplitPlan
+from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
 from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
@@ -48,7 +50,7 @@ class Cloud:
         open_session(self.operator, **{"run_id": run_id, "edge_token": EDGE, "fingerprint": FINGERPRINT, **options})
 
     def back(self, run_id: str = "run") -> Any:
-        return self.service._sessions.get(run_id)._half
+        return self.service._sessions.get(run_id)._state.half
 
 
 @pytest.fixture
@@ -59,7 +61,8 @@ def cloud() -> Iterator[Cloud]:
 
 
 def plan(window: int = 0, bits: int = 32, cut: int = 1, **options: Any) -> FrontPlan:
-    return FrontPlan(split_plan=SplitPlan(cut=cut, bits=bits, window=window), **options)
+    coding = {entry.name: options.pop(entry.name) for entry in fields(FeatureCoding) if entry.name in options}
+    return FrontPlan(split_plan=SplitPlan(cut=cut, bits=bits, window=window), coding=FeatureCoding(**coding), **options)
 
 
 def test_without_a_window_the_weights_are_those_of_local_training(cloud: Cloud) -> None:

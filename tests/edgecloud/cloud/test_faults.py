@@ -18,6 +18,7 @@ import pytest
 from socflower.edgecloud.cloud.cloud_service import CloudService
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weights, open_session, session_status
 from socflower.edgecloud.plan.cuts import SplitPlan
+from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
 from socflower.edgecloud.stream.credentials import RUN_KEY, TOKEN_KEY
@@ -165,7 +166,7 @@ def test_with_any_codec_a_restart_leaves_no_trace_in_the_weights(tmp_path: Path,
         cloud, front = Restarting(folder / "cloud"), Front()
         try:
             report = train_front(connect(cloud.service.port), front, Span(first_batch=0, num_batches=14), FrontPlan(
-                split_plan=SplitPlan(cut=1, bits=bits), checkpoint_batches=5, **options,
+                split_plan=SplitPlan(cut=1, bits=bits), checkpoint_batches=5, coding=FeatureCoding(**options),
                 progress=lambda done, cloud=cloud, on=disturbed: cloud.restart() if on and done.batch == 8 else None),
                 folder=folder / "edge")
             found.append({**front.weights(), **fetch_weights(cloud.operator, "run")[1]})

@@ -79,7 +79,7 @@ def test_with_a_window_each_batch_is_done_once_in_order_on_a_breaking_line(servi
                              Span(first_batch=0, num_batches=40), FrontPlan(split_plan=SplitPlan(cut=1, window=4)))
     finally:
         line.close()
-    back: Any = service._sessions.get(f"window{seed}")._half
+    back: Any = service._sessions.get(f"window{seed}")._state.half
     assert front.applied == front.forwards == back.steps == list(range(40))
     assert max(report.staleness.values()) <= 4 and report.peak_kept_messages <= 5
 

@@ -11,9 +11,8 @@ from socflower.edgecloud.halves import Array
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.back_loop import BackLoop
 from socflower.edgecloud.runtime.checkpoints import CheckpointStore
-from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
 from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontLoop, FrontPlan
-from socflower.edgecloud.runtime.loop_report import LoopReport
+from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
 from socflower.edgecloud.stream.frame_channel import FrameChannel, Transfer
 from socflower.edgecloud.stream.frames import Limits
 from tests.edgecloud.runtime.numpy_halves import Back, Front
@@ -65,17 +64,16 @@ class Late(Back):
 def train(plan: FrontPlan, num_batches: int, longest_s: float = 0.0) -> tuple[Recording, LoopReport]:
     near, far = (FrameChannel(name, limits=Limits(), patience_s=20) for name in ("the cloud", "the edge"))
     line = MemoryLine(near, far, lag_s=lags(1, longest_s))
-    front, report = Recording(near), LoopReport(first_batch=0, num_batches=num_batches)
-    behind = BackLoop(Late(front), [far], joined=False, report=LoopReport(first_batch=0, num_batches=0), epoch_id="a",
-                      store=CheckpointStore(None, "test"), receivers=[FeatureReceiver("the edge")])
+    front = Recording(near)
+    state = HalfState(front, CheckpointStore(None, "test"))
+    behind = BackLoop(HalfState(Late(front), CheckpointStore(None, "test")), [far])
     thread = threading.Thread(target=behind.run, args=(0,))
     thread.start()
-    FrontLoop(front, near, plan, report=report, store=CheckpointStore(None, "test"), epoch_id="a",
-              split_plan=plan.split_plan, sender=FeatureSender()).run(0, num_batches)
+    FrontLoop(state, near, plan).run(0, num_batches)
     thread.join(20)
     assert not thread.is_alive()
     line.close()
-    return front, report
+    return front, state.report
 
 
 def test_a_batch_goes_forward_after_each_update_even_if_more_gradients_have_come() -> None:
@@ -108,14 +106,11 @@ def test_no_batch_goes_forward_while_another_waits_for_the_link() -> None:
             return super().forward(batch, keep_graph=keep_graph)
 
     line = MemoryLine(near, far, lag_s=lambda: 0.01)  # slower than the halves
-    report = LoopReport(first_batch=0, num_batches=12)
-    behind = BackLoop(Back(), [far], joined=False, report=LoopReport(first_batch=0, num_batches=0), epoch_id="a",
-                      store=CheckpointStore(None, "test"), receivers=[FeatureReceiver("the edge")])
+    behind = BackLoop(HalfState(Back(), CheckpointStore(None, "test")), [far])
     thread = threading.Thread(target=behind.run, args=(0,))
     thread.start()
     plan = FrontPlan(split_plan=SplitPlan(cut=1, window=8))
-    FrontLoop(Counting(), near, plan, report=report, store=CheckpointStore(None, "test"), epoch_id="a",
-              split_plan=plan.split_plan, sender=FeatureSender()).run(0, 12)
+    FrontLoop(HalfState(Counting(), CheckpointStore(None, "test")), near, plan).run(0, 12)
     thread.join(20)
     line.close()
     assert not thread.is_alive() and len(longest) == 12 and max(longest) == 0

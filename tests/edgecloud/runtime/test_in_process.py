@@ -9,11 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.split_accuracy_runs.training import constant_staleness
 from socflower.edgecloud.codec.error_feedback import Form
 from socflower.edgecloud.halves import Array, BackHalf, FrontHalf
 from socflower.edgecloud.plan.timeline_actions import Action, Kind
+from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front import Samples
-from socflower.edgecloud.runtime.in_process import PartyReport, constant_staleness, run_actions
+from socflower.edgecloud.runtime.half_state import LoopReport
+from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.stream.failures import SplitRefused
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.split_training import (
@@ -106,8 +109,8 @@ def test_a_window_changes_weights_and_learning_goes_on() -> None:
 def test_few_bits_and_error_feedback_change_what_is_learned() -> None:
     def train(bits: int, feedback: Form, gradient_bits: int = 32) -> np.ndarray:
         front, back = halves(SPLIT, 2, sgd)
-        run_actions(constant_staleness(5, 1, cut=2, bits=bits), [front], [back], feedback=feedback,
-                    gradient_bits=gradient_bits)
+        run_actions(constant_staleness(5, 1, cut=2, bits=bits), [front], [back],
+                    coding=FeatureCoding(feedback=feedback, gradient_bits=gradient_bits))
         return front.weights()["0.weight"]
 
     exact = train(32, "none")
@@ -124,9 +127,10 @@ def repeating(batch: int) -> Samples:
 
 
 def test_ranges_per_sample_scale_and_changes_reach_the_halves() -> None:
-    def train(bits: int, **how: Any) -> tuple[np.ndarray, PartyReport]:
+    def train(bits: int, **how: Any) -> tuple[np.ndarray, LoopReport]:
         front, back = halves(SPLIT, 2, sgd, repeating)
-        (report,) = run_actions(constant_staleness(6, 1, cut=2, bits=bits), [front], [back], **how)
+        (report,) = run_actions(constant_staleness(6, 1, cut=2, bits=bits), [front], [back],
+                                coding=FeatureCoding(**how))
         return front.weights()["0.weight"], report
 
     exact, plain = train(32)
@@ -144,7 +148,8 @@ def test_ranges_per_sample_scale_and_changes_reach_the_halves() -> None:
 
 def test_changes_take_fewer_bytes_once_all_samples_are_known() -> None:
     front, back = halves(SPLIT, 2, sgd, repeating)
-    (report,) = run_actions(constant_staleness(6, 1, cut=2, bits=2), [front], [back], delta_bytes=1 << 20)
+    (report,) = run_actions(constant_staleness(6, 1, cut=2, bits=2), [front], [back],
+                            coding=FeatureCoding(delta_bytes=1 << 20))
     elements = BATCH_SIZE * SPLIT.cuts[2].feature_elements
     first, later = elements + 8 + 16, elements // 4 + 8 + 16  # 8 bits, then 2; a range, and what keeps both ends alike
     assert report.feature_bytes == {batch: first if batch < 2 else later for batch in range(6)}
@@ -154,14 +159,14 @@ def test_changes_that_arrive_out_of_order_are_refused() -> None:
     front, back = halves(SPLIT, 2, sgd, repeating)
     actions = [act(FORWARD, cut=2, window=1), act(FORWARD, 1, cut=2, window=1), act(STEP, 1, cut=2, window=1)]
     with pytest.raises(SplitRefused, match="batch 1 of party 0: delta coding: message 1 was made in another state"):
-        run_actions(actions, [front], [back], delta_bytes=1 << 20)
+        run_actions(actions, [front], [back], coding=FeatureCoding(delta_bytes=1 << 20))
 
 
 def test_a_recut_forgets_what_was_sent_of_other_layers() -> None:
     front, back = halves(SPLIT, 2, sgd, repeating)
     actions = [Action(kind, 0, batch, cut, 4) for batch, cut in enumerate([2, 2, 3, 3, 2, 2])
                for kind in (RECUT, FORWARD, STEP, APPLY)]
-    (report,) = run_actions(actions, [front], [back], delta_bytes=1 << 20)
+    (report,) = run_actions(actions, [front], [back], coding=FeatureCoding(delta_bytes=1 << 20))
     in_full = BATCH_SIZE * SPLIT.cuts[2].feature_elements + 8 + 16
     assert report.feature_bytes[4] == report.feature_bytes[5] == in_full == report.feature_bytes[0]
     assert all(np.isfinite(loss) for loss in report.losses.values())

@@ -12,9 +12,9 @@ from socflower.edgecloud.codec.quantisation import encode
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.back_loop import BackLoop
 from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, SavedHalf, common_checkpoint
-from socflower.edgecloud.runtime.feature_path import FeatureReceiver, FeatureSender
+from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan, mean_loss
-from socflower.edgecloud.runtime.loop_report import LoopReport
+from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
 from socflower.edgecloud.stream.failures import SplitRefused
 from socflower.edgecloud.stream.frame_channel import FrameChannel
 from socflower.edgecloud.stream.frames import Gradient, Limits, Mark
@@ -29,9 +29,7 @@ def channels() -> tuple[FrameChannel, FrameChannel]:
 
 
 def front_loop(front: Front, channel: FrameChannel, plan: FrontPlan, store: CheckpointStore | None = None) -> FrontLoop:
-    return FrontLoop(front, channel, plan, report=LoopReport(first_batch=0, num_batches=0), epoch_id="a",
-                     store=store or CheckpointStore(None, "test"), split_plan=plan.split_plan,
-                     sender=FeatureSender(feedback=plan.feedback))
+    return FrontLoop(HalfState(front, store or CheckpointStore(None, "test")), channel, plan)
 
 
 def train(front: Front, back: Back, plan: FrontPlan, num_batches: int, *, breaks: Any = (), seed: int = 0,
@@ -39,8 +37,7 @@ def train(front: Front, back: Back, plan: FrontPlan, num_batches: int, *, breaks
     near, far = channels()
     line = MemoryLine(near, far, breaks=breaks, lag_s=lags(seed, longest_s))
     loop = front_loop(front, near, plan)
-    behind = BackLoop(back, [far], joined=False, report=LoopReport(first_batch=0, num_batches=0), epoch_id="a",
-                      store=CheckpointStore(None, "test"), receivers=[FeatureReceiver("the edge")])
+    behind = BackLoop(HalfState(back, CheckpointStore(None, "test")), [far])
     thread = threading.Thread(target=behind.run, args=(0,))
     thread.start()
     loop.run(0, num_batches)
@@ -105,7 +102,8 @@ def test_a_frozen_front_half_is_told_of_its_batches_and_gets_no_gradients() -> N
 
     front, back = Front(), Frozen()
     before = {name: array.copy() for name, array in front.weights().items()}
-    report = train(front, back, FrontPlan(split_plan=SplitPlan(cut=1, window=2), feedback="diagonal"), 10)
+    report = train(front, back, FrontPlan(split_plan=SplitPlan(cut=1, window=2),
+                                           coding=FeatureCoding(feedback="diagonal")), 10)
     assert same(front.weights(), wanted=before) and len(report.losses) == 10 and mean_loss(report) > 0
 
 
@@ -139,12 +137,20 @@ def test_a_gradient_that_belongs_to_no_batch_that_is_out_is_never_applied() -> N
 
 
 @pytest.mark.parametrize(("options", "match"), [
-    ({"split_plan": SplitPlan(cut=None)}, "needs no cloud"), ({"gradient_bits": 5}, "gradient_bits = 5"),
-    ({"checkpoint_batches": -1}, "checkpoint_batches = -1"), ({"delta_bytes": -1}, "delta_bytes = -1"),
+    ({"split_plan": SplitPlan(cut=None)}, "needs no cloud"),
+    ({"checkpoint_batches": -1}, "checkpoint_batches = -1"),
 ])
 def test_plans_that_cannot_be_are_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         FrontPlan(**{"split_plan": SplitPlan(cut=0), **options})
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    ({"gradient_bits": 5}, "gradient_bits = 5"), ({"delta_bytes": -1}, "delta_bytes = -1"),
+])
+def test_codings_that_cannot_be_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        FeatureCoding(**options)
 
 
 def test_to_train_at_the_edge_alone_is_no_deployment_of_a_stream() -> None:

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.split_accuracy_runs.training import constant_staleness
 from socflower.capture.cut_points import capture_split
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
-from socflower.edgecloud.runtime.in_process import constant_staleness, run_actions
+from socflower.edgecloud.runtime.in_process import run_actions
 from tests.edgecloud.runtime.split_training import adam, assert_same, falling, train_locally
 from tests.seeded import built
 

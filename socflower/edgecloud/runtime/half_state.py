@@ -1,0 +1,101 @@
+"""One side of a split training over a network: its half, from where it can go on, and the report of its span."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from threading import RLock
+from typing import Generic, Literal, TypeVar
+
+from socflower.edgecloud.halves import Half
+from socflower.edgecloud.plan.cuts import SplitPlan
+from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, SavedHalf
+from socflower.edgecloud.stream.frame_channel import Traffic, Transfer
+
+HalfT = TypeVar("HalfT", bound=Half)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """A move of the cut."""
+
+    batch: int  # the first one at the new cut
+    old: int
+    new: int
+    seconds: float  # with the draining of the window
+    gave: bool  # the front half gave layers away
+
+
+@dataclass(slots=True)
+class LoopReport(Traffic):
+    """One side's report of a span; batches that were repeated after a rollback count once."""
+
+    first_batch: int = 0
+    num_batches: int = 0
+    losses: dict[int, float] = field(default_factory=dict)  # by batch; with several parties in turns: their mean
+    staleness: dict[int, int] = field(default_factory=dict)  # by batch: newest forward − its own, when applied (F23)
+    feature_bytes: dict[int, int] = field(default_factory=dict)  # by batch, at the front half; encoded, without labels
+    compute_s: float = 0.0  # in the half and in the codec
+    wait_s: float = 0.0  # for the other side
+    num_rollbacks: int = 0
+    moves: list[Move] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    split_plan: SplitPlan | None = None  # at the end, of a front half
+
+    @contextmanager
+    def timed(self, what: Literal["compute_s", "wait_s"]) -> Iterator[None]:
+        """Add the seconds of the block."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            setattr(self, what, getattr(self, what) + time.monotonic() - began_s)
+
+
+class HalfState(Generic[HalfT]):
+    """A half, the batch before which it stands, and its checkpoints; the loops keep it up to date.
+
+    `batch` is None between two checkpoints: then the other side may have another state. `lock` is held while the half
+    is read from another thread, so that a loop does not change it meanwhile.
+    """
+
+    def __init__(self, half: HalfT, store: CheckpointStore, batch: int | None = 0) -> None:
+        self.half, self.store, self.batch = half, store, batch
+        self.lock = RLock()
+        self.report = LoopReport()
+        self.epoch_id = ""
+        self.codec = b""  # state of the coding of features at the place where the span begins
+        self.split_plan: SplitPlan | None = None  # with which a front half continues; None: as its plan says
+        self.checkpoint_s = time.monotonic()  # when it last reached a checkpoint
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return from where this side can begin: its stored checkpoints, and the state that it is in."""
+        return [*self.store.checkpoints(), *([] if self.batch is None else [Checkpoint(batch=self.batch)])]
+
+    def restore(self, place: Checkpoint, *, restore_codec: bool) -> None:
+        """Restore a checkpoint from the store, unless the half is in that state."""
+        self.codec = b""
+        if self.batch != place.batch:
+            saved = self.store.load(place)
+            with self.lock:
+                self.batch = None
+                self.half.restore(saved.half)
+                self.batch = place.batch
+            self.codec = saved.codec if restore_codec else b""
+            self.split_plan = saved.split_plan
+        elif self.split_plan is not None:
+            self.split_plan = replace(self.split_plan, cut=self.half.cut)
+
+    def begin_change(self) -> None:
+        """Note that the half changes, so that it stands before no batch until the next checkpoint."""
+        with self.lock:
+            self.batch = None
+
+    def save_checkpoint(self, batch: int, codec: Callable[[], bytes], split_plan: SplitPlan | None = None) -> None:
+        """Store the half as it is before a batch; `codec` returns the state of the coding of features."""
+        if self.store.keeps:
+            self.store.save(Checkpoint(batch=batch, epoch_id=self.epoch_id),
+                             SavedHalf(half=self.half.save(), codec=codec(), split_plan=split_plan))
+        with self.lock:
+            self.batch = batch
+        self.checkpoint_s = time.monotonic()
