@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from logging import INFO
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -19,15 +20,6 @@ from socflower.rings.collective import Collective, PeerLost
 from socflower.rings.compression.codecs import GradientCompression, make_compression
 from socflower.rings.gradient_exchange import GradientExchange, Turn
 from socflower.rings.membership import Generation, LeftOut, Membership, MemberState, NoModel
-from socflower.rings.model_state import (
-    Snapshot,
-    restore,
-    split_buffers,
-    take_snapshot,
-    weights_digest,
-    weights_from_bytes,
-    weights_to_bytes,
-)
 from socflower.rings.preemption import Preempted, PreemptionSwitch
 from socflower.rings.transports.gloo import GlooRing
 from socflower.rings.transports.grpc import GrpcRing
@@ -120,6 +112,18 @@ class RingMember:
             work.close()
 
 
+class _Snapshot:
+    """State other than gradients and weights that a pass changes; it is restored before a pass is repeated."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers, self._random = [buffer.clone() for buffer in model.buffers()], torch.get_rng_state()
+
+    def restore(self, model: nn.Module) -> None:
+        for buffer, saved in zip(model.buffers(), self._buffers, strict=True):
+            buffer.copy_(saved)
+        torch.set_rng_state(self._random)
+
+
 class _MemberSession:
     """The state of a member's part."""
 
@@ -140,7 +144,7 @@ class _MemberSession:
         self._schedule = BatchSchedule(group, [len(member.data)] if group.reshuffle else [])
         self._num_steps = self._num_samples = self._num_own_samples = 0
         self._losses: list[Tensor] = []
-        self._pending_step: tuple[Snapshot, list[int], Tensor] | None = None  # of a step that is not yet applied
+        self._pending_step: tuple[_Snapshot, list[int], Tensor] | None = None  # of a step that is not yet applied
         self._members: tuple[int, ...] = ()
         self._lost_at_s: float | None = None
         self._recoveries_s: list[float] = []
@@ -171,7 +175,6 @@ class _MemberSession:
                 return self._result_without_model(NO_MODEL)
 
     def close(self) -> None:
-        """Release the ring and the model."""
         self._exchange.close()
         for hook in self._hooks:
             hook.remove()
@@ -216,13 +219,13 @@ class _MemberSession:
         if self._pending_step is not None and generation.num_steps == self._num_steps:
             self._undo_pending_step()
         weights = None if generation.same_model else self._broadcast_from(
-            generation.source, lambda: weights_to_bytes(self._model, with_buffers=not self._num_steps))
+            generation.source, lambda: _to_bytes(_common_tensors(self._model, self._num_steps)))
         state = None if generation.same_optimizer else self._broadcast_from(
             generation.optimizer_source, lambda: self._current_state() or b"")
         # From here on nothing can fail. If a member counted its step earlier and the source then died before it sent
         # weights and optimiser, that member would appear to have applied the step, and the step would be lost.
         if weights is not None and generation.source != self._ring.participant:
-            weights_from_bytes(self._model, weights, with_buffers=not generation.num_steps)
+            _load_bytes(_common_tensors(self._model, generation.num_steps), weights)
         if self._pending_step is not None:
             self._adopt_pending_step()
         if state is not None and generation.optimizer_source != self._ring.participant:
@@ -246,7 +249,7 @@ class _MemberSession:
         assert self._pending_step is not None
         snapshot, _, _ = self._pending_step
         self._pending_step = None
-        restore(self._model, snapshot)
+        snapshot.restore(self._model)
 
     def _adopt_pending_step(self) -> None:
         """Record a step that the others have applied."""
@@ -304,7 +307,7 @@ class _MemberSession:
             self._timer.begin_step()
             with self._timer.timed():
                 inputs, labels = self._member.data.batch(torch.from_numpy(shares[position]))
-                snapshot = take_snapshot(self._model)
+                snapshot = _Snapshot(self._model)
             if self._compression is not None:
                 self._compression.start_step(group.first_step + self._num_steps)
             self._exchange.begin(self._collective, self._poll, overlapped=session.final_in_backward,
@@ -377,10 +380,14 @@ class _MemberSession:
         assert self._session is not None and self._collective is not None
         if self._end is None:
             self._end = self._session.finish()
-        floats, counters = split_buffers(self._model)
+        floats = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]  # BatchNorm's statistics
+        counters = [buffer for buffer in self._model.buffers() if not buffer.is_floating_point()]
         losses = float(torch.stack(self._losses).mean()) if self._losses else 0.0
+        digest = hashlib.sha256()
+        for parameter in self._model.parameters():
+            digest.update(_to_bytes([parameter]))
         reports = [json.loads(payload) for payload in self._collective.all_gather(json.dumps({
-            "weights": weights_digest(self._model), "steps": self._num_steps, "loss": losses,
+            "weights": digest.hexdigest(), "steps": self._num_steps, "loss": losses,
             "samples": self._num_own_samples, "counters": [counter.tolist() for counter in counters],
             "rate": self._timer.rate,
         }).encode(), self._poll)]
@@ -421,7 +428,7 @@ class _MemberSession:
             outcome=outcome, members=tuple(soc_of[participant] for participant in self._membership.finished),
             num_steps=self._num_steps, answers=answers, recoveries_s=tuple(self._recoveries_s),
             preempted=tuple(soc_of[participant] for participant in self._membership.preempted),
-            log=self._membership.log_lines,
+            log=tuple(self._membership.log_lines),
             rates=tuple(self._rates.get(participant, 0.0) for participant in self._membership.finished)
             if self._rates else ())
 
@@ -446,3 +453,21 @@ def _turns(port: RingPort, group: GroupTask, ring: RingTask) -> UplinkTurns | No
     return UplinkTurns(port, group.group_id,
                        Neighbours(before=ring.groups_before, after=ring.groups_after, members=members),
                        heartbeat_s=ring.heartbeat_s, rendezvous_s=ring.rendezvous_s)
+
+
+def _common_tensors(model: nn.Module, num_steps: int) -> list[Tensor]:
+    """Return what all members have in common after a number of steps: statistics only at the begin of an interval."""
+    return [*model.parameters(), *(() if num_steps else model.buffers())]
+
+
+def _to_bytes(tensors: Sequence[Tensor]) -> bytes:
+    return b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors)
+
+
+def _load_bytes(tensors: Sequence[Tensor], payload: bytes) -> None:
+    start = 0
+    for tensor in tensors:
+        dtype = tensor.detach().numpy().dtype
+        array = np.frombuffer(payload, dtype, tensor.numel(), start).reshape(tensor.shape)
+        tensor.detach().copy_(torch.from_numpy(array.copy()))
+        start += array.nbytes

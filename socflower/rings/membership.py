@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from socflower.rings.collective import PeerLost, Poll
 from socflower.rings.transports.port import Caller, PeerRefused, PeerSilent, PeerUnreachable, RingPort
+from socflower.rings.transports.stream import PeerFailed
 from socflower.wire.logs import log
 
 _ATTEMPT_S = 1.0  # of one attempt; then the coordinator is determined again
@@ -90,18 +91,13 @@ class Membership:
         self._suspect: int | None = None  # the member that the watchdog found to be silent
         self._forming = True
         self._closed = False
-        self._log: list[str] = []
+        self.log_lines: list[str] = []  # events of the ring
         port.handle("join", self._on_join)
         port.handle("probe", self._on_probe)
         port.handle("leave", self._on_leave)
         port.handle("done", self._on_done)
         self._watchdog = threading.Thread(target=self._watch, name="ring-watchdog", daemon=True)
         self._watchdog.start()
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Participants of the current ring."""
-        return self._members
 
     @property
     def preempted(self) -> tuple[int, ...]:
@@ -112,11 +108,6 @@ class Membership:
     def finished(self) -> tuple[int, ...]:
         """Participants of the current ring, and those that finished the interval before this member."""
         return tuple(sorted({*self._members, *self._done}, key=self._planned.index))
-
-    @property
-    def log_lines(self) -> tuple[str, ...]:
-        """Events of the ring, a line each."""
-        return tuple(self._log)
 
     def form(self, own_state: MemberState, poll: Poll) -> Generation:
         """Agree on the next generation with all live members.
@@ -154,8 +145,7 @@ class Membership:
 
     def leave(self) -> None:
         """Announce to the others that this member leaves, so that they need not detect it."""
-        others = [member for member in self._members if member != self._own]
-        self._to_all(others, lambda member: self._port.call(member, "leave", timeout_s=_ATTEMPT_S))
+        self._to_all(self._others(), lambda member: self._port.call(member, "leave", timeout_s=_ATTEMPT_S))
 
     def finish(self) -> None:
         """Announce that this member has the interval's result, and wait briefly until the others have it too.
@@ -163,8 +153,8 @@ class Membership:
         They are in the same last operation, and if one member leaves, the ring may break for the others and be
         re-formed without need. Members that are lost or hang are not waited for any longer.
         """
-        others = [member for member in self._members if member != self._own]
-        answers = self._to_all(others, lambda member: self._port.call(member, "done", timeout_s=self._call_timeout_s))
+        answers = self._to_all(self._others(),
+                               lambda member: self._port.call(member, "done", timeout_s=self._call_timeout_s))
         reached = {member for member, answer in answers.items() if not isinstance(answer, Exception)}
         with self._changed:
             self._changed.wait_for(lambda: reached <= {*self._done, *self._departed}, self._call_timeout_s)
@@ -174,6 +164,9 @@ class Membership:
         self._closed = True
         with self._changed:
             self._changed.notify_all()
+
+    def _others(self) -> list[int]:
+        return [member for member in self._members if member != self._own]
 
     # ------------------------------------------------------------------------------------------------ forming
 
@@ -197,29 +190,28 @@ class Membership:
                 answer = json.loads(self._port.call(
                     candidate, "join", json.dumps({"generation": number, **asdict(own_state)}).encode(),
                     timeout_s=_ATTEMPT_S + self._call_timeout_s))
-            except PeerUnreachable:
-                continue
-            except PeerRefused:
-                self._require_same_interval(number)
-                continue
-            except PeerSilent:
-                silent[candidate] = silent.get(candidate, 0) + 1
-                if silent[candidate] < _MAX_SILENT_CALLS:
+            except PeerFailed as failure:
+                if not self._is_lost(candidate, failure, number, silent):
                     return None
                 continue
             silent.pop(candidate, None)
             return None if "wait" in answer else self._accept_decision(answer)
         raise AssertionError("a member is among its own ring's members")
 
-    def _require_same_interval(self, number: int) -> None:
-        """Raise `LeftOut` if a member that refuses this one's token must be in a later interval.
+    def _is_lost(self, member: int, failure: Exception, number: int, silent: dict[int, int]) -> bool:
+        """Whether a member whose call failed is lost; one that was silent is called again first.
 
-        At the beginning it may be a process of the previous interval that is ending. Later it cannot be, since the next
-        interval starts only after this one has ended. So a member that hung for an interval and resumes does not take
-        the others for dead, and does not do the rest of that interval's work alone.
+        Raises `LeftOut` if a member that refuses this one's token must be in a later interval. At the beginning it may
+        be a process of the previous interval that is ending. Later it cannot be, since the next interval starts only
+        after this one has ended. So a member that hung for an interval and resumes does not take the others for dead,
+        and does not do the rest of that interval's work alone.
         """
-        if number or time.monotonic() > self._deadline_s:
+        if isinstance(failure, PeerSilent):
+            silent[member] = silent.get(member, 0) + 1
+            return silent[member] >= _MAX_SILENT_CALLS
+        if isinstance(failure, PeerRefused) and (number or time.monotonic() > self._deadline_s):
             raise LeftOut("the others are in another interval")
+        return True
 
     def _accept_decision(self, answer: dict[str, Any]) -> Generation:
         decision = _parse_decision(answer)
@@ -230,7 +222,6 @@ class Membership:
     def _coordinate(self, number: int, own_state: MemberState, silent: dict[int, int], poll: Poll) -> Generation | None:
         """Wait for all live members and decide; return None after a while, to check for an earlier coordinator."""
         until_s = time.monotonic() + _ATTEMPT_S
-        others = [member for member in self._members if member != self._own]
         while True:
             poll()
             with self._changed:
@@ -238,7 +229,7 @@ class Membership:
                     return None
                 joined = {member: theirs for member, theirs in self._joins.get(number, {}).items()
                           if member not in self._departed}
-            missing = [member for member in others if member not in {*joined, *self._departed, *self._done}]
+            missing = [member for member in self._others() if member not in {*joined, *self._departed, *self._done}]
             absent = self._absent(missing, number, silent) if missing else set()
             if isinstance(absent, Generation):
                 return self._accept_decision(asdict(absent))
@@ -264,13 +255,7 @@ class Membership:
                     return decision
             elif waiting_for_start and not (isinstance(answer, PeerUnreachable) and member in self._reached):
                 continue
-            elif isinstance(answer, PeerSilent):
-                silent[member] = silent.get(member, 0) + 1
-                if silent[member] >= _MAX_SILENT_CALLS:
-                    absent.add(member)
-            else:
-                if isinstance(answer, PeerRefused):
-                    self._require_same_interval(number)
+            elif self._is_lost(member, answer, number, silent):
                 absent.add(member)
         return absent
 
@@ -301,8 +286,8 @@ class Membership:
                 log(INFO, "ring: participant %d has left; the ring continues with %d", member, len(self._members))
                 continue
             why = "did not come to the rendezvous" if number == 0 else "is gone or hangs"
-            self._log.append(f"participant {member} {why}; the ring continues with {len(self._members)}")
-            log(WARNING, "ring: %s", self._log[-1])
+            self.log_lines.append(f"participant {member} {why}; the ring continues with {len(self._members)}")
+            log(WARNING, "ring: %s", self.log_lines[-1])
 
     # ------------------------------------------------------------------------------------- what peers ask of us
 
@@ -372,11 +357,9 @@ class Membership:
             try:
                 self._port.call(following, "probe", timeout_s=self._call_timeout_s)
                 failures = 0
-            except PeerUnreachable:
-                failures = _MAX_SILENT_CALLS
             except PeerSilent:
                 failures += 1
-            except PeerRefused:  # it is in another interval, so this interval is over
+            except PeerFailed:  # it is dead, or in another interval, so this interval is over
                 failures = _MAX_SILENT_CALLS
             if failures >= _MAX_SILENT_CALLS:
                 with self._changed:
@@ -391,9 +374,7 @@ class Membership:
         wanted = str(self._requested).encode()
 
         def ask(member: int) -> dict[str, Any]:
-            answer: dict[str, Any] = json.loads(self._port.call(
-                member, "probe", wanted, timeout_s=self._call_timeout_s))
-            return answer
+            return dict(json.loads(self._port.call(member, "probe", wanted, timeout_s=self._call_timeout_s)))
 
         return self._to_all(members, ask)
 
@@ -402,7 +383,7 @@ class Membership:
         def safely(member: int) -> _Answer | Exception:
             try:
                 return ask(member)
-            except (PeerSilent, PeerRefused, PeerUnreachable) as error:
+            except PeerFailed as error:
                 return error
 
         with ThreadPoolExecutor(max(1, len(members))) as threads:

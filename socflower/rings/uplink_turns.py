@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from logging import WARNING
 
 from socflower.rings.collective import Poll
-from socflower.rings.transports.port import Caller, PeerRefused, PeerSilent, PeerUnreachable, RingPort
+from socflower.rings.transports.port import Caller, RingPort
+from socflower.rings.transports.stream import PeerFailed
 from socflower.wire.logs import log
 
 _POLL_INTERVAL_S = 0.05
@@ -28,11 +29,6 @@ class Neighbours:
     before: Sequence[int] = ()  # these exchange before the group in a step
     after: Sequence[int] = ()
     members: Mapping[int, Sequence[int]]
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """All of them."""
-        return (*self.before, *self.after)
 
 
 class UplinkTurns:
@@ -49,10 +45,10 @@ class UplinkTurns:
         self._heartbeat_s = heartbeat_s
         self._start_until_s = time.monotonic() + rendezvous_s
         self._changed = threading.Condition()
-        self._done = dict.fromkeys(neighbours.groups, 0)  # number of completed exchanges of each neighbour
+        self._done = dict.fromkeys((*neighbours.before, *neighbours.after), 0)  # exchanges of each
         self._given_up: set[int] = set()
         self._notifiers = [_Notifier(port, member, group_id, heartbeat_s / 4)
-                           for group in neighbours.groups for member in neighbours.members[group]]
+                           for group in self._done for member in neighbours.members[group]]
         port.handle("turn", self._on_turn)
         port.handle("alive", lambda caller, body: b"")
 
@@ -105,7 +101,7 @@ class UplinkTurns:
             try:
                 self._port.call(member, "alive", timeout_s=self._heartbeat_s / 4)
                 return
-            except (PeerUnreachable, PeerSilent, PeerRefused):
+            except PeerFailed:
                 continue
         with self._changed:
             self._given_up.add(group)
@@ -151,7 +147,7 @@ class _Notifier:
                     self._port.call(self._member, "turn", json.dumps({"group": self._group_id, "done": done}).encode(),
                                     timeout_s=self._timeout_s)
                     self._acknowledged = done
-                except (PeerUnreachable, PeerSilent, PeerRefused):  # not started, lost, or in another interval
+                except PeerFailed:  # not started, lost, or in another interval
                     if not last:
                         with self._changed:
                             self._changed.wait_for(lambda: self._closed, _RETRY_INTERVAL_S)

@@ -254,7 +254,7 @@ def test_who_leaves_need_not_be_found_out(group: Group) -> None:
     assert is_broken(group.memberships[1])
     assert the_only(group.form({0: state(3), 1: state(3)})).members == (0, 1)
     assert group.memberships[0].preempted == (2,)
-    assert group.memberships[0].log_lines == ()
+    assert group.memberships[0].log_lines == []
 
 
 def test_who_leaves_while_others_are_still_to_come_is_not_in_the_ring(group: Group) -> None:
@@ -291,7 +291,7 @@ def test_who_has_finished_is_not_missed(group: Group) -> None:
     # Should the others have to form again, it counts as one of those that got the result.
     assert the_only(group.form({0: state(3), 2: state(3)})).members == (0, 2)
     assert group.memberships[0].finished == (0, 1, 2)
-    assert group.memberships[0].log_lines == ()
+    assert group.memberships[0].log_lines == []
 
 
 def test_both_parts_of_a_split_group_go_on() -> None:

@@ -11,7 +11,11 @@ from typing import Any
 import grpc
 
 
-class PeerUnreachable(Exception):
+class PeerFailed(Exception):
+    """A call to a peer failed; the kinds below say how."""
+
+
+class PeerUnreachable(PeerFailed):
     """The peer does not listen, or the connection broke: it has not started yet, or it is dead."""
 
 
@@ -23,11 +27,11 @@ class PeerNotReady(PeerUnreachable):
     """The peer listens but does not accept this call yet; try again."""
 
 
-class PeerSilent(Exception):
+class PeerSilent(PeerFailed):
     """The peer does not answer: a timeout, or its machine or process hangs."""
 
 
-class PeerRefused(Exception):
+class PeerRefused(PeerFailed):
     """The peer refused the call; the text says why. Handlers raise this to refuse a call."""
 
 
