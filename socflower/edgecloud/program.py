@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -53,8 +53,18 @@ def without_prefix(prefix: str, arrays: Arrays) -> dict[str, NDArray[Any]]:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
+@dataclass(frozen=True, kw_only=True)
 class SplitProgram(ABC):
-    """A model in two halves; see `LayeredProgram` and `JoinedProgram`."""
+    """A model in two halves, and how it is trained; see `LayeredProgram` and `JoinedProgram`.
+
+    `schedule` gives a factor on the learning rate by batch, over the whole training.
+    """
+
+    model_fn: ModelFn
+    optimizer: OptimizerFn = field(default_factory=sgd)
+    schedule: Schedule = constant_rate
+    loss: LossFn = functional.cross_entropy
+    seed: int = 1
 
     @property
     def is_reverse(self) -> bool:
@@ -71,36 +81,36 @@ class SplitProgram(ABC):
         """The prefix of the cloud half's tensor names in the whole model."""
         return ""
 
-    @abstractmethod
     def model(self) -> nn.Module:
         """Return the whole model with the weights that training begins with."""
+        return build_exclusively(self.model_fn)
 
-    @abstractmethod
-    def cut_names(self, party: int = 0) -> tuple[str, ...]:
-        """Return the names of the places where a party's model can be cut, in order."""
-
-    @abstractmethod
     def front(self, party: int, cut: int | None, batches: BatchSource) -> PlacedHalf[TorchFront]:
-        """Return a party's front half; a cut of None gives it all layers."""
+        """Return a party's front half; a cut of None gives it all layers.
 
-    @abstractmethod
+        Each party draws its own random numbers, so that dropout differs between them.
+        """
+        split, prefix = self._front_part(party)
+        return PlacedHalf(TorchFront(split, self._place(cut), batches, self.optimizer, schedule=self.schedule,
+                                     seed=self.seed + party, loss=self.loss), prefix)
+
     def back(self, cut: int | None, batches: PartyBatches | None = None) -> PlacedHalf[TorchBack]:
         """Return the back half, which is empty if the edge has all layers.
 
         With `batches` it has its own targets (a reverse split).
         """
+        targets = None if batches is None else lambda batch: torch.from_numpy(batches.targets(batch))
+        return PlacedHalf(TorchBack(self._back_part(), self._place(cut), self.optimizer, self.loss,
+                                    schedule=self.schedule, seed=self.seed, targets=targets), self.cloud_prefix)
 
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Return a digest of the model's layers and cuts, without values."""
+    def starting_at(self, batch: int) -> Self:
+        """Return the same program for halves whose batch 0 is `batch` of the training.
 
-    @abstractmethod
-    def front_names(self, party: int, cut: int | None) -> Collection[str]:
-        """Return the names, in the whole model, of the tensors in a party's front half."""
-
-    @abstractmethod
-    def starting_at(self, batch: int) -> "SplitProgram":
-        """Return the same program for halves whose batch 0 is `batch` of the training."""
+        Its random numbers must not repeat those of the first batches.
+        """
+        if not batch:
+            return self
+        return replace(self, schedule=lambda own: self.schedule(batch + own), seed=self.seed + _SEEDS_APART * batch)
 
     def edge_names(self, party: int, cut: int | None) -> Collection[str]:
         """Return the names of the tensors that are at an edge."""
@@ -109,24 +119,42 @@ class SplitProgram(ABC):
             return front
         return [name for name in self.model().state_dict() if name not in set(front)]
 
+    @abstractmethod
+    def cut_names(self, party: int = 0) -> tuple[str, ...]:
+        """Return the names of the places where a party's model can be cut, in order."""
+
+    @abstractmethod
+    def front_names(self, party: int, cut: int | None) -> Collection[str]:
+        """Return the names, in the whole model, of the tensors in a party's front half."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return a digest of the model's layers and cuts, without values."""
+
+    @abstractmethod
+    def _front_part(self, party: int) -> tuple[SplitModel, str]:
+        """Return the model of which a party has the front, for one half, and its prefix in the whole model."""
+
+    @abstractmethod
+    def _back_part(self) -> SplitModel:
+        """Return the model of which the back half is made, for one half."""
+
+    @abstractmethod
+    def _place(self, cut: int | None) -> int:
+        """Return a cut as halves count it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayeredProgram(SplitProgram):
     """A model that is cut between two of its layers.
 
-    `example` is the shape of one sample. `schedule` gives a factor on the learning rate by batch, over the whole
-    training. `frozen` names the last layer that is not trained (transfer learning). In a `reverse` split the front half
-    is in the cloud: a generative model, whose last layers see the data.
+    `example` is the shape of one sample. `frozen` names the last layer that is not trained (transfer learning). In a
+    `reverse` split the front half is in the cloud: a generative model, whose last layers see the data.
     """
 
-    model_fn: ModelFn
     example: tuple[int, ...]
-    optimizer: OptimizerFn = field(default_factory=sgd)
-    schedule: Schedule = constant_rate
-    loss: LossFn = functional.cross_entropy
     frozen: str | None = None
     reverse: bool = False
-    seed: int = 1
 
     @property
     def is_reverse(self) -> bool:
@@ -136,40 +164,28 @@ class LayeredProgram(SplitProgram):
     @cached_property
     def split(self) -> SplitModel:
         """The model and its cuts; halves are made from copies."""
-        return capture_split(build_exclusively(self.model_fn), self.example, frozen=self.frozen)
-
-    def model(self) -> nn.Module:
-        """Return the whole model."""
-        return build_exclusively(self.model_fn)
+        return capture_split(self.model(), self.example, frozen=self.frozen)
 
     def cut_names(self, party: int = 0) -> tuple[str, ...]:
         """Return the names of all cuts."""
         return tuple(point.name for point in self.split.cuts)
 
-    def front(self, party: int, cut: int | None, batches: BatchSource) -> PlacedHalf[TorchFront]:
-        """Return the front half; each party draws its own random numbers, so that dropout differs between them."""
-        return PlacedHalf(TorchFront(
-            self.split.copy(), self.split.num_cuts if cut is None else cut, batches, self.optimizer,
-            schedule=self.schedule, seed=self.seed + party, loss=self.loss))
-
-    def back(self, cut: int | None, batches: PartyBatches | None = None) -> PlacedHalf[TorchBack]:
-        """Return the back half."""
-        targets = None if batches is None else _targets(batches)
-        place = self.split.num_cuts if cut is None else cut
-        return PlacedHalf(TorchBack(self.split.copy(), place, self.optimizer, self.loss, schedule=self.schedule,
-                                    seed=self.seed, targets=targets))
+    def front_names(self, party: int, cut: int | None) -> Collection[str]:
+        """Return the names of the tensors up to the cut."""
+        return self.split.front_names(self._place(cut))
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the split model."""
         return self.split.fingerprint()
 
-    def starting_at(self, batch: int) -> "LayeredProgram":
-        """Return the same with schedule and random numbers of later batches."""
-        return replace(self, **_later(self.schedule, self.seed, batch))
+    def _front_part(self, party: int) -> tuple[SplitModel, str]:
+        return self.split.copy(), ""
 
-    def front_names(self, party: int, cut: int | None) -> Collection[str]:
-        """Return the names of the tensors up to the cut."""
-        return self.split.front_names(self.split.num_cuts if cut is None else cut)
+    def _back_part(self) -> SplitModel:
+        return self.split.copy()
+
+    def _place(self, cut: int | None) -> int:
+        return self.split.num_cuts if cut is None else cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,14 +196,9 @@ class JoinedProgram(SplitProgram):
     the submodules; the top takes the bottoms' features concatenated along dimension 1. There is one cut.
     """
 
-    model_fn: ModelFn
     examples: Sequence[Tensor]
     bottoms: Sequence[str]
     top: str
-    optimizer: OptimizerFn = field(default_factory=sgd)
-    schedule: Schedule = constant_rate
-    loss: LossFn = functional.cross_entropy
-    seed: int = 1
 
     def __post_init__(self) -> None:
         if len(self.bottoms) != len(self.examples):
@@ -204,56 +215,32 @@ class JoinedProgram(SplitProgram):
         """The name of the top model."""
         return f"{self.top}."
 
-    def model(self) -> nn.Module:
-        """Return the whole model."""
-        return build_exclusively(self.model_fn)
-
     def cut_names(self, party: int = 0) -> tuple[str, ...]:
         """Return the bottom's name: its end is where the model is cut."""
         return (self.bottoms[party],)
 
-    def front(self, party: int, cut: int | None, batches: BatchSource) -> PlacedHalf[TorchFront]:
-        """Return a party's bottom model."""
-        split = whole_front(build_exclusively(self.model_fn).get_submodule(self.bottoms[party]), self.examples[party])
-        return PlacedHalf(TorchFront(split, _only(cut), batches, self.optimizer, schedule=self.schedule,
-                                     seed=self.seed + party), f"{self.bottoms[party]}.")
-
-    def back(self, cut: int | None, batches: PartyBatches | None = None) -> PlacedHalf[TorchBack]:
-        """Return the top model."""
-        split = whole_back(build_exclusively(self.model_fn).get_submodule(self.top))
-        return PlacedHalf(TorchBack(split, _only(cut), self.optimizer, self.loss, schedule=self.schedule,
-                                    seed=self.seed), self.cloud_prefix)
+    def front_names(self, party: int, cut: int | None) -> Collection[str]:
+        """Return the names of the tensors in a party's bottom model."""
+        return [name for name in self.model().state_dict() if name.startswith(f"{self.bottoms[party]}.")]
 
     def fingerprint(self) -> str:
         """Return a digest of all names and shapes."""
-        state = build_exclusively(self.model_fn).state_dict()
+        state = self.model().state_dict()
         layout = ";".join(f"{name}:{tensor.dtype}{tuple(tensor.shape)}" for name, tensor in state.items())
         return hashlib.sha256(f"{'|'.join(self.bottoms)}|{self.top}|{layout}".encode()).hexdigest()
 
-    def starting_at(self, batch: int) -> "JoinedProgram":
-        """Return the same with schedule and random numbers of later batches."""
-        return replace(self, **_later(self.schedule, self.seed, batch))
+    def _front_part(self, party: int) -> tuple[SplitModel, str]:
+        bottom = self.bottoms[party]
+        return whole_front(self.model().get_submodule(bottom), self.examples[party]), f"{bottom}."
 
-    def front_names(self, party: int, cut: int | None) -> Collection[str]:
-        """Return the names of the tensors in a party's bottom model."""
-        state = build_exclusively(self.model_fn).state_dict()
-        return [name for name in state if name.startswith(f"{self.bottoms[party]}.")]
+    def _back_part(self) -> SplitModel:
+        return whole_back(self.model().get_submodule(self.top))
 
-
-def _later(schedule: Schedule, seed: int, batch: int) -> dict[str, Any]:
-    """Return schedule and seed for a later start; random numbers must not repeat those of the first batches."""
-    return {"schedule": lambda own: schedule(batch + own), "seed": seed + _SEEDS_APART * batch} if batch else {}
-
-
-def _only(cut: int | None) -> int:
-    if cut != 0:
-        raise ConfigError(f"joined training: cut = {cut}; parties that hold different features have one cut, 0, at the "
-                          "end of their bottom models")
-    return cut
-
-
-def _targets(batches: PartyBatches) -> Callable[[int], Tensor]:
-    return lambda batch: torch.from_numpy(batches.targets(batch))
+    def _place(self, cut: int | None) -> int:
+        if cut != 0:
+            raise ConfigError(f"joined training: cut = {cut}; parties that hold different features have one cut, 0, "
+                              "at the end of their bottom models")
+        return cut
 
 
 def cut_shapes(split: SplitModel, profile: ModelProfile) -> tuple[CutShape, ...]:
