@@ -54,8 +54,9 @@ test-arm: setup ## the int8 kernels on emulated ARM; needs g++-aarch64-linux-gnu
 test-sanitized: setup ## the int8 kernels under the address and undefined behaviour sanitizers
 	PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run_sanitized.sh
 
-api: setup ## write socflower/__init__.pyi and docs/api.md from what socflower exports
+api: setup ## write socflower/__init__.pyi, docs/api.md and docs/scenario-keys.md from the code
 	$(BIN)/python docs/generate_api.py
+	$(BIN)/python docs/generate_scenario_keys.py
 
 lint: setup ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ _EXPORTS = {
     "strategies.comparators": ("OrderedFedAvg", "RingAllReduce", "SingleDevice"),
     "strategies.split_replay": ("CloudSessions", "SplitReplay", "SplitRoundReport"),
     "strategies.group_grid": ("GroupGrid",),
-    "strategies.rings": ("RingSettings",),
+    "rings.settings": ("RingSettings",),
     "strategies.resuming": ("Resumable",),
     "strategies.warm_up": ("profile_group_count",),
     "clients.app": ("make_client_app",),

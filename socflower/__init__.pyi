@@ -31,12 +31,12 @@ from socflower.precision.int8.model import EngineSettings as EngineSettings, Int
 from socflower.precision.int8.rescaling import RescalingPolicy as RescalingPolicy
 from socflower.precision.operator_costs import profile_operators as profile_operators
 from socflower.precision.processor_costs import Int8Pricing as Int8Pricing, MixedPricing as MixedPricing
+from socflower.rings.settings import RingSettings as RingSettings
 from socflower.sim.event_clock import EventClock as EventClock
 from socflower.sim.trace import Trace as Trace
 from socflower.strategies.comparators import OrderedFedAvg as OrderedFedAvg, RingAllReduce as RingAllReduce, SingleDevice as SingleDevice
 from socflower.strategies.group_grid import GroupGrid as GroupGrid
 from socflower.strategies.resuming import Resumable as Resumable
-from socflower.strategies.rings import RingSettings as RingSettings
 from socflower.strategies.socflow import SoCFlow as SoCFlow, RoundReport as RoundReport
 from socflower.strategies.split_replay import CloudSessions as CloudSessions, SplitReplay as SplitReplay, SplitRoundReport as SplitRoundReport
 from socflower.strategies.warm_up import profile_group_count as profile_group_count

@@ -4,81 +4,113 @@ Devices are names of the catalogue, names of `[device.NAME]` tables of the same 
 which are read once and become such tables: the resolved tables need no other file.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any
 
-from socflower.cluster.device import Device
+from pydantic import Field
+
 from socflower.cluster.device_catalog import (
-    LinkMeasurement,
+    DeviceTable,
+    check_devices,
     device,
     device_names,
     link_bytes_per_s,
     message_s,
-    parse_device,
-    parse_link,
     read_device_file,
 )
-from socflower.cluster.toml_file import read_toml, reject_unknown_keys, require_tables
+from socflower.cluster.toml_file import SchemaVersion, Table, read_table, read_toml
 from socflower.cluster.topology import Board, Cluster
 from socflower.errors import ConfigError
 
-_CLUSTER_KEYS = ("name", "boards", "socs_per_board", "device", "soc_bytes_per_s", "board_bytes_per_s",
-                 "hub_bytes_per_s")
-_BOARD_KEYS = ("socs", "count", "device", "soc_bytes_per_s", "board_bytes_per_s")
 MOST_SOCS = 4096
 """Limit of a cluster: many times the largest rack, with planning still done in seconds."""
 
-_DEFAULT_DEVICE = "snapdragon-865"
+Count = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0)]
 
-ClusterTables: TypeAlias = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]], Mapping[str, Any]]
-"""The `[cluster]` table, the `[[board]]` tables, and the `[device.NAME]` tables by name."""
+
+class ClusterTable(Table):
+    """`[cluster]`"""
+
+    name: str = Field("cluster", description="for messages")
+    boards: Count | tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        1, description="number of boards, or the slots in use on each, as in `[5, 5, 2]`; a board with 0 slots is left "
+                       "out. Not together with `[[board]]` tables")
+    socs_per_board: Count = Field(5, description="slots of each board; not together with a list. A cluster has at most "
+                                                 "4,096 SoCs")
+    device: str = Field("snapdragon-865", description="a device of the catalogue or of a `[device.NAME]` table, or the "
+                        "path of a [device profile](device-profiles.md), which ends in `.toml`")
+    soc_bytes_per_s: Rate | None = Field(None, description="of each SoC's link, in each direction; default: the link "
+                                                           "in the device's profile, else 129.5e6")
+    board_bytes_per_s: Rate | None = Field(None, description="of each board's uplink, in each direction; default: "
+                                                             "`soc_bytes_per_s`")
+    hub_bytes_per_s: Rate | None = Field(None, description="of the server's link, in each direction; default: 129.5e6")
+
+    def check(self) -> None:
+        """Refuse a list of boards that has no SoCs, or a number beside it."""
+        if isinstance(self.boards, int):
+            return
+        if "socs_per_board" in self.model_fields_set:
+            raise ValueError(f"boards = {list(self.boards)} already lists the slots; drop socs_per_board")
+        if not any(self.boards):
+            raise ValueError(f"boards = {list(self.boards)} has no SoC in use; give at least one")
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """The slots of each board that has any."""
+        if isinstance(self.boards, int):
+            return [self.socs_per_board] * self.boards
+        return [slots for slots in self.boards if slots]
+
+
+class BoardTable(Table):
+    """`[[board]]`: boards of one kind."""
+
+    socs: Count = Field(1, description="slots of the board")
+    count: Count = Field(1, description="how many boards like this one follow each other")
+    device: str | None = Field(None, description="as in `[cluster]`, whose device is the default")
+    soc_bytes_per_s: Rate | None = Field(None, description="the same")
+    board_bytes_per_s: Rate | None = Field(None, description="the same")
+
+
+class ClusterFile(Table):
+    """A cluster file. Scenarios have the same tables."""
+
+    schema_version: SchemaVersion = Field(1, alias="schema")
+    cluster: ClusterTable = ClusterTable()
+    boards: tuple[BoardTable, ...] = Field((), alias="board")
+    devices: dict[str, DeviceTable] = Field({}, alias="device")
+
+    def check(self) -> None:
+        """Refuse two lists of boards, too many SoCs, and devices that cannot be."""
+        if self.boards and "boards" in self.cluster.model_fields_set:
+            raise ValueError(f"[cluster] boards = {self.cluster.boards} and [[board]] tables are both given; keep one")
+        if isinstance(self.cluster.boards, int):
+            _require_few(self.cluster.socs_per_board * self.cluster.boards, "[cluster]")
+        else:
+            _require_few(sum(self.cluster.boards), "[cluster]")
+        num_socs = 0
+        for index, board in enumerate(self.boards):
+            num_socs += board.count * board.socs
+            _require_few(num_socs, f"[[board]] {index + 1}")
+        for name in self.devices:
+            if name in device_names():
+                raise ValueError(f"[device.{name}] has a name of the catalogue; give yours another one, as in "
+                                 f"[device.my-{name}]")
+        check_devices(self.devices)
 
 
 def load_cluster(path: Path) -> Cluster:
     """Return the cluster a TOML file describes; `ConfigError` if it is unreadable or invalid."""
-    return parse_cluster(*cluster_tables(path), where=str(path))
+    return make_cluster(read_table(ClusterFile, cluster_document(path), str(path)), str(path))
 
 
-def cluster_tables(path: Path) -> ClusterTables:
-    """Return the tables of a cluster file, with the device profiles that it names inlined."""
+def cluster_document(path: Path) -> dict[str, Any]:
+    """Return the document of a cluster file, with the device profiles that it names inlined."""
     document = read_toml(path, "cluster file")
-    reject_unknown_keys(document, ("schema", "cluster", "board", "device"), str(path))
-    if document.get("schema", 1) != 1:
-        raise ConfigError(f"{path}: schema = {document['schema']!r} is not known to this version; write schema = 1")
-    return inline_devices(document.get("cluster", {}), document.get("board", ()), document.get("device", {}),
-                          folder=path.parent, where=str(path))
-
-
-def inline_devices(
-    cluster: Mapping[str, Any], boards: Sequence[Mapping[str, Any]] = (), devices: Mapping[str, Any] | None = None, *,
-    folder: Path, where: str,
-) -> ClusterTables:
-    """Return tables in which every `device = "file.toml"` has become the name of a device table.
-
-    Paths are relative to `folder`. The profile's `[link]` goes with the device, as `[device.NAME.link]`. Raises
-    `ConfigError` if a file cannot be read, does not hold exactly one device, or if two different devices have
-    the same name.
-    """
-    known: dict[str, Any] = dict(_mapping(devices or {}, "device", where))
-
-    def resolved(table: Mapping[str, Any]) -> Mapping[str, Any]:
-        named = table.get("device")
-        if not isinstance(named, str) or not named.endswith(".toml"):
-            return table
-        path = folder / named
-        name, entry = _only_device(path)
-        if name in device_names():
-            raise ConfigError(f"{path}: device {name!r} is a name of the catalogue; give yours another one, as in "
-                              f"[device.my-{name}]")
-        if known.setdefault(name, entry) != entry:
-            raise ConfigError(f"{where}: two different devices are called {name!r}, one of them in {path}; "
-                              "rename one")
-        return {**table, "device": name}
-
-    cluster = resolved(_mapping(cluster, "cluster", where))
-    return cluster, [resolved(board) for board in require_tables(boards, "board", where)], known
+    inline_devices(document, path.parent, str(path))
+    return document
 
 
 def parse_cluster(
@@ -92,123 +124,73 @@ def parse_cluster(
     boards, and for the cost of a message if it is the profile of `[cluster]`.
     Raises `ConfigError` naming key and value for invalid input.
     """
-    cluster, boards, tables = inline_devices(cluster, boards, devices, folder=Path(), where=where)
-    kinds = _NamedDevices(tables, where)
-    where = f"{where} [cluster]"
-    reject_unknown_keys(cluster, _CLUSTER_KEYS, where)
-    main_device = _device_name(cluster, _DEFAULT_DEVICE, where)
-    made: list[Board] = []
-    num_socs = 0
-    if boards:
-        if "boards" in cluster:
-            raise ConfigError(f"{where}: boards = {cluster['boards']!r} and [[board]] tables are both given; keep one")
-        for index, table in enumerate(boards):
-            at = f"{where} [[board]] {index + 1}"
-            reject_unknown_keys(table, _BOARD_KEYS, at)
-            name = _device_name(table, main_device, at)
-            soc_rate, board_rate = _board_rates(cluster, kinds.link(name), where)
-            board = Board(
-                num_slots=_count(table, "socs", 1, at), device=kinds.device(name),
-                soc_bytes_per_s=_rate(table, "soc_bytes_per_s", soc_rate, at),
-                uplink_bytes_per_s=_rate(table, "board_bytes_per_s", board_rate, at),
-            )
-            count = _count(table, "count", 1, at)
-            num_socs += count * board.num_slots
-            _require_few(num_socs, at)
-            made.extend([board] * count)
+    document: dict[str, Any] = {"cluster": cluster, "board": boards, "device": {} if devices is None else devices}
+    inline_devices(document, Path(), where)
+    return make_cluster(read_table(ClusterFile, document, where), where)
+
+
+def inline_devices(document: dict[str, Any], folder: Path, where: str) -> None:
+    """Replace every `device = "file.toml"` of a document by the name of a device table, and add the table.
+
+    Paths are relative to `folder`. The profile's `[link]` goes with the device, as `[device.NAME.link]`. Raises
+    `ConfigError` if a file cannot be read, does not hold exactly one device, or if two different devices have the
+    same name. Tables of a wrong shape are left as they are, for the schema to refuse.
+    """
+    def resolved(table: Any) -> Any:
+        named = table.get("device") if isinstance(table, Mapping) else None
+        known = document.get("device", {})
+        if not isinstance(named, str) or not named.endswith(".toml") or not isinstance(known, Mapping):
+            return table
+        path = folder / named
+        name, entry = _only_device(path)
+        if name in device_names():
+            raise ConfigError(f"{path}: device {name!r} is a name of the catalogue; give yours another one, as in "
+                              f"[device.my-{name}]")
+        if known.get(name, entry) != entry:
+            raise ConfigError(f"{where}: two different devices are called {name!r}, one of them in {path}; "
+                              "rename one")
+        document["device"] = {**known, name: entry}
+        return {**table, "device": name}
+
+    document["cluster"] = resolved(document.get("cluster", {}))
+    if isinstance(document.get("board"), list | tuple):
+        document["board"] = [resolved(board) for board in document["board"]]
+
+
+def make_cluster(file: ClusterFile, where: str) -> Cluster:
+    """Return the cluster of validated tables; `ConfigError` if a device is unknown."""
+    own = {name: table.device(name) for name, table in file.devices.items()}
+    links = {name: table.link.measurement for name, table in file.devices.items() if table.link}
+    table = file.cluster
+
+    def board(num_slots: int, name: str, soc_rate: float | None, board_rate: float | None) -> Board:
+        link = links.get(name)
+        soc_rate_of_all = table.soc_bytes_per_s or (link.bytes_per_s if link else link_bytes_per_s())
+        return Board(num_slots=num_slots, device=own.get(name) or device(name),
+                     soc_bytes_per_s=soc_rate or soc_rate_of_all,
+                     uplink_bytes_per_s=board_rate or table.board_bytes_per_s or soc_rate_of_all)
+
+    if file.boards:
+        boards = [made for each in file.boards for made in [board(
+            each.socs, each.device or table.device, each.soc_bytes_per_s, each.board_bytes_per_s)] * each.count]
     else:
-        soc_rate, board_rate = _board_rates(cluster, kinds.link(main_device), where)
-        kind = kinds.device(main_device)
-        made = [Board(num_slots=slots, device=kind, soc_bytes_per_s=soc_rate, uplink_bytes_per_s=board_rate)
-                for slots in _slots(cluster, where)]
-    link = kinds.link(main_device)
-    return Cluster(name=str(cluster.get("name", "cluster")), boards=tuple(made),
-                   message_s=link.message_s if link else message_s(),
-                   hub_bytes_per_s=_rate(cluster, "hub_bytes_per_s", link_bytes_per_s(), where))
-
-
-class _NamedDevices:
-    """The devices that a cluster may name: those of the catalogue and of its own tables, all validated."""
-
-    def __init__(self, tables: Mapping[str, Any], where: str) -> None:
-        for name in tables:
-            if name in device_names():
-                raise ConfigError(f"{where}: [device.{name}] has a name of the catalogue; give yours another one, as "
-                                  f"in [device.my-{name}]")
-        self._devices = {name: parse_device(name, table, where) for name, table in tables.items()}
-        self._links = {name: parse_link(table["link"], f"{where} [device.{name}]")
-                       for name, table in tables.items() if "link" in table}
-
-    def device(self, name: str) -> Device:
-        """Return the device of a name."""
-        return self._devices[name] if name in self._devices else device(name)
-
-    def link(self, name: str) -> LinkMeasurement | None:
-        """Return the measurement of the device's link, if any."""
-        return self._links.get(name)
+        kinds = {slots: board(slots, table.device, None, None) for slots in set(table.slots)}
+        boards = [kinds[slots] for slots in table.slots]
+    link = links.get(table.device)
+    return Cluster(name=table.name, boards=tuple(boards), message_s=link.message_s if link else message_s(),
+                   hub_bytes_per_s=table.hub_bytes_per_s or link_bytes_per_s())
 
 
 def _only_device(path: Path) -> tuple[str, Mapping[str, Any]]:
     """Return name and table of a profile's device, including its link."""
     profile = read_device_file(path)
-    if len(profile.devices) != 1:
+    if len(profile["device"]) != 1:
         raise ConfigError(f"{path}: a cluster needs a profile of exactly one device, this one has "
-                          f"{', '.join(profile.devices)}; split the file")
-    (name, table), = profile.devices.items()
-    if profile.link is None:
-        return name, table
-    return name, {**table, "link": profile.link}
-
-
-def _board_rates(cluster: Mapping[str, Any], link: LinkMeasurement | None, where: str) -> tuple[float, float]:
-    """Return the rates of a SoC's link and of its board's uplink where the board's table states none."""
-    soc_rate = _rate(cluster, "soc_bytes_per_s", link.bytes_per_s if link else link_bytes_per_s(), where)
-    return soc_rate, _rate(cluster, "board_bytes_per_s", soc_rate, where)
-
-
-def _device_name(table: Mapping[str, Any], default: str, where: str) -> str:
-    name = table.get("device", default)
-    if not isinstance(name, str):
-        raise ConfigError(f"{where}: device = {name!r} must be a name or the path of a device profile, in quotes")
-    return name
-
-
-def _mapping(value: object, name: str, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: {name} = {value!r} must be a table")
-    return value
-
-
-def _slots(cluster: Mapping[str, Any], where: str) -> list[int]:
-    boards = cluster.get("boards", 1)
-    if isinstance(boards, list):
-        if "socs_per_board" in cluster:
-            raise ConfigError(f"{where}: boards = {boards} already lists the slots; drop socs_per_board")
-        if not boards or any(isinstance(slots, bool) or not isinstance(slots, int) or slots < 0 for slots in boards):
-            raise ConfigError(f"{where}: boards = {boards} must list the slots in use, whole numbers, one a board")
-        if not any(boards):
-            raise ConfigError(f"{where}: boards = {boards} has no SoC in use; give at least one")
-        _require_few(sum(boards), where)
-        return [slots for slots in boards if slots]
-    per_board, num_boards = _count(cluster, "socs_per_board", 5, where), _count(cluster, "boards", 1, where)
-    _require_few(per_board * num_boards, where)
-    return [per_board] * num_boards
+                          f"{', '.join(profile['device'])}; split the file")
+    (name, table), = profile["device"].items()
+    return name, {**table, "link": profile["link"]} if "link" in profile else table
 
 
 def _require_few(num_socs: int, where: str) -> None:
     if num_socs > MOST_SOCS:
         raise ConfigError(f"{where}: {num_socs} SoCs, of at most {MOST_SOCS} in a cluster; lower boards or their SoCs")
-
-
-def _count(table: Mapping[str, Any], key: str, default: int, where: str) -> int:
-    value = table.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where}: {key} = {value!r} must be a whole number, 1 or more")
-    return value
-
-
-def _rate(table: Mapping[str, Any], key: str, default: float, where: str) -> float:
-    value = table.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{where}: {key} = {value!r} must be a number above 0 (bytes per second)")
-    return float(value)

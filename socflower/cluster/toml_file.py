@@ -1,21 +1,78 @@
-"""Reading TOML files so that every mistake is one line that names the file, the key and the remedy."""
+"""Reading TOML files into pydantic models; every mistake is one line that names file, key, value and remedy."""
 
+import json
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_after_validator_function
 
 from socflower.errors import ConfigError
 
-Pairs = tuple[tuple[float, float], ...]
 
-_Table = TypeVar("_Table")
-_NUMBER = (int, float)
-_ROWS: dict[Any, tuple[int, str]] = {Pairs: (2, "pairs"), tuple[tuple[float, float, float], ...]: (3, "triples")}
-_LISTS: dict[Any, tuple[type, str]] = {tuple[str, ...]: (str, "names"), tuple[int, ...]: (int, "whole numbers")}
+@dataclass(frozen=True)
+class OneOf:
+    """Limits a key to some values."""
+
+    values: tuple[int | str, ...]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Check the value after its type."""
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: int | str) -> int | str:
+        if value not in self.values:
+            raise PydanticCustomError("one_of", "not one of the values")
+        return value
+
+
+SchemaVersion = Annotated[int, OneOf((1,)), Field(description="version of the format; 1 is the only one")]
+Pairs = tuple[tuple[float, float], ...]
+Text = Annotated[str, Field(pattern=r"\S")]
+
+_Kind = TypeVar("_Kind", bound="Table")
+_SHOWN_CHARS = 200
+_MOST_COMPARED = 1000  # errors of one file
+_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_ITEMS = {int: "whole numbers", float: "numbers", str: "names"}
+
+
+class Table(BaseModel):
+    """A table of a file. Types are strict, but a whole number may stand for a float; NaN and infinity are refused.
+
+    A key that was renamed has its old name in `Field(json_schema_extra={"was": ...})`.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, validate_by_name=True,
+                              validate_by_alias=True)
+    FORM: ClassVar[str] = ""  # how to write such a table in one line, if that is how it is written
+
+    @model_validator(mode="after")
+    def _refuse_here(self) -> Self:
+        """Let pydantic say where the table is whose values do not fit each other."""
+        try:
+            self.check()
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    def check(self) -> None:
+        """Raise `ValueError` or `ConfigError` for values that do not fit each other."""
+
+    def replaced(self, **changes: Any) -> Self:
+        """Return a copy with other values, checked like the original; `ConfigError` if they do not fit."""
+        try:
+            return self.__class__.model_validate({**dict(self), **changes}, by_name=True)
+        except ValidationError as error:
+            raise ConfigError(_refusal(self.__class__, dict(self), "", error)) from None
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
@@ -28,73 +85,226 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         raise ConfigError(f"{what} {path}: is not UTF-8 text; is it a TOML file?") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{what} {path}: not valid TOML: {error}") from None
-
-
-def reject_unknown_keys(
-    table: Mapping[str, Any], known: Sequence[str], where: str, renamed: Mapping[str, str] | None = None,
-) -> None:
-    """Raise `ConfigError` naming the first key that is not known, and its successor or the closest one that is."""
-    for key in table:
-        if renamed and key in renamed and key not in known:
-            raise ConfigError(f"{where}: key {key!r} is called {renamed[key]!r} now; rename it")
-        if key not in known:
-            close = get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown key {key!r} (value {table[key]!r}); {hint}")
-
-
-def require_tables(value: object, name: str, where: str) -> Sequence[Mapping[str, Any]]:
-    """Return the tables of `[[name]]`; `ConfigError` if they were written any other way."""
-    if not isinstance(value, Sequence) or not all(isinstance(entry, Mapping) for entry in value):
-        raise ConfigError(f"{where}: {name} = {value!r} must be written [[{name}]], a list of tables")
-    return value
+    except (RecursionError, ValueError) as error:  # nesting; a number of more digits than Python converts
+        raise ConfigError(f"{what} {path}: not valid TOML: {str(error).partition(';')[0]}") from None
 
 
 def parse_value(text: str) -> object:
     """Return the value of a command-line override: TOML, or the text itself if it is not."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
-def parse_table(kind: type[_Table], table: object, where: str) -> _Table:
-    """Return a table's values as `kind`; `ConfigError` names the key that is unknown, missing or of a wrong type.
-
-    `kind.RENAMED`, if present, has the successors of renamed keys.
-    """
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{where} must be a table, got {table!r}")
-    known = fields(kind)  # type: ignore[arg-type]
-    reject_unknown_keys(table, [entry.name for entry in known], where, getattr(kind, "RENAMED", None))
-    for entry in known:
-        if entry.name not in table and entry.default is MISSING and entry.default_factory is MISSING:
-            raise ConfigError(f"{where}: {entry.name} is missing")
-    hints = get_type_hints(kind)
-    return kind(**{key: _converted(value, hints[key], f"{where} {key}") for key, value in table.items()})
+def read_table(kind: type[_Kind], table: object, where: str) -> _Kind:
+    """Return a table's values as `kind`; `ConfigError` names `where`, the first wrong key, its value and the remedy."""
+    try:
+        # The rules of JSON input are those of TOML: a list for a tuple, a table for a dataclass, and nothing else.
+        return kind.model_validate_json(json.dumps(table, default=_plain), by_alias=True, by_name=False)
+    except ValidationError as error:
+        raise ConfigError(_refusal(kind, table, where, error)) from None
+    except RecursionError:
+        raise ConfigError(f"{where}: is nested too deeply") from None
 
 
-def _converted(value: object, expected: Any, where: str) -> object:
-    """Return a TOML value as the field's type: whole numbers become floats, lists tuples; no other conversion."""
-    allowed = get_args(expected) if isinstance(expected, UnionType) else (expected,)
-    plain = tuple(kind for kind in allowed if isinstance(kind, type) and kind is not type(None))
-    if isinstance(value, list) and expected in _ROWS:
-        length, rows = _ROWS[expected]
-        if not all(isinstance(row, list) and len(row) == length and all(
-                isinstance(number, _NUMBER) and not isinstance(number, bool) for number in row) for row in value):
-            raise ConfigError(f"{where} = {value!r} must be a list of {rows} of numbers")
-        return tuple(tuple(map(float, row)) for row in value)
-    if isinstance(value, list) and expected in _LISTS:
-        kind, items = _LISTS[expected]
-        if not all(isinstance(item, kind) and not isinstance(item, bool) for item in value):
-            raise ConfigError(f"{where} = {value!r} must be a list of {items}")
-        return tuple(value)
-    if isinstance(value, bool) and bool not in plain:
-        pass
-    elif isinstance(value, int) and int not in plain and float in plain:
-        return float(value)
-    elif isinstance(value, plain):
-        return value
-    names = " or ".join({"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false",
-                         "tuple": "a list"}.get(getattr(kind, "__name__", ""), str(kind)) for kind in plain or (tuple,))
-    raise ConfigError(f"{where} = {value!r} must be {names}")
+def _plain(value: object) -> object:
+    """Return what JSON lacks; dates become tables, which no key takes."""
+    return dict(value) if isinstance(value, Mapping) else {type(value).__name__: str(value)}
+
+
+# ------------------------------------------------------------------------------------------ what keys take
+def keys_of(kind: type) -> dict[str, FieldInfo]:
+    """Return the keys of a table with type, default, limits and description. `kind` may be a dataclass too."""
+    if is_dataclass(kind):
+        hints = get_type_hints(kind, include_extras=True)
+        return {entry.name: FieldInfo.from_annotated_attribute(hints[entry.name], entry.default)
+                for entry in fields(kind)}
+    assert issubclass(kind, BaseModel)
+    return {entry.alias or name: entry for name, entry in kind.model_fields.items()}
+
+
+def allowed(annotation: Any, limits: Sequence[Any] = ()) -> str:
+    """Return in words what a key of this type takes, such as "a whole number above 0"."""
+    limits = tuple(_flat(limits))
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        return allowed(inner, (*limits, *more))
+    if get_origin(annotation) in (Union, UnionType):
+        kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
+        return " or ".join(allowed(kind, limits) for kind in kinds if kind is not int or float not in kinds)
+    for limit in limits:
+        if isinstance(limit, OneOf):
+            values = limit.values
+            return f"one of {', '.join(map(str, values))}" if len(values) > 1 else json.dumps(values[0])
+    if get_origin(annotation) is tuple:
+        return f"a list of {_items(get_args(annotation)[0])}{_range(limits)}"
+    return f"{_TYPES.get(annotation, 'a table')}{_range(limits)}"
+
+
+def _items(annotation: Any, limits: Sequence[Any] = ()) -> str:
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        return _items(inner, tuple(_flat(more)))
+    for limit in limits:
+        if isinstance(limit, OneOf):
+            return f"{_ITEMS[annotation]} out of {', '.join(map(str, limit.values))}"
+    if get_origin(annotation) is tuple:
+        each = [allowed(kind) for kind in get_args(annotation)]
+        of = "numbers" if set(each) == {"a number"} else " and ".join(each)
+        return f"{'pairs' if len(each) == 2 else 'triples'} of {of}"
+    return f"{_ITEMS.get(annotation, 'tables')}{_range(limits)}"
+
+
+def _flat(limits: Sequence[Any]) -> Iterator[Any]:
+    for limit in limits:
+        yield from limit.metadata if isinstance(limit, FieldInfo) else (limit,)
+
+
+def _range(limits: Sequence[Any]) -> str:
+    number = {name: f"{getattr(limit, name):.15g}" for limit in limits for name in ("gt", "ge", "lt", "le")
+              if getattr(limit, name, None) is not None}
+    is_filled = any(getattr(limit, name, None) for limit in limits for name in ("min_length", "pattern"))
+    if {"ge", "le"} <= set(number):
+        return f" from {number['ge']} to {number['le']}"
+    words = (f"above {number['gt']}" if "gt" in number else f"of {number['ge']} or more" if "ge" in number else "",
+             f"below {number['lt']}" if "lt" in number else f"at most {number['le']}" if "le" in number else "",
+             "that is not empty" if is_filled else "")
+    return f" {' and '.join(filter(None, words))}".rstrip()
+
+
+# --------------------------------------------------------------------------------------------- refusals
+def _refusal(kind: type, document: object, where: str, error: ValidationError) -> str:
+    """Return the line on the first error, in the order of the file; a missing key comes after those that are there."""
+    errors = error.errors(include_url=False, include_input=False)[:_MOST_COMPARED]
+    return _line(kind, document, where, min(errors, key=lambda each: _position(document, each["loc"])))
+
+
+def _position(document: Any, loc: Sequence[int | str]) -> list[int]:
+    position = []
+    for step in loc:
+        if isinstance(document, Mapping):
+            position.append(list(document).index(step) if step in document else len(document))
+            document = document.get(step)
+        elif isinstance(document, Sequence) and not isinstance(document, str) and isinstance(step, int):
+            position.append(step)
+            document = document[step] if step < len(document) else None
+        else:
+            break
+    return position
+
+
+def _line(kind: type, document: Any, where: str, error: Any) -> str:
+    """Follow an error's place through models and document, down to the key, and say what is wrong there."""
+    loc: list[int | str] = list(error["loc"])
+    path: list[int | str] = []
+    value, entry = document, None
+    while loc:
+        keys = keys_of(kind)
+        name = str(loc.pop(0))
+        if name not in keys:
+            return unknown_key(name, value[name], keys, _place(where, path))
+        path.append(name)
+        entry = keys[name]
+        if error["type"] == "missing" and not loc:
+            inner, _ = table_of(entry.annotation)
+            form = f"; write {name} = {inner.FORM}" if inner and getattr(inner, "FORM", "") else ""
+            return f"{_place(where, path[:-1])}: {name} is missing{form}"
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+        inner, shape = table_of(entry.annotation)
+        if inner is None and get_origin(entry.annotation) is dict:  # of plain values, by name
+            if not isinstance(value, Mapping):
+                return f"{_place(where, path)} must be a table, got {_shown(value)}"
+            path.append(loc[0])
+            return (f"{_key(where, path)} = {_shown(value[str(loc[0])])} must be "
+                    f"{allowed(get_args(entry.annotation)[1])}{_finite(error)}")
+        if inner is None:
+            break
+        if loc and shape:  # an entry of a list of tables, or of tables by name
+            step = loc.pop(0)
+            path.append(step)
+            value = value[step]  # type: ignore[index]
+        kind = inner
+    if error["type"] in ("value_error", "assertion_error"):
+        text = str(error["ctx"]["error"])
+        return _at(_place(where, path), text)
+    if error["type"] == "json_invalid":
+        return f"{where}: is nested too deeply, or has characters that are none"
+    if entry is None:
+        return f"{where} must be a table, got {_shown(value)}"
+    inner, shape = table_of(entry.annotation)
+    if inner is not None:
+        return _no_table(where, path, value, document, inner, shape)
+    key = _key(where, path)
+    takes = allowed(entry.annotation, entry.metadata)
+    if takes.startswith("one of ") and isinstance(value, str):
+        return f"{key} = {_shown(value)} is unknown; use {takes}"
+    return f"{key} = {_shown(value)} must be {takes}{_finite(error)}"
+
+
+def _finite(error: Any) -> str:
+    return " and finite" if error["type"] == "finite_number" else ""
+
+
+def unknown_key(name: str, value: object, keys: Mapping[str, FieldInfo | None], at: str) -> str:
+    """Return the line on an unknown key, with its successor, the closest known one, or all of them."""
+    before = f"{at}: " if at else ""
+    for key, entry in keys.items():
+        if entry and isinstance(entry.json_schema_extra, dict) and entry.json_schema_extra.get("was") == name:
+            return f"{before}key {name!r} is called {key!r} now; rename it"
+    close = get_close_matches(name, keys, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(keys)}"
+    return f"{before}unknown key {name!r} (value {_shown(value)}); {hint}"
+
+
+def _no_table(where: str, path: list[int | str], value: object, document: Any, inner: type, shape: str) -> str:
+    form = getattr(inner, "FORM", "")
+    if form:
+        return f"{_key(where, path)} = {_shown(value)} must be written {path[-1]} = {form}"
+    if shape == "list":
+        *outer, name = [step for step in path if isinstance(step, str)]
+        if isinstance(path[-1], int):
+            path = path[:-1]
+            for step in path:
+                document = document[step]
+            value = document
+        return (f"{_key(where, path)} = {_shown(value)} must be written [[{'.'.join([*outer, name])}]], a list of "
+                "tables")
+    if shape == "dict" and len(path) == 1:
+        return f"{_key(where, path)} = {_shown(value)} must be tables [{path[0]}.NAME]"
+    return f"{_place(where, path)} must be a table, got {_shown(value)}"
+
+
+def table_of(annotation: Any) -> tuple[Any, str]:
+    """Return the table that a key takes, and "list" or "dict" if it takes several; None for a value."""
+    origin, inner = get_origin(annotation), [kind for kind in get_args(annotation) if kind is not NoneType]
+    if origin in (Annotated, Union, UnionType):
+        found = [table_of(kind) for kind in (inner[:1] if origin is Annotated else inner)]
+        return next((each for each in found if each[0]), (None, ""))
+    if origin in (tuple, dict):
+        table, _ = table_of(inner[0] if origin is tuple else inner[1])
+        return (table, "list" if origin is tuple else "dict") if table else (None, "")
+    is_table = isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation))
+    return (annotation, "") if is_table else (None, "")
+
+
+def _place(where: str, path: Sequence[int | str]) -> str:
+    """Return the place of a table: "file.toml [device.mine.processor.cpu]", "file.toml [[event]] 1"."""
+    name = ".".join(step for step in path if isinstance(step, str))
+    numbers = [str(step + 1) for step in path if isinstance(step, int)]
+    table = f"[[{name}]] {' '.join(numbers)}" if numbers else f"[{name}]" if name else ""
+    return f"{where} {table}".strip()
+
+
+def _key(where: str, path: Sequence[int | str]) -> str:
+    return _at(_place(where, path[:-1]), str(path[-1]))
+
+
+def _at(place: str, text: str) -> str:
+    """Return a text after its place: "file.toml: seed", "file.toml [train] epochs"."""
+    return text if not place else f"{place} {text}" if re.search(r"\](?: \d+)?$", place) else f"{place}: {text}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

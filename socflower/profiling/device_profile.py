@@ -20,13 +20,13 @@ from socflower.cluster.device_catalog import (
     DEVICE_FIGURES,
     NAME_PATTERN,
     DeviceFile,
+    LinkTable,
     device_table,
     figure,
-    parse_device,
-    parse_link,
     read_device_file,
     toml_text,
 )
+from socflower.cluster.toml_file import read_table
 from socflower.engines.names import MAX_WORKERS, num_cores, require_count
 from socflower.errors import ConfigError
 from socflower.profiling.cells import (
@@ -136,10 +136,10 @@ def _profile(request: ProfileRequest, out: Path | None, on_cell: OnCell, root: P
                           meter=meter, usable_cores=num_cores())
     link_table = None if link is None else _link_table(link)
     if before is not None:
-        table = _with_edits(before.devices[name], table)
-        link_table = link_table or (None if before.link is None else dict(before.link))
-    parse_device(name, table, "profile")
+        table = _with_edits(before["device"][name], table)
+        link_table = link_table or before.get("link")
     document = {"schema": 1, "device": {name: table}, **({"link": link_table} if link_table else {})}
+    read_table(DeviceFile, document, "profile")
     if out is not None:
         write_file(out, toml_text(document, comment=_comment(at, out)))
     cells = [cell for cell in (store.find(*key) for key in wanted) if cell is not None]
@@ -174,8 +174,8 @@ def write_published(text: str, out: Path, name: str) -> None:
     write_file(out, text)
 
 
-def existing_profile(out: Path, name: str) -> DeviceFile | None:
-    """Return the existing profile at `out`, or None; `ConfigError` if it must not be replaced."""
+def existing_profile(out: Path, name: str) -> dict[str, Any] | None:
+    """Return the document of the existing profile at `out`, or None; `ConfigError` if it must not be replaced."""
     if out.suffix != ".toml":
         raise ConfigError(f"--out {out}: must end in .toml, by which clusters distinguish a file from a name")
     if not out.parent.is_dir():
@@ -188,8 +188,8 @@ def existing_profile(out: Path, name: str) -> DeviceFile | None:
         profile = read_device_file(out)
     except ConfigError as error:
         raise ConfigError(f"--out {out}: is there and no device profile ({error}); name another file") from None
-    if list(profile.devices) != [name]:
-        raise ConfigError(f"--out {out}: holds {', '.join(profile.devices)}, not {name}; set --name, or name another "
+    if list(profile["device"]) != [name]:
+        raise ConfigError(f"--out {out}: holds {', '.join(profile['device'])}, not {name}; set --name, or name another "
                           "file")
     return profile
 
@@ -287,7 +287,7 @@ def _link_table(link: LinkFigures) -> dict[str, Any]:
         "round_trip_s": _measured(link.round_trip_s, source),
         "message_s": _measured(link.message_s, f"{source}; half the round trip of 4 KB, less its bytes"),
     }
-    parse_link(table, "profile")
+    read_table(LinkTable, table, "profile [link]")
     return table
 
 

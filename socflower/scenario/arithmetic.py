@@ -106,7 +106,7 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
     )
     if precision.arithmetic == "fp32":
         return fp32
-    held_out = _split(scenario.data.name, precision.num_held_out)[1]
+    held_out = _split(scenario.data.name, precision.held_out)[1]
     inputs, _ = held_out.batch(np.arange(len(held_out)))
     device = scenario_cluster(scenario).device_of(soc)
     ratio = MixedPricing(rule=precision.rule).npu_ratio(scenario.model.name, device)
@@ -129,14 +129,14 @@ def optimizer(scenario: Scenario) -> OptimizerFn:
 
 def training_data(scenario: Scenario) -> LabelledData:
     """Return the samples to train on: all except the held-out ones."""
-    if not scenario.precision.num_held_out:
+    if not scenario.precision.held_out:
         return load_data(scenario.data.name).train
-    return _split(scenario.data.name, scenario.precision.num_held_out)[0]
+    return _split(scenario.data.name, scenario.precision.held_out)[0]
 
 
 def num_training_samples(scenario: Scenario, num_train: int) -> int:
     """Return the number of training samples without the held-out ones; `ConfigError` if none is left."""
-    num_held_out = scenario.precision.num_held_out
+    num_held_out = scenario.precision.held_out
     if num_held_out >= num_train:
         raise ConfigError(f"[precision] held_out = {num_held_out}, but {scenario.data.name} has only {num_train} "
                           "training samples; set fewer aside")

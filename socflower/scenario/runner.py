@@ -5,7 +5,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -295,4 +294,4 @@ def _following(folder: RunFolder, on_round: OnRound) -> Iterator[None]:
 
 def with_strategy(scenario: Scenario, name: str) -> Scenario:
     """Return the scenario under another strategy, everything else equal."""
-    return replace(scenario, strategy=replace(scenario.strategy, name=name))
+    return scenario.replaced(strategy=scenario.strategy.replaced(name=name))

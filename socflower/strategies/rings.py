@@ -1,42 +1,15 @@
-"""How groups exchange gradients where their members are real machines: the settings, and each member's ring task."""
+"""The ring task of each member of a group, where members are real machines."""
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from socflower.errors import ConfigError
 from socflower.hierarchy import conflicts
+from socflower.rings.settings import RingSettings
 from socflower.strategies.round import Round
-from socflower.wire.message_keys import COMPRESSIONS, TRANSPORTS, RingTask
+from socflower.wire.message_keys import RingTask
 
 _TOKEN_BYTES = 32
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RingSettings:
-    """How groups exchange gradients where their members are real machines.
-
-    `transport`: "gloo" for a trusted network, "grpc" with mutual TLS for any other; "auto" uses what the nodes are
-    configured for. `compression`: "none", "fp16", "int8", "int8-stochastic" or "dgc". A ring drops a member that does
-    not answer for `heartbeat_s`, and starts without one that does not join within `rendezvous_s`. If the member that
-    answers for a group is silent for `leader_grace_s` longer than the others, another member is asked for the model.
-    """
-
-    transport: str = "auto"
-    compression: str = "none"
-    heartbeat_s: float = 5.0
-    rendezvous_s: float = 90.0
-    leader_grace_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise ConfigError(f"rings: transport = {self.transport!r} is unknown; use one of {', '.join(TRANSPORTS)}")
-        if self.compression not in COMPRESSIONS:
-            raise ConfigError(f"rings: compression = {self.compression!r} is unknown; use one of "
-                              f"{', '.join(COMPRESSIONS)}")
-        for key in ("heartbeat_s", "rendezvous_s", "leader_grace_s"):
-            if not 0.0 < getattr(self, key) < float("inf"):
-                raise ConfigError(f"rings: {key} = {getattr(self, key)} must be above 0 and finite")
 
 def new_token() -> str:
     """Return a secret for the rings of one interval, hexadecimal."""

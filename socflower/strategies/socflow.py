@@ -30,12 +30,13 @@ from socflower.hierarchy import (
 from socflower.hierarchy.uplink_turns import ASKED, AUTO, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted
+from socflower.rings.settings import RingSettings
 from socflower.strategies.group_replies import outcome_of, settle
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric, mixed_phases
 from socflower.strategies.records import aggregate_records
 from socflower.strategies.replies import ReplyEvent, heat_events
 from socflower.strategies.resuming import PlannedRounds
-from socflower.strategies.rings import RingSettings, ring_tasks
+from socflower.strategies.rings import ring_tasks
 from socflower.strategies.round import IN_PROCESS, Round
 from socflower.strategies.round_planner import RoundPlanner
 from socflower.wire.message_keys import (

@@ -10,16 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.cluster import LayerTimings, StepTimings, device, device_names
+from socflower.cluster.device import Device
 from socflower.cluster.device_catalog import (
+    DeviceFile,
+    LinkTable,
     catalog,
     device_table,
     figure,
-    parse_device,
-    parse_link,
     read_device_file,
     toml_text,
 )
+from socflower.cluster.toml_file import read_table
 from socflower.errors import ConfigError
+
+
+def parse_device(name: str, table: Any, where: str) -> Device:
+    return read_table(DeviceFile, {"device": {name: table}}, where).device[name].device(name)
+
 
 texts = st.text(st.characters(exclude_categories=("Cs",)), min_size=1).filter(lambda text: bool(text.strip()))
 positive = st.floats(1e-12, 1e15) | st.integers(1, 10**15)
@@ -60,7 +67,7 @@ def test_a_profile_reads_back_as_the_same_tables_and_the_same_device(
 def test_every_published_device_reads_back_as_itself(name: str, tmp_path: Path) -> None:
     path = tmp_path / "template.toml"
     path.write_text(toml_text({"schema": 1, "device": {name: device_table(name)}}, comment="two\nlines"), "utf-8")
-    assert read_device_file(path).device(name) == device(name)
+    assert parse_device(name, read_device_file(path)["device"][name], "x") == device(name)
 
 
 def test_the_whole_catalogue_reads_back() -> None:
@@ -109,16 +116,16 @@ MODEL = "processor/cpu-int8/model/vgg11"
 
 @pytest.mark.parametrize(("path", "value", "says"), [
     ("idle_w", None, r"f \[device.mine\]: idle_w is missing; write idle_w = \{ value = ..., source = "),
-    ("idle_w", 3, r"f \[device.mine\]: idle_w = 3 must say where it is from: idle_w = \{ value = 3, source"),
-    ("idle_w/value", -1, r"f \[device.mine\] idle_w: value = -1 must be a number of 0 or more"),
-    ("idle_w/value", float("nan"), "idle_w: value = nan must be a number"),
-    ("idle_w/value", float("inf"), "idle_w: value = inf must be a number"),
-    ("idle_w/value", True, "idle_w: value = True must be a number"),
-    ("idle_w/value", "much", "idle_w: value = 'much' must be a number"),
-    ("idle_w/value", 10**400, "idle_w: value is too large a number|must be a number"),
-    ("idle_w/source", " ", "idle_w: source = ' ' must be a text"),
-    ("idle_w/sauce", "x", "idle_w: unknown key 'sauce' .*did you mean 'source'"),
-    ("memory_bytes/value", 0, "memory_bytes: value = 0 must be a number above 0"),
+    ("idle_w", 3, r"f \[device.mine\] idle_w = 3 must be written idle_w = \{ value = ..., source"),
+    ("idle_w/value", -1, r"f \[device.mine.idle_w\] value = -1 must be a number of 0 or more"),
+    ("idle_w/value", float("nan"), r"idle_w\] value = nan must be a number"),
+    ("idle_w/value", float("inf"), r"idle_w\] value = inf must be a number of 0 or more and finite"),
+    ("idle_w/value", True, r"idle_w\] value = True must be a number"),
+    ("idle_w/value", "much", r"idle_w\] value = 'much' must be a number"),
+    ("idle_w/value", 10**400, r"idle_w\] value = 10{199}… must be a number of 0 or more and finite"),
+    ("idle_w/source", " ", r"idle_w\] source = ' ' must be a text that is not empty"),
+    ("idle_w/sauce", "x", r"idle_w\]: unknown key 'sauce' .*did you mean 'source'"),
+    ("memory_bytes/value", 0, r"memory_bytes\] value = 0 must be a number above 0"),
     ("idel_w", 3, r"f \[device.mine\]: unknown key 'idel_w' \(value 3\); did you mean 'idle_w'"),
     ("processor", 3, r"f \[device.mine.processor\] must be a table, got 3"),
     ("processor", {}, "f: device mine: has no processor"),
@@ -127,18 +134,18 @@ MODEL = "processor/cpu-int8/model/vgg11"
     ("processor/cpu/active_w", None, r"f \[device.mine.processor.cpu\]: active_w is missing"),
     ("processor/cpu-int8/shares", "gpu", "f: device mine: processor cpu-int8 shares = 'gpu' must name another .*: cpu"),
     ("processor/cpu-int8/shares", 3, "shares = 3 must be a text"),
-    (f"{MODEL}/value", 0, r"f \[device.mine.processor.cpu-int8.model.vgg11\]: value = 0 must be a number above 0"),
-    (f"{MODEL}/source", None, "vgg11.: source = None must be a text"),
-    (f"{MODEL}/batch", [8, 1], r"vgg11\]: timings: batches must rise"),
+    (f"{MODEL}/value", 0, r"f \[device.mine.processor.cpu-int8.model.vgg11\] value = 0 must be a number above 0"),
+    (f"{MODEL}/source", None, "vgg11.: source is missing"),
+    (f"{MODEL}/batch", [8, 1], r"vgg11\] timings: batches must rise"),
     (f"{MODEL}/batch", [1.5, 2], "batch = .* must be a list of whole numbers"),
-    (f"{MODEL}/batch", None, "batch = None must be a list of whole numbers"),
-    (f"{MODEL}/step_s", None, "step_s = None must be a list of numbers"),
+    (f"{MODEL}/batch", None, "need as many step_s as batches and at least one, got 2 for 0"),
+    (f"{MODEL}/step_s", None, "need as many step_s as batches and at least one, got 0 for 2"),
     (f"{MODEL}/step_s", [1.0], "need as many step_s as batches"),
-    (f"{MODEL}/step_s", [1.0, float("nan")], "must be above 0 and finite"),
+    (f"{MODEL}/step_s", [1.0, float("nan")], "must be a list of numbers and finite"),
     (f"{MODEL}/steps", [1.0], "unknown key 'steps' .*did you mean 'step_s'"),
     (f"{MODEL}/layer", 3, r"layer = 3 must be written \[\[device.mine.processor.cpu-int8.model.vgg11.layer\]\]"),
-    (f"{MODEL}/layer/0/seconds", [-1.0, 2.0], r"layer 1\]: timings: step_s must be above 0"),
-    (f"{MODEL}/layer/0/name", None, r"layer 1\]: name = None must be a text"),
+    (f"{MODEL}/layer/0/seconds", [-1.0, 2.0], r"layer\]\] 1 timings: step_s must be above 0"),
+    (f"{MODEL}/layer/0/name", None, r"layer\]\] 1: name is missing"),
     ("link", {"peer": "x"}, r"f \[device.mine.link\]: bytes_per_s is missing"),
 ])
 def test_what_cannot_be_is_one_line_that_names_file_and_key(path: str, value: Any, says: str) -> None:
@@ -150,17 +157,19 @@ def test_what_cannot_be_is_one_line_that_names_file_and_key(path: str, value: An
 def test_a_link_may_be_quick_but_not_without_rate() -> None:
     link = {"peer": "there:1", "bytes_per_s": figure(1e6, "x"), "round_trip_s": figure(0, "x"),
             "message_s": figure(0, "x")}
-    assert parse_link(link, "f").bytes_per_s == 1e6
-    with pytest.raises(ConfigError, match=r"f \[link\] bytes_per_s: value = 0 must be a number above 0"):
-        parse_link({**link, "bytes_per_s": figure(0, "x")}, "f")
-    with pytest.raises(ConfigError, match=r"f \[link\]: unknown key 'pear'"):
-        parse_link({**link, "pear": 1}, "f")
+    assert read_table(LinkTable, link, "f").measurement.bytes_per_s == 1e6
+    with pytest.raises(ConfigError, match=r"f \[bytes_per_s\] value = 0 must be a number above 0"):
+        read_table(LinkTable, {**link, "bytes_per_s": figure(0, "x")}, "f")
+    with pytest.raises(ConfigError, match=r"f: unknown key 'pear'"):
+        read_table(LinkTable, {**link, "pear": 1}, "f")
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("[device", "not valid TOML"), ("", "has no .device.NAME. table"), ("device = 3", "has no .device.NAME. table"),
-    ("schema = 2\n[device.a]", "schema = 2 is not known"), ("[devise.a]", "unknown key 'devise'"),
-    ("[device.'a b']", "device name 'a b' must be made of"), ("[device.a]", "idle_w is missing"),
+    ("[device", "not valid TOML"), ("", "has no .device.NAME. table"),
+    ("device = 3", "device = 3 must be tables .device.NAME."),
+    ("schema = 2\n[device.a]", "schema = 2 must be 1"), ("[devise.a]\n[device.a]", "unknown key 'devise'"),
+    (toml_text({"device": {"a b": device_table("jetson-nano")}}), "device name 'a b' must be made of"),
+    ("[device.a]", "idle_w is missing"),
 ])
 def test_files_that_are_no_profiles(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "mine.toml"

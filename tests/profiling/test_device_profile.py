@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from socflower.cluster import device, device_names, load_cluster
-from socflower.cluster.device_catalog import figure, read_device_file, toml_text
+from socflower.cluster.device import Device
+from socflower.cluster.device_catalog import DeviceFile, figure, read_device_file, toml_text
+from socflower.cluster.toml_file import read_table
 from socflower.errors import ConfigError
 from socflower.profiling import cells as profile_cells
 from socflower.profiling import device_profile
@@ -19,6 +21,11 @@ from socflower.profiling.link_probe import ProbeServer, probe
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document, load_scenario, scenario_cluster, to_document
 from tests.command_line import Socflower
+
+
+def device_in(path: Path, name: str) -> Device:
+    return read_table(DeviceFile, read_device_file(path), "file").device[name].device(name)
+
 
 SMALL = ProfileRequest(models=("lenet5",), data="digits", batch_sizes=(2, 8), repeats=1, name="mine", kernel="portable")
 OPTIONS = ("--model", "lenet5", "--data", "digits", "--batch-size", "2", "--batch-size", "8", "--repeats", "1",
@@ -106,7 +113,7 @@ def test_only_what_is_missing_is_measured(measured: list[tuple[str, int]], tmp_p
                           kernel="portable")
     profile_device(more, out)
     assert measured[2:] == [("lenet5", 4)]
-    timings = read_device_file(out).device("mine").processor("cpu").timings["lenet5"]
+    timings = device_in(out, "mine").processor("cpu").timings["lenet5"]
     assert timings.batches == (2, 4, 8)
 
 
@@ -142,7 +149,7 @@ def test_cells_under_other_settings_are_measured_anew_and_that_is_said(
     assert measured[2:] == [("lenet5", 2)]
     key, value = next(iter(change.items()))
     assert f"earlier cells were measured under other settings ({key} 1, now {value})" in document["notes"][0]
-    assert read_device_file(out).device("mine").processor("cpu").timings["lenet5"].batches == (2,)
+    assert device_in(out, "mine").processor("cpu").timings["lenet5"].batches == (2,)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": 1, "conditions": {}, "host": {}, "cells": [{}]}'])
@@ -235,7 +242,7 @@ def test_what_people_wrote_stays_and_what_was_measured_or_assumed_does_not(
     assert again["processor"]["cpu"]["active_w"] == figure(7.5, "wall meter")
     assert again["processor"]["npu"] == table["processor"]["npu"]
     assert again["network_w"]["value"] != 9.0 and again["processor"]["cpu"]["flops_per_s"]["value"] > 1.0
-    soc = read_device_file(out).device("mine")
+    soc = device_in(out, "mine")
     assert (soc.default_processor, soc.accelerator) == ("cpu", "npu")
 
 
@@ -247,7 +254,7 @@ def test_a_published_device_is_printed_as_the_profile_it_is(socflower: Socflower
     (tmp_path / "printed.toml").write_text(ran.out, "utf-8")
     assert socflower("--device", name, "--out", "written.toml").status == 0
     for file in ("printed.toml", "written.toml"):
-        assert read_device_file(tmp_path / file).device(name) == device(name)
+        assert device_in(tmp_path / file, name) == device(name)
     assert list(json.loads(socflower("--device", name, "--json").out)["device"]) == [name]
 
 
@@ -345,7 +352,8 @@ def test_a_device_may_be_named_and_changed_on_the_command_line(board: Path, tmp_
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ('device = "board.toml"\n', "must be a table"), ('[cluster]\ndevice = "none.toml"\n', "none.toml: cannot be read"),
+    ('device = "board.toml"\n', "must be tables [device.NAME]"),
+    ('[cluster]\ndevice = "none.toml"\n', "none.toml: cannot be read"),
     ('cluster = "rack.toml"\n[device.board]\nidle_w = 3\n', "[device.board] is another device than the one"),
     ("[device.mine]\n", "[device.mine]: idle_w is missing"), ("[cluster]\n'[device]' = 3\n", "[device]"),
 ])

@@ -18,7 +18,7 @@ def small(
 ) -> Scenario:
     """Return a scenario of 4,000 digits in batches of 128."""
     return Scenario(
-        seed=seed, name="small", question="Does it run?", cluster={"boards": list(boards)}, events=events,
+        seed=seed, name="small", question="Does it run?", cluster={"boards": boards}, events=events,
         train=TrainConfig(epochs=epochs, batch_size=128, learning_rate=0.05, reply_timeout_s=reply_timeout_s),
         strategy=StrategyConfig(name=name, groups=groups, sync_interval_epochs=interval, **strategy))
 

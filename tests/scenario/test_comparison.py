@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> TrainedBy:
 
 
 def test_rows_carry_the_totals_of_each_strategy(tmp_path: Path) -> None:
-    scenario = replace(small(), expect={"max_accuracy_gap_to_fedavg": 0.5, "min_speedup_over_fedavg": 1e9,
+    scenario = small().replaced(expect={"max_accuracy_gap_to_fedavg": 0.5, "min_speedup_over_fedavg": 1e9,
                                         "min_accuracy": 0.5, "min_energy_gain_over_sgd": 1.0})
     document = compare(scenario, ["socflow", "fedavg"], tmp_path, num_workers=0)
     assert document == json.loads((tmp_path / "comparison.json").read_text())
@@ -66,9 +65,9 @@ def test_a_second_call_trains_nothing_and_says_the_same(trained: TrainedBy, tmp_
 
 
 @pytest.mark.parametrize("change", [
-    lambda s: replace(s, seed=2),
-    lambda s: replace(s, train=replace(s.train, learning_rate=0.01)),
-    lambda s: replace(s, cluster={"boards": [4]}),
+    lambda s: s.replaced(seed=2),
+    lambda s: s.replaced(train=s.train.replaced(learning_rate=0.01)),
+    lambda s: s.replaced(cluster={"boards": (4,)}),
 ])
 def test_a_changed_scenario_trains_anew(
     change: Callable[[Scenario], Scenario], trained: TrainedBy, tmp_path: Path,
@@ -123,7 +122,7 @@ def test_the_common_target_is_reached_by_all(trained: TrainedBy, tmp_path: Path)
 
 
 def test_a_target_of_the_scenario_may_be_out_of_reach(trained: TrainedBy, tmp_path: Path) -> None:
-    scenario = replace(small(), compare=CompareConfig(target_accuracy=0.999))
+    scenario = small().replaced(compare=CompareConfig(target_accuracy=0.999))
     document = compare(scenario, ["ring"], tmp_path)
     assert document["target_accuracy"] == 0.999
     assert document["rows"][0]["time_to_accuracy_s"] is None

@@ -6,6 +6,7 @@ import pytest
 
 from socflower.errors import ConfigError
 from socflower.scenario.expectations import check_expectations, require_known_claims
+from socflower.scenario.schema.file import parse_scenario
 
 RESULT: dict[str, Any] = {
     "strategy": "socflow", "final_accuracy": 0.9, "virtual_s": 10.0, "energy_j": 50.0, "wall_s": 3.0,
@@ -86,10 +87,10 @@ def test_an_unknown_claim_is_named(claim: str, says: str) -> None:
 
 @pytest.mark.parametrize("value", ["0.9", True, [0.9], None])
 def test_a_claim_is_a_number(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"case \[expect\]: min_accuracy = .* must be a number"):
-        require_known_claims({"min_accuracy": value}, "case")
+    with pytest.raises(ConfigError, match=r"case \[expect\] min_accuracy = .* must be a number"):
+        parse_scenario({"expect": {"min_accuracy": value}}, name="case", question="", where="case")
 
 
 def test_the_table_is_a_table() -> None:
     with pytest.raises(ConfigError, match=r"\[expect\] must be a table"):
-        require_known_claims(["min_accuracy"], "case")
+        parse_scenario({"expect": ["min_accuracy"]}, name="case", question="", where="case")

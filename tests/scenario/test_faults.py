@@ -1,6 +1,5 @@
 """Faults on purpose: what is dropped is reported, what remains is averaged, and a client's mistake ends the run."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,7 @@ def test_if_all_groups_answer_nan_the_run_fails_with_the_first_cause(tmp_path: P
 
 
 def test_training_that_diverges_everywhere_fails_with_advice(tmp_path: Path) -> None:
-    scenario = replace(small(), train=TrainConfig(epochs=1, batch_size=128, learning_rate=1e9))
+    scenario = small().replaced(train=TrainConfig(epochs=1, batch_size=128, learning_rate=1e9))
     assert "lower learning rate" in failure(scenario, tmp_path / "out")
 
 
@@ -177,8 +176,8 @@ def test_fedavg_never_averages_nan_in() -> None:
 
 def test_events_strike_the_training_and_not_the_warm_up_that_chooses_the_groups() -> None:
     scenario = small("socflow", events=(event("nan", soc=0),))
-    auto = replace(scenario, strategy=replace(scenario.strategy, groups="auto"),
-                   train=replace(scenario.train, batch_size=16))
+    auto = scenario.replaced(strategy=scenario.strategy.replaced(groups="auto"),
+                             train=scenario.train.replaced(batch_size=16))
     result = run_scenario(auto, num_workers=0)
     assert result["warm_up"]["num_groups"] >= 2
     assert [report["kind"] for report in events_by_round(result)[1]] == ["not-finite"]

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from socflower.cluster.toml_file import read_table
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import EventConfig
@@ -57,13 +58,13 @@ def test_with_nobody_left_the_training_ends_with_a_line() -> None:
 
 
 @pytest.mark.parametrize(("settings", "says"), [
-    ({"kind": "preempt", "soc": 0, "round": 1, "rounds": 0}, r"rounds = 0 must be above 0"),
-    ({"kind": "preempt", "soc": 0, "round": 1, "at": 1.0}, r"at = 1.0 must be 0 or more and below 1"),
+    ({"kind": "preempt", "soc": 0, "round": 1, "rounds": 0}, r"rounds = 0 must be a whole number above 0"),
+    ({"kind": "preempt", "soc": 0, "round": 1, "at": 1.0}, r"at = 1.0 must be a number of 0 or more and below 1"),
     ({"kind": "nan", "soc": 0, "round": 1, "rounds": 2}, r"kind = 'nan' takes no rounds and no at"),
 ])
 def test_events_that_cannot_be_are_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        EventConfig(**settings)
+        read_table(EventConfig, settings, "x")
 
 
 def test_the_trained_model_can_be_kept(tmp_path: Path) -> None:

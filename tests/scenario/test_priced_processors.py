@@ -1,7 +1,6 @@
 """A run says what its time and energy are those of, where that is not what trained."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from tests.scenario.small_runs import small
 
 
 def on(name: str, arithmetic: str = "fp32") -> Any:
-    return replace(small(), cluster={"boards": [2, 2], "device": name},
-                   precision=PrecisionConfig(arithmetic=arithmetic))
+    return small().replaced(cluster={"boards": (2, 2), "device": name},
+                            precision=PrecisionConfig(arithmetic=arithmetic))
 
 
 @pytest.mark.parametrize("name", device_names())

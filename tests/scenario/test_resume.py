@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def assert_ends_as(reference: Path, out: Path) -> dict[str, Any]:
 
 
 def with_precision(scenario: Scenario, **precision: Any) -> Scenario:
-    return replace(scenario, precision=PrecisionConfig(**precision))
+    return scenario.replaced(precision=PrecisionConfig(**precision))
 
 
 CASES: dict[str, Scenario] = {
@@ -253,7 +252,7 @@ def test_a_checkpoint_of_another_scenario_is_refused_and_stays(tmp_path: Path) -
         resume(small(seed=2), tmp_path)
     with pytest.raises(ConfigError, match=r"strategy\.groups was 2 there and is 4 now"):
         resume(small(groups=4), tmp_path)
-    assert resume(replace(small(), expect={"min_accuracy": 0.1}, question="Other?"), tmp_path)["resumed_from"] == [1]
+    assert resume(small().replaced(expect={"min_accuracy": 0.1}, question="Other?"), tmp_path)["resumed_from"] == [1]
 
 
 def test_fresh_starts_anew_whatever_is_there(tmp_path: Path) -> None:

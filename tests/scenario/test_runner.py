@@ -5,7 +5,6 @@ import logging
 import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -122,7 +121,7 @@ def test_fedavg_moves_every_model_through_the_hub() -> None:
 
 def test_claims_are_in_the_result_with_what_was_observed() -> None:
     claims = {"min_accuracy": 0.5, "max_groups": 1, "min_speedup_over_ring": 2.0}
-    result = run_scenario(replace(small(), expect=claims), num_workers=0)
+    result = run_scenario(small().replaced(expect=claims), num_workers=0)
     assert [(claim["name"], claim["holds"]) for claim in result["expectations"]] == [
         ("min_accuracy", True), ("max_groups", False), ("min_speedup_over_ring", None)]
     assert result["expectations"][0]["observed"] == result["final_accuracy"]
@@ -267,10 +266,9 @@ def test_an_out_that_cannot_be_a_folder_is_refused_before_training(
     (small(groups=5), "local", InfeasiblePlan, "groups = 5, but only 4 SoCs take part"),
     (small(groups=3, socs=2), "local", InfeasiblePlan, "groups = 3, but only 2 SoCs take part"),
     (small(socs=9), "local", InfeasiblePlan, "socs = 9, but the cluster has 4 SoCs"),
-    (replace(small(), model=ModelConfig(name="lenet")), "local", ConfigError, "name = 'lenet' is unknown"),
+    (small().replaced(model=ModelConfig(name="lenet")), "local", ConfigError, "name = 'lenet' is unknown"),
     (small(events=(EventConfig(kind="nan", soc=4, round=1),)), "local", ConfigError,
      "soc = 4, but SoCs are 0 to 3"),
-    (replace(small(), cluster={"bords": 2}), "local", ConfigError, "did you mean 'boards'?"),
 ])
 def test_what_cannot_run_is_refused_with_both_numbers(
     scenario: Scenario, engine: str, error: type[SocflowerError], says: str,

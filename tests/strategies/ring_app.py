@@ -18,7 +18,7 @@ from torch import nn
 from socflower.clients.app import make_client_app
 from socflower.cluster import Cluster, parse_cluster
 from socflower.engines.deployment.flower_processes import free_ports
-from socflower.strategies.rings import RingSettings
+from socflower.rings.settings import RingSettings
 from socflower.strategies.socflow import SoCFlow
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.wire.message_keys import CONFIG, GROUP, SERVER_ROUND, GroupTask

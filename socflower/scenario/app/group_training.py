@@ -1,7 +1,6 @@
 """The ServerApp of a scenario without a cloud: builds model, data, strategy and clock, and returns the outcome."""
 
 from collections.abc import Collection
-from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
@@ -22,7 +21,6 @@ from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.sim import EventClock, Trace
 from socflower.strategies.comparators import OrderedFedAvg, RingAllReduce, SingleDevice
-from socflower.strategies.rings import RingSettings
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.warm_up import profile_group_count
 from socflower.workloads import DataSet, Evaluation, evaluate, load_data
@@ -130,7 +128,7 @@ class _Training:
             "reshuffle": settings.reshuffle, "model_profile": self._profile,
             "pricing": pricing(self._scenario), "overlap_buckets": settings.overlap_buckets,
             "tolerate_client_errors": settings.tolerate_client_errors,
-            "rings": RingSettings(**asdict(self._scenario.ring)), "rebalancing": rebalancing(self._scenario),
+            "rings": self._scenario.ring, "rebalancing": rebalancing(self._scenario),
         }
         if settings.name == "sgd":
             return SingleDevice(**shared)

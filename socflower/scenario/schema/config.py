@@ -1,17 +1,16 @@
-"""The tables of a scenario file as validated values; unknown keys and impossible values are errors."""
+"""The tables of a scenario file: keys, defaults, limits and descriptions. docs/scenario-keys.md is made of them."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Annotated
 
-from socflower.cluster.cluster_file import MOST_SOCS
-from socflower.errors import ConfigError
+from pydantic import Field
+
+from socflower.cluster.cluster_file import MOST_SOCS, ClusterFile
+from socflower.cluster.toml_file import OneOf, Table, keys_of
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.precision import ALGORITHMS, MIXING_RULES
+from socflower.rings.settings import RingSettings
 from socflower.scenario.schema.split import SPLIT_STRATEGIES, EdgeCloudConfig
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
-from socflower.wire.message_keys import COMPRESSIONS, TRANSPORTS
 
 CLUSTER_STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
 STRATEGIES = (*CLUSTER_STRATEGIES, *SPLIT_STRATEGIES)
@@ -20,243 +19,226 @@ REBALANCE = ("off", "shares", "groups", "both")
 FAULT_KINDS = ("raise", "nan", "hang", "die", "preempt")
 
 _HELD_OUT = 128
+_READERS = {"rule": ("mixed",), "algorithm": ("int8",), "gradient_bits": ("int8",), "adaptive_rescaling": ("int8",),
+            "unsupported": ("int8", "mixed")}
+"""The arithmetics that read a key of `[precision]`, for keys that not all of them read."""
+
 # Limits far above any real training, which keep planning and training bounded.
 _MAX_EPOCHS = 1_000_000
 _MAX_SAMPLES = 1_000_000  # of a batch
-_MAX_BUCKETS = 1_000
-_MAX_S = 1e7  # 116 days
-_GRADIENT_BITS = (5, 4, 3)
+
+Epochs = Annotated[int, Field(gt=0, le=_MAX_EPOCHS)]
+Round = Annotated[int, Field(gt=0, le=MOST_INTERVALS)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
+class ModelConfig(Table):
     """`[model]`"""
 
-    name: str = "lenet5"
+    name: str = Field("lenet5", description=(
+        "`lenet5`, `vgg11`, `resnet18`, `mobilenet-v1`, or small relatives for 32×32 images: `vgg-small` (six "
+        "convolutions, 0.31 M parameters), `vgg-tiny` (63 thousand) and `resnet8` (BatchNorm and residuals, 78 "
+        "thousand). With [a cloud](#edgecloud) also `click-model` and `digit-generator`"))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
+class DataConfig(Table):
     """`[data]`"""
 
-    name: str = "digits"
-    partition: str = "iid"
-    alpha: float = 0.5  # of a Dirichlet partition; smaller is more uneven
+    name: str = Field("digits", description=(
+        "`digits` (4,000 training and 1,000 test images of MNIST, embedded), `mnist`, `cifar10`; with `click-model` "
+        "`clicks`, 60,000 generated samples in the shape of MovieLens"))
+    partition: Annotated[str, OneOf(("iid", "dirichlet"))] = Field("iid", description=(
+        "how data are spread over SoCs; `dirichlet` is label skew"))
+    alpha: float = Field(0.5, gt=0, description="of the Dirichlet distribution; smaller is more uneven")
 
-    def __post_init__(self) -> None:
-        _one_of("[data] partition", self.partition, ("iid", "dirichlet"))
-        _above_zero("[data] alpha", self.alpha)
 
+class TrainConfig(Table):
+    """`[train]`"""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
-    """`[train]`; `batch_size` is a group's for socflow, the global one for ring and sgd, a client's for fedavg."""
+    epochs: Epochs = Field(10, description="passes over the data")
+    batch_size: int = Field(64, gt=0, le=_MAX_SAMPLES, description=(
+        "of a group for `socflow`, of all SoCs together for `ring` and `sgd`, of one client for `fedavg`, of each edge "
+        "with a cloud"))
+    learning_rate: float = Field(0.01, gt=0, description="of the optimiser")
+    optimizer: Annotated[str, OneOf(("sgd", "adam"))] = Field("sgd", description="int8 training knows `sgd` only")
+    momentum: float | None = Field(None, ge=0, lt=1, description=(
+        "of SGD; refused with `adam` and `niti`, which have none; default: 0.9, and 0 with `niti`"))
+    weight_decay: float = Field(0.0, ge=0, description="of SGD")
+    schedule: Annotated[str, OneOf(("cosine", "constant"))] = Field("cosine", description=(
+        "of the learning rate; `cosine` is zero at the end"))
+    local_epochs: Epochs = Field(1, description="epochs of a `fedavg` client in a round; `epochs` must be a multiple")
+    reduction: Annotated[str, OneOf(("auto", "always", "ring"))] = Field(
+        "auto", json_schema_extra={"was": "member_passes"}, description=(
+            "`auto`: members of a group get passes of their own only in models with BatchNorm, where it changes the "
+            "result; `always`: in all models, as a real ring does; `ring`: the same, and their gradients are summed in "
+            "a ring's order, which gives the very bits of a [real one](rings.md) over gRPC, or over gloo with groups "
+            "of two"))
+    reply_timeout_s: float = Field(3600.0, gt=0, le=1e7, description=(
+        "real seconds after which a client that does not answer is given up on"))
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"member_passes": "reduction"}
-
-    epochs: int = 10
-    batch_size: int = 64
-    learning_rate: float = 0.01
-    optimizer: str = "sgd"
-    momentum: float | None = None  # for sgd; see `Scenario.momentum`
-    weight_decay: float = 0.0
-    schedule: str = "cosine"
-    local_epochs: int = 1  # of a fedavg client per round
-    reduction: str = "auto"
-    reply_timeout_s: float = 3600.0  # wall seconds after which a node that does not answer is dropped
-
-    def __post_init__(self) -> None:
-        _one_of("[train] optimizer", self.optimizer, ("sgd", "adam"))
-        _one_of("[train] schedule", self.schedule, ("cosine", "constant"))
-        _one_of("[train] reduction", self.reduction, ("auto", "always", "ring"))
-        for key, most in (("epochs", _MAX_EPOCHS), ("batch_size", _MAX_SAMPLES), ("learning_rate", math.inf),
-                          ("local_epochs", _MAX_EPOCHS), ("reply_timeout_s", _MAX_S)):
-            _above_zero(f"[train] {key}", getattr(self, key), most)
-        if not (0 <= (self.momentum or 0.0) < 1 and 0 <= self.weight_decay < math.inf):
-            raise ConfigError(f"[train] momentum = {self.momentum} and weight_decay = {self.weight_decay}: need "
-                              "0 <= momentum < 1 and weight_decay >= 0")
+    def check(self) -> None:
+        """Refuse momentum without SGD, and local epochs that do not divide the epochs."""
         if self.momentum and self.optimizer != "sgd":
-            raise ConfigError(f"[train] momentum = {self.momentum} is for sgd, and optimizer = {self.optimizer!r}; "
-                              "leave it out")
+            raise ValueError(f"momentum = {self.momentum} is for sgd, and optimizer = {self.optimizer!r}; leave it out")
         if self.epochs % self.local_epochs:
-            raise ConfigError(f"[train] epochs = {self.epochs} must be a multiple of local_epochs = "
-                              f"{self.local_epochs}")
+            raise ValueError(f"epochs = {self.epochs} must be a multiple of local_epochs = {self.local_epochs}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrecisionConfig:
+class PrecisionConfig(Table):
     """`[precision]`: the arithmetic of the clients' training."""
 
-    arithmetic: str = "fp32"
-    rule: str = "paper"  # for mixed: how a batch is split between CPU and NPU
-    held_out: int | None = None  # training samples held out to measure alpha; default 128 for mixed, else 0
-    algorithm: str = "niti"  # for int8
-    gradient_bits: tuple[int, ...] = _GRADIENT_BITS  # for niti: from the start, half and three quarters of training
-    adaptive_rescaling: bool = True
-    unsupported: str = "refuse"  # how operators without int8 support are handled; "fp32" runs them in torch
+    arithmetic: Annotated[str, OneOf(ARITHMETICS)] = Field("fp32", description=(
+        "`fp32` is torch, `int8` socflower's integer kernels, `mixed` both for each batch"))
+    rule: Annotated[str, OneOf(MIXING_RULES)] = Field("paper", description=(
+        "of mixed training, how a batch is split; [what they mean](mixed-precision.md#how-a-batch-is-split)"))
+    held_out: int = Field(
+        default_factory=lambda table: _HELD_OUT if table.get("arithmetic") == "mixed" else 0, ge=0, description=(
+            "training samples set aside, spread evenly, on which mixed training measures alpha; 1 or more with "
+            "`mixed`. With `fp32` and `int8` it makes a comparison on equal samples; default: 128 with `mixed`, else "
+            "0"))
+    algorithm: Annotated[str, OneOf(tuple(ALGORITHMS))] = Field("niti", description=(
+        "of int8 training: `niti` (int8 weights, integer update) or `adaptive-fixed-point` (FP32 master weights)"))
+    gradient_bits: tuple[Annotated[int, Field(ge=0, le=7)], ...] = Field((5, 4, 3), description=(
+        "three numbers, of `niti`, from the beginning, from half and from three quarters of training; fewer are "
+        "smaller steps"))
+    adaptive_rescaling: bool = Field(True, description=(
+        "of int8 training: look for the exponents of int8 tensors now and then; false: in every batch"))
+    unsupported: Annotated[str, OneOf(("refuse", "fp32"))] = Field("refuse", description=(
+        "of int8 and mixed training, what becomes of operators that int8 lacks: `refuse` the model before round 1, or "
+        "run them in `fp32`"))
 
-    def __post_init__(self) -> None:
-        _one_of("[precision] arithmetic", self.arithmetic, ARITHMETICS)
-        _one_of("[precision] rule", self.rule, MIXING_RULES)
-        if self.held_out is None:
-            object.__setattr__(self, "held_out", _HELD_OUT if self.arithmetic == "mixed" else 0)
-        if self.num_held_out < (1 if self.arithmetic == "mixed" else 0):
-            raise ConfigError(f"[precision] held_out = {self.held_out} must be 1 or more with arithmetic = 'mixed', "
-                              "0 or more otherwise")
-        _one_of("[precision] algorithm", self.algorithm, tuple(ALGORITHMS))
-        if len(self.gradient_bits) != 3 or not all(0 <= bits <= 7 for bits in self.gradient_bits):
-            raise ConfigError(f"[precision] gradient_bits = {list(self.gradient_bits)}: need three numbers of 0 to 7")
-        _one_of("[precision] unsupported", self.unsupported, ("refuse", "fp32"))
-        self._refuse_unread()
-
-    def _refuse_unread(self) -> None:
-        readers = {"rule": ("mixed",), "algorithm": ("int8",), "gradient_bits": ("int8",),
-                   "adaptive_rescaling": ("int8",), "unsupported": ("int8", "mixed")}
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if value == entry.default or self.arithmetic in readers.get(entry.name, ARITHMETICS):
-                continue
-            shown = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"[precision] {entry.name} = {shown!r} is for arithmetic = "
-                              f"{' or '.join(map(repr, readers[entry.name]))}, and it is {self.arithmetic!r}; leave it "
-                              "out")
-        if self.gradient_bits != _GRADIENT_BITS and self.algorithm != "niti":
-            raise ConfigError(f"[precision] gradient_bits = {list(self.gradient_bits)} is for algorithm = 'niti', and "
-                              f"it is {self.algorithm!r}; leave it out")
-
-    @property
-    def num_held_out(self) -> int:
-        """`held_out` with its default filled in."""
-        assert self.held_out is not None
-        return self.held_out
+    def check(self) -> None:
+        """Refuse keys that the arithmetic does not read, unless they have their defaults."""
+        if self.arithmetic == "mixed" and not self.held_out:
+            raise ValueError(f"held_out = {self.held_out} must be 1 or more with arithmetic = 'mixed'")
+        if len(self.gradient_bits) != 3:
+            raise ValueError(f"gradient_bits = {list(self.gradient_bits)}: need three numbers")
+        for key, readers in _READERS.items():
+            value = getattr(self, key)
+            if value != keys_of(PrecisionConfig)[key].default and self.arithmetic not in readers:
+                shown = list(value) if isinstance(value, tuple) else value
+                raise ValueError(f"{key} = {shown!r} is for arithmetic = {' or '.join(map(repr, readers))}, and it is "
+                                 f"{self.arithmetic!r}; leave it out")
+        if self.gradient_bits != (5, 4, 3) and self.algorithm != "niti":
+            raise ValueError(f"gradient_bits = {list(self.gradient_bits)} is for algorithm = 'niti', and it is "
+                             f"{self.algorithm!r}; leave it out")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyConfig:
+class StrategyConfig(Table):
     """`[strategy]`"""
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"sequenced": "serialize_uplinks"}
-
-    name: str = "socflow"
-    groups: int | str = "auto"
-    socs: int | None = None  # number of participating SoCs; default all
-    sync_interval_epochs: float | str = "decay"
-    reshuffle: bool = True
-    serialize_uplinks: bool | str = "auto"
-    overlap_buckets: int = 1
-    tolerate_client_errors: bool = False
-    rebalance: str = "off"  # what is adapted to measured capacity
-    rebalance_steps: int = 10  # steps between checks of the members' speeds; 0: only between rounds
-
-    def __post_init__(self) -> None:
-        _one_of("[strategy] name", self.name, STRATEGIES)
-        _one_of("[strategy] rebalance", self.rebalance, REBALANCE)
-        if not 0 <= self.rebalance_steps <= _MAX_EPOCHS:
-            raise ConfigError(f"[strategy] rebalance_steps = {self.rebalance_steps} must not be negative, and at most "
-                              f"{_MAX_EPOCHS}")
-        _number_or("[strategy] groups", self.groups, "auto", "a whole number", MOST_SOCS)
-        _number_or("[strategy] sync_interval_epochs", self.sync_interval_epochs, "decay", "a number of epochs",
-                   _MAX_EPOCHS)
-        if isinstance(self.serialize_uplinks, str) and self.serialize_uplinks != "auto":
-            raise ConfigError(f"[strategy] serialize_uplinks = {self.serialize_uplinks!r} is unknown; use true, false "
-                              "or 'auto'")
-        if self.socs is not None:
-            _above_zero("[strategy] socs", self.socs, MOST_SOCS)
-        _above_zero("[strategy] overlap_buckets", self.overlap_buckets, _MAX_BUCKETS)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RingConfig:
-    """`[ring]`: how groups exchange gradients on engine deployment; other engines run a group in one process."""
-
-    transport: str = "auto"
-    compression: str = "none"
-    heartbeat_s: float = 5.0
-    rendezvous_s: float = 90.0
-    leader_grace_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        _one_of("[ring] transport", self.transport, TRANSPORTS)
-        _one_of("[ring] compression", self.compression, COMPRESSIONS)
-        for key in ("heartbeat_s", "rendezvous_s", "leader_grace_s"):
-            _above_zero(f"[ring] {key}", getattr(self, key), _MAX_S)
+    name: Annotated[str, OneOf(STRATEGIES)] = Field("socflow", description=(
+        "`ring`: all SoCs in one ring; `fedavg`: Flower's, all SoCs in every round, broken replies are left out; "
+        "`sgd`: SoC 0 alone; the others train with [a cloud](scenario-files.md#edgecloud)"))
+    groups: Annotated[int, Field(gt=0, le=MOST_SOCS)] | Annotated[str, OneOf(("auto",))] = Field("auto", description=(
+        "number of groups of `socflow`; \"auto\" trains an epoch with 1, 2, 4, … groups and takes the last one before "
+        "accuracy falls"))
+    socs: int | None = Field(None, gt=0, le=MOST_SOCS, description="how many slots take part; default: all")
+    sync_interval_epochs: Annotated[float, Field(gt=0, le=_MAX_EPOCHS)] | Annotated[str, OneOf(("decay",))] = Field(
+        "decay", description=("epochs between synchronisations; \"decay\" is 0.25, doubled every 10 epochs, up to 2; "
+                              "`ring` and `sgd` ignore it"))
+    reshuffle: bool = Field(True, description=(
+        "deal all data anew to the groups at a synchronisation that ends an epoch; false where data must stay: each "
+        "SoC trains on its own, in an order of its own"))
+    serialize_uplinks: bool | Annotated[str, OneOf(("auto",))] = Field(
+        "auto", json_schema_extra={"was": "sequenced"}, description=(
+            "groups that share an uplink exchange in turn; \"auto\" takes, for each new plan, the way that is "
+            "[predicted to be faster](cost-model.md#groups-that-share-an-uplink)"))
+    overlap_buckets: int = Field(1, gt=0, le=1000, description=(
+        "parts of the backward pass whose gradients are exchanged while the next part is computed; 1 means no overlap"))
+    tolerate_client_errors: bool = Field(False, description=(
+        "leave out a group whose client raises, instead of ending the run, or of a ring of real machines the member; "
+        "`fedavg` always does"))
+    rebalance: Annotated[str, OneOf(REBALANCE)] = Field("off", description=(
+        "what follows the speeds that SoCs really have: `shares` (of a group's batch), `groups` (SoCs of one board "
+        "change groups, between rounds; shares follow then as well) or `both`; see [rebalancing.md](rebalancing.md)"))
+    rebalance_steps: int = Field(10, ge=0, le=_MAX_EPOCHS, description=(
+        "with `shares` and `both`, after how many steps the members of a group look at their speeds; 0: only between "
+        "rounds"))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EventConfig:
+class CompareConfig(Table):
+    """`[compare]`: what `socflower compare` runs."""
+
+    strategies: tuple[Annotated[str, OneOf(STRATEGIES)], ...] = Field(CLUSTER_STRATEGIES, min_length=1, description=(
+        "what runs; `--strategies a,b` overrides it; with a cloud the default is all of those but `splitfed`"))
+    target_accuracy: float | None = Field(None, description=(
+        "accuracy that all are timed to; default: one point below the lowest final accuracy"))
+
+
+class EventConfig(Table):
     """`[[event]]`: a fault of a SoC's client in one round, or "preempt": its user takes the SoC for some rounds."""
 
-    kind: str
-    soc: int
-    round: int
-    rounds: int = 1  # for a preemption: number of rounds without the SoC, including the one in which it leaves
-    at: float = 0.5  # for a preemption: fraction of that round's steps after which it leaves
+    kind: Annotated[str, OneOf(FAULT_KINDS)] = Field(description=(
+        "`nan` answers NaN, with `die` the process exits, with `preempt` it leaves for its user's work"))
+    soc: int = Field(ge=0, description=(
+        "whose client; a group in one process suffers what any of its members does, in a ring each suffers its own"))
+    round: Round = Field(description="in which round, from 1; not in the warm-up of `groups = \"auto\"`")
+    rounds: Round = Field(1, description="of `preempt`: for how many rounds its user has it, that one included")
+    at: float = Field(0.5, ge=0, lt=1, description="of `preempt`: after which part of that round's steps it leaves")
 
-    def __post_init__(self) -> None:
-        _one_of("[[event]] kind", self.kind, FAULT_KINDS)
-        _above_zero("[[event]] round", self.round, MOST_INTERVALS)
-        _above_zero("[[event]] rounds", self.rounds, MOST_INTERVALS)
-        if self.soc < 0:
-            raise ConfigError(f"[[event]] soc = {self.soc} must be 0 or more")
-        if not 0.0 <= self.at < 1.0:
-            raise ConfigError(f"[[event]] at = {self.at} must be 0 or more and below 1")
+    def check(self) -> None:
+        """Refuse what only a preemption has for other kinds."""
         if self.kind != "preempt" and (self.rounds, self.at) != (1, 0.5):
-            raise ConfigError(f"[[event]] kind = {self.kind!r} takes no rounds and no at; they are for \"preempt\"")
+            raise ValueError(f"kind = {self.kind!r} takes no rounds and no at; they are for \"preempt\"")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompareConfig:
-    """`[compare]`: the strategies that `socflower compare` runs, and the accuracy to which it times them."""
+class ScenarioFile(ClusterFile):
+    """A scenario file; the tables of its cluster are those of a cluster file."""
 
-    strategies: tuple[str, ...] = CLUSTER_STRATEGIES
-    target_accuracy: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.strategies:
-            raise ConfigError("[compare] strategies is empty; name at least one of " + ", ".join(STRATEGIES))
-        for name in self.strategies:
-            _one_of("[compare] strategies", name, STRATEGIES)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scenario:
-    """A whole scenario. `cluster`, `boards` and `devices` remain tables, so that the document keeps them as written."""
-
-    schema: int = 1
-    seed: int = 1
-    name: str = "scenario"
-    question: str = ""
-    cluster: Mapping[str, Any] = field(default_factory=dict)
-    boards: tuple[Mapping[str, Any], ...] = ()
-    devices: Mapping[str, Any] = field(default_factory=dict)  # [device.NAME] tables, in addition to the catalogue's
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    ring: RingConfig = field(default_factory=RingConfig)
-    compare: CompareConfig = field(default_factory=CompareConfig)
-    events: tuple[EventConfig, ...] = ()
+    seed: int = Field(1, ge=0, le=2**32 - 1, description=(
+        "of the initial weights, the partition, the order of the data, and links to a cloud"))
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    strategy: StrategyConfig = StrategyConfig()
+    ring: RingSettings = RingSettings()
+    compare: CompareConfig = CompareConfig()
+    events: tuple[EventConfig, ...] = Field((), alias="event")
     thermal: ThermalConfig | None = None  # None: no heat simulation
-    background_load: BackgroundLoadConfig | None = None  # None: no other users
+    background_load: BackgroundLoadConfig | None = Field(None, json_schema_extra={"was": "users"})  # None: nobody else
     edgecloud: EdgeCloudConfig | None = None  # None: no cloud
-    expect: Mapping[str, float] = field(default_factory=dict)
+    expect: dict[str, int | float] = Field({})
 
-    def __post_init__(self) -> None:
-        if self.schema != 1:
-            raise ConfigError(f"schema = {self.schema} is not known to this version; write schema = 1")
+    def check(self) -> None:
+        """Refuse tables that do not go together."""
+        ClusterFile.check(self)
         if self.train.optimizer != "sgd" and self.precision.arithmetic != "fp32":
-            raise ConfigError(f"[train] optimizer = {self.train.optimizer!r} is for arithmetic = 'fp32'; int8 training "
-                              "supports sgd only")
+            raise ValueError(f"[train] optimizer = {self.train.optimizer!r} is for arithmetic = 'fp32'; int8 training "
+                             "supports sgd only")
         if self.precision.arithmetic == "int8" and (self.train.weight_decay or self.train.reduction != "auto"):
-            raise ConfigError("[precision] arithmetic = 'int8' does not support [train] weight_decay and reduction; "
-                              "leave them out")
+            raise ValueError("[precision] arithmetic = 'int8' does not support [train] weight_decay and reduction; "
+                             "leave them out")
         if self.train.momentum and self._trains_by_niti:
-            raise ConfigError(f"[train] momentum = {self.train.momentum}: the integer update of [precision] algorithm "
-                              "= 'niti' has none; leave it out, or use algorithm = 'adaptive-fixed-point'")
-        self._check_split()
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed = {self.seed} must lie between 0 and {2**32 - 1}")
+            raise ValueError(f"[train] momentum = {self.train.momentum}: the integer update of [precision] algorithm "
+                             "= 'niti' has none; leave it out, or use algorithm = 'adaptive-fixed-point'")
+        family = SPLIT_STRATEGIES if self.is_split else CLUSTER_STRATEGIES
+        if self.compare.strategies == CLUSTER_STRATEGIES != family:
+            # The default strategies do not fit this scenario: replace them by those of its family.
+            object.__setattr__(self, "compare", self.compare.replaced(strategies=tuple(
+                name for name in family if name != "splitfed")))
+        misfits = [name for name in self.compare.strategies if name not in family]
+        if misfits:
+            raise ValueError(f"[compare] strategies: {misfits[0]!r} cannot run the workload of "
+                             f"{self.strategy.name!r}; use some of {', '.join(family)}")
+        if self.edgecloud is not None and not self.is_split:
+            raise ValueError(f"[edgecloud] is for strategies {', '.join(SPLIT_STRATEGIES)}; [strategy] name is "
+                             f"{self.strategy.name!r}")
+        if self.is_split:
+            self._check_split()
+
+    def _check_split(self) -> None:
+        name = f"[strategy] name = {self.strategy.name!r}"
+        if self.train.epochs / self.split.round_epochs > MOST_INTERVALS:
+            raise ValueError(f"[edgecloud] round_epochs = {self.split.round_epochs} with [train] epochs = "
+                             f"{self.train.epochs} make more than {MOST_INTERVALS} rounds; train fewer epochs, or "
+                             "raise round_epochs")
+        if self.precision.arithmetic != "fp32":
+            raise ValueError(f"{name} trains in FP32; leave [precision] out")
+        if self.thermal is not None or self.background_load is not None:
+            raise ValueError(f"{name} does not support [thermal] and [background_load]; leave them out")
+        if self.events:
+            raise ValueError(f"{name} does not support [[event]]; the outages of a link are in [edgecloud] segments")
 
     @property
     def _trains_by_niti(self) -> bool:
@@ -279,50 +261,9 @@ class Scenario:
         """`[edgecloud]`, or its defaults if the scenario has no such table."""
         return self.edgecloud or EdgeCloudConfig()
 
-    def _check_split(self) -> None:
-        family = SPLIT_STRATEGIES if self.is_split else CLUSTER_STRATEGIES
-        if self.compare.strategies == CLUSTER_STRATEGIES != family:
-            # The default strategies do not fit this scenario: replace them by those of its family.
-            object.__setattr__(self, "compare", replace(self.compare, strategies=tuple(
-                name for name in family if name != "splitfed")))
-        misfits = [name for name in self.compare.strategies if name not in family]
-        if misfits:
-            raise ConfigError(f"[compare] strategies: {misfits[0]!r} cannot run the workload of "
-                              f"{self.strategy.name!r}; use some of {', '.join(family)}")
-        if self.edgecloud is not None and not self.is_split:
-            raise ConfigError(f"[edgecloud] is for strategies {', '.join(SPLIT_STRATEGIES)}; [strategy] name is "
-                              f"{self.strategy.name!r}")
-        if not self.is_split:
-            return
-        if self.train.epochs / self.split.round_epochs > MOST_INTERVALS:
-            raise ConfigError(f"[edgecloud] round_epochs = {self.split.round_epochs} with [train] epochs = "
-                              f"{self.train.epochs} make more than {MOST_INTERVALS} rounds; train fewer epochs, or "
-                              "raise round_epochs")
-        if self.precision.arithmetic != "fp32":
-            raise ConfigError(f"[strategy] name = {self.strategy.name!r} trains in FP32; leave [precision] out")
-        if self.thermal is not None or self.background_load is not None:
-            raise ConfigError(f"[strategy] name = {self.strategy.name!r} does not support [thermal] and "
-                              "[background_load]; leave them out")
-        if self.events:
-            raise ConfigError(f"[strategy] name = {self.strategy.name!r} does not support [[event]]; the outages of a "
-                              "link are in [edgecloud] segments")
 
+class Scenario(ScenarioFile):
+    """A whole scenario."""
 
-def _one_of(where: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{where} = {value!r} is unknown; use one of {', '.join(known)}")
-
-
-def _above_zero(where: str, value: float, most: float = math.inf) -> None:
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{where} = {value} must be above 0 and finite")
-    if value > most:
-        raise ConfigError(f"{where} = {value} must be at most {most}")
-
-
-def _number_or(where: str, value: float | str, word: str, number: str, most: float) -> None:
-    """Raise `ConfigError` unless the value is above 0 or the given word."""
-    if not isinstance(value, str):
-        _above_zero(where, value, most)
-    elif value != word:
-        raise ConfigError(f'{where} = {value!r} must be {number} above 0, or "{word}"')
+    name: str = "scenario"
+    question: str = ""

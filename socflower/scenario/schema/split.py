@@ -1,91 +1,83 @@
 """`[edgecloud]` of a scenario: the cloud, the link to it, and how a model is trained over both."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
-from socflower.cluster.toml_file import Pairs
+from pydantic import Field
+
+from socflower.cluster.toml_file import OneOf, Pairs, Table
 from socflower.edgecloud.plan.cuts import BITS
-from socflower.errors import ConfigError
 
 SPLIT_STRATEGIES = ("split-replay", "pipelined", "joint-dnn", "split", "splitfed", "edge-only")
 """Strategies that train with a cloud; all except the first are baselines."""
 
-FEEDBACK = ("none", "diagonal", "rank-one")
-CLOUD_MODELS = ("own", "shared")
 _MAX_BATCHES = 10_000  # in flight at the same time
 
+Rate = Annotated[float, Field(gt=0)]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EdgeCloudConfig:
+
+class EdgeCloudConfig(Table):
     """`[edgecloud]`; each SoC of the cluster is an edge with its own link."""
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"halves": "cloud_model"}
+    cloud_device: str = Field("gpu-v100", description="device of the catalogue that each cloud half has")
+    link: str = Field("wifi", description=(
+        "a generated bandwidth profile: `4g-foot`, `4g-bicycle`, `4g-bus`, `4g-car`, `4g-tram`, `4g-train`, `wifi`, "
+        "`one-hop` (an access point at home), `5g`; `constant`; or a recorded one, a path relative to the scenario "
+        "that ends in `.csv`"))
+    links: tuple[str, ...] = Field((), description="one for each edge, where they differ; no files")
+    up_bytes_per_s: Rate | None = Field(None, description="of `constant`, which needs both")
+    down_bytes_per_s: Rate | None = Field(None, description="the same")
+    latency_s: float = Field(0.005, ge=0, description="of `constant` and of `segments`, one way")
+    segments: tuple[tuple[float, float, float], ...] = Field((), description=(
+        "[seconds, bytes/s up, bytes/s down]: a link in parts, in place of `link`; 0 is an outage"))
+    repeats: bool = Field(False, description="whether `segments` begin again at their end; if not, the last one holds "
+                                             "for good")
+    jitter: float = Field(0.0, ge=0, description="of `constant` and of `segments`: standard deviation of the rates as "
+                          "a part of their mean, changing within about ten seconds")
+    trace_seed: int | None = Field(None, ge=0, le=2**32 - 1, description=(
+        "of generated profiles and of `jitter`; edge i takes `trace_seed + i`; default: the scenario's `seed`"))
+    cut: int | Annotated[str, Field(min_length=1)] = Field("auto", description=(
+        "the front half's last layer by name, or the number of the place from 0; an error lists all names"))
+    adapt: bool = Field(True, description="whether the cut moves as the link changes; `split-replay` alone, with a "
+                                          "cloud half for each edge")
+    allow_edge_only: bool = Field(False, description="whether the engine may take the cloud out of it")
+    window: Pairs = Field(((0.0, 5.0),), min_length=1, description=(
+        "[part of training, K]: from which part of all batches on gradients may be how stale"))
+    bits: tuple[Annotated[int, OneOf(BITS)], ...] = Field((8,), min_length=1, description=(
+        "widths of features that the engine chooses among"))
+    gradient_bits: Annotated[int, OneOf(BITS)] = Field(32, description=(
+        "width of gradients on their way back, of `split-replay` alone"))
+    error_feedback: Annotated[str, OneOf(("none", "diagonal", "rank-one"))] = Field("diagonal", description=(
+        "how gradients are corrected by what the codec lost"))
+    delta: bool = Field(False, description=(
+        "send what a sample's features changed by since they were last sent, without error feedback. It remembers "
+        "within a round, so `round_epochs` must be 2 or more for it to do anything"))
+    cloud_model: Annotated[str, OneOf(("own", "shared"))] = Field(
+        "own", json_schema_extra={"was": "halves"}, description=(
+            "cloud halves of several edges: `own`, one for each, averaged with the edge halves after each round; or "
+            "`shared`, one that takes the edges' batches in turn"))
+    round_epochs: float = Field(1.0, gt=0, description=(
+        "epochs between two averagings, evaluations and [checkpoints](scenario-files.md#interrupted-runs)"))
+    frozen: str = Field("", description="name of the last layer that is not trained")
+    costs: str = Field("", description="a `.json` of costs measured on the devices themselves "
+                       "([how](split-training.md#measured-costs)), for all edges; without it those of the catalogue")
+    pretrained: str = Field("", description="an `.npz` of weights to begin with, as `--save-model` writes it; the last "
+                                            "layer's are left out")
+    classes: tuple[int, ...] = Field((), description="train and test on images of these classes only")
 
-    cloud_device: str = "gpu-v100"
-    link: str = "wifi"  # a kind of generated bandwidth profile, "constant", or the file of a recorded one
-    links: tuple[str, ...] = ()  # one per edge, if they differ
-    up_bytes_per_s: float | None = None  # for "constant"
-    down_bytes_per_s: float | None = None
-    latency_s: float = 0.005  # one way; for "constant"
-    segments: tuple[tuple[float, float, float], ...] = ()  # [seconds, up and down bytes/s] instead of a link by name
-    repeats: bool = False  # repeat the segments; otherwise the last one continues
-    jitter: float = 0.0  # standard deviation of the rates of "constant" and `segments`, relative to their mean
-    trace_seed: int | None = None  # for generated links and jitter; default: the scenario's seed
-    cut: int | str = "auto"  # index of the cut, or name of the front half's last layer
-    adapt: bool = True  # move the cut as the link changes; for split-replay
-    allow_edge_only: bool = False
-    window: Pairs = ((0.0, 5.0),)  # [fraction of training done, K from then on]
-    bits: tuple[int, ...] = (8,)  # feature widths to choose from
-    gradient_bits: int = 32
-    error_feedback: str = "diagonal"
-    delta: bool = False  # send the change of a sample's features since they were last sent
-    cloud_model: str = "own"  # "own": one per edge, averaged; "shared": one that trains on their batches in turn
-    round_epochs: float = 1.0  # epochs between two averagings and evaluations
-    frozen: str = ""  # name of the last frozen layer
-    costs: str = ""  # .json file of measured costs, for all edges; default: the catalogue's
-    pretrained: str = ""  # .npz file of initial weights
-    classes: tuple[int, ...] = ()  # train and test on these only
-
-    def __post_init__(self) -> None:
-        _check_bits("bits", self.bits)
-        _check_bits("gradient_bits", (self.gradient_bits,))
-        for key, known in (("error_feedback", FEEDBACK), ("cloud_model", CLOUD_MODELS)):
-            if getattr(self, key) not in known:
-                raise ConfigError(f"[edgecloud] {key} = {getattr(self, key)!r} is unknown; use one of "
-                                  f"{', '.join(known)}")
+    def check(self) -> None:
+        """Refuse links with keys of other links, and windows whose parts do not rise."""
+        is_constant = "constant" in (self.link, *self.links) and not self.segments
         for key in ("up_bytes_per_s", "down_bytes_per_s"):
             value = getattr(self, key)
-            if (value is None) == ("constant" in (self.link, *self.links) and not self.segments):
-                raise ConfigError(f"[edgecloud] {key} = {value}: link = \"constant\" needs it, and no other link "
-                                  "takes it")
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"[edgecloud] {key} = {value} must be above 0 and finite")
-        if not 0 <= self.latency_s < math.inf:
-            raise ConfigError(f"[edgecloud] latency_s = {self.latency_s} must be 0 or more and finite")
-        if not 0 <= self.jitter < math.inf:
-            raise ConfigError(f"[edgecloud] jitter = {self.jitter} must be 0 or more and finite")
-        if self.jitter and not self.segments and "constant" not in (self.link, *self.links):
-            raise ConfigError(f"[edgecloud] jitter = {self.jitter} is of segments and of link = \"constant\"; "
-                              "generated links scatter by themselves")
-        if self.trace_seed is not None and self.trace_seed < 0:
-            raise ConfigError(f"[edgecloud] trace_seed = {self.trace_seed} must be 0 or more")
-        if not 0 < self.round_epochs < math.inf:
-            raise ConfigError(f"[edgecloud] round_epochs = {self.round_epochs} must be above 0 and finite")
-        if self.trace_seed is not None and not 0 <= self.trace_seed < 2**32:
-            raise ConfigError(f"[edgecloud] trace_seed = {self.trace_seed} must lie between 0 and {2**32 - 1}")
-        if isinstance(self.cut, str) and not self.cut:
-            raise ConfigError("[edgecloud] cut is empty; write \"auto\", a number or the name of a layer")
+            if (value is None) == is_constant:
+                raise ValueError(f"{key} = {value}: link = \"constant\" needs it, and no other link takes it")
+        if self.jitter and not self.segments and not is_constant:
+            raise ValueError(f"jitter = {self.jitter} is of segments and of link = \"constant\"; generated links "
+                             "scatter by themselves")
         parts = [part for part, _ in self.window]
-        if not parts or parts[0] != 0.0 or parts != sorted(set(parts)) or parts[-1] >= 1.0:
-            raise ConfigError(f"[edgecloud] window = {[list(pair) for pair in self.window]}: need pairs [part of "
-                              "training, K] whose parts rise from 0.0 and stay below 1.0")
+        shown = [list(pair) for pair in self.window]
+        if parts[0] != 0.0 or parts != sorted(set(parts)) or parts[-1] >= 1.0:
+            raise ValueError(f"window = {shown}: need pairs [part of training, K] whose parts rise from 0.0 and stay "
+                             "below 1.0")
         if any(not 0 <= limit <= _MAX_BATCHES or limit != int(limit) for _, limit in self.window):
-            raise ConfigError(f"[edgecloud] window = {[list(pair) for pair in self.window]}: each K must be a whole "
-                              f"number, 0 to {_MAX_BATCHES}")
-
-
-def _check_bits(key: str, values: tuple[int, ...]) -> None:
-    if not values or any(bits not in BITS for bits in values):
-        raise ConfigError(f"[edgecloud] {key} = {list(values)} must be some of {', '.join(map(str, BITS))}")
+            raise ValueError(f"window = {shown}: each K must be a whole number, 0 to {_MAX_BATCHES}")

@@ -1,10 +1,10 @@
 """`[thermal]` and `[background_load]` of a scenario: heat, fans, surroundings, and other users of the SoCs."""
 
-import math
-from dataclasses import dataclass
+from typing import Annotated
 
-from socflower.cluster.toml_file import Pairs
-from socflower.errors import ConfigError
+from pydantic import Field
+
+from socflower.cluster.toml_file import OneOf, Pairs, Table
 from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.model.background_load import Game, Tide, idle_windows
 from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C
@@ -12,100 +12,75 @@ from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C
 FAN_POLICIES = ("fixed", "passive", "predictive")
 GAMES = ("none", "tidal")
 
+Temperature = Annotated[float, Field(ge=COLDEST_C, le=HOTTEST_C)]
+FanSpeed = Annotated[float, Field(ge=rack_fans().min_rpm, le=rack_fans().max_rpm)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Hour = Annotated[float, Field(ge=0, lt=24)]
+Change = Annotated[float, Field(ge=0)]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ThermalConfig:
+
+class ThermalConfig(Table):
     """`[thermal]`: without this table heat is not simulated."""
 
-    fan: str = "fixed"
-    rpm: float = 3250.0  # for fixed: the speed; for the others: the low speed
-    high_rpm: float = 11000.0  # for passive: the high speed; for predictive: the maximum
-    hot_c: float = 35.0  # for passive: high speed from here on, until
-    cool_c: float = 33.5
-    max_slowdown: float = 0.0  # for predictive: fraction of time that may be lost to lower clocks, to save fan power
-    ambient_c: float = 25.0
-    ambient_changes: Pairs = ()  # [seconds, degrees]
-    fans_working_changes: Pairs = ()  # [seconds, fraction of the fans that turn]
-    start_c: float = 28.0
-    hot_boards: tuple[int, ...] = ()  # behind a blocked grille
-    hot_board_airflow: float = 0.1  # their conductance to the air, as a fraction of the others'
-    spread: float = 0.0  # relative spread of the SoCs' conductances to their boards; drawn by the scenario's seed
+    fan: Annotated[str, OneOf(FAN_POLICIES)] = Field("fixed", description=(
+        "`fixed`: one speed; `passive`: slow until the hottest SoC is at `hot_c`, then fast until `cool_c`; "
+        "`predictive`: by the planned load ([fans.md](fans.md#policy) has its settings)"))
+    rpm: FanSpeed = Field(3250.0, description="of `fixed` fans; the low speed of the others")
+    high_rpm: FanSpeed = Field(11000.0, description="the high speed of `passive` fans, the most of `predictive` ones")
+    hot_c: Temperature = Field(35.0, description="of `passive` fans, as their sensor shows it, in steps of 0.5 °C")
+    cool_c: Temperature = Field(33.5, description="the same")
+    max_slowdown: Fraction = Field(0.0, description=(
+        "of `predictive` fans: the part of the time that may be lost to lower clocks, to spare the fans"))
+    ambient_c: Temperature = Field(25.0, description="of the room")
+    ambient_changes: tuple[tuple[Change, Temperature], ...] = Field((), description=(
+        "[seconds, °C]: from when on the room has another temperature"))
+    fans_working_changes: tuple[tuple[Change, Annotated[float, Field(ge=0, le=1)]], ...] = Field((), description=(
+        "[seconds, 0 to 1]: from when on only this part of the fans turns"))
+    start_c: Temperature = Field(28.0, description="of everything, at the beginning")
+    hot_boards: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description=(
+        "boards behind a blocked grille, from 0"))
+    hot_board_airflow: float = Field(0.1, gt=0, description="what they have of the others' conductance to the air")
+    spread: Fraction = Field(0.0, description=(
+        "how unequally SoCs sit on their boards: the standard deviation of the logarithm of their conductance, drawn "
+        "from the scenario's seed"))
 
-    def __post_init__(self) -> None:
-        if self.fan not in FAN_POLICIES:
-            raise ConfigError(f"[thermal] fan = {self.fan!r} is unknown; use one of {', '.join(FAN_POLICIES)}")
-        fans = rack_fans()
-        for key in ("rpm", "high_rpm"):
-            if not fans.min_rpm <= getattr(self, key) <= fans.max_rpm:
-                raise ConfigError(f"[thermal] {key} = {getattr(self, key)} must lie between {fans.min_rpm:g} and "
-                                  f"{fans.max_rpm:g}, what the rack's fans can do")
+    def check(self) -> None:
+        """Refuse speeds and temperatures in the wrong order, and two changes at one time."""
         if self.fan != "fixed" and not self.rpm < self.high_rpm:
-            raise ConfigError(f"[thermal] rpm = {self.rpm}, the low speed, must be below high_rpm = {self.high_rpm}")
-        if not 0.0 < self.hot_board_airflow < math.inf:
-            raise ConfigError(f"[thermal] hot_board_airflow = {self.hot_board_airflow} must be above 0 and finite")
-        for key in ("hot_c", "cool_c", "ambient_c", "start_c"):
-            _check_temperature(f"[thermal] {key} =", getattr(self, key))
+            raise ValueError(f"rpm = {self.rpm}, the low speed, must be below high_rpm = {self.high_rpm}")
         if not self.cool_c < self.hot_c:
-            raise ConfigError(f"[thermal] cool_c = {self.cool_c} must be below hot_c = {self.hot_c}")
-        if not 0.0 <= self.max_slowdown < 1.0 or not 0.0 <= self.spread < 1.0:
-            raise ConfigError(f"[thermal] max_slowdown = {self.max_slowdown} and spread = {self.spread} must be 0 or "
-                              "more and below 1")
-        if any(board < 0 for board in self.hot_boards):
-            raise ConfigError(f"[thermal] hot_boards = {list(self.hot_boards)}: boards are numbered from 0")
+            raise ValueError(f"cool_c = {self.cool_c} must be below hot_c = {self.hot_c}")
         for key in ("ambient_changes", "fans_working_changes"):
-            _check_changes(f"[thermal] {key}", getattr(self, key))
-        for _, temperature_c in self.ambient_changes:
-            _check_temperature("[thermal] ambient_changes:", temperature_c)
-        if any(not 0.0 <= part <= 1.0 for _, part in self.fans_working_changes):
-            raise ConfigError("[thermal] fans_working_changes: parts must lie between 0 and 1, got "
-                              f"{list(self.fans_working_changes)}")
+            times_s = [time_s for time_s, _ in getattr(self, key)]
+            if len(set(times_s)) < len(times_s):
+                raise ValueError(f"{key}: one change at a time, got {list(getattr(self, key))}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackgroundLoadConfig:
+class BackgroundLoadConfig(Table):
     """`[background_load]`: games that share or take SoCs, and the hours in which training may run."""
 
-    games: str = "none"
-    start_hour: float = 0.0  # hour of the day at the start of training
-    low: float = 0.05  # fraction of SoCs in a game at low_hour
-    high: float = 0.6  # the same twelve hours later
-    low_hour: float = 5.0
-    mean_session_s: float = 2400.0
-    share: float = 0.5  # fraction of its SoC's processors that a game uses
-    power_w: float = 2.5  # of a game
-    takes_soc: bool = False  # a game preempts training on its SoC
-    idle_windows: Pairs = ()  # [from hour, to hour]; none: the whole day
+    games: Annotated[str, OneOf(GAMES)] = Field("none", description=(
+        "`tidal`: the part of SoCs that are in a game follows a cosine over the day"))
+    start_hour: Hour = Field(0.0, description="of the day, when training begins")
+    low: Fraction = Field(0.05, description="the part of SoCs in a game at `low_hour`, at most `high`")
+    high: Fraction = Field(0.6, description="the same twelve hours later")
+    low_hour: Hour = Field(5.0, description="when the fewest play")
+    mean_session_s: float = Field(2400.0, gt=0, description=(
+        "how long a game lasts on average; exponentially distributed"))
+    share: Fraction = Field(0.5, description="the part of its SoC's processors that a game has")
+    power_w: float = Field(2.5, ge=0, description=(
+        "what it draws; it heats the rack, and is in no total of the training's energy"))
+    takes_soc: bool = Field(False, description="training leaves a SoC that is in a game")
+    idle_windows: Pairs = Field((), description=(
+        "[hour, hour]: when training may run, from and to, also past midnight; none: the whole day"))
 
-    def __post_init__(self) -> None:
-        if self.games not in GAMES:
-            raise ConfigError(f"[background_load] games = {self.games!r} is unknown; use one of {', '.join(GAMES)}")
-        if not (0.0 <= self.start_hour < 24.0 and 0.0 <= self.low_hour < 24.0):
-            raise ConfigError(f"[background_load] start_hour = {self.start_hour} and low_hour = {self.low_hour} must "
-                              "be 0 or more and below 24")
-        try:
-            self.tide.loads(0, 0.0, self.start_hour, seed=0)
-            idle_windows(self.idle_windows, 0.0, self.start_hour)
-        except ConfigError as error:
-            raise ConfigError(f"[background_load] {error}") from None
+    def check(self) -> None:
+        """Let the pattern of games and the windows check themselves."""
+        self.tide.loads(0, 0.0, self.start_hour, seed=0)
+        idle_windows(self.idle_windows, 0.0, self.start_hour)
 
     @property
     def tide(self) -> Tide:
         """The daily pattern of games."""
         return Tide(low=self.low, high=self.high, low_hour=self.low_hour, mean_session_s=self.mean_session_s,
                     game=Game(share=self.share, power_w=self.power_w, takes_soc=self.takes_soc))
-
-
-def _check_temperature(where: str, temperature_c: float) -> None:
-    if not COLDEST_C <= temperature_c <= HOTTEST_C:
-        raise ConfigError(f"{where} {temperature_c} must lie between {COLDEST_C:g} and {HOTTEST_C:g} °C, what SoCs' "
-                          "sensors can show")
-
-
-def _check_changes(where: str, changes: Pairs) -> None:
-    times_s = [time_s for time_s, _ in changes]
-    if not all(math.isfinite(number) for pair in changes for number in pair):
-        raise ConfigError(f"{where}: times and values must be finite, got {list(changes)}")
-    if any(time_s < 0.0 for time_s in times_s):
-        raise ConfigError(f"{where}: times must not be negative, got {list(changes)}")
-    if len(set(times_s)) < len(times_s):
-        raise ConfigError(f"{where}: one change at a time, got {list(changes)}")

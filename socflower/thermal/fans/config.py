@@ -1,66 +1,63 @@
 """The configuration of `socflower fan` as validated values, and the fans and sources that it describes."""
 
-import math
 import shlex
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from socflower.cluster.toml_file import parse_table, read_toml, reject_unknown_keys, require_tables
-from socflower.errors import ConfigError, require_range
+from pydantic import Field
+
+from socflower.cluster.toml_file import SchemaVersion, Table, read_table, read_toml
+from socflower.errors import ConfigError
 from socflower.thermal.fans.hwmon_pwm import HwmonPwm, find_hwmon
 from socflower.thermal.fans.ipmi import IpmiCommand
 from socflower.thermal.fans.outputs import DutyCurve, FanOutput, SimulatedFan
 from socflower.thermal.sensors.reading import HeatSource
 from socflower.thermal.sensors.remote import FileSource, HttpSource
 
-_KEYS = ("schema", "status_file", "fan", "policy", "source")
+Positive = Annotated[float, Field(gt=0)]
+Number = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FanTable(ABC):
+class FanTable(Table):
     """`[fan]`: what all outputs have in common."""
 
     output: str
-    min_rpm: float
+    min_rpm: Positive
     max_rpm: float
     failsafe_rpm: float
-    period_s: float = 5.0
-    max_silence_s: float = 30.0
-    stuck_after_s: float = 600.0
-    spin_up_s: float = 15.0
+    period_s: Positive = 5.0
+    max_silence_s: Positive = 30.0
+    stuck_after_s: Positive = 600.0
+    spin_up_s: Positive = 15.0
 
-    def __post_init__(self) -> None:
-        if not 0.0 < self.min_rpm <= self.failsafe_rpm <= self.max_rpm < math.inf or self.min_rpm == self.max_rpm:
-            raise ConfigError(f"[fan]: need 0 < min_rpm <= failsafe_rpm <= max_rpm and min_rpm < max_rpm, got "
-                              f"{self.min_rpm:g}, {self.failsafe_rpm:g} and {self.max_rpm:g}")
-        for key in ("period_s", "max_silence_s", "stuck_after_s", "spin_up_s"):
-            _above_zero(f"[fan] {key}", getattr(self, key))
+    def check(self) -> None:
+        """Refuse speeds in the wrong order."""
+        if not self.min_rpm <= self.failsafe_rpm <= self.max_rpm or self.min_rpm == self.max_rpm:
+            raise ValueError(f"need 0 < min_rpm <= failsafe_rpm <= max_rpm and min_rpm < max_rpm, got "
+                             f"{self.min_rpm:g}, {self.failsafe_rpm:g} and {self.max_rpm:g}")
 
     @abstractmethod
     def outputs(self) -> list[FanOutput]:
         """Return the fans without writing to them. Raises `ConfigError` for fans that do not exist."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _DutyTable(FanTable):
     """Outputs that are set by duty, a fraction of full power."""
 
-    min_duty_percent: float = 20.0
+    min_duty_percent: float = Field(20.0, ge=1, lt=100)
     curve_percent: tuple[int, ...] = ()
     curve_rpm: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        # `super()` fails here: slots=True makes a new class, and `super()` still refers to the original one.
-        FanTable.__post_init__(self)
-        require_range("[fan]", least=1.0, below=100.0, advice="20 suits most fans",
-                      min_duty_percent=self.min_duty_percent)
+    def check(self) -> None:
+        """Refuse a curve that is none."""
+        super().check()
         if len(self.curve_percent) != len(self.curve_rpm):
-            raise ConfigError(f"[fan]: curve_percent has {len(self.curve_percent)} numbers and curve_rpm "
-                              f"{len(self.curve_rpm)}; give a speed for each")
+            raise ValueError(f"curve_percent has {len(self.curve_percent)} numbers and curve_rpm "
+                             f"{len(self.curve_rpm)}; give a speed for each")
         self.curve()
 
     def curve(self) -> DutyCurve | None:
@@ -77,22 +74,22 @@ class _DutyTable(FanTable):
                 "curve": self.curve()}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class HwmonTable(_DutyTable):
     """`[fan] output = "hwmon"`"""
 
     folder: str
-    pwm: tuple[int, ...] = (1,)
+    pwm: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
     tachometer: tuple[int, ...] = ()
     automatic_mode: int | None = None
 
-    def __post_init__(self) -> None:
-        _DutyTable.__post_init__(self)
-        if not self.pwm or len(set(self.pwm)) != len(self.pwm) or min(self.pwm) < 1:
-            raise ConfigError(f"[fan] pwm = {list(self.pwm)}: list each output once, by its number from 1 on")
+    def check(self) -> None:
+        """Refuse outputs that are listed twice, and tachometers that are not one for each."""
+        super().check()
+        if len(set(self.pwm)) != len(self.pwm):
+            raise ValueError(f"pwm = {list(self.pwm)}: list each output once, by its number from 1 on")
         if self.tachometer and len(self.tachometer) != len(self.pwm):
-            raise ConfigError(f"[fan] tachometer = {list(self.tachometer)}: needs {len(self.pwm)} numbers, one for "
-                              "each of pwm; leave it out where they are the same")
+            raise ValueError(f"tachometer = {list(self.tachometer)}: needs {len(self.pwm)} numbers, one for each of "
+                             "pwm; leave it out where they are the same")
 
     def outputs(self) -> list[FanOutput]:
         """Return a fan for each PWM output."""
@@ -102,7 +99,6 @@ class HwmonTable(_DutyTable):
                 for pwm, fan in zip(self.pwm, tachometers, strict=True)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class IpmiTable(_DutyTable):
     """`[fan] output = "ipmi"`: arguments of ipmitool."""
 
@@ -123,7 +119,6 @@ class IpmiTable(_DutyTable):
                             measure=measure, timeout_s=self.timeout_s, **self.duty_settings)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CommandTable(_DutyTable):
     """`[fan] output = "command"`: any program."""
 
@@ -139,47 +134,40 @@ class CommandTable(_DutyTable):
                             timeout_s=self.timeout_s, **self.duty_settings)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedTable(FanTable):
     """`[fan] output = "simulated"`"""
 
-    num_fans: int = 1
+    num_fans: int = Field(1, ge=1)
     rpm_per_s: float = 2000.0
     failure: str = ""  # of the first fan
 
     def outputs(self) -> list[FanOutput]:
         """Return the fans, the first of which may be broken."""
-        require_range("[fan]", least=1, num_fans=self.num_fans)
         return [SimulatedFan(self.max_rpm, rpm_per_s=self.rpm_per_s, failure="" if index else self.failure)
                 for index in range(self.num_fans)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceTable(ABC):
+class SourceTable(Table):
     """`[[source]]`: what all kinds have in common."""
 
     kind: str
-    soc: int | None = None  # default: its place in the list, from 0
-    board: int | None = None  # default: all SoCs are on one
-    max_age_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        _above_zero("[[source]] max_age_s", self.max_age_s)
+    soc: Number | None = None  # default: its place in the list, from 0
+    board: Number | None = None  # default: all SoCs are on one
+    max_age_s: Positive = 30.0
 
     @abstractmethod
     def source(self) -> HeatSource:
         """Return the source of readings."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LocalTable(SourceTable):
     """`[[source]] kind = "local"`: this machine's sensors, or those below another root, as in a container."""
 
     root: str = "/"
 
-    def __post_init__(self) -> None:
-        SourceTable.__post_init__(self)
-        _absolute("[[source]] root", self.root)
+    def check(self) -> None:
+        """Refuse a relative path."""
+        _absolute("root", self.root)
 
     def source(self) -> HeatSource:
         """Return the machine's sensors."""
@@ -188,16 +176,14 @@ class LocalTable(SourceTable):
         return LinuxSensors(Path(self.root))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class HttpTable(SourceTable):
     """`[[source]] kind = "http"`"""
 
     url: str
-    timeout_s: float = 3.0
+    timeout_s: Positive = 3.0
 
-    def __post_init__(self) -> None:
-        SourceTable.__post_init__(self)
-        _above_zero("[[source]] timeout_s", self.timeout_s)
+    def check(self) -> None:
+        """Refuse what is no address."""
         try:
             parts = urlsplit(self.url)
             good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and \
@@ -205,22 +191,21 @@ class HttpTable(SourceTable):
         except ValueError:
             good = False
         if not good:
-            raise ConfigError(f"[[source]] url = {self.url!r}: give an address such as http://10.0.0.11:8080/heat")
+            raise ValueError(f"url = {self.url!r}: give an address such as http://10.0.0.11:8080/heat")
 
     def source(self) -> HeatSource:
         """Return the source that reads the machine's answers."""
         return HttpSource(self.url, timeout_s=self.timeout_s)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FileTable(SourceTable):
     """`[[source]] kind = "file"`"""
 
     path: str
 
-    def __post_init__(self) -> None:
-        SourceTable.__post_init__(self)
-        _absolute("[[source]] path", self.path)
+    def check(self) -> None:
+        """Refuse a relative path."""
+        _absolute("path", self.path)
 
     def source(self) -> HeatSource:
         """Return the source that reads the file."""
@@ -257,26 +242,31 @@ def read_fan_file(path: Path) -> FanFile:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _fan_file(document: Mapping[str, Any]) -> FanFile:
-    reject_unknown_keys(document, _KEYS, "the file")
-    schema = document.get("schema", 1)
-    if schema != 1:
-        raise ConfigError(f"schema = {schema!r} is not known to this version; write schema = 1")
-    policy = document.get("policy")
-    if not isinstance(policy, Mapping) or not isinstance(policy.get("name"), str):
+class _Document(Table):
+    """A configuration whose tables are not read yet: their keys depend on their kinds."""
+
+    schema_version: SchemaVersion = Field(1, alias="schema")
+    status_file: str | None = None
+    fan: dict[str, Any] = Field({})
+    policy: dict[str, Any] = Field({})
+    source: tuple[dict[str, Any], ...] = ()
+
+
+def _fan_file(content: Mapping[str, Any]) -> FanFile:
+    document = read_table(_Document, content, "")
+    name = document.policy.get("name")
+    if not isinstance(name, str):
         raise ConfigError('[policy] needs a name, such as name = "passive"')
-    status_file = document.get("status_file")
+    status_file = document.status_file
     if status_file is not None and not _absolute("status_file", status_file).parent.is_dir():
         raise ConfigError(f"status_file = {status_file!r}: its folder is not there; make it, or name another")
-    fan = _by_kind(_OUTPUTS, document.get("fan", {}), "output", "[fan]")
+    fan = _by_kind(_OUTPUTS, document.fan, "output", "[fan]")
     sources: dict[int, SourceTable] = {}
-    for index, table in enumerate(require_tables(document.get("source", []), "source", "the file")):
+    for index, table in enumerate(document.source):
         where = f"[[source]] {index + 1}"
         source = _by_kind(_SOURCES, table, "kind", where)
         soc = index if source.soc is None else source.soc
-        if source.board is not None and source.board < 0:
-            raise ConfigError(f"{where} board = {source.board}: number boards from 0 on")
-        if soc < 0 or soc in sources:
+        if soc in sources:
             raise ConfigError(f"{where} soc = {soc}: give each source another number, from 0 on")
         sources[soc] = source
     if not sources:
@@ -285,27 +275,20 @@ def _fan_file(document: Mapping[str, Any]) -> FanFile:
     if without and len(without) < len(sources):
         raise ConfigError(f"[[source]] soc = {without[0]} has no board, but others have; give all sources their board, "
                           "or none of them")
-    return FanFile(fan=fan, policy_name=policy["name"], sources=sources,
-                   policy_settings={key: value for key, value in policy.items() if key != "name"},
+    return FanFile(fan=fan, policy_name=name, sources=sources,
+                   policy_settings={key: value for key, value in document.policy.items() if key != "name"},
                    status_file=None if status_file is None else Path(status_file))
 
 
-def _by_kind(kinds: Mapping[str, type[Any]], table: object, key: str, where: str) -> Any:
+def _by_kind(kinds: Mapping[str, type[Any]], table: Mapping[str, Any], key: str, where: str) -> Any:
     """Return a table as the kind that one of its keys names."""
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{where} must be a table, got {table!r}")
     kind = table.get(key)
     if not isinstance(kind, str) or kind not in kinds:
         raise ConfigError(f"{where} {key} = {kind!r} is unknown; use one of {', '.join(kinds)}")
-    return parse_table(kinds[kind], table, where)
+    return read_table(kinds[kind], table, where)
 
 
-def _absolute(where: str, value: object) -> Path:
-    if not (isinstance(value, str) and Path(value).is_absolute() and "\0" not in value):
-        raise ConfigError(f"{where} = {value!r}: give an absolute path")
-    return Path(value)
-
-
-def _above_zero(where: str, value: float) -> None:
-    if not 0.0 < value < math.inf:
-        raise ConfigError(f"{where} = {value:g} must be above 0 and finite")
+def _absolute(where: str, path: str) -> Path:
+    if not Path(path).is_absolute() or "\0" in path:
+        raise ConfigError(f"{where} = {path!r}: give an absolute path")
+    return Path(path)

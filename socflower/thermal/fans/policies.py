@@ -1,12 +1,12 @@
 """Fan policies: fixed speed, the paper's passive cooling (F19), and predictive cooling for a planned load."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
-from socflower.cluster.toml_file import reject_unknown_keys
+from socflower.cluster.toml_file import unknown_key
 from socflower.errors import ConfigError, require_range
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.model.constants import constant
@@ -256,21 +256,26 @@ def make_policy(name: str, settings: Mapping[str, object]) -> FanPolicy:
             raise ConfigError(f"policy: {key} = {value!r} must be a number")
         numbers[key] = float(value)
     if name == "fixed":
-        reject_unknown_keys(numbers, ["rpm"], "policy fixed")
+        _require_known(numbers, ["rpm"], "policy fixed")
         if "rpm" not in numbers:
             raise ConfigError("policy fixed: rpm is missing")
         return FixedSpeed(fixed_rpm=numbers["rpm"])
     if name == "passive":
-        reject_unknown_keys(numbers, [entry.name for entry in fields(PassiveCooling)], "policy passive")
+        _require_known(numbers, [entry.name for entry in fields(PassiveCooling)], "policy passive")
         return PassiveCooling(**numbers)
     if name != "predictive":
         raise ConfigError(f"policy: name = {name!r} is unknown; use one of {', '.join(POLICIES)}")
     of_load = [entry.name for entry in fields(PlannedLoad)]
     of_policy = [entry.name for entry in fields(PredictiveCooling) if entry.name not in ("load", "fans")]
-    reject_unknown_keys(numbers, [*of_load, *of_policy], "policy predictive")
+    _require_known(numbers, [*of_load, *of_policy], "policy predictive")
     if "rack_w" not in numbers or "local_rise_c" not in numbers:
         raise ConfigError("policy predictive: rack_w and local_rise_c, the planned heat, are needed")
     load = PlannedLoad(**{key: value for key, value in numbers.items() if key in of_load})
     others: dict[str, Any] = {key: value for key, value in numbers.items() if key in of_policy}
     return PredictiveCooling(load=load, **others)
 
+
+def _require_known(numbers: Mapping[str, float], known: Sequence[str], policy: str) -> None:
+    for key, value in numbers.items():
+        if key not in known:
+            raise ConfigError(unknown_key(key, value, dict.fromkeys(known), policy))

@@ -43,7 +43,7 @@ def test_what_is_compared_by_default_is_of_the_strategys_family(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("table", "said"), [
-    ("[edgecloud]\nbits = [3]", r"bits = \[3\] must be some of 2, 4, 8, 16, 32"),
+    ("[edgecloud]\nbits = [3]", r"bits = \[3\] must be a list of whole numbers out of 2, 4, 8, 16, 32"),
     ("[edgecloud]\nbits = []", "bits = "),
     ("[edgecloud]\ngradient_bits = 7", "gradient_bits"),
     ("[edgecloud]\nerror_feedback = 'both'", "error_feedback = 'both' is unknown; use one of none, diagonal"),
@@ -54,12 +54,12 @@ def test_what_is_compared_by_default_is_of_the_strategys_family(tmp_path: Path) 
     ("[edgecloud]\nwindow = [[0.0, 4.5]]", "each K must be a whole number"),
     ("[edgecloud]\nlink = 'constant'", "up_bytes_per_s = None: link = \"constant\" needs it"),
     ("[edgecloud]\nup_bytes_per_s = 1e6", "up_bytes_per_s = 1000000.0"),
-    ("[edgecloud]\njitter = -0.1\nsegments = [[1, 1, 1]]", "jitter = -0.1 must be 0 or more"),
+    ("[edgecloud]\njitter = -0.1\nsegments = [[1, 1, 1]]", "jitter = -0.1 must be a number of 0 or more"),
     ("[edgecloud]\njitter = 0.1", "generated links scatter by themselves"),
-    ("[edgecloud]\ntrace_seed = -1", "trace_seed = -1 must be 0 or more"),
+    ("[edgecloud]\ntrace_seed = -1", "trace_seed = -1 must be a whole number from 0 to 4294967295"),
     ("[edgecloud]\nlatency_s = -1", "latency_s"),
     ("[edgecloud]\nround_epochs = 0", "round_epochs"),
-    ("[edgecloud]\ncut = ''", "cut is empty"),
+    ("[edgecloud]\ncut = ''", "cut = '' must be a whole number or a text that is not empty"),
     ("[edgecloud]\nsegments = [[1, 2]]", "list of triples of numbers"),
     ("[edgecloud]\nspeed = 1", "speed"),
     ("[precision]\narithmetic = 'int8'", "trains in FP32"),

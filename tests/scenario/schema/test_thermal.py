@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -83,7 +82,7 @@ def test_every_key_is_read(write: Write) -> None:
     assert (loaded.strategy.rebalance, loaded.strategy.rebalance_steps) == ("shares", 3)
     # None of the values above is a default: a key that was not read would show.
     for config, default in ((thermal, ThermalConfig()), (users, BackgroundLoadConfig())):
-        assert all(getattr(config, entry.name) != getattr(default, entry.name) for entry in fields(config))
+        assert all(getattr(config, key) != getattr(default, key) for key in type(config).model_fields)
 
 
 def test_without_the_tables_nothing_gets_hot_and_nobody_comes(write: Write) -> None:
@@ -98,62 +97,61 @@ def test_without_the_tables_nothing_gets_hot_and_nobody_comes(write: Write) -> N
     ("background_load = []", "[background_load] must be a table, got []"),
     ("[thermal]\nfans = 1", "unknown key 'fans'"),
     ("[background_load]\ngame = 'tidal'", "unknown key 'game'"),
-    ("[strategy]\nrebalance = true", "[strategy] rebalance = True must be a text"),
+    ("[strategy]\nrebalance = true", "[strategy] rebalance = True must be one of off, shares, groups, both"),
     ("[strategy]\nrebalance = 'always'", "[strategy] rebalance = 'always' is unknown; use one of off, shares, groups, "
                                          "both"),
     ("[strategy]\nrebalance_steps = 1.5", "[strategy] rebalance_steps = 1.5 must be a whole number"),
-    ("[strategy]\nrebalance_steps = -1", "[strategy] rebalance_steps = -1 must not be negative"),
-    ("[thermal]\nfan = 3", "[thermal] fan = 3 must be a text"),
+    ("[strategy]\nrebalance_steps = -1", "[strategy] rebalance_steps = -1 must be a whole number from 0 to 1000000"),
+    ("[thermal]\nfan = 3", "[thermal] fan = 3 must be one of fixed, passive, predictive"),
     ("[thermal]\nfan = 'off'", "[thermal] fan = 'off' is unknown; use one of fixed, passive, predictive"),
     ("[thermal]\nrpm = '3000'", "[thermal] rpm = '3000' must be a number"),
-    ("[thermal]\nrpm = 0", "[thermal] rpm = 0.0 must lie between 1100 and 14000"),
-    ("[thermal]\nrpm = nan", "[thermal] rpm = nan must lie between 1100 and 14000"),
-    ("[thermal]\nhigh_rpm = 20000", "[thermal] high_rpm = 20000.0 must lie between 1100 and 14000"),
+    ("[thermal]\nrpm = 0", "[thermal] rpm = 0 must be a number from 1100 to 14000"),
+    ("[thermal]\nrpm = nan", "[thermal] rpm = nan must be a number from 1100 to 14000"),
+    ("[thermal]\nhigh_rpm = 20000", "[thermal] high_rpm = 20000 must be a number from 1100 to 14000"),
     ("[thermal]\nfan = 'passive'\nrpm = 12000", "[thermal] rpm = 12000.0, the low speed, must be below high_rpm = "
                                                 "11000.0"),
     ("[thermal]\nfan = 'predictive'\nrpm = 9000\nhigh_rpm = 9000", "must be below high_rpm = 9000.0"),
     ("[thermal]\nhot_c = true", "[thermal] hot_c = True must be a number"),
-    ("[thermal]\nhot_c = inf", "[thermal] hot_c = inf must lie between -40 and 150 °C"),
-    ("[thermal]\ncool_c = nan", "[thermal] cool_c = nan must lie between -40 and 150 °C"),
+    ("[thermal]\nhot_c = inf", "[thermal] hot_c = inf must be a number from -40 to 150"),
+    ("[thermal]\ncool_c = nan", "[thermal] cool_c = nan must be a number from -40 to 150"),
     ("[thermal]\ncool_c = 35", "[thermal] cool_c = 35.0 must be below hot_c = 35.0"),
-    ("[thermal]\nmax_slowdown = 1", "[thermal] max_slowdown = 1.0 and spread = 0.0 must be 0 or more and below 1"),
+    ("[thermal]\nmax_slowdown = 1", "[thermal] max_slowdown = 1 must be a number of 0 or more and below 1"),
     ("[thermal]\nmax_slowdown = nan", "max_slowdown = nan"),
-    ("[thermal]\nspread = -0.1", "spread = -0.1 must be 0 or more and below 1"),
-    ("[thermal]\nambient_c = -inf", "[thermal] ambient_c = -inf must lie between -40 and 150 °C"),
-    ("[thermal]\nstart_c = nan", "[thermal] start_c = nan must lie between -40 and 150 °C"),
-    ("[thermal]\nambient_c = 1e18", "[thermal] ambient_c = 1e+18 must lie between -40 and 150 °C"),
-    ("[thermal]\nstart_c = -400", "[thermal] start_c = -400.0 must lie between -40 and 150 °C"),
-    ("[thermal]\nambient_changes = [[3, 400]]", "[thermal] ambient_changes: 400.0 must lie between -40 and 150 °C"),
+    ("[thermal]\nspread = -0.1", "spread = -0.1 must be a number of 0 or more and below 1"),
+    ("[thermal]\nambient_c = -inf", "[thermal] ambient_c = -inf must be a number from -40 to 150"),
+    ("[thermal]\nstart_c = nan", "[thermal] start_c = nan must be a number from -40 to 150"),
+    ("[thermal]\nambient_c = 1e18", "[thermal] ambient_c = 1e+18 must be a number from -40 to 150"),
+    ("[thermal]\nstart_c = -400", "[thermal] start_c = -400 must be a number from -40 to 150"),
+    ("[thermal]\nambient_changes = [[3, 400]]", "list of pairs of a number of 0 or more and a number from -40 to"),
     ("[thermal]\nambient_changes = 3", "[thermal] ambient_changes = 3 must be a list"),
-    ("[thermal]\nambient_changes = [3]", "[thermal] ambient_changes = [3] must be a list of pairs of numbers"),
-    ("[thermal]\nambient_changes = [[3, 4, 5]]", "must be a list of pairs of numbers"),
-    ("[thermal]\nambient_changes = [[3, true]]", "must be a list of pairs of numbers"),
-    ("[thermal]\nambient_changes = [[-1, 30]]", "[thermal] ambient_changes: times must not be negative"),
-    ("[thermal]\nambient_changes = [[1, inf]]", "[thermal] ambient_changes: times and values must be finite"),
+    ("[thermal]\nambient_changes = [3]", "[thermal] ambient_changes = [3] must be a list of pairs of"),
+    ("[thermal]\nambient_changes = [[3, 4, 5]]", "must be a list of pairs of"),
+    ("[thermal]\nambient_changes = [[3, true]]", "must be a list of pairs of"),
+    ("[thermal]\nambient_changes = [[-1, 30]]", "ambient_changes = [[-1, 30]] must be a list of pairs of a"),
+    ("[thermal]\nambient_changes = [[1, inf]]", "ambient_changes = [[1, inf]] must be a list of pairs of"),
     ("[thermal]\nambient_changes = [[5, 30], [5, 31]]", "[thermal] ambient_changes: one change at a time"),
-    ("[thermal]\nfans_working_changes = [[nan, 1]]", "[thermal] fans_working_changes: times and values must be finite"),
-    ("[thermal]\nfans_working_changes = [[1, 1.5]]", "[thermal] fans_working_changes: parts must lie between 0 and 1"),
-    ("[thermal]\nfans_working_changes = [[1, -0.5]]", "fans_working_changes: parts must lie between 0 and 1"),
+    ("[thermal]\nfans_working_changes = [[nan, 1]]", "fans_working_changes = [[nan, 1]] must be a list of"),
+    ("[thermal]\nfans_working_changes = [[1, 1.5]]", "pairs of a number of 0 or more and a number from 0 to 1"),
+    ("[thermal]\nfans_working_changes = [[1, -0.5]]", "fans_working_changes = [[1, -0.5]] must be a list"),
     ("[thermal]\nhot_boards = 1", "[thermal] hot_boards = 1 must be a list"),
     ("[thermal]\nhot_boards = [0.5]", "[thermal] hot_boards = [0.5] must be a list of whole numbers"),
-    ("[thermal]\nhot_boards = [-1]", "[thermal] hot_boards = [-1]: boards are numbered from 0"),
+    ("[thermal]\nhot_boards = [-1]", "[thermal] hot_boards = [-1] must be a list of whole numbers of 0 or more"),
     ("[thermal]\nhot_boards = [0, 3]\n[cluster]\nboards = 3", "case [thermal] hot_boards: there is no board 3; the "
                                                               "cluster has 0 to 2"),
-    ("[thermal]\nhot_board_airflow = 0", "[thermal] hot_board_airflow = 0.0 must be above 0 and finite"),
-    ("[thermal]\nhot_board_airflow = inf", "hot_board_airflow = inf must be above 0 and finite"),
+    ("[thermal]\nhot_board_airflow = 0", "[thermal] hot_board_airflow = 0 must be a number above 0"),
+    ("[thermal]\nhot_board_airflow = inf", "hot_board_airflow = inf must be a number above 0 and finite"),
     ("[background_load]\ngames = 'chess'", "[background_load] games = 'chess' is unknown; use one of none, tidal"),
-    ("[background_load]\nstart_hour = 24", "start_hour = 24.0 and low_hour = 5.0 must be 0 or more and below 24"),
-    ("[background_load]\nlow_hour = -1", "low_hour = -1.0 must be 0 or more and below 24"),
-    ("[background_load]\nlow_hour = nan", "low_hour = nan must be 0 or more and below 24"),
+    ("[background_load]\nstart_hour = 24", "start_hour = 24 must be a number of 0 or more and below 24"),
+    ("[background_load]\nlow_hour = -1", "low_hour = -1 must be a number of 0 or more and below 24"),
+    ("[background_load]\nlow_hour = nan", "low_hour = nan must be a number of 0 or more and below 24"),
     ("[background_load]\nlow = 0.7", "[background_load] tide: need 0 <= low <= high < 1, got 0.7 and 0.6"),
-    ("[background_load]\nhigh = 1", "[background_load] tide: need 0 <= low <= high < 1, got 0.05 and 1.0"),
-    ("[background_load]\nhigh = nan", "[background_load] tide: need 0 <= low <= high < 1"),
-    ("[background_load]\nmean_session_s = 0", "[background_load] tide: mean_session_s = 0.0 must be above 0"),
-    ("[background_load]\nshare = 1", "[background_load] user load: share = 1.0 must be 0 or more and below 1"),
-    ("[background_load]\npower_w = -1",
-     "user load: share = 0.5 must be 0 or more and below 1, power_w = -1.0 finite and not negative"),
+    ("[background_load]\nhigh = 1", "[background_load] high = 1 must be a number of 0 or more and below 1"),
+    ("[background_load]\nhigh = nan", "[background_load] high = nan must be a number"),
+    ("[background_load]\nmean_session_s = 0", "[background_load] mean_session_s = 0 must be a number above 0"),
+    ("[background_load]\nshare = 1", "[background_load] share = 1 must be a number of 0 or more and below 1"),
+    ("[background_load]\npower_w = -1", "[background_load] power_w = -1 must be a number of 0 or more"),
     ("[background_load]\ntakes_soc = 1", "[background_load] takes_soc = 1 must be true or false"),
-    ("[background_load]\nidle_windows = [[1]]", "idle_windows = [[1]] must be a list of pairs of numbers"),
+    ("[background_load]\nidle_windows = [[1]]", "idle_windows = [[1]] must be a list of pairs of"),
     ("[background_load]\nidle_windows = [[1, 25]]",
      "[background_load] idle window: hours must lie between 0 and 24 and differ, got 1.0 to 25.0"),
     ("[background_load]\nidle_windows = [[3, 3]]", "idle window: hours must lie between 0 and 24 and differ"),
@@ -168,9 +166,9 @@ def test_every_number_and_text_of_the_tables_has_a_refusal_above() -> None:
     """A key that is added here without a test of its bad values shows."""
     cases = test_what_cannot_be_is_refused_with_key_and_value.pytestmark[0].args[1]  # type: ignore[attr-defined]
     for table, kind in (("thermal", ThermalConfig), ("background_load", BackgroundLoadConfig)):
-        for entry in fields(kind):
+        for key in kind.model_fields:
             texts = [text for text, _ in cases if text.startswith(f"[{table}]\n")]
-            assert any(f"\n{entry.name} = " in text for text in texts), entry.name
+            assert any(f"\n{key} = " in text for text in texts), key
 
 
 hours = st.integers(0, 23).map(float)
