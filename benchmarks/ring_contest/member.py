@@ -25,9 +25,10 @@ from socflower.rings.collective import no_poll
 from socflower.rings.compression.codecs import make_compression
 from socflower.rings.gradient_exchange import GradientExchange
 from socflower.rings.member import open_ring
-from socflower.rings.transports.port import RingPort, RingTls
+from socflower.rings.transports.port import RingPort
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.trainer import TrainingSpan
+from socflower.wire.secure_channel import Tls
 from socflower.workloads import build_model
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
@@ -141,7 +142,7 @@ def main(path: str, rank: int) -> int:
     for number, entry in enumerate(contest.entries):
         # Ports of members on one host are apart, those on hosts of their own need not be.
         addresses = [f"{host}:{first_port + 1 + number * len(hosts) + member}" for member, host in enumerate(hosts)]
-        tls = RingTls(*map(Path, document["tls"][rank])) if entry.tls else None
+        tls = Tls(*map(Path, document["tls"][rank])) if entry.tls else None
         trainees.append(_trainee(contest, entry, rank, addresses, tls))
         dist.barrier()
     times = _measured(contest, rank, trainees)
@@ -155,7 +156,7 @@ def main(path: str, rank: int) -> int:
     return 0
 
 
-def _trainee(contest: Contest, entry: Entry, rank: int, addresses: list[str], tls: RingTls | None) -> Trainee:
+def _trainee(contest: Contest, entry: Entry, rank: int, addresses: list[str], tls: Tls | None) -> Trainee:
     model = build_model(contest.model, in_channels=3, image_size=32, num_classes=_CLASSES, seed=1)
     if entry.transport == "ddp":
         return Ddp(model)

@@ -38,14 +38,14 @@ def serve(
 ) -> None:
     """Host the cloud's halves of a program's runs, until Ctrl-C. A missing token file is created."""
     refuse_unread(context, {"insecure": "is for plain text, and --certificate was given"} if certificate else {})
-    from socflower.edgecloud.stream.credentials import SplitTls
     from socflower.scenario.app.split_cloud import read_or_create_token, serve_until_signal
+    from socflower.wire.secure_channel import Tls
 
     token, is_new = read_or_create_token(token_file)
     if is_new:
         print_notice(f"made {token_file}: give it to the ServerApp's machine, and to nobody else")
 
-    tls = SplitTls(ca=ca, certificate=certificate, key=key) if certificate or key or ca else None
+    tls = Tls(ca, certificate, key) if certificate or key or ca else None
     with prints_to_stderr() as own:
 
         def on_ready(address: str) -> None:
@@ -102,10 +102,10 @@ def status(
 ) -> None:
     """Show the sessions of a cloud: their progress, connected edges and last error."""
     refuse_unread(context, {"insecure": "is for plain text, and --ca was given"} if ca else {})
-    from socflower.edgecloud.stream.credentials import SplitTls
     from socflower.scenario.app.split_cloud import cloud_status, status_table
+    from socflower.wire.secure_channel import Tls
 
-    sessions = cloud_status(address, token_file, SplitTls(ca=ca) if ca else None, insecure=insecure)
+    sessions = cloud_status(address, token_file, Tls(ca=ca) if ca else None, insecure=insecure)
     if as_json:
         print_json({"schema": 1, "sessions": sessions})
     else:

@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 from socflower.errors import ConfigError
-from socflower.rings.transports.port import RingTls
 from socflower.wire.message_keys import GRPC_WITH_TLS, NodeStatus
+from socflower.wire.secure_channel import Tls
 
 NodeConfig: TypeAlias = Mapping[str, str | int | float | bool]
 
@@ -26,7 +25,7 @@ class RingNode:
 
     address: str
     listen: str
-    tls: RingTls | None
+    tls: Tls | None
     trusted: bool
     board: int
     slot: int
@@ -58,7 +57,7 @@ def ring_node(node_config: NodeConfig) -> RingNode | None:
     trusted = node_config.get("ring-trusted", False)
     if not isinstance(trusted, bool):
         raise ConfigError(f"node config: ring-trusted = {trusted!r} must be true or false, without quotes")
-    tls = RingTls(*(Path(str(node_config[key])) for key in _TLS_KEYS)) if given else None
+    tls = Tls.from_keys(node_config, "ring")
     # Certificates ask for encryption, which gloo does not have.
     over_grpc = GRPC_WITH_TLS if tls else "grpc"
     transports = ("gloo", over_grpc) if transport is None else (over_grpc if transport == "grpc" else "gloo",)

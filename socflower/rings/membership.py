@@ -18,9 +18,9 @@ from logging import INFO, WARNING
 from typing import Any, TypeVar
 
 from socflower.rings.collective import PeerLost, Poll
-from socflower.rings.transports.port import Caller, PeerRefused, PeerSilent, PeerUnreachable, RingPort
-from socflower.rings.transports.stream import PeerFailed
+from socflower.rings.transports.port import Caller, RingPort
 from socflower.wire.logs import log
+from socflower.wire.secure_channel import PeerFailed, PeerRefused, PeerSilent, PeerUnreachable
 
 _ATTEMPT_S = 1.0  # of one attempt; then the coordinator is determined again
 _POLL_INTERVAL_S = 0.05

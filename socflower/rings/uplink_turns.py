@@ -14,8 +14,8 @@ from logging import WARNING
 
 from socflower.rings.collective import Poll
 from socflower.rings.transports.port import Caller, RingPort
-from socflower.rings.transports.stream import PeerFailed
 from socflower.wire.logs import log
+from socflower.wire.secure_channel import PeerFailed
 
 _POLL_INTERVAL_S = 0.05
 _RETRY_INTERVAL_S = 0.25  # between attempts to deliver a notification

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from socflower.rings.transports.port import RingTls
+from socflower.wire.secure_channel import Tls
 
 
 class Authority:
@@ -23,12 +23,12 @@ class Authority:
         self.ca = folder / f"{name}.pem"
         self.ca.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def member(self, name: str, host: str = "127.0.0.1") -> RingTls:
+    def member(self, name: str, host: str = "127.0.0.1") -> Tls:
         """Return the files of a new certificate for an address."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         certificate = self._sign(subject, key, x509.BasicConstraints(ca=False, path_length=None), host)
-        files = RingTls(self.ca, self._folder / f"{name}.crt", self._folder / f"{name}.key")
+        files = Tls(self.ca, self._folder / f"{name}.crt", self._folder / f"{name}.key")
         files.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
         files.key.write_bytes(key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))

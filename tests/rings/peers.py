@@ -10,7 +10,8 @@ from pathlib import Path
 
 from socflower.engines.deployment.flower_processes import free_ports
 from socflower.rings.collective import Collective
-from socflower.rings.transports.port import PeerUnreachable, RingPort, RingTls
+from socflower.rings.transports.port import RingPort
+from socflower.wire.secure_channel import PeerUnreachable, Tls
 
 TOKEN = b"0123456789abcdef" * 2
 START_S = 90.0  # what a process may take to import torch on a loaded machine
@@ -38,7 +39,7 @@ class Peer:
     """A process with one member; ended on leaving the `with` block."""
 
     def __init__(
-        self, role: str, rank: int, addresses: list[str], *, heartbeat_s: float = 5.0, tls: RingTls | None = None,
+        self, role: str, rank: int, addresses: list[str], *, heartbeat_s: float = 5.0, tls: Tls | None = None,
     ) -> None:
         files = [str(tls.ca), str(tls.certificate), str(tls.key)] if tls else None
         self._process = subprocess.Popen(
@@ -68,7 +69,7 @@ class Peer:
 
 
 def main(role: str, rank: int, addresses: list[str], heartbeat_s: float, files: list[str] | None) -> None:
-    tls = RingTls(*map(Path, files)) if files else None
+    tls = Tls(*map(Path, files)) if files else None
     port = RingPort(addresses[rank], rank=rank, addresses=addresses, token=TOKEN, tls=tls, heartbeat_s=heartbeat_s)
     if role == "hold":
         def hold(caller, body):

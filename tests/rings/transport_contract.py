@@ -12,7 +12,8 @@ import torch
 
 from socflower.rings.collective import Collective, PeerLost, Work
 from socflower.rings.member import open_ring
-from socflower.rings.transports.port import RingPort, RingTls
+from socflower.rings.transports.port import RingPort
+from socflower.wire.secure_channel import Tls
 from tests.rings.peers import TOKEN, Peer, free_addresses, wait_for_peers
 
 PATIENCE_S = 60.0
@@ -24,7 +25,7 @@ class Lost(Exception):
 
 @contextmanager
 def ring_of_threads(
-    transport: str, size: int, *, tls: RingTls | None = None, generation: int = 1, log: Callable[[str], Any] = print,
+    transport: str, size: int, *, tls: Tls | None = None, generation: int = 1, log: Callable[[str], Any] = print,
 ) -> Iterator[tuple[list[RingPort], list[Collective]]]:
     """Open ports and rings for a thread each; real sockets between them."""
     addresses = free_addresses(size)
@@ -62,7 +63,7 @@ def reduce_several(ring: Collective, lengths: tuple[int, ...]) -> list[torch.Ten
     return buffers
 
 
-def check_operations(transport: str, size: int, tls: RingTls | None = None) -> list[list[torch.Tensor]]:
+def check_operations(transport: str, size: int, tls: Tls | None = None) -> list[list[torch.Tensor]]:
     """Sum, gather and spread; return each rank's sums."""
     lengths = (1, 10, 100_003, 2_000_000)
     blob = bytes(range(256)) * 12_345  # three chunks and a bit

@@ -27,13 +27,11 @@ from socflower.edgecloud.runtime.front_loop import FrontPlan, MeasuredDecider, m
 from socflower.edgecloud.runtime.half_state import LoopReport
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
 from socflower.edgecloud.samples import Samples
-from socflower.edgecloud.stream.credentials import SplitTls
 from socflower.errors import ConfigError
 from socflower.quantities import counted
 from socflower.wire.folders import temporary_folder
+from socflower.wire.secure_channel import Tls
 from socflower.wire.split_message_keys import OWN, SplitReport, SplitTask
-
-_TLS_KEYS = ("cloud-ca", "cloud-certificate", "cloud-key")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +43,7 @@ class CloudLink:
     the cloud was killed.
     """
 
-    tls: SplitTls | None = None
+    tls: Tls | None = None
     insecure: bool = False
     bandwidth_profile: BandwidthProfile | None = None
     decider: Decider | None = None
@@ -60,12 +58,10 @@ def cloud_link(context: Context) -> CloudLink:
     temporary one).
     """
     config = context.node_config
-    ca, certificate, key = (Path(str(config[name])) if config.get(name) else None for name in _TLS_KEYS)
-    tls = SplitTls(ca=ca, certificate=certificate, key=key) if ca or certificate or key else None
     folder, insecure = config.get("cloud-folder"), config.get("cloud-insecure", False)
     if not isinstance(insecure, bool):
         raise ConfigError(f"node config: cloud-insecure = {insecure!r} must be true or false, without quotes")
-    return CloudLink(tls=tls, insecure=insecure,
+    return CloudLink(tls=Tls.from_keys(config, "cloud"), insecure=insecure,
                      folder=Path(str(folder)) if folder else None)
 
 

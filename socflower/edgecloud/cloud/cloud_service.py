@@ -1,10 +1,8 @@
 """The cloud's server: hosts the cloud's halves of many runs, for edges that connect to it."""
 
 import json
-import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from logging import getLogger
 from pathlib import Path
 from threading import Lock, Thread, Timer
@@ -17,27 +15,26 @@ from socflower.edgecloud.cloud.session import CloudSession, SessionFactory
 from socflower.edgecloud.cloud.session_store import SessionStore
 from socflower.edgecloud.stream.array_blocks import body_num_bytes, pack_weights, slice_body
 from socflower.edgecloud.stream.credentials import (
+    PLAIN_TEXT,
     RUN_KEY,
     TOKEN_KEY,
-    SplitTls,
     check_token,
     hash_token,
-    require_private_address,
-    split_address,
     token_matches,
-    transport_options,
 )
 from socflower.edgecloud.stream.failures import FrameRefused, SplitRefused, StartOver
 from socflower.edgecloud.stream.frame_channel import FrameChannel
 from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, LARGEST_PART_BYTES, Limits
 from socflower.edgecloud.stream.messages import split_pb2 as wire
-from socflower.errors import ConfigError, SocflowerError
+from socflower.errors import SocflowerError
 from socflower.wire.logs import RefusalLog
+from socflower.wire.secure_channel import Address, Tls, bind_server
 
 SERVICE = "socflower.split.Split"
 """The gRPC service's name."""
 
 _HELLO_S = 10.0
+_BIND_TIMEOUT_S = 10.0
 # Larger than a frame may be, so that this module refuses a frame that is too large, with a reason, and not gRPC.
 _LARGEST_MESSAGE_BYTES = 4 * LARGEST_FRAME_BYTES
 
@@ -55,13 +52,13 @@ class CloudService:
     `ConfigError` for an address, token, certificate or folder that cannot be used.
     """
 
-    def __init__(self, listen: str, factory: SessionFactory, *, operator_token: str, tls: SplitTls | None = None,
+    def __init__(self, listen: str, factory: SessionFactory, *, operator_token: str, tls: Tls | None = None,
                  insecure: bool = False, folder: Path | None = None, limits: Limits | None = None,
                  heartbeat_s: float = 5.0, patience_s: float = 900.0, gather_s: float = 300.0, max_streams: int = 64,
                  log: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        host, port = split_address(listen)
+        here = Address.parse(listen, "cloud address")
         if tls is None and not insecure:
-            require_private_address(listen)
+            here.require_private(PLAIN_TEXT)
         self._operator_digest = hash_token(check_token(operator_token, "operator token"))
         self._max_streams = max_streams
         self._lock = Lock()
@@ -72,26 +69,14 @@ class CloudService:
             factory, folder=folder, limits=limits or Limits(), patience_s=patience_s, gather_s=gather_s,
             most_parties=max_streams, log=log_line)
         try:
-            self._listen(listen, host, port, tls, max_streams, heartbeat_s)
+            # Every stream occupies a thread; the manager's calls get their own in addition.
+            self._server, bound = bind_server(
+                here, tls, [self._handlers()], num_threads=max_streams + 16, heartbeat_s=heartbeat_s,
+                max_message_bytes=_LARGEST_MESSAGE_BYTES, bind_timeout_s=_BIND_TIMEOUT_S)
         except BaseException:
             self._sessions.close()  # otherwise its folder stays locked while this process lives
             raise
-
-    def _listen(self, listen: str, host: str, port: int, tls: SplitTls | None, max_streams: int, heartbeat_s: float,
-                ) -> None:
-        credentials = tls.server_credentials() if tls is not None else None
-        _require_free(listen, host, port)
-        # Every stream occupies a thread; the manager's calls get their own in addition.
-        self._server = grpc.server(
-            ThreadPoolExecutor(max_streams + 16, thread_name_prefix="split-cloud"), handlers=[self._handlers()],
-            options=[("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 5000),
-                     *transport_options(heartbeat_s, _LARGEST_MESSAGE_BYTES)])
-        try:
-            self.port: int = self._server.add_secure_port(listen, credentials) if credentials is not None else \
-                self._server.add_insecure_port(listen)
-        except RuntimeError:
-            raise ConfigError(f"split address {listen} cannot be listened on; give another port") from None
-        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        self.address, self.port = str(bound), bound.port
         self._server.start()
 
     def close(self) -> None:
@@ -132,7 +117,7 @@ class CloudService:
                 batch, weights = session.weights()
                 pieces = [*pack_weights(weights)]
         except SocflowerError as error:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         num_bytes = body_num_bytes(pieces)
         for piece in slice_body(pieces, LARGEST_PART_BYTES):
             yield wire.FetchPart(batch=batch, num_bytes=num_bytes, part=piece).SerializeToString()
@@ -263,7 +248,7 @@ class CloudService:
             try:
                 return handler(request, context)
             except SocflowerError as error:
-                context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+                context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         return answer
 
     def _parse(self, kind: type[_Request], message: bytes) -> _Request:
@@ -286,20 +271,3 @@ class CloudService:
 def _refusal(code: "wire.Refusal.Code", text: str) -> bytes:
     frame = wire.Frame(refusal=wire.Refusal(code=code, text=" ".join(text.split())[:2000]))
     return frame.SerializeToString()
-
-
-def _require_free(listen: str, host: str, port: int, bind_timeout_s: float = 10.0) -> None:
-    """Wait until an address is free; a process that was killed may have left it in use for a moment."""
-    deadline_s = time.monotonic() + bind_timeout_s
-    while True:
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-                return
-        except OSError as error:
-            if time.monotonic() > deadline_s or isinstance(error, socket.gaierror):
-                raise ConfigError(f"split address {listen} cannot be listened on ({error.strerror}); give another "
-                                  "port, or an address of this machine") from None
-            time.sleep(0.1)

@@ -11,20 +11,11 @@ import grpc
 from socflower.edgecloud.cloud.cloud_service import SERVICE
 from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.stream.array_blocks import body_num_bytes, pack_weights, slice_body, unpack_weights
-from socflower.edgecloud.stream.credentials import (
-    TOKEN_KEY,
-    SplitTls,
-    check_token,
-    hash_token,
-    require_private_address,
-    split_address,
-    transport_options,
-)
+from socflower.edgecloud.stream.credentials import PLAIN_TEXT, TOKEN_KEY, check_token, hash_token
 from socflower.edgecloud.stream.failures import FrameRefused, SplitLost, SplitRefused
 from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, LARGEST_PART_BYTES, PROTOCOL_VERSION
 from socflower.edgecloud.stream.messages import split_pb2 as wire
-
-_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+from socflower.wire.secure_channel import Address, PeerNotTrusted, PeerRefused, Tls, failure_of, open_channel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,16 +27,16 @@ class CloudOperator:
 
     address: str
     token: str
-    tls: SplitTls | None = None
+    tls: Tls | None = None
     insecure: bool = False  # plain text beyond private addresses
     timeout_s: float = 120.0
     heartbeat_s: float = 5.0
 
     def __post_init__(self) -> None:
-        split_address(self.address)
+        address = Address.parse(self.address, "cloud address")
         check_token(self.token, "operator token")
         if self.tls is None and not self.insecure:
-            require_private_address(self.address)
+            address.require_private(PLAIN_TEXT)
 
 
 def open_session(
@@ -129,17 +120,15 @@ def _fetch(operator: CloudOperator, run_id: str, *, whole_state: bool) -> tuple[
 
 @contextmanager
 def _open_channel(operator: CloudOperator) -> Iterator[tuple[grpc.Channel, tuple[tuple[str, str], ...]]]:
-    options = transport_options(operator.heartbeat_s, LARGEST_FRAME_BYTES)
-    credentials = operator.tls.channel_credentials() if operator.tls is not None else None
-    channel = grpc.secure_channel(operator.address, credentials, options) if credentials is not None else \
-        grpc.insecure_channel(operator.address, options)
+    channel = open_channel(
+        operator.address, operator.tls.channel_credentials() if operator.tls is not None else None,
+        heartbeat_s=operator.heartbeat_s, max_message_bytes=LARGEST_FRAME_BYTES)
     try:
         yield channel, ((TOKEN_KEY, operator.token),)
     except grpc.RpcError as error:
-        details = " ".join(str(error.details() or error.code()).split())
-        if error.code() in _LOST:
-            raise SplitLost(f"the cloud at {operator.address} cannot be reached ({details}); see that `socflower cloud "
-                            "serve` runs there") from None
-        raise SplitRefused(f"the cloud at {operator.address}: {details}") from None
+        failure = failure_of(f"the cloud at {operator.address}", error)
+        if isinstance(failure, PeerRefused | PeerNotTrusted):
+            raise SplitRefused(str(failure)) from None
+        raise SplitLost(f"{failure}; see that `socflower cloud serve` runs there") from None
     finally:
         channel.close()

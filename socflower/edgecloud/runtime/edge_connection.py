@@ -13,29 +13,25 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from socflower.edgecloud.runtime.checkpoints import Checkpoint
-from socflower.edgecloud.stream.credentials import (
-    RUN_KEY,
-    TOKEN_KEY,
-    SplitTls,
-    check_token,
-    require_private_address,
-    split_address,
-    transport_options,
-)
+from socflower.edgecloud.stream.credentials import PLAIN_TEXT, RUN_KEY, TOKEN_KEY, check_token
 from socflower.edgecloud.stream.failures import FrameRefused, SplitLost, SplitRefused, StartOver
 from socflower.edgecloud.stream.frame_channel import FrameChannel
 from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, PROTOCOL_VERSION, Limits
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import ConfigError
+from socflower.wire.secure_channel import (
+    Address,
+    HandlerFailed,
+    PeerNotTrusted,
+    PeerRefused,
+    Tls,
+    failure_of,
+    open_channel,
+)
 
 _METHOD = "/socflower.split.Split/Train"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _FLUSH_TIMEOUT_S = 5.0
-# gRPC reports certificate errors with the code for an unavailable peer, but dialling again would not help.
-_CERTIFICATE_WORDS = ("certificate_verify_failed", "hostname verification", "wrong_version_number", "tlsv1_alert",
-                      "peer name", "unknown_ca", "certificate required", "alert_bad_certificate")
-_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.NOT_FOUND,
-             grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
 
 
 class Shaper(Protocol):
@@ -80,12 +76,12 @@ class EdgeConnection:
     """
 
     def __init__(self, address: str, *, run_id: str, token: str, fingerprint: str, party: int = 0,
-                 tls: SplitTls | None = None, insecure: bool = False, up: Shaper | None = None,
+                 tls: Tls | None = None, insecure: bool = False, up: Shaper | None = None,
                  down: Shaper | None = None, limits: Limits | None = None, heartbeat_s: float = 5.0,
                  give_up_s: float = 300.0, patience_s: float = 900.0) -> None:
-        split_address(address)
+        dialled = Address.parse(address, "cloud address")
         if tls is None and not insecure:
-            require_private_address(address)
+            dialled.require_private(PLAIN_TEXT)
         if not run_id.isascii() or not run_id.isprintable() or not run_id:
             raise ConfigError(f"run {run_id!r}: a run's name has up to 64 letters, digits, '.', '_' and '-'")
         self.address, self.run_id, self.party = address, run_id, party
@@ -217,12 +213,8 @@ class EdgeConnection:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _dial(self, hello: wire.Hello) -> _Call:
-        options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000),
-                   # In spite of its name this is how long one attempt to connect may take.
-                   ("grpc.min_reconnect_backoff_ms", round(1000 * self._heartbeat_s)),
-                   *transport_options(self._heartbeat_s, 4 * LARGEST_FRAME_BYTES)]
-        grpc_channel = grpc.secure_channel(self.address, self._credentials, options) \
-            if self._credentials is not None else grpc.insecure_channel(self.address, options)
+        grpc_channel = open_channel(self.address, self._credentials, heartbeat_s=self._heartbeat_s,
+                                    max_message_bytes=4 * LARGEST_FRAME_BYTES)
         outgoing: SimpleQueue[tuple[FrameChannel, int] | None] = SimpleQueue()
         replies = grpc_channel.stream_stream(_METHOD)(
             self._outgoing(wire.Frame(hello=hello), outgoing), metadata=self._metadata)
@@ -249,7 +241,7 @@ class EdgeConnection:
         except StopIteration:
             raise SplitLost("it hung up") from None
         except grpc.RpcError as error:
-            raise self._fatal_error(error) or SplitLost(_details(error)) from None
+            raise self._fatal_error(error) or SplitLost(str(failure_of("it", error))) from None
         finally:
             timer.cancel()
         kind = frame.WhichOneof("kind")
@@ -273,14 +265,6 @@ class EdgeConnection:
 
     def _fatal_error(self, error: Any) -> Exception | None:
         """Return the error that ended a call if dialling again would not help, else None."""
-        words = _details(error)
-        if error.code() in _REFUSALS:
-            return SplitRefused(f"the cloud at {self.address}: {words}")
-        if any(word in words.lower() for word in _CERTIFICATE_WORDS):
-            return SplitRefused(f"the cloud at {self.address}: the certificates do not fit ({words}); give the "
-                                "authority that signed the cloud's, and dial the name or address it is for")
-        return None
-
-
-def _details(error: Any) -> str:
-    return " ".join(str(error.details() or error.code()).split())
+        failure = failure_of(f"the cloud at {self.address}", error)
+        refused = isinstance(failure, PeerRefused | PeerNotTrusted) and not isinstance(failure, HandlerFailed)
+        return SplitRefused(str(failure)) if refused else None

@@ -42,7 +42,7 @@ class FeatureCoding:
             raise ConfigError(f"feature coding: delta_bytes = {self.delta_bytes} must be 0 or more")
 
 
-EXACT = FeatureCoding()
+EXACT: FeatureCoding = FeatureCoding()
 """Without error feedback and delta coding; gradients are sent as they are."""
 
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from socflower.rings.collective import POLL_INTERVAL_S, Collective, PeerLost, Poll, no_poll
-from socflower.rings.transports.port import Caller, PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable, RingPort
-from socflower.rings.transports.security import require_private, split_address
+from socflower.rings.transports.port import Caller, RingPort
+from socflower.wire.secure_channel import Address, PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable
 
 _GROUP_TIMEOUT = timedelta(minutes=10)  # longer than any wait: lost members are detected by the callers' polls
 _METHOD = "rendezvous"
@@ -43,8 +43,8 @@ class GlooRing(Collective):
     def __init__(self, port: RingPort, ranks: Sequence[int], generation: int, heartbeat_s: float) -> None:
         if not port.trusted:
             for member in ranks:
-                require_private(port.addresses[member], "gloo encrypts nothing; take transport grpc, or give "
-                                                        "ring-trusted=true")
+                Address.parse(port.addresses[member], "ring address").require_private(
+                    "gloo encrypts nothing; take transport grpc, or give ring-trusted=true")
         self.rank = list(ranks).index(port.rank)
         self.size = len(ranks)
         self.transport = "gloo"
@@ -54,7 +54,7 @@ class GlooRing(Collective):
         self._waiting: list[_Operation[Any]] = []
         self._ports: frozenset[int] = frozenset()
         self._failure: str | None = None
-        self._host = split_address(port.addresses[port.rank])[0]
+        self._host = Address.parse(port.addresses[port.rank]).host
         threading.Thread(target=self._build, name="ring-gloo", daemon=True).start()
 
     def all_reduce(self, buffer: Tensor) -> "_Operation[None]":

@@ -10,16 +10,9 @@ from typing import NoReturn
 from socflower.rings.all_reduce import MAX_CHUNK_BYTES, SEND_AHEAD
 from socflower.rings.collective import PeerLost
 from socflower.rings.transports.links import LinkedRing
-from socflower.rings.transports.port import (
-    Caller,
-    OutgoingStream,
-    PeerNotReady,
-    PeerRefused,
-    PeerSilent,
-    PeerUnreachable,
-    Reader,
-    RingPort,
-)
+from socflower.rings.transports.port import Caller, Reader, RingPort
+from socflower.rings.transports.stream import OutgoingStream
+from socflower.wire.secure_channel import PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable
 
 _METHOD = "exchange"
 _HEADER = struct.Struct("!IQI")  # generation, number of the chunk, length of the payload: 16 bytes

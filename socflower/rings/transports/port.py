@@ -7,44 +7,37 @@ replayed, and a body cannot be changed. A stream is authenticated when it opens,
 requires control of the network path. Where that is possible, use TLS, which protects every byte (with TLS both sides
 show certificates of the ring's authority, besides the token).
 
-A connection that never becomes a call (no certificate, no HTTP/2) is closed by gRPC without notice to Python;
-`refusals` detects those.
+A connection that never becomes a call (no certificate, no HTTP/2) is closed by gRPC without notice to Python.
 """
 
-import errno
 import hashlib
 import hmac
 import os
-import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from logging import WARNING
 from threading import Lock, Thread
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 import grpc
 
 from socflower.errors import ConfigError
-from socflower.rings.transports.refusals import Log, RingRefusals, UnidentifiedConnectionWatch, warn
-from socflower.rings.transports.security import RingTls, require_private, split_address
-from socflower.rings.transports.stream import (
-    OutgoingStream,
+from socflower.rings.transports.stream import OutgoingStream
+from socflower.wire.logs import Log, RefusalLog, log
+from socflower.wire.secure_channel import (
+    Address,
     PeerNotConnected,
     PeerNotReady,
     PeerRefused,
-    PeerSilent,
     PeerUnreachable,
+    Tls,
+    bind_server,
     failure_of,
+    open_channel,
 )
-
-__all__ = [
-    "CALL_LIMIT_BYTES", "Admission", "Caller", "Handler", "OutgoingStream", "PeerNotReady", "PeerRefused", "PeerSilent",
-    "PeerUnreachable", "Reader", "RingPort", "RingTls",
-]
 
 CALL_LIMIT_BYTES = 4 << 20
 """The maximum size of the body of a call or of its answer; larger payloads are sent as a stream."""
@@ -52,11 +45,10 @@ CALL_LIMIT_BYTES = 4 << 20
 _SERVICE = "socflower.Ring"
 _TICKET_KEY, _OPENING_KEY, _PROOF_KEY = "ring-pass-bin", "ring-opening-bin", "ring-proof-bin"
 _TICKET = struct.Struct("!I16s32s32s")  # sender, nonce, digest of the body, HMAC
-_BIND_RETRY_S = 0.1
-_RECONNECT_MS = 100
 _CLOSE_TIMEOUT_S = 1.0
 _STOP_GRACE_S = 0.05
-_PERMANENT_ERRNOS = (errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM, errno.EAFNOSUPPORT)
+_REFUSAL_LINES_PER_MINUTE = 3
+_REMEDY = "the ring has no TLS; give ring-ca, ring-certificate and ring-key, or ring-trusted=true"
 
 
 @dataclass(frozen=True)
@@ -89,6 +81,11 @@ Admission: TypeAlias = Callable[[Caller, bytes], Reader]
 `PeerNotReady`."""
 
 
+def warn(line: str) -> None:
+    """Log a line as Flower's warnings."""
+    log(WARNING, line)
+
+
 class RingPort:
     """A member's end of the ring's calls and streams.
 
@@ -100,20 +97,22 @@ class RingPort:
     """
 
     def __init__(
-        self, listen: str, *, rank: int, addresses: Sequence[str], token: bytes, tls: RingTls | None,
+        self, listen: str, *, rank: int, addresses: Sequence[str], token: bytes, tls: Tls | None,
         heartbeat_s: float, bind_timeout_s: float = 30, trusted: bool = False,
         log: Log = warn,
     ) -> None:
-        host, _ = split_address(listen)
+        here = Address.parse(listen, "ring address")
         if not tls and not trusted:
-            for address in (listen, *addresses):
-                require_private(address)
+            for address in (here, *(Address.parse(text, "ring address") for text in addresses)):
+                address.require_private(_REMEDY)
+        if tls and not (tls.ca and tls.certificate):
+            raise ConfigError("ring: TLS is mutual; give ring-ca, ring-certificate and ring-key")
         self.rank = rank
         self.addresses = tuple(addresses)
         self.trusted = trusted
         self.heartbeat_s = heartbeat_s
         self._token = token
-        self._refusals = RingRefusals(log)
+        self._refusals = RefusalLog(log, what="ring port", lines_per_period=_REFUSAL_LINES_PER_MINUTE)
         self._handlers: dict[str, Handler] = {}
         self._admissions: dict[str, Admission] = {}
         self._nonces: set[bytes] = set()
@@ -121,14 +120,12 @@ class RingPort:
         self._closed = False
         self._streams: list[OutgoingStream] = []
         self._channels: dict[tuple[int, bool], grpc.Channel] = {}
-        pem = tls.read() if tls else None
-        self._channel_credentials = grpc.ssl_channel_credentials(pem[0], pem[2], pem[1]) if pem else None
-        credentials = grpc.ssl_server_credentials(
-            [(pem[2], pem[1])], root_certificates=pem[0], require_client_auth=True) if pem else None
-        self._server, port = self._bind(listen, credentials, time.monotonic() + bind_timeout_s)
-        self.host, self.port = host, port
-        self._connection_watch = UnidentifiedConnectionWatch(
-            port, lambda end: self.report_refused(end, "a connection that made no call a member could make"))
+        self._credentials = tls.channel_credentials() if tls else None
+        # Threads for blocking calls (joins, streams) of every member, and for further calls.
+        self._server, bound = bind_server(
+            here, tls, [_Dispatch(self._serve)], num_threads=4 * len(self.addresses) + 8, heartbeat_s=heartbeat_s,
+            max_message_bytes=CALL_LIMIT_BYTES, bind_timeout_s=bind_timeout_s)
+        self.host, self.port = bound.host, bound.port
         self._server.start()
 
     def handle(self, method: str, handler: Handler) -> None:
@@ -187,8 +184,8 @@ class RingPort:
         return stream
 
     def report_refused(self, peer: str, what: str) -> None:
-        """Log a refusal in one line, subject to a rate limit per peer."""
-        self._refusals.report(peer, what)
+        """Log that `what` of `peer` (an address) was refused, subject to a rate limit per peer."""
+        self._refusals.report(peer, f"ring port: refused {what} from {peer}; the run is unharmed")
 
     def close(self) -> None:
         """End all calls and streams at once, in both directions. May be called twice.
@@ -199,7 +196,6 @@ class RingPort:
             if self._closed:
                 return
             self._closed = True
-            self._connection_watch.close()
             channels = list(self._channels.values())
             self._channels.clear()
         deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
@@ -209,37 +205,13 @@ class RingPort:
             channel.close()
         # Without grace, gRPC sends an internal error to each peer, whose gRPC prints it on stderr.
         self._server.stop(_STOP_GRACE_S)
-        self._refusals.close()
+        self._refusals.flush(everything=True)
 
     # ------------------------------------------------------------------------------------------ as server
-
-    def _bind(
-        self, listen: str, credentials: grpc.ServerCredentials | None, deadline_s: float,
-    ) -> tuple[grpc.Server, int]:
-        while True:
-            problem = _cannot_bind(listen)
-            if problem is None:
-                server = grpc.server(
-                    # Threads for blocking calls (joins, streams) of every member, and for further calls.
-                    ThreadPoolExecutor(max_workers=4 * len(self.addresses) + 8, thread_name_prefix="ring-port"),
-                    handlers=[_Dispatch(self._serve)],
-                    options=[("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 5000),
-                             *_options(self.heartbeat_s)])
-                with suppress(RuntimeError):  # another process took the port
-                    port = server.add_secure_port(listen, credentials) if credentials else \
-                        server.add_insecure_port(listen)
-                    if port:
-                        return server, port
-                server.stop(None)
-                problem = f"ring address {listen} is in use"
-            if time.monotonic() > deadline_s:
-                raise ConfigError(f"{problem}; end the process that has it, or give another port")
-            time.sleep(_BIND_RETRY_S)
 
     def _serve(
         self, method: str, metadata: dict[str, bytes], messages: Iterator[bytes], context: grpc.ServicerContext,
     ) -> bytes:
-        self._connection_watch.on_call(context.peer())
         sender, nonce, digest = self._authenticate(method, metadata, context)
         caller = Caller(rank=sender, address=context.peer(), is_active=context.is_active)
         try:
@@ -313,16 +285,8 @@ class RingPort:
             return channel
 
     def _new_channel(self, rank: int) -> grpc.Channel:
-        options = [
-            ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0), ("grpc.enable_retries", 0),
-            ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS),
-            ("grpc.max_reconnect_backoff_ms", 2 * _RECONNECT_MS),
-            # Despite its name, this is the timeout of one attempt to connect.
-            ("grpc.min_reconnect_backoff_ms", round(1000 * self.heartbeat_s)),
-            *_options(self.heartbeat_s)]
-        address = self.addresses[rank]
-        return grpc.secure_channel(address, self._channel_credentials, options) if self._channel_credentials else \
-            grpc.insecure_channel(address, options)
+        return open_channel(self.addresses[rank], self._credentials, heartbeat_s=self.heartbeat_s,
+                            max_message_bytes=CALL_LIMIT_BYTES)
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} at {self.addresses[rank]}"
@@ -360,22 +324,6 @@ class _Dispatch(grpc.GenericRpcHandler):
         return grpc.stream_unary_rpc_method_handler(partial(self._serve, method, metadata))
 
 
-def _options(heartbeat_s: float) -> list[tuple[str, int]]:
-    """Return gRPC options: pings in both directions, also between calls, every half heartbeat, with that as timeout."""
-    half_ms = max(1, round(500 * heartbeat_s))
-    return [
-        ("grpc.keepalive_time_ms", half_ms), ("grpc.keepalive_timeout_ms", half_ms),
-        # Without this option, an unanswered ping ends a connection only after a minute.
-        ("grpc.http2.ping_timeout_ms", half_ms),
-        ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1), ("grpc.http2.max_ping_strikes", 0),
-        # An adaptive window would grow with the link's speed, to dozens of MiB for a peer that does not read.
-        ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4 << 20),
-        ("grpc.max_receive_message_length", CALL_LIMIT_BYTES), ("grpc.max_send_message_length", -1),
-        ("grpc.max_metadata_size", 16 << 10),
-    ]
-
-
 def _checked_messages(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
     """Yield a stream's messages; raise `PeerUnreachable` if it breaks instead of ending."""
     try:
@@ -384,22 +332,3 @@ def _checked_messages(messages: Iterator[bytes], context: grpc.ServicerContext) 
         raise PeerUnreachable("the stream broke off") from None
     if not context.is_active():
         raise PeerUnreachable("the stream broke off")
-
-
-def _cannot_bind(listen: str) -> str | None:
-    """Return why an address cannot be bound now; `ConfigError` if never. gRPC itself reports this only on stderr."""
-    host, port = split_address(listen)
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-    except socket.gaierror as error:
-        raise ConfigError(f"ring address {listen} cannot be resolved ({error.strerror})") from None
-    except OSError as error:
-        if error.errno in _PERMANENT_ERRNOS:
-            raise ConfigError(f"ring address {listen} cannot be listened on ({error.strerror}); give an address of "
-                              "this machine") from None
-        return f"ring address {listen} is in use"
-    return None

@@ -1,7 +1,4 @@
-"""A member's stream of messages to another member, in order and with flow control.
-
-Also the ways in which a call can fail: the other member is dead, hangs, or refuses.
-"""
+"""A member's stream of messages to another member, in order and with flow control."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,49 +7,7 @@ from typing import Any
 
 import grpc
 
-
-class PeerFailed(Exception):
-    """A call to a peer failed; the kinds below say how."""
-
-
-class PeerUnreachable(PeerFailed):
-    """The peer does not listen, or the connection broke: it has not started yet, or it is dead."""
-
-
-class PeerNotConnected(PeerUnreachable):
-    """No connection was made, now or at the last attempt; nothing of the call was sent."""
-
-
-class PeerNotReady(PeerUnreachable):
-    """The peer listens but does not accept this call yet; try again."""
-
-
-class PeerSilent(PeerFailed):
-    """The peer does not answer: a timeout, or its machine or process hangs."""
-
-
-class PeerRefused(PeerFailed):
-    """The peer refused the call; the text says why. Handlers raise this to refuse a call."""
-
-
-def failure_of(peer: str, error: Any) -> Exception:
-    """Return the exception for the status of an ended gRPC call."""
-    code, details = error.code(), error.details() or ""
-    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED,
-                grpc.StatusCode.INVALID_ARGUMENT):
-        return PeerRefused(f"{peer}: {details}")
-    if code == grpc.StatusCode.FAILED_PRECONDITION:
-        return PeerNotReady(f"{peer}: {details}")
-    if code == grpc.StatusCode.UNKNOWN:  # its handler raised
-        return PeerRefused(f"{peer} failed: {details}")
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return PeerSilent(f"{peer} did not answer in time")
-    # gRPC has one code for "refused", "broken" and "hangs"; only the text distinguishes them.
-    if any(word in details.lower() for word in ("keepalive", "ping timeout", "timeout", "timed out")):
-        return PeerSilent(f"{peer} hangs ({details})")
-    kind = PeerNotConnected if "failed to connect" in details.lower() else PeerUnreachable
-    return kind(f"{peer} cannot be reached ({details})")
-
+from socflower.wire.secure_channel import PeerUnreachable, failure_of
 
 _QUEUED_MESSAGES = 2  # besides the one being sent
 _STATUS_S = 1.0

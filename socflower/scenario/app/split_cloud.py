@@ -18,7 +18,7 @@ from socflower.edgecloud.cloud.cloud_service import CloudService
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, session_status
 from socflower.edgecloud.cloud.session import SessionFactory
 from socflower.edgecloud.program import SplitProgram
-from socflower.edgecloud.stream.credentials import SplitTls, new_token, read_token
+from socflower.edgecloud.stream.credentials import new_token, read_token
 from socflower.engines.names import MAX_WORKERS, require_count
 from socflower.errors import ConfigError
 from socflower.quantities import human_bytes
@@ -26,10 +26,11 @@ from socflower.scenario.app.split_edges import split_settings
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import apply_override, from_document, load_scenario
 from socflower.scenario.split_setting import SplitSetting
+from socflower.wire.secure_channel import Tls
 
 
 def serve_until_signal(
-    program: str, overrides: Sequence[str], *, listen: str, token: str, tls: SplitTls | None, insecure: bool,
+    program: str, overrides: Sequence[str], *, listen: str, token: str, tls: Tls | None, insecure: bool,
     folder: Path | None, num_threads: int, on_ready: Callable[[str], None], on_notice: Callable[[str], None],
 ) -> None:
     """Serve a program's runs until SIGINT or SIGTERM; `on_ready` gets the address, `on_notice` a line per failure."""
@@ -65,7 +66,7 @@ def read_or_create_token(path: Path) -> tuple[str, bool]:
     return token, True
 
 
-def cloud_status(address: str, token_file: Path, tls: SplitTls | None, *, insecure: bool) -> list[dict[str, Any]]:
+def cloud_status(address: str, token_file: Path, tls: Tls | None, *, insecure: bool) -> list[dict[str, Any]]:
     """Return the status of a cloud's sessions."""
     return session_status(CloudOperator(address=address, token=read_token(token_file), tls=tls, insecure=insecure))
 

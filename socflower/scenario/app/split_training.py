@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 
 from socflower.clients.split.cloud_sessions import CloudClient
 from socflower.edgecloud.cloud.operator_calls import CloudOperator
-from socflower.edgecloud.stream.credentials import SplitTls, read_token
+from socflower.edgecloud.stream.credentials import read_token
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import TrainingFailed
 from socflower.scenario.app.round_record import RoundRecord, event_documents
@@ -21,6 +21,7 @@ from socflower.scenario.split_models import Score
 from socflower.scenario.split_setting import SplitSetting
 from socflower.sim import EventClock, Trace
 from socflower.strategies.split_replay import SplitReplay
+from socflower.wire.secure_channel import Tls
 
 
 def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def _cloud(folder: RunFolder, setting: SplitSetting) -> CloudClient | None:
     address = folder.read_cloud()
     if address is None:
         return None
-    tls = SplitTls(ca=Path(address.ca)) if address.ca else None
+    tls = Tls(ca=Path(address.ca)) if address.ca else None
     operator = CloudOperator(address=address.address, token=read_token(Path(address.token_file)), tls=tls)
     return CloudClient(operator, setting.workload.program)
 

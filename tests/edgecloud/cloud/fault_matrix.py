@@ -25,10 +25,11 @@ import numpy as np
 import torch
 
 from socflower.edgecloud.cloud.operator_calls import session_status
-from socflower.edgecloud.stream.credentials import RUN_KEY, TOKEN_KEY, SplitTls, new_token
+from socflower.edgecloud.stream.credentials import RUN_KEY, TOKEN_KEY, new_token
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import SocflowerError
 from socflower.wire.certificates import HostCertificate, write_certificates
+from socflower.wire.secure_channel import Tls
 from socflower.wire.split_message_keys import SplitTask
 from tests.edgecloud.cloud.processes import CloudSide, EdgeSide, open_run, undisturbed
 from tests.edgecloud.stream.breaking_line import BreakingLine
@@ -243,7 +244,7 @@ def garbled_under_tls(folder: Path, window: int) -> Row:
     """Bytes arrive as others than they were sent: TLS notices, and what was under way is sent again."""
     own = write_certificates(folder / "certificates", ["127.0.0.1"])["127.0.0.1"]
     with ExitStack() as stack:
-        cloud = CloudSide(folder, tls=SplitTls(certificate=own.certificate, key=own.key))
+        cloud = CloudSide(folder, tls=Tls(certificate=own.certificate, key=own.key))
         stack.callback(cloud.close)
         line = stack.enter_context(closing(GarblingLine(cloud.port)))
         task = replace(open_run(cloud.operator(own.ca), window, NUM_BATCHES), address=f"127.0.0.1:{line.port}")
@@ -306,7 +307,7 @@ def refused(folder: Path, window: int, fault: str, *, served: str = "", of_edge:
     certificates = _certificates(folder)
     with ExitStack() as stack:
         own = certificates[served.removesuffix(", mutual")] if served else None
-        cloud = CloudSide(folder, tls=None if own is None else SplitTls(
+        cloud = CloudSide(folder, tls=None if own is None else Tls(
             ca=own.ca if served.endswith("mutual") else None, certificate=own.certificate, key=own.key))
         stack.callback(cloud.close)
         task = SplitTask(parties=(0,), num_parties=1, mode="own", reverse=False, first_batch=0, num_batches=NUM_BATCHES,

@@ -34,9 +34,9 @@ from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_front
 from socflower.edgecloud.samples import BatchOrder, LabelledSamples, PartyBatches
-from socflower.edgecloud.stream.credentials import SplitTls
 from socflower.errors import SocflowerError
 from socflower.training.fp32 import sgd
+from socflower.wire.secure_channel import Tls
 from socflower.wire.split_message_keys import OWN, SplitTask
 from socflower.workloads import load_data
 from socflower.workloads.models import build_model
@@ -166,7 +166,7 @@ class Side:
 class CloudSide(Side):
     """`socflower cloud serve` of the program above."""
 
-    def __init__(self, folder: Path, port: int = 0, *, keeps: bool = True, tls: SplitTls | None = None) -> None:
+    def __init__(self, folder: Path, port: int = 0, *, keeps: bool = True, tls: Tls | None = None) -> None:
         self._folder, self._tls = folder, tls
         command = [str(Path(sysconfig.get_path("scripts")) / "socflower"), "cloud", "serve",
                    "tests.edgecloud.cloud.processes:program", "--listen", f"127.0.0.1:{port}", "--token-file",
@@ -184,7 +184,7 @@ class CloudSide(Side):
     def operator(self, ca: Path | None = None) -> CloudOperator:
         token = (self._folder / "token").read_text("utf-8").strip()
         return CloudOperator(address=self.address, token=token, timeout_s=30.0,
-                        tls=None if ca is None else SplitTls(ca=ca))
+                        tls=None if ca is None else Tls(ca=ca))
 
     def result(self, run: str, ca: Path | None = None) -> tuple[dict[str, NDArray[Any]], list[int]]:
         """Return the weights of its half, and the half's ledger."""
@@ -245,7 +245,7 @@ def train_as_edge(settings: Mapping[str, Any]) -> None:
     try:
         connection = EdgeConnection(
             settings["address"], run_id=settings["run"], token=settings["token"], fingerprint=made.fingerprint(),
-            tls=SplitTls(**tls) if tls else None, heartbeat_s=settings["heartbeat_s"],
+            tls=Tls(**tls) if tls else None, heartbeat_s=settings["heartbeat_s"],
             give_up_s=settings["give_up_s"], patience_s=60.0)
         report = train_front(connection, half, Span(first_batch=0, num_batches=settings["num_batches"]), plan,
                              folder=Path(settings["folder"]))

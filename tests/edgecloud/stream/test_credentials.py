@@ -10,10 +10,10 @@ from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weight
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_front
-from socflower.edgecloud.stream.credentials import SplitTls
 from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
 from socflower.errors import ConfigError
 from socflower.wire.certificates import write_certificates
+from socflower.wire.secure_channel import Tls
 from tests.edgecloud.runtime.numpy_halves import (
     EDGE,
     FINGERPRINT,
@@ -37,13 +37,13 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def serve_tls(certificate: Any, *, mutual: bool = False) -> CloudService:
-    return CloudService("127.0.0.1:0", make_half, operator_token=OPERATOR, log=lambda line: None, tls=SplitTls(
+    return CloudService("127.0.0.1:0", make_half, operator_token=OPERATOR, log=lambda line: None, tls=Tls(
         ca=certificate.ca if mutual else None, certificate=certificate.certificate, key=certificate.key))
 
 
 def test_with_certificates_on_both_sides_training_goes_on_as_without(certificates: dict[str, Any]) -> None:
     own = certificates["own"]
-    tls = SplitTls(ca=own.ca, certificate=own.certificate, key=own.key)
+    tls = Tls(ca=own.ca, certificate=own.certificate, key=own.key)
     service = serve_tls(own, mutual=True)
     try:
         operator = CloudOperator(address=service.address, token=OPERATOR, tls=tls)
@@ -52,7 +52,7 @@ def test_with_certificates_on_both_sides_training_goes_on_as_without(certificate
         train_front(connect(service.port, tls=tls), front, Span(first_batch=0, num_batches=5), PLAN)
         assert same(front.weights(), fetch_weights(operator, "run")[1], wanted=local_training(5))
         with pytest.raises((SplitRefused, SplitLost)) as failed:  # TLS 1.3 tells an edge without one late, if at all
-            train_front(connect(service.port, tls=SplitTls(ca=own.ca), give_up_s=0.5), Front(),
+            train_front(connect(service.port, tls=Tls(ca=own.ca), give_up_s=0.5), Front(),
                         Span(first_batch=0, num_batches=5), PLAN)
         assert "\n" not in str(failed.value)
     finally:
@@ -66,7 +66,7 @@ def test_certificates_that_do_not_fit_are_refused_at_once(
     service = serve_tls(certificates[served])
     try:
         with pytest.raises(SplitRefused, match="the certificates do not fit") as refused:
-            train_front(connect(service.port, tls=SplitTls(ca=certificates[trusted].ca), give_up_s=60.0), Front(),
+            train_front(connect(service.port, tls=Tls(ca=certificates[trusted].ca), give_up_s=60.0), Front(),
                         Span(first_batch=0, num_batches=5), PLAN)
         assert "\n" not in str(refused.value)
     finally:
@@ -76,10 +76,10 @@ def test_certificates_that_do_not_fit_are_refused_at_once(
 def test_files_that_are_no_certificates_are_named(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("nothing")
     with pytest.raises(ConfigError, match=r"ca .* is no PEM file"):
-        connect(1, tls=SplitTls(ca=tmp_path / "ca.pem"))
+        connect(1, tls=Tls(ca=tmp_path / "ca.pem"))
     with pytest.raises(ConfigError, match="cannot be read"):
-        connect(1, tls=SplitTls(ca=tmp_path / "missing.pem"))
+        connect(1, tls=Tls(ca=tmp_path / "missing.pem"))
     with pytest.raises(ConfigError, match="needs its key"):
-        SplitTls(certificate=tmp_path / "ca.pem")
+        Tls(certificate=tmp_path / "ca.pem")
     with pytest.raises(ConfigError, match="needs a certificate and a key"):
-        CloudService("127.0.0.1:0", make_half, operator_token=OPERATOR, tls=SplitTls())
+        CloudService("127.0.0.1:0", make_half, operator_token=OPERATOR, tls=Tls())

@@ -9,7 +9,8 @@ import torch
 from socflower.errors import ConfigError
 from socflower.rings.collective import PeerLost
 from socflower.rings.member import open_ring
-from socflower.rings.transports.port import PeerRefused, RingPort
+from socflower.rings.transports.port import RingPort
+from socflower.wire.secure_channel import PeerRefused
 from tests.rings import transport_contract as ring_contract
 from tests.rings.certificates import Authority
 from tests.rings.peers import TOKEN, free_addresses

@@ -12,7 +12,9 @@ from socflower.errors import ConfigError
 from socflower.rings.collective import PeerLost
 from socflower.rings.member import open_ring
 from socflower.rings.transports.in_process import in_process_rings
-from socflower.rings.transports.port import OutgoingStream, PeerNotReady, PeerRefused, PeerUnreachable, RingPort
+from socflower.rings.transports.port import RingPort
+from socflower.rings.transports.stream import OutgoingStream
+from socflower.wire.secure_channel import PeerNotReady, PeerRefused, PeerUnreachable
 from tests.rings import transport_contract as ring_contract
 from tests.rings.certificates import Authority
 from tests.rings.peers import TOKEN, free_addresses

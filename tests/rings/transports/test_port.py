@@ -16,16 +16,8 @@ import grpc
 import pytest
 
 from socflower.errors import ConfigError
-from socflower.rings.transports.port import (
-    CALL_LIMIT_BYTES,
-    Caller,
-    PeerNotReady,
-    PeerRefused,
-    PeerSilent,
-    PeerUnreachable,
-    RingPort,
-    RingTls,
-)
+from socflower.rings.transports.port import CALL_LIMIT_BYTES, Caller, RingPort
+from socflower.wire.secure_channel import PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable, Tls
 from tests.rings.certificates import Authority
 from tests.rings.peers import TOKEN, Peer, free_addresses
 
@@ -40,7 +32,7 @@ class Ports:
         self.lines: list[str] = []
         self._stack = ExitStack()
 
-    def open(self, rank: int, *, token: bytes = TOKEN, tls: RingTls | None = None, listen: str | None = None,
+    def open(self, rank: int, *, token: bytes = TOKEN, tls: Tls | None = None, listen: str | None = None,
              heartbeat_s: float = 5.0, **options: Any) -> RingPort:
         port = RingPort(listen or self.addresses[rank], rank=rank, addresses=self.addresses, token=token, tls=tls,
                         heartbeat_s=heartbeat_s, log=self.lines.append, **options)
@@ -365,24 +357,6 @@ def test_strangers_are_hung_up_on_and_the_run_is_unharmed(ports: Ports, tmp_path
     assert_unharmed(ports.open(1, tls=tls))
 
 
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc/net/tcp to find strangers in")
-@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
-def test_a_stranger_is_logged_once_and_a_member_never(ports: Ports, tmp_path: Path, with_tls: bool) -> None:
-    tls = Authority(tmp_path).member("member") if with_tls else None
-    ports.echoing(tls=tls)
-    member = ports.open(1, tls=tls)
-    assert_unharmed(member)
-    host, number = ports.addresses[0].split(":")
-    with socket.create_connection((host, int(number)), timeout=PATIENCE_S) as stranger:
-        stranger.sendall(JUNK["http1"])
-        name = "{}:{}".format(*stranger.getsockname())
-        wait_until(lambda: ports.lines)
-        time.sleep(2.5)  # two more looks
-    assert len(ports.lines) == 1
-    assert f"refused a connection that made no call a member could make from {name}; the run is" in ports.lines[0]
-    assert_unharmed(member)
-
-
 # ----------------------------------------------------------------------------------------------------- TLS
 
 
@@ -391,7 +365,7 @@ def test_certificates_of_the_ring_get_in_and_no_others(ports: Ports, tmp_path: P
     member, other = authority.member("member"), Authority(tmp_path, "stranger").member("other")
     ports.echoing(tls=authority.member("server"))
     assert_unharmed(ports.open(1, tls=member))
-    for tls in (other, RingTls(member.ca, other.certificate, other.key), None):
+    for tls in (other, Tls(member.ca, other.certificate, other.key), None):
         intruder = ports.open(1, tls=tls, listen="127.0.0.1:0")
         with pytest.raises(PeerUnreachable):
             intruder.call(0, "echo", timeout_s=PATIENCE_S)
@@ -422,11 +396,11 @@ def test_a_certificate_for_another_address_is_not_believed(ports: Ports, tmp_pat
 
 def test_missing_and_unreadable_certificates_are_named(ports: Ports, tmp_path: Path) -> None:
     tls = Authority(tmp_path).member("member")
-    with pytest.raises(ConfigError, match=r"ring-key: .*none\.key cannot be read"):
-        ports.open(0, tls=RingTls(tls.ca, tls.certificate, tmp_path / "none.key"))
+    with pytest.raises(ConfigError, match=r"TLS: key .*none\.key cannot be read"):
+        ports.open(0, tls=Tls(tls.ca, tls.certificate, tmp_path / "none.key"))
     (tmp_path / "bad").write_text("not PEM")
-    with pytest.raises(ConfigError, match=r"ring-ca: .*bad is no PEM file"):
-        ports.open(0, tls=RingTls(tmp_path / "bad", tls.certificate, tls.key))
+    with pytest.raises(ConfigError, match=r"TLS: ca .*bad is no PEM file"):
+        ports.open(0, tls=Tls(tmp_path / "bad", tls.certificate, tls.key))
 
 
 # ------------------------------------------------------------------------------------------- the dead and the hung
