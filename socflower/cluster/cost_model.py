@@ -95,7 +95,7 @@ class StepCost:
     backward_s: float
     update_s: float
     processor: str
-    beside: tuple[ProcessorCost, ...] = ()  # processors that compute other samples of the share concurrently
+    concurrent: tuple[ProcessorCost, ...] = ()  # processors that compute other samples of the share concurrently
     merge_s: float = 0.0  # of `processor`, to merge its gradients with theirs before the exchange
 
     @property
@@ -107,7 +107,7 @@ class StepCost:
     def processors(self) -> tuple[ProcessorCost, ...]:
         """The cost of each processor that takes part, `processor` first."""
         own = ProcessorCost(processor=self.processor, forward_s=self.forward_s, backward_s=self.backward_s)
-        return tuple(part for part in (own, *self.beside) if part.compute_s) or (own,)
+        return tuple(part for part in (own, *self.concurrent) if part.compute_s) or (own,)
 
 
 class Pricing(Protocol):

@@ -16,7 +16,7 @@ from socflower.errors import ConfigError
 from socflower.precision.algorithm import HANDED_OUT_GRADIENTS, IntegerUpdate, OutsideUpdate, TrainingAlgorithm
 from socflower.precision.int8.model import EngineSettings, Int8Model, StepResult
 from socflower.precision.int8.network import UnsupportedOperator
-from socflower.precision.int8.outside_weights import start_gradients, take_weights
+from socflower.precision.int8.parameters import start_gradients, take_weights
 
 if TYPE_CHECKING:
     import torch

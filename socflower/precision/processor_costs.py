@@ -80,7 +80,7 @@ class MixedPricing:
             cost,
             # With a single processor there is nothing to merge.
             merge_s=MERGE_PASSES * pass_s if on_cpu else 0.0,
-            beside=(ProcessorCost(processor=npu.processor, forward_s=npu.forward_s, backward_s=npu.backward_s),),
+            concurrent=(ProcessorCost(processor=npu.processor, forward_s=npu.forward_s, backward_s=npu.backward_s),),
             update_s=cost.update_s + REQUANTISE_PASSES * pass_s,
         )
 

@@ -167,7 +167,7 @@ def test_a_given_share_of_the_cpu_holds_whatever_the_rule(rule, cpu, npu, num_sa
     cost = MixedPricing(rule=rule, cpu_share=share).step_cost(MODEL, soc, num_samples)
     on_cpu = cpu_samples(num_samples, share)
     assert cost.compute_s == pytest.approx(MODEL.training_flops * on_cpu / cpu)
-    assert sum(part.compute_s for part in cost.beside) == pytest.approx(
+    assert sum(part.compute_s for part in cost.concurrent) == pytest.approx(
         MODEL.training_flops * (num_samples - on_cpu) / npu)
 
 

@@ -285,11 +285,10 @@ class Int8Model:
 
     def memory_bytes(self) -> int:
         """Return the bytes of parameters and of all regions held between steps."""
-        held = sum(w.data.nbytes for w in self.parameters.weights.values())
+        arrays: list[Any] = [*self.parameters.fp32.values(), *self.parameters.fp32_gradients.values()]
         for holder in self._holders().values():
-            for array in (getattr(holder, "master", None), holder.velocity):
-                held += 0 if array is None else array.nbytes
-        return held + self.regions.held_bytes
+            arrays += [holder.data, getattr(holder, "master", None), holder.velocity, holder.gradient]
+        return sum(array.nbytes for array in arrays if array is not None) + self.regions.held_bytes
 
     def _default_progress(self) -> float:
         update = self.algorithm.update
@@ -347,7 +346,7 @@ class Int8Model:
     def _scratch_size(self) -> int:
         if not isinstance(self.algorithm.update, Fp32Update):
             return 0
-        return max(weight.data.size for weight in self.parameters.weights.values())
+        return max((weight.data.size for weight in self.parameters.weights.values()), default=0)
 
     def _result(self, logits: npt.NDArray[np.int8], exponent: int, labels: npt.NDArray[np.int32]) -> StepResult:
         real = real_logits(logits, exponent, self.graph.num_classes)
@@ -383,13 +382,3 @@ def _require_known_blocks(graph: Graph, blocks: Mapping[str, int]) -> None:
             raise ConfigError(f"batch_blocks: the network has no convolution {name!r}")
         if block < 0:
             raise ConfigError(f"batch_blocks: {name} must be 0 or more images at a time, got {block}")
-
-
-def num_macs(graph: Graph) -> int:
-    """Return the multiply-accumulates of one forward pass of one image, those with padding included."""
-    total = 0
-    for node in graph.nodes:
-        if isinstance(node, Convolution):
-            in_channels = graph.shape_of(node.inputs[0])[0] // node.groups
-            total += int(np.prod(node.shape)) * in_channels * node.kernel[0] * node.kernel[1]
-    return total

@@ -6,6 +6,7 @@ layer is a convolution whose kernel covers its input, so a flatten before it nee
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
@@ -55,6 +56,11 @@ class Node:
         return ()
 
     @property
+    def vectors(self) -> tuple[str, ...]:
+        """Its arrays of one float32 value per channel, by their names in the module: parameters and statistics."""
+        return ()
+
+    @property
     def trained(self) -> tuple[str, ...]:
         """Its parameters that training changes."""
         return tuple(name for name in self.parameters if name not in self.frozen)
@@ -76,7 +82,12 @@ class Convolution(Node):
     @property
     def parameters(self) -> tuple[str, ...]:
         """Weight and, if it has one, bias."""
-        return ("weight", "bias") if self.bias else ("weight",)
+        return ("weight", *self.vectors)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """The bias, if it has one."""
+        return ("bias",) if self.bias else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +103,11 @@ class BatchNorm(Node):
     def parameters(self) -> tuple[str, ...]:
         """Scale and offset."""
         return ("weight", "bias")
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Scale, offset and running statistics."""
+        return (*self.parameters, "running_mean", "running_var")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,6 +217,15 @@ class Graph:
     def shape_of(self, value: str) -> Shape:
         """Return the shape of a value."""
         return self.input_shape if value == INPUT else self.node(value).shape
+
+    def weight_shape(self, node: Convolution) -> tuple[int, int, int, int]:
+        """Return (out, in/groups, kh, kw)."""
+        return node.shape[0], self.shape_of(node.inputs[0])[0] // node.groups, *node.kernel
+
+    def module_weight_shape(self, node: Convolution) -> tuple[int, ...]:
+        """Return the shape of a convolution's weight in the module: (out, in * kh * kw) for a linear layer."""
+        outs, *rest = self.weight_shape(node)
+        return (outs, math.prod(rest)) if node.linear else (outs, *rest)
 
     def node(self, name: str) -> Node:
         """Return the node of that name."""

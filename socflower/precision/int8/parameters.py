@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from socflower.errors import ConfigError
+from socflower import _int8
+from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision.int8.fixed_point import channel_stride, exponent_for, quantise, require_finite
-from socflower.precision.int8.network import BatchNorm, Convolution, Graph
+from socflower.precision.int8.network import BatchNorm, Convolution, Fp32, Graph, Node
+from socflower.precision.int8.requantisation import MAX_EXPONENT
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -68,24 +70,21 @@ def import_parameters(
     left = dict(state)
     for node in graph.nodes:
         if isinstance(node, Convolution):
-            in_channels = graph.shape_of(node.inputs[0])[0] // node.groups
-            shape = (node.shape[0], in_channels, *node.kernel)
-            module_shape = (node.shape[0], in_channels * node.kernel[0] * node.kernel[1]) if node.linear else shape
-            real = _take(left, f"{node.name}.weight", module_shape).reshape(shape)
             name = f"{node.name}.weight"
+            real = _take(left, name, graph.module_weight_shape(node)).reshape(graph.weight_shape(node))
             keep = keep_master or "weight" in node.frozen
             parameters.weights[name] = _import_weight(real, keep, (exponents or {}).get(name))
-            if node.bias:
-                _import_vector(parameters, left, f"{node.name}.bias", node.shape[0])
-        elif isinstance(node, BatchNorm):
-            for part in ("weight", "bias", "running_mean", "running_var"):
-                _import_vector(parameters, left, f"{node.name}.{part}", node.shape[0])
-            tracked = left.pop(f"{node.name}.num_batches_tracked", None)
-            parameters.num_batches_tracked[node.name] = 0 if tracked is None else int(tracked)
-        elif node.kind == "fp32":
+        elif isinstance(node, Fp32):
             for name in [name for name in left if name.startswith(f"{node.name}.")]:
                 parameters.fp32[name] = left.pop(name)
                 require_finite(parameters.fp32[name], name)
+        for name in _vector_names(node):
+            padded = np.zeros(channel_stride(node.shape[0]), dtype=np.float32)
+            padded[: node.shape[0]] = _take(left, name, (node.shape[0],))
+            parameters.vectors[name] = Vector(data=padded)
+        if isinstance(node, BatchNorm):
+            tracked = left.pop(f"{node.name}.num_batches_tracked", None)
+            parameters.num_batches_tracked[node.name] = 0 if tracked is None else int(tracked)
     if left:
         raise ConfigError(f"state: the network does not use {', '.join(sorted(left))}")
     return parameters
@@ -100,24 +99,23 @@ def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, npt.NDA
     for node in graph.nodes:
         if isinstance(node, Convolution):
             weight = parameters.weights[f"{node.name}.weight"]
-            if weight.master is not None:
-                real = weight.master
-            else:
+            real = weight.master
+            if real is None:
                 real = np.ldexp(weight.data.astype(np.float32), weight.exponent)
             real = real[..., : node.shape[0]].transpose(3, 2, 0, 1)
-            shape = (node.shape[0], -1) if node.linear else real.shape
-            state[f"{node.name}.weight"] = np.ascontiguousarray(real).reshape(shape)
-            if node.bias:
-                state[f"{node.name}.bias"] = parameters.vectors[f"{node.name}.bias"].data[: node.shape[0]].copy()
-        elif isinstance(node, BatchNorm):
-            for part in ("weight", "bias", "running_mean", "running_var"):
-                name = f"{node.name}.{part}"
-                state[name] = parameters.vectors[name].data[: node.shape[0]].copy()
+            state[f"{node.name}.weight"] = np.ascontiguousarray(real).reshape(graph.module_weight_shape(node))
+        elif isinstance(node, Fp32):
+            state.update({name: array for name, array in parameters.fp32.items() if name.startswith(f"{node.name}.")})
+        for name in _vector_names(node):
+            state[name] = parameters.vectors[name].data[: node.shape[0]].copy()
+        if isinstance(node, BatchNorm):
             tracked = parameters.num_batches_tracked[node.name]
             state[f"{node.name}.num_batches_tracked"] = np.array(tracked, dtype=np.int64)
-        elif node.kind == "fp32":
-            state.update({name: array for name, array in parameters.fp32.items() if name.startswith(f"{node.name}.")})
     return state
+
+
+def _vector_names(node: Node) -> list[str]:
+    return [f"{node.name}.{part}" for part in node.vectors]
 
 
 def _take(state: dict[str, FloatArray], name: str, shape: tuple[int, ...]) -> FloatArray:
@@ -142,12 +140,6 @@ def _import_weight(real: FloatArray, keep_master: bool, kept_exponent: int | Non
     return Weight(data=data, exponent=exponent, master=padded if keep_master else None)
 
 
-def _import_vector(parameters: Parameters, state: dict[str, FloatArray], name: str, channels: int) -> None:
-    padded = np.zeros(channel_stride(channels), dtype=np.float32)
-    padded[:channels] = _take(state, name, (channels,))
-    parameters.vectors[name] = Vector(data=padded)
-
-
 def require_match(graph: Graph, parameters: Parameters, *, keep_master: bool) -> None:
     """Raise ConfigError, naming the first mismatch, if the parameters do not fit the graph and its update rule."""
 
@@ -158,11 +150,10 @@ def require_match(graph: Graph, parameters: Parameters, *, keep_master: bool) ->
 
     for node in graph.nodes:
         stride = channel_stride(node.shape[0])
-        vectors: tuple[str, ...] = ()
         if isinstance(node, Convolution):
             name = f"{node.name}.weight"
             weight = parameters.weights.get(name)
-            shape = (*node.kernel, graph.shape_of(node.inputs[0])[0] // node.groups, stride)
+            shape = (*node.kernel, graph.weight_shape(node)[1], stride)
             require(name, None if weight is None else weight.data, np.int8, shape)
             assert weight is not None
             if abs(weight.exponent) > MAX_WEIGHT_EXPONENT:
@@ -173,16 +164,94 @@ def require_match(graph: Graph, parameters: Parameters, *, keep_master: bool) ->
                 if extra is not None:
                     require(name, extra, np.float32, shape)
                     require_finite(extra, name)
-            vectors = ("bias",) if node.bias else ()
-        elif isinstance(node, BatchNorm):
-            vectors = ("weight", "bias", "running_mean", "running_var")
-            if node.name not in parameters.num_batches_tracked:
-                raise ConfigError(f"{node.name}.num_batches_tracked is missing")
-        for part in vectors:
-            vector = parameters.vectors.get(f"{node.name}.{part}")
-            require(f"{node.name}.{part}", None if vector is None else vector.data, np.float32, (stride,))
+        elif isinstance(node, BatchNorm) and node.name not in parameters.num_batches_tracked:
+            raise ConfigError(f"{node.name}.num_batches_tracked is missing")
+        for name in _vector_names(node):
+            vector = parameters.vectors.get(name)
+            require(name, None if vector is None else vector.data, np.float32, (stride,))
             assert vector is not None
             for array in (vector.data, vector.velocity):
                 if array is not None:
-                    require(f"{node.name}.{part}", array, np.float32, (stride,))
-                    require_finite(array, f"{node.name}.{part}")
+                    require(name, array, np.float32, (stride,))
+                    require_finite(array, name)
+
+
+# ------------------------------------------------------- weights of an outside trainer, and gradients for it (F12)
+
+_SEED_STEP = 0x7FEB352D
+"""Difference between the seeds of two layers, so that they round differently.
+
+It is not the factor of `random24`: with that factor a layer would have the random numbers of the previous layer,
+shifted by one element. With this one the numbers of any two of 200 layers are 18 million elements apart.
+"""
+
+
+def take_weights(
+    graph: Graph, parameters: Parameters, engine: _int8.Engine, state: Mapping[str, npt.NDArray[np.generic]], seed: int,
+) -> None:
+    """Replace the parameters by those of a torch state_dict; weights are rounded up or down at random.
+
+    The direction of each rounding depends on `seed` alone. Running statistics that `state` leaves out are unchanged.
+    Raises ConfigError if an array is missing or has a wrong shape, TrainingFailed if a value is not finite.
+    """
+    for index, node in enumerate(graph.nodes):
+        if isinstance(node, Convolution):
+            name = f"{node.name}.weight"
+            weight = parameters.weights[name]
+            weight.master = None  # of a frozen weight: the value passed in replaces it
+            outside = as_channels_last(_outside(state, name, graph.module_weight_shape(node)), graph.weight_shape(node))
+            largest = _int8.max_magnitude(outside)
+            if not largest <= 2.0**MAX_EXPONENT:
+                raise TrainingFailed(f"{name}: a weight has reached {largest:.3g}; lower the learning rate")
+            weight.exponent = max(exponent_for(largest), -MAX_EXPONENT)
+            _int8.round_weights(engine, outside, weight.data, weight.exponent, (seed + index * _SEED_STEP) % 2**32)
+        elif isinstance(node, Fp32):
+            own = {f"{node.name}.{part}" for part in node.parameters}
+            for name, array in parameters.fp32.items():
+                if name.startswith(f"{node.name}.") and (name in state or name in own):
+                    parameters.fp32[name] = np.array(_outside(state, name, array.shape), dtype=np.float32)
+        for part in node.vectors:
+            name = f"{node.name}.{part}"
+            if part in node.parameters or name in state:
+                array = np.asarray(_outside(state, name, (node.shape[0],)), dtype=np.float32)
+                if not np.isfinite(array).all():
+                    raise TrainingFailed(f"{name}: a value is not finite; lower the learning rate")
+                parameters.vectors[name].data[: node.shape[0]] = array
+
+
+def start_gradients(graph: Graph, parameters: Parameters) -> dict[str, FloatArray]:
+    """Give every trained parameter a gradient of zeros; return them by name.
+
+    They are views, so later steps change them. A weight's gradient is (out, in, kh, kw), channels-last in memory,
+    also for a linear layer.
+    """
+    views: dict[str, FloatArray] = {}
+    for node in graph.nodes:
+        for part in node.trained:
+            name = f"{node.name}.{part}"
+            if isinstance(node, Fp32):
+                views[name] = parameters.fp32_gradients[name] = np.zeros_like(parameters.fp32[name])
+            elif part in node.vectors:
+                vector = parameters.vectors[name]
+                vector.gradient = np.zeros(channel_stride(node.shape[0]), dtype=np.float32)
+                views[name] = vector.gradient[: node.shape[0]]
+            elif isinstance(node, Convolution):
+                outs, ins, height, width = graph.weight_shape(node)
+                gradient = np.zeros((outs, height, width, ins), dtype=np.float32)
+                parameters.weights[name].gradient, views[name] = gradient, gradient.transpose(0, 3, 1, 2)
+    return views
+
+
+def as_channels_last(array: npt.NDArray[np.generic], shape: tuple[int, int, int, int]) -> FloatArray:
+    """Return (out, kh, kw, in) float32 of a torch weight of (out, in, kh, kw) values; no copy if already so."""
+    return np.ascontiguousarray(array.reshape(shape).transpose(0, 2, 3, 1), dtype=np.float32)
+
+
+def _outside(
+    state: Mapping[str, npt.NDArray[np.generic]], name: str, shape: tuple[int, ...],
+) -> npt.NDArray[np.generic]:
+    if name not in state:
+        raise ConfigError(f"weights: {name} of shape {shape} is missing")
+    if state[name].shape != shape:
+        raise ConfigError(f"weights: {name} has shape {state[name].shape}, the network needs {shape}")
+    return state[name]

@@ -429,3 +429,15 @@ def test_diverged_training_fails_and_never_gives_garbage(name, label, rate):
         assert np.isfinite(result.loss)
         for key, array in model.arrays().items():
             assert np.isfinite(array).all(), key
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=list(ALGORITHMS))
+def test_a_network_whose_weights_all_run_in_fp32_trains_and_counts_their_memory(algorithm):
+    module = built(lambda: nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3 * 25, CLASSES)), 1)
+    model = Int8Model.from_module(module, input_shape=IMAGE, algorithm=algorithm, fp32_operators=["2"])
+    assert not model.parameters.weights
+    held = sum(parameter.nbytes for parameter in module.parameters())
+    assert model.memory_bytes() == held
+    model.train_step(*batches(1)[0], progress=0.0)
+    assert model.memory_bytes() == held + model.regions.held_bytes > held
+    assert not np.array_equal(model.arrays()["2.weight"], module[2].weight.detach().numpy())

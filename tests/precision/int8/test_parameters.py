@@ -10,7 +10,7 @@ from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision import EngineSettings, Int8Model
 from socflower.precision.algorithm import HANDED_OUT_GRADIENTS
-from socflower.precision.int8.outside_weights import as_channels_last, start_gradients, take_weights
+from socflower.precision.int8.parameters import as_channels_last, start_gradients, take_weights
 from tests.precision.networks import IMAGE, NETWORKS, build
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -174,9 +174,9 @@ def test_the_arrays_are_neither_changed_nor_kept():
 
 def test_channels_last_weights_are_read_where_they_lie():
     array = np.zeros((8, 3, 3, 4), np.float32)
-    assert np.shares_memory(as_channels_last(array.transpose(0, 3, 1, 2), (3, 3, 4, 16), 8), array)
+    assert np.shares_memory(as_channels_last(array.transpose(0, 3, 1, 2), (8, 4, 3, 3)), array)
     linear = np.zeros((8, 20), np.float32)
-    assert np.shares_memory(as_channels_last(linear, (1, 1, 20, 16), 8), linear)
+    assert np.shares_memory(as_channels_last(linear, (8, 20, 1, 1)), linear)
 
 
 def test_no_two_layers_round_alike_nor_one_a_few_elements_after_another():
