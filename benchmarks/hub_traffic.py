@@ -20,15 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row, main
-from socflower.engines.deployment.flower_processes import (
-    end,
-    flower_environment,
-    free_ports,
-    start,
-    tail,
-    wait_until_healthy,
-    write_connection,
-)
+from socflower.engines.deployment.flower_processes import end, flower_environment, free_ports, start, tail
+from socflower.engines.deployment.superlink import CONNECTION, start_superlink
 from socflower.engines.deployment.warm_executor import warm_supernode_command
 
 APP = Path(__file__).with_name("hub_app")
@@ -140,7 +133,7 @@ class Deployment:
         settings = {"num-nodes": len(self.node_pids), "marks": str(marks),
                     **{key.replace("_", "-"): value for key, value in run_config.items()}}
         log = marks.with_suffix(".log")
-        command = ["flwr", "run", str(self.app), "lab", "--stream", "--run-config",
+        command = ["flwr", "run", str(self.app), CONNECTION, "--stream", "--run-config",
                    " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())]
         flwr_run = start(command, self.environment, log, self.folder)
         try:
@@ -168,11 +161,7 @@ def deployed(num_nodes: int, *, warm: bool = False, app: Path = APP) -> Iterator
         environment = flower_environment(folder)
         link_port, *ports = free_ports(1 + 2 * num_nodes)
         node_ports, ring_ports = ports[:num_nodes], ports[num_nodes:]
-        write_connection(folder / "flwr-home", "lab", f"127.0.0.1:{link_port}")
-        link = start(["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(link_port)],
-                     environment, folder / "superlink.log", folder)
-        stack.callback(end, link)
-        wait_until_healthy(link_port, link, folder / "superlink.log", "deployment")
+        stack.callback(start_superlink(folder, environment, link_port).end)
         proxies = stack.enter_context(CountingProxies(num_nodes, link_port))
         nodes = []
         for index, (port, proxy_port) in enumerate(zip(node_ports, proxies.ports, strict=True)):

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from socflower.engines.deployment.process_guard import processes_of
+from socflower.engines.deployment.flower_processes import processes_of
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.file import load_scenario
 from tests.engines.deployment.interrupted_runs import DEADLINE_S, Runs, comparable, kill, wait_for
@@ -109,8 +109,8 @@ STRANGER = "import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR'
 def _gcs(run: "subprocess.Popen[str]") -> psutil.Process | None:
     """One of Ray's processes, in whose command line is the address that takes orders; Ray's are nobody's children."""
     (guard,) = [process for process in psutil.Process(run.pid).children()
-                if "socflower.engines.deployment.process_guard" in process.cmdline()]
-    mark = guard.cmdline()[guard.cmdline().index("socflower.engines.deployment.process_guard") + 1]
+                if "socflower.engines.deployment.flower_processes" in process.cmdline()]
+    mark = guard.cmdline()[guard.cmdline().index("socflower.engines.deployment.flower_processes") + 1]
     for process in processes_of(mark):
         with suppress(psutil.Error):
             if any(word.startswith("--gcs-address=") for word in process.cmdline()):

@@ -132,7 +132,7 @@ def test_a_deployment_whose_cloud_is_killed_goes_on_and_nothing_differs(tmp_path
         assert cloud is not None
         os.kill(cloud.pid, signal.SIGKILL)
         result = run.finish()
-        assert "the cloud ended (exit status -9); starting it again" in run.said().replace("\n", " ")
+        assert "the cloud ended (killed by SIGKILL); starting it again" in run.said().replace("\n", " ")
         assert not run.left_over()
     assert {key: result[key] for key in SAME} == {key: local[key] for key in SAME}
     texts = [event["text"] for entry in result["rounds"] for event in entry["events"]]

@@ -11,6 +11,7 @@ from socflower.engines.app_files import CHECKPOINT_FOLDER_KEY, FRESH_KEY, NUM_NO
 from socflower.engines.deployment.attempts import OnNotice, RunHistory
 from socflower.engines.deployment.flower_processes import (
     flower_environment,
+    marked,
     own_processes,
     require_command,
     tail,
@@ -19,7 +20,6 @@ from socflower.engines.deployment.flower_processes import (
 )
 from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
 from socflower.engines.deployment.outcome_lines import LineReader
-from socflower.engines.deployment.process_guard import marked
 from socflower.engines.deployment.submitted_run import FlwrClient
 from socflower.engines.deployment.superlink import CONNECTION, ENGINE
 from socflower.errors import ConfigError, TrainingFailed

@@ -10,13 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from socflower.engines.app_files import NUM_NODES_KEY, RUN_FOLDER_KEY, AppFiles
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
 from socflower.engines.deployment.attempts import OnNotice, RunHistory
-from socflower.engines.deployment.cloud_process import LocalCloud
-from socflower.engines.deployment.flower_processes import tail
+from socflower.engines.deployment.flower_processes import is_running, tail
 from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
 from socflower.engines.deployment.remote_superlink import run_on_remote_superlink
 from socflower.engines.deployment.submitted_run import FlwrClient, RunLog
@@ -53,16 +50,15 @@ def _run_locally(
     with local_flower(folder.path, app.node_configs, on_notice, warm=deployment.warm) as flower:
         history.superlink_shared_because = flower.network.shared_because
         flwr = FlwrClient(flower.environment, CONNECTION, folder.path, flower.network)
-        cloud = LocalCloud(folder.path, app.document, flower.environment, on_notice, flower.network) \
-            if app.needs_cloud else None
+        cloud = flower.start_cloud(app.document) if app.needs_cloud else None
         while True:
             attempt = RunFolder(folder.path / f"attempt-{len(history.restarts) + 1}")
             attempt.path.mkdir()
             attempt.write_scenario(app.document)
             attempt.write_checkpointing(checkpointing)
             if cloud is not None:
-                attempt.write_cloud(cloud.address)
-            cause, run_id = _attempt_locally(app.local_files, attempt, flower, cloud, flwr, history)
+                attempt.write_cloud(cloud)
+            cause, run_id = _attempt_locally(app.local_files, attempt, flower, flwr, history)
             outcome = attempt.read_outcome()
             if cause is None and outcome is not None:
                 if attempt.model.exists():
@@ -80,27 +76,24 @@ def _run_locally(
 
 
 def _attempt_locally(
-    files: AppFiles, attempt: RunFolder, flower: LocalFlower, cloud: LocalCloud | None, flwr: FlwrClient,
-    history: RunHistory,
+    files: AppFiles, attempt: RunFolder, flower: LocalFlower, flwr: FlwrClient, history: RunHistory,
 ) -> tuple[str | None, int | None]:
     """Submit the run and follow it to its outcome; return the cause of failure, if any, and Flower's run id.
 
     When this returns, the attempt's ServerApp has ended; its clients may still run.
     """
     app = attempt.path / "app"
-    files.write(app, {RUN_FOLDER_KEY: str(attempt.path), NUM_NODES_KEY: len(flower.node_pids)})
+    files.write(app, {RUN_FOLDER_KEY: str(attempt.path), NUM_NODES_KEY: flower.num_nodes})
     start = _ServerAppStart(flower)
     log, num_read, asked_s, pid = flwr.submit(app), 0, 0.0, None
     try:
         while True:
-            flower.poll_nodes()
-            if cloud is not None:
-                cloud.restart_if_ended()
+            flower.poll()
             cause = flower.superlink_exit()
             died_s = start.died_s() if pid is None else None
             # Read after `died_s`: a process that ended may have written its process id before.
             pid = pid or attempt.read_server_process()
-            if cause is None and pid is not None and not _is_running(pid):
+            if cause is None and pid is not None and not is_running(pid):
                 cause = "the ServerApp's process died"
             if cause is None and log.ended() and time.monotonic() - asked_s >= _ASK_S:
                 cause, asked_s = _verdict(log, flwr, begun=pid is not None), time.monotonic()
@@ -115,7 +108,7 @@ def _attempt_locally(
             if has_outcome:
                 return None, log.run_id
             if cause is not None:
-                if pid is not None and _is_running(pid):
+                if pid is not None and is_running(pid):
                     os.kill(pid, signal.SIGKILL)  # it hangs, or has not noticed that its SuperLink ended
                 return cause, log.run_id
             time.sleep(_POLL_S)
@@ -155,11 +148,3 @@ def _verdict(log: RunLog, flwr: FlwrClient, *, begun: bool) -> str | None:
         what = "Flower did not start the run" if log.run_id is None else "the ServerApp failed as it started"
         raise TrainingFailed(f"engine {ENGINE}: {what}; the end of its log: {tail(log.path)}")
     return f"Flower ended the run ({status or 'it does not answer'})"
-
-
-def _is_running(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

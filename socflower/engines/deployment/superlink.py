@@ -1,38 +1,56 @@
-"""A SuperLink and SuperNodes as processes of this machine: one node per config, all on 127.0.0.1.
+"""A SuperLink, SuperNodes and a split training's cloud as processes of this machine, all on 127.0.0.1.
 
 They run in a private network where the system allows it (`private_network.py`).
 """
 
-import signal
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from socflower.engines.deployment.flower_processes import (
     Process,
+    Server,
+    end_marked,
+    exit_cause,
     flower_environment,
     free_ports,
+    marked,
     own_processes,
     require_command,
     start,
-    wait_until_healthy,
     write_connection,
 )
-from socflower.engines.deployment.private_network import Network, private_network
-from socflower.engines.deployment.process_guard import end_marked, marked
+from socflower.engines.deployment.private_network import MACHINE_NETWORK, Network, private_network
 from socflower.engines.deployment.warm_executor import warm_supernode_command
+from socflower.engines.run_folder import CloudAddress
 from socflower.errors import TrainingFailed
+from socflower.wire.saved_state import write_atomically
 
 ENGINE = "deployment"
 CONNECTION = "scenario"
 _SUPERLINK = "superlink"
 _SERVER_APP = "flwr-serverapp"
+# Poll for tasks more often than Flower's default of one second, which delays the start of short runs.
+_POLLING = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
+
+
+def start_superlink(
+    folder: Path, environment: Mapping[str, str], port: int, *options: str, engine: str = ENGINE,
+    network: Network = MACHINE_NETWORK,
+) -> Server:
+    """Start a SuperLink with more options of `flower-superlink`; `flwr run` knows it by the name `CONNECTION`."""
+    require_command("flower-superlink", environment, engine)
+    write_connection(Path(environment["FLWR_HOME"]), CONNECTION, f"127.0.0.1:{port}")
+    command = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port), *options]
+    return Server("the SuperLink", command, port, environment, folder / "superlink.log", engine=engine, network=network)
 
 
 class LocalFlower:
-    """A SuperLink with a database, so that it can be restarted, and its SuperNodes."""
+    """A SuperLink with a database, so that it can be restarted, and its SuperNodes; the cloud, if one is started."""
 
     def __init__(
         self, folder: Path, configs: Sequence[str], ports: Sequence[int], mark: str, on_notice: Callable[[str], None],
@@ -43,24 +61,25 @@ class LocalFlower:
         self._folder = folder
         self._mark = mark
         self._on_notice = on_notice
-        self._warm = warm
-        self._port = ports[0]
-        for command in ("flower-superlink", "flower-supernode", "flwr"):
+        self._cloud: Server | None = None
+        for command in ("flower-supernode", "flwr"):
             require_command(command, self.environment, ENGINE)
-        write_connection(Path(self.environment["FLWR_HOME"]), CONNECTION, f"127.0.0.1:{self._port}")
-        self._superlink = self._start_superlink()
-        self._nodes = {config: self._start_node(index, config, port)
-                       for index, (config, port) in enumerate(zip(configs, ports[1:], strict=True))}
+        self._superlink = start_superlink(
+            folder, {**marked(self.environment, mark, _SUPERLINK), **_POLLING}, ports[0],
+            "--database", str(folder / "superlink.sqlite"), network=network)
+        self._nodes = dict[str, Process]()
+        for index, (config, port) in enumerate(zip(configs, ports[1:], strict=True)):
+            home = folder / f"supernode-{index}"
+            home.mkdir()
+            environment = {**marked(self.environment, mark, home.name), **_POLLING, "FLWR_HOME": str(home)}
+            args = ["--insecure", "--superlink", f"127.0.0.1:{ports[0]}", "--port", str(port), "--node-config", config]
+            node = warm_supernode_command(args) if warm else ["flower-supernode", *args]
+            self._nodes[config] = start(network.command(node), environment, home / "log", folder)
 
     @property
-    def superlink_pid(self) -> int:
-        """Process id of the current SuperLink."""
-        return self._superlink.pid
-
-    @property
-    def node_pids(self) -> tuple[int, ...]:
-        """Process ids of the SuperNodes that still run."""
-        return tuple(process.pid for process in self._nodes.values())
+    def num_nodes(self) -> int:
+        """The number of SuperNodes that still run."""
+        return len(self._nodes)
 
     def server_apps(self) -> set[psutil.Process]:
         """Return the running ServerApp processes that the SuperLink started."""
@@ -74,53 +93,44 @@ class LocalFlower:
 
     def superlink_exit(self) -> str | None:
         """Return how the SuperLink ended, or None while it runs."""
-        code = self._superlink.poll()
-        return None if code is None else f"the SuperLink ended ({_how(code)})"
+        return self._superlink.ended()
 
-    def poll_nodes(self) -> None:
-        """Report each SuperNode that has ended since the last call; raise `TrainingFailed` if none is left.
+    def poll(self) -> None:
+        """Report each SuperNode that has ended since the last call, and start an ended cloud again.
 
-        An ended node is not restarted: the strategy has to handle the loss of a machine.
+        An ended node is not restarted: the strategy has to handle the loss of a machine. Raises `TrainingFailed` if
+        no node is left.
         """
         for config, process in list(self._nodes.items()):
             code = process.poll()
             if code is not None:
                 del self._nodes[config]
-                self._on_notice(f"SuperNode {process.pid} ({config}) ended ({_how(code)}); {len(self._nodes)} left")
+                self._on_notice(f"SuperNode {process.pid} ({config}) ended ({exit_cause(code)}); "
+                                f"{len(self._nodes)} left")
         if not self._nodes:
             raise TrainingFailed(f"engine {ENGINE}: no SuperNode is left; run the same command again")
+        if self._cloud is not None and (ended := self._cloud.ended()):
+            self._on_notice(f"{ended}; starting it again")
+            self._cloud.start()  # edges reconnect by themselves
 
     def restart_superlink(self) -> None:
         """Restart the SuperLink on the same port and database if it has ended; SuperNodes reconnect."""
-        if self._superlink.poll() is None:
-            return
-        # Processes of the old SuperLink must not run beside those of the new one.
-        end_marked(self._mark, _SUPERLINK)
-        self._superlink = self._start_superlink()
+        if self._superlink.ended():
+            # Processes of the old SuperLink must not run beside those of the new one.
+            end_marked(self._mark, _SUPERLINK)
+            self._superlink.start()
 
-    def _start_superlink(self) -> Process:
-        log = self._folder / "superlink.log"
-        # Poll for tasks more often than Flower's default of one second, which delays the start of short runs.
-        environment = {**marked(self.environment, self._mark, _SUPERLINK), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
-        command = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self._port),
-                   "--database", str(self._folder / "superlink.sqlite")]
-        process = start(self.network.command(command), environment, log, self._folder, append=True)
-        try:
-            wait_until_healthy(self._port, process, log, ENGINE, self.network)
-        except TrainingFailed:
-            # A killed SuperLink is reported by `superlink_exit`; one that exited with an error would do so again.
-            if (process.poll() or 0) >= 0:
-                raise
-        return process
-
-    def _start_node(self, index: int, config: str, port: int) -> Process:
-        home = self._folder / f"supernode-{index}"
-        home.mkdir()
-        environment = {**marked(self.environment, self._mark, f"supernode-{index}"), "FLWR_HOME": str(home),
-                       "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
-        args = ["--insecure", "--superlink", f"127.0.0.1:{self._port}", "--port", str(port), "--node-config", config]
-        command = warm_supernode_command(args) if self._warm else ["flower-supernode", *args]
-        return start(self.network.command(command), environment, home / "log", self._folder)
+    def start_cloud(self, document: Mapping[str, Any]) -> CloudAddress:
+        """Start `socflower cloud serve` for a scenario, and return what a ServerApp needs to open sessions there."""
+        folder, port = self._folder / "cloud", free_ports(1)[0]
+        folder.mkdir()
+        write_atomically(folder / "scenario.json", json.dumps(document))
+        cloud = CloudAddress(address=f"127.0.0.1:{port}", token_file=str(folder / "token"))
+        command = ["socflower", "cloud", "serve", str(folder / "scenario.json"), "--listen", cloud.address,
+                   "--token-file", cloud.token_file, "--folder", str(folder / "sessions"), "--threads", "1"]
+        self._cloud = Server("the cloud", command, port, self.environment, folder / "log", engine=ENGINE,
+                             network=self.network)
+        return cloud
 
 
 @contextmanager
@@ -140,7 +150,3 @@ def local_flower(
             on_notice("while this runs, every user of this machine can reach its SuperLink, and so run programs as "
                       f"you: {network.shared_because}")
         yield LocalFlower(folder, configs, ports[num_nodes:], mark, on_notice, network, warm=warm)
-
-
-def _how(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

@@ -16,10 +16,9 @@ import pytest
 from flwr.app import Context, RecordDict, UserConfig
 
 from socflower.engines.deployment.attempts import RunHistory
-from socflower.engines.deployment.flower_processes import free_ports
+from socflower.engines.deployment.flower_processes import MARK, end_marked, free_ports, marked, processes_of
 from socflower.engines.deployment.options import DeploymentOptions
 from socflower.engines.deployment.private_network import private_network
-from socflower.engines.deployment.process_guard import MARK, end_marked, marked, processes_of
 from socflower.engines.deployment.remote_superlink import connection_to
 from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.workers import AppReference
@@ -235,8 +234,7 @@ def test_what_ignores_a_polite_signal_ends_too() -> None:
 
 def test_a_guard_ends_what_is_left_when_its_owner_is_killed(tmp_path: Path) -> None:
     program = ("import os, subprocess, time\n"
-               "from socflower.engines.deployment.flower_processes import own_processes\n"
-               "from socflower.engines.deployment.process_guard import marked\n"
+               "from socflower.engines.deployment.flower_processes import marked, own_processes\n"
                "with own_processes() as mark:\n"
                "    child = subprocess.Popen(['sleep', '300'], env=marked(os.environ, mark), start_new_session=True)\n"
                "    print(child.pid, flush=True)\n"

@@ -1,12 +1,58 @@
-"""Free ports: none that somebody has, nor one that the system may give to a connection meanwhile."""
+"""Servers as processes: their start and restart, and ports that nothing has nor will get meanwhile."""
 
+import os
+import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from socflower.engines.deployment import flower_processes
-from socflower.engines.deployment.flower_processes import free_ports
+from socflower.engines.deployment.flower_processes import Server, free_ports
+from socflower.engines.deployment.private_network import MACHINE_NETWORK
+from socflower.errors import TrainingFailed
+
+LISTEN = "import socket, sys, time; server = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(600)"
+
+
+def server(program: str, folder: Path) -> Server:
+    port = free_ports(1)[0]
+    return Server("the server", [sys.executable, "-c", program, str(port)], port, os.environ, folder / "log",
+                  engine="test")
+
+
+def test_a_server_listens_once_started_and_again_after_it_was_killed(tmp_path: Path) -> None:
+    found = server(LISTEN, tmp_path)
+    try:
+        for _ in range(2):
+            assert found.ended() is None and MACHINE_NETWORK.listens(found._port)
+            os.kill(found.pid, signal.SIGKILL)
+            found._process.wait()
+            assert found.ended() == "the server ended (killed by SIGKILL)"
+            found.start()
+    finally:
+        found.end()
+    assert found.ended() == "the server ended (killed by SIGTERM)"
+    assert not MACHINE_NETWORK.listens(found._port)
+
+
+def test_a_server_killed_at_its_start_says_so_and_is_given_up_at_the_third_in_a_row(tmp_path: Path) -> None:
+    found = server("import os; os.kill(os.getpid(), 9)", tmp_path)
+    assert found.ended() == "the server ended (killed by SIGKILL)"
+    found.start()
+    with pytest.raises(TrainingFailed, match="engine test: the server was killed at each of 3 starts; is there enough"):
+        found.start()
+
+
+def test_a_server_that_fails_or_never_listens_is_an_error_with_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(TrainingFailed, match=r"^engine test: the server ended at its start: .*no database$"):
+        server("raise SystemExit('no database')", tmp_path)
+    monkeypatch.setattr(flower_processes, "_START_TIMEOUT_S", 0.5)
+    with pytest.raises(TrainingFailed, match=r"the server was not ready after 0.5 s: no database$"):
+        server("import time; time.sleep(600)", tmp_path)
 
 
 def test_free_ports_are_unlike_can_be_had_and_are_given_to_no_connection() -> None:

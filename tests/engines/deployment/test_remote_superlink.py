@@ -22,13 +22,15 @@ import psutil
 import pytest
 
 from socflower.engines.deployment.flower_processes import (
+    end_marked,
     flower_environment,
     free_ports,
+    marked,
     own_processes,
+    processes_of,
     start,
     write_connection,
 )
-from socflower.engines.deployment.process_guard import end_marked, marked, processes_of
 from socflower.scenario.app.deployed import app_in_bundle
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.file import load_scenario
