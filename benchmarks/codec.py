@@ -15,8 +15,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, main, measure_interleaved
-from socflower.edgecloud.codec.quantisation import decode, encode
 from socflower.edgecloud.halves import Array
+from socflower.wire.codecs.quantisation import decode, encode
 
 SHAPES = {
     "LeNet-5, behind the first pooling, batch 64": (64, 6, 12, 12),

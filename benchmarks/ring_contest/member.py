@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.ring_contest.plan import Contest, Entry, Times
 from socflower.rings.collective import no_poll
-from socflower.rings.compression.codecs import make_compression
+from socflower.rings.compression import make_compression
 from socflower.rings.gradient_exchange import GradientExchange
 from socflower.rings.member import open_ring
 from socflower.rings.transports.port import RingPort

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional
 
 from socflower.capture.cut_points import capture_split
-from socflower.edgecloud.codec.error_feedback import FORMS, SCALES, ErrorFeedback
-from socflower.edgecloud.codec.quantisation import GROUPINGS, decode, encode
 from socflower.edgecloud.halves import Array
+from socflower.wire.codecs.error_feedback import FORMS, SCALES, ErrorFeedback
+from socflower.wire.codecs.quantisation import GROUPINGS, decode, encode
 from socflower.workloads import LabelledData
 
 

@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from socflower.edgecloud.codec.error_feedback import Form, Scale
-from socflower.edgecloud.codec.quantisation import Grouping
+from socflower.wire.codecs.error_feedback import Form, Scale
+from socflower.wire.codecs.quantisation import Grouping
 from socflower.workloads import DataSet, LabelledData, class_subset
 
 MIDDLE, LATE = "6", "10"

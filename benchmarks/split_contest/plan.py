@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from socflower.edgecloud.codec.error_feedback import Form
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.program import LayeredProgram
 from socflower.edgecloud.runtime.measuring import Measuring
 from socflower.errors import DataUnavailable
 from socflower.training.fp32 import sgd
+from socflower.wire.codecs.error_feedback import Form
 from socflower.workloads import build_model, load_data
 
 MODEL = "resnet8"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from socflower.errors import ConfigError
 from socflower.rings.collective import POLL_INTERVAL_S, Collective, Poll, Work
-from socflower.rings.compression.codecs import GradientCompression
+from socflower.rings.compression import GradientCompression
 from socflower.training.sum_order import Bucket, make_bucket, make_buckets
 
 

@@ -17,7 +17,7 @@ from socflower.capture.random_state import own_random_state
 from socflower.errors import ConfigError
 from socflower.rings.balance import RingBalance, StepTimer
 from socflower.rings.collective import Collective, PeerLost
-from socflower.rings.compression.codecs import GradientCompression, make_compression
+from socflower.rings.compression import GradientCompression, make_compression
 from socflower.rings.gradient_exchange import GradientExchange, Turn
 from socflower.rings.membership import Generation, LeftOut, Membership, MemberState, NoModel
 from socflower.rings.preemption import Preempted, PreemptionSwitch

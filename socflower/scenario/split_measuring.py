@@ -10,14 +10,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from socflower.edgecloud.codec.error_feedback import Form
-from socflower.edgecloud.plan.cuts import BITS, SplitCosts
+from socflower.edgecloud.plan.cuts import SplitCosts
 from socflower.edgecloud.program import LayeredProgram
 from socflower.edgecloud.runtime.measuring import Measuring, from_document, measure_cloud, measure_costs, to_document
 from socflower.engines.names import MAX_WORKERS, require_count
 from socflower.errors import ConfigError
 from socflower.quantities import human_bytes, human_seconds
 from socflower.scenario.schema.config import Scenario
+from socflower.wire.codecs.error_feedback import Form
+from socflower.wire.codecs.quantisation import BITS
 from socflower.wire.saved_state import write_atomically
 
 _CLOUD_KIND = "split-cloud-seconds"

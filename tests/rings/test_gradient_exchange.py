@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from socflower.errors import ConfigError
 from socflower.rings.collective import Collective, PeerLost, Poll, Work, no_poll
-from socflower.rings.compression.codecs import make_compression
+from socflower.rings.compression import make_compression
 from socflower.rings.gradient_exchange import GradientExchange, Turn
 from socflower.rings.transports.in_process import in_process_rings
 from tests.seeded import built

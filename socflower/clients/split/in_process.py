@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from socflower.clients.split.saved_halves import SplitState
-from socflower.edgecloud.codec.error_feedback import Form
-from socflower.edgecloud.codec.quantisation import Grouping
 from socflower.edgecloud.plan.decision import WindowSchedule
 from socflower.edgecloud.plan.timeline_actions import Action, decode_actions
 from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram
@@ -21,6 +19,8 @@ from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.samples import BatchOrder, PartyBatches, Samples
 from socflower.errors import ConfigError
 from socflower.hierarchy.averaging import weighted_average
+from socflower.wire.codecs.error_feedback import Form
+from socflower.wire.codecs.quantisation import Grouping
 from socflower.wire.split_message_keys import EDGE_ALONE, JOINED, OWN, SplitReport, SplitTask
 
 Fronts: TypeAlias = Sequence[PlacedHalf[TorchFront]]

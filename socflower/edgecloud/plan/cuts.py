@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from socflower.errors import ConfigError
-
-BITS = (2, 4, 8, 16, 32)
-"""Widths of a feature on the wire; 32 is unquantised float32."""
+from socflower.wire.codecs.quantisation import BITS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,9 +8,10 @@ from typing import Any
 
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates
 from socflower.edgecloud.plan.cost_model import predicted_s
-from socflower.edgecloud.plan.cuts import BITS, SplitCosts, SplitPlan
+from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.timeline import Party
 from socflower.errors import ConfigError
+from socflower.wire.codecs.quantisation import BITS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

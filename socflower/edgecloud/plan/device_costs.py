@@ -8,9 +8,10 @@ from itertools import pairwise
 from socflower.cluster.cost_model import BACKWARD_TO_FORWARD, UPDATE_PASSES, LayerProfile, ModelProfile, compute_seconds
 from socflower.cluster.device import Device
 from socflower.edgecloud.plan.cost_model import training_s
-from socflower.edgecloud.plan.cuts import BITS, CutCost, SplitCosts
+from socflower.edgecloud.plan.cuts import CutCost, SplitCosts
 from socflower.edgecloud.plan.phases import FORWARD_SHARE, Phases
 from socflower.errors import ConfigError
+from socflower.wire.codecs.quantisation import BITS
 
 CODEC_PASSES = 105.0
 """Passes over float32 features that quantisation and error feedback cost, as a measure of a device's speed.

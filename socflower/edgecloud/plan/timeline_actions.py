@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from socflower.edgecloud.plan.cuts import BITS
 from socflower.errors import ConfigError
+from socflower.wire.codecs.quantisation import BITS
 
 _FORMAT = 1
 _PARTY_BITS, _BATCH_BITS, _CUT_BITS, _WIDTH_BITS, _WINDOW_BITS = 10, 28, 9, 3, 10  # with 2 of the kind: 62

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.edgecloud.codec.quantisation import encode
 from socflower.edgecloud.halves import Array, BackHalf
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver
 from socflower.edgecloud.runtime.half_state import HalfState
 from socflower.edgecloud.stream.failures import SplitRefused
 from socflower.edgecloud.stream.frame_channel import FrameChannel
 from socflower.edgecloud.stream.frames import Features, Goodbye, Gradient, Mark, Message, Recut
+from socflower.wire.codecs.quantisation import encode
 
 
 class BackLoop:

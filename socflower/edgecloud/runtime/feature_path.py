@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.edgecloud.codec.delta_coding import DeltaReceiver, DeltaSender
-from socflower.edgecloud.codec.error_feedback import ErrorFeedback, Form, Scale
-from socflower.edgecloud.codec.quantisation import EncodedTensor, Grouping, decode, encode
 from socflower.edgecloud.halves import Array
-from socflower.edgecloud.plan.cuts import BITS
 from socflower.edgecloud.stream.failures import SplitRefused
 from socflower.edgecloud.stream.frames import DeltaFeatures, Features
 from socflower.errors import ConfigError
+from socflower.wire.codecs.delta_coding import DeltaReceiver, DeltaSender
+from socflower.wire.codecs.error_feedback import ErrorFeedback, Form, Scale
+from socflower.wire.codecs.quantisation import BITS, EncodedTensor, Grouping, decode, encode
 
 _LENGTH = struct.Struct("<Q")
 _SETTINGS = struct.Struct("<Q?")

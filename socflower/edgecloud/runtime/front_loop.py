@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from socflower.edgecloud.codec.quantisation import decode
 from socflower.edgecloud.halves import FrontHalf
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
@@ -18,6 +17,7 @@ from socflower.edgecloud.stream.failures import SplitRefused
 from socflower.edgecloud.stream.frame_channel import FrameChannel, Transfer
 from socflower.edgecloud.stream.frames import Features, Goodbye, Gradient, Mark, Message, Recut, digest_of_ids
 from socflower.errors import ConfigError
+from socflower.wire.codecs.quantisation import decode
 
 _MAX_TRANSFERS = 100_000  # in a report
 

@@ -9,7 +9,6 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from socflower.edgecloud.codec.quantisation import decode, encode
 from socflower.edgecloud.halves import Array, BackHalf, FrontHalf
 from socflower.edgecloud.plan.timeline_actions import Action, Kind
 from socflower.edgecloud.runtime.feature_path import EXACT, FeatureCoding, FeatureReceiver, FeatureSender
@@ -17,6 +16,7 @@ from socflower.edgecloud.runtime.half_state import LoopReport
 from socflower.edgecloud.runtime.replay_window import ReplayWindow
 from socflower.edgecloud.stream.frames import Features
 from socflower.errors import ConfigError
+from socflower.wire.codecs.quantisation import decode, encode
 
 
 @runtime_checkable

@@ -14,11 +14,11 @@ from torch import nn
 from socflower.capture.cut_points import SplitModel
 from socflower.capture.layer_profile import profile_module
 from socflower.capture.tensor_arrays import to_array
-from socflower.edgecloud.codec.error_feedback import ErrorFeedback, Form
-from socflower.edgecloud.codec.quantisation import decode, encode
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts
 from socflower.edgecloud.runtime.half_optimizer import HalfOptimizer, OptimizerFactory
 from socflower.errors import ConfigError
+from socflower.wire.codecs.error_feedback import ErrorFeedback, Form
+from socflower.wire.codecs.quantisation import decode, encode
 
 SCHEMA = 1
 _KIND = "split-costs"

@@ -11,10 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.edgecloud.codec.delta_coding import DeltaMessage
-from socflower.edgecloud.codec.quantisation import EncodedTensor, Grouping
 from socflower.edgecloud.halves import Weights
-from socflower.edgecloud.plan.cuts import BITS
 from socflower.edgecloud.stream.array_blocks import (
     array_from_bytes,
     array_num_bytes,
@@ -28,6 +25,8 @@ from socflower.edgecloud.stream.array_blocks import (
 from socflower.edgecloud.stream.failures import FrameRefused
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import ConfigError
+from socflower.wire.codecs.delta_coding import DeltaMessage
+from socflower.wire.codecs.quantisation import BITS, EncodedTensor, Grouping
 
 PROTOCOL_VERSION = 1
 """Increased whenever an older peer would misunderstand a newer one."""

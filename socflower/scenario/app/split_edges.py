@@ -11,7 +11,6 @@ from flwr.clientapp import ClientApp
 from socflower.clients.split.app import make_split_client_app
 from socflower.clients.split.in_process import SplitSettings
 from socflower.clients.split.remote_cloud import CloudLink, cloud_link
-from socflower.edgecloud.codec.error_feedback import Form
 from socflower.edgecloud.program import SplitProgram
 from socflower.edgecloud.samples import Samples
 from socflower.engines.run_folder import RunFolder
@@ -19,6 +18,7 @@ from socflower.errors import ConfigError
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document
 from socflower.scenario.split_setting import SplitSetting
+from socflower.wire.codecs.error_feedback import Form
 from socflower.wire.message_keys import PARTITION_ID
 
 FolderOf: TypeAlias = Callable[[Context], RunFolder]

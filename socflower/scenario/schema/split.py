@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from socflower.cluster.toml_file import OneOf, Pairs, Table
-from socflower.edgecloud.plan.cuts import BITS
+from socflower.wire.codecs.quantisation import BITS
 
 SPLIT_STRATEGIES = ("split-replay", "pipelined", "joint-dnn", "split", "splitfed", "edge-only")
 """Strategies that train with a cloud; all except the first are baselines."""

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.split_accuracy_runs.training import constant_staleness
-from socflower.edgecloud.codec.error_feedback import Form
 from socflower.edgecloud.halves import Array, BackHalf, FrontHalf
 from socflower.edgecloud.plan.timeline_actions import Action, Kind
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
@@ -19,6 +18,7 @@ from socflower.edgecloud.runtime.half_state import LoopReport
 from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.stream.failures import SplitRefused
 from socflower.errors import ConfigError
+from socflower.wire.codecs.error_feedback import Form
 from tests.edgecloud.runtime.split_training import (
     BATCH_SIZE,
     Source,

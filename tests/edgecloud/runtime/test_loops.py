@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.edgecloud.codec.quantisation import encode
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.back_loop import BackLoop
 from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, SavedHalf, common_checkpoint
@@ -19,6 +18,7 @@ from socflower.edgecloud.stream.failures import SplitRefused
 from socflower.edgecloud.stream.frame_channel import FrameChannel
 from socflower.edgecloud.stream.frames import Gradient, Limits, Mark
 from socflower.errors import ConfigError
+from socflower.wire.codecs.quantisation import encode
 from tests.edgecloud.runtime.numpy_halves import Back, Front, local_training, same
 from tests.edgecloud.stream.memory_line import MemoryLine, lags
 

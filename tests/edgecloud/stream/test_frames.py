@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from socflower.edgecloud.codec.delta_coding import DeltaReceiver, DeltaSender
-from socflower.edgecloud.codec.quantisation import decode, encode
 from socflower.edgecloud.stream.array_blocks import body_num_bytes, pack_weights, slice_body, unpack_weights
 from socflower.edgecloud.stream.failures import FrameRefused
 from socflower.edgecloud.stream.frames import (
@@ -28,6 +26,8 @@ from socflower.edgecloud.stream.frames import (
     unpack,
 )
 from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.wire.codecs.delta_coding import DeltaReceiver, DeltaSender
+from socflower.wire.codecs.quantisation import decode, encode
 
 DTYPES = st.sampled_from(["float16", "float32", "float64", "int8", "int64", "uint8", "uint16", "bool"])
 ARRAYS = DTYPES.flatmap(lambda name: arrays.arrays(name, arrays.array_shapes(min_dims=0, min_side=0, max_side=4)))

@@ -6,22 +6,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from socflower.edgecloud.codec.error_feedback import ErrorFeedback, Form, KeptError, diagonal, rank_one
-from socflower.edgecloud.codec.quantisation import decode, encode
-from socflower.edgecloud.halves import Array
 from socflower.errors import ConfigError
+from socflower.wire.codecs.error_feedback import ErrorFeedback, Form, KeptError, diagonal, rank_one
+from socflower.wire.codecs.quantisation import Floats, decode, encode
 
 SHAPES = hnp.array_shapes(max_dims=4, max_side=6)
 
 
-def tensors(num: int) -> st.SearchStrategy[list[Array]]:
+def tensors(num: int) -> st.SearchStrategy[list[Floats]]:
     """Return tensors of one shape."""
     return SHAPES.flatmap(lambda shape: st.lists(
         hnp.arrays(np.float32, shape, elements=st.floats(-4, 4, width=32)), min_size=num, max_size=num))
 
 
 @given(pair=tensors(2), factor=st.sampled_from([1.0, 8.0]))
-def test_both_forms_are_the_paper_s_formulas(pair: list[Array], factor: float) -> None:
+def test_both_forms_are_the_paper_s_formulas(pair: list[Floats], factor: float) -> None:
     """Element by element, and with the outer product written out."""
     gradient, error = pair
     g, e = gradient.astype(np.float64), error.astype(np.float64)
@@ -33,7 +32,7 @@ def test_both_forms_are_the_paper_s_formulas(pair: list[Array], factor: float) -
 
 
 @given(pair=tensors(2), form=st.sampled_from([diagonal, rank_one]))
-def test_without_an_error_nothing_is_corrected(pair: list[Array], form: object) -> None:
+def test_without_an_error_nothing_is_corrected(pair: list[Floats], form: object) -> None:
     gradient, _ = pair
     before = gradient.copy()
     assert np.array_equal(form(gradient, np.zeros_like(gradient)), gradient)  # type: ignore[operator]
@@ -76,7 +75,7 @@ def test_the_diagonal_is_exact_to_first_order_where_elements_do_not_interact() -
 
 @given(features=hnp.arrays(np.float32, SHAPES, elements=st.floats(-1e6, 1e6, width=32)),
        bits=st.sampled_from([2, 4, 8, 16]))
-def test_a_kept_error_is_off_by_a_508th_of_a_step(features: Array, bits: int) -> None:
+def test_a_kept_error_is_off_by_a_508th_of_a_step(features: Floats, bits: int) -> None:
     decoded = decode(encode(features, bits))
     kept = KeptError.of(features, decoded)
     exact = decoded.astype(np.float64) - features

@@ -23,8 +23,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.edgecloud.halves import Array
 from socflower.errors import ConfigError
+from socflower.wire.codecs.quantisation import Floats
 from socflower.wire.saved_state import from_bytes, to_bytes
 
 Form: TypeAlias = Literal["none", "diagonal", "rank-one"]
@@ -33,21 +33,20 @@ Scale: TypeAlias = Literal["paper", "mean-loss"]
 FORMS: tuple[Form, ...] = ("none", "diagonal", "rank-one")
 SCALES: tuple[Scale, ...] = ("paper", "mean-loss")
 
-_BLOCK = 1 << 15  # elements worked on at a time, as in the codec
 _KIND = "error feedback"
 
 
-def diagonal(gradient: Array, error: Array, *, factor: float = 1.0) -> Array:
+def diagonal(gradient: Floats, error: Floats, *, factor: float = 1.0) -> Floats:
     """Return δ̂ − factor·E ⊙ δ̂ ⊙ δ̂ (F25; paper, Alg. 1 with factor 1); `ConfigError` if shapes differ."""
     _check_shapes(gradient, error)
-    correction: Array = np.multiply(error, gradient)
+    correction: Floats = np.multiply(error, gradient)
     correction *= gradient
     correction *= np.float32(factor)
-    corrected: Array = gradient - correction
+    corrected: Floats = gradient - correction
     return corrected
 
 
-def rank_one(gradient: Array, error: Array, *, factor: float = 1.0) -> Array:
+def rank_one(gradient: Floats, error: Floats, *, factor: float = 1.0) -> Floats:
     """Return δ̂ − factor·(E·δ̂)δ̂, with an inner product per sample, the first dimension (F25; paper, Eq. 7–8).
 
     Raises `ConfigError` if shapes differ or there is no first dimension.
@@ -59,7 +58,7 @@ def rank_one(gradient: Array, error: Array, *, factor: float = 1.0) -> Array:
         return gradient.copy()
     rows = gradient.reshape(len(gradient), -1)
     inner = np.einsum("ij,ij->i", rows, error.reshape(rows.shape), dtype=np.float64)
-    corrected: Array = rows * (1 - factor * inner).astype(np.float32)[:, None]
+    corrected: Floats = rows * (1 - factor * inner).astype(np.float32)[:, None]
     return corrected.reshape(gradient.shape)
 
 
@@ -76,35 +75,23 @@ class KeptError:
     levels: NDArray[np.int8] | None  # (elements,); None if E is 0 everywhere
 
     @classmethod
-    def of(cls, features: Array, decoded: Array) -> "KeptError":
+    def of(cls, features: Floats, decoded: Floats) -> "KeptError":
         """Keep E = decoded − features; `ConfigError` if shapes differ."""
         if features.shape != decoded.shape:
             raise ConfigError(f"error feedback: features of shape {features.shape} were decoded to {decoded.shape}")
-        was, came = features.reshape(-1), decoded.reshape(-1)
-        # By blocks, and twice, rather than with another tensor of the features' size.
-        work = np.empty(min(was.size, _BLOCK))
-        blocks = [slice(start, min(start + _BLOCK, was.size)) for start in range(0, was.size, _BLOCK)]
-
-        def error(block: slice) -> NDArray[np.float64]:
-            return np.subtract(came[block], was[block], out=work[:block.stop - block.start], dtype=np.float64)
-
-        unit = max((float(np.abs(error(block), out=work[:block.stop - block.start]).max()) for block in blocks),
-                   default=0.0) / 127
+        error = np.subtract(decoded, features, dtype=np.float64).reshape(-1)
+        unit = max(error.max(initial=0.0), -error.min(initial=0.0)) / 127
         if unit == 0:
             return cls(shape=features.shape, unit=0.0, levels=None)
-        levels = np.empty(was.size, np.int8)
-        for block in blocks:
-            level = error(block)
-            np.divide(level, unit, out=level)
-            levels[block] = np.rint(level, out=level)
-        return cls(shape=features.shape, unit=unit, levels=levels)
+        error /= unit
+        return cls(shape=features.shape, unit=float(unit), levels=np.rint(error, out=error).astype(np.int8))
 
     @property
     def num_bytes(self) -> int:
         """What is kept."""
         return 0 if self.levels is None else self.levels.nbytes
 
-    def error(self) -> Array:
+    def error(self) -> Floats:
         """Return E."""
         if self.levels is None:
             return np.zeros(self.shape, np.float32)
@@ -131,7 +118,7 @@ class ErrorFeedback:
         """What is kept now."""
         return sum(kept.num_bytes for kept in self._kept.values())
 
-    def keep(self, batch: int, features: Array, decoded: Array) -> None:
+    def keep(self, batch: int, features: Floats, decoded: Floats) -> None:
         """Keep what the codec lost of a batch: `decoded` is what the back half gets for `features`.
 
         A batch that is sent again replaces the former; raises `ConfigError` if shapes differ.
@@ -139,7 +126,7 @@ class ErrorFeedback:
         if self.form != "none":
             self._kept[batch] = KeptError.of(features, decoded)
 
-    def correct(self, batch: int, gradient: Array) -> Array:
+    def correct(self, batch: int, gradient: Floats) -> Floats:
         """Return a batch's corrected gradient; the argument is not changed.
 
         Raises `ConfigError` for a batch that was not kept, and for a gradient of another shape than its features.
@@ -177,7 +164,7 @@ class ErrorFeedback:
                                                levels=levels.get(str(kept["batch"]))) for kept in header["batches"]}
 
 
-def _check_shapes(gradient: Array, error: Array) -> None:
+def _check_shapes(gradient: Floats, error: Floats) -> None:
     if gradient.shape != error.shape:
         raise ConfigError(f"error feedback: a gradient of shape {gradient.shape} and an error of {error.shape} do not "
                           "belong together")

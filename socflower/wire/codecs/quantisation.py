@@ -1,4 +1,6 @@
-"""Uniform quantisation of features between a tensor's least and largest value (F24).
+"""Tensors as integers of few bits: each in its own range (F24), or in a unit that several senders share.
+
+**Own range.** A tensor, or each of its samples, is spread uniformly between its least and largest value:
 
     q = round((h − min)·(2ⁿ − 1)/(max − min)),    h′ = min + q·(max − min)/(2ⁿ − 1)
 
@@ -9,12 +11,10 @@ large batch sink into their subnormal range.
 Both ways are computed in float32 up to 8 bits, and in float64 at 16 bits and where max − min is so large or small that
 float32 would overflow. So |h′ − h| is at most half a step, plus 2⁻¹³ of a step, plus the rounding of h′ to float32. h′
 is a multiplication and an addition, each rounded, which gives the same bits on every machine; min comes back exactly,
-so that the zeros behind a ReLU stay zeros.
+so that the zeros behind a ReLU stay zeros. Tensors are processed in blocks that fit into a thin device's cache.
 
-Tensors are processed in blocks that fit into a thin device's cache: besides the result, at most about half a MiB.
-
-Values of 2 and 4 bits are packed into bytes, the first in the lowest bits: whole words are shifted, little-endian by
-declaration, so that the same bytes come out on every machine.
+**Shared unit.** Sums of several senders need multiples of one step, or halves of one power of two: `pack_lanes` puts
+four signed integers into a word such that words can be added, `half_exponent` chooses the power.
 """
 
 import math
@@ -25,35 +25,42 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.edgecloud.halves import Array
-from socflower.edgecloud.plan.cuts import BITS
 from socflower.errors import ConfigError
 
-_SHIFTS = {4: (4,), 2: (6, 12)}
-"""By how much a word is shifted over itself so that its values move together into its lowest byte."""
+BITS = (2, 4, 8, 16, 32)
+"""The widths of an element."""
 
-_SPREADS = {4: ((4, 0x0F0F),), 2: ((12, 0x000F000F), (6, 0x03030303))}
-"""The way back: shifts, and which bits hold values after each."""
+Floats: TypeAlias = NDArray[np.float32]
+Grouping: TypeAlias = Literal["tensor", "sample"]
+"""The scope of a least and largest value: the whole tensor, as in the paper, or each sample (first dimension)."""
+
+GROUPINGS: tuple[Grouping, ...] = ("tensor", "sample")
+
+_PACKED_BITS = (2, 4)
+_BLOCK = 1 << 14  # elements worked on at a time
+_FLOAT32_RANGES = (1e-30, 1e38)  # max − min for which float32 neither overflows nor loses bits
+_LARGEST = float(np.finfo(np.float32).max)
+_ZERO_LANES = np.uint32(0x80808080)
 
 
+# ------------------------------------------------------------------------------------------------- bits of integers
 def packed_bytes(num_values: int, bits: int) -> int:
     """Return how many bytes hold `num_values` numbers of `bits`, the last byte filled up."""
     return -(-num_values * bits // 8)
 
 
 def pack(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Return values (..., n), each below 2^bits, as bytes (..., ceil(n·bits/8)); what fills the last byte up is 0.
+    """Return values (..., n), each below 2^bits, as bytes (..., ceil(n·bits/8)): the first value in the lowest bits.
 
-    Raises `ConfigError` for other than 2 and 4 bits. A value that has more bits would spill into its neighbours.
+    What fills the last byte up is 0. Raises `ConfigError` for other than 2 and 4 bits. A value that has more bits would
+    spill into its neighbours.
     """
-    word = _word(bits)
-    missing = -values.shape[-1] % word.itemsize  # a word holds as many values as it has bytes
-    if missing:
-        values = np.concatenate([values, np.zeros((*values.shape[:-1], missing), np.uint8)], axis=-1)
-    words = np.ascontiguousarray(values).view(word)
-    for shift in _SHIFTS[bits]:
-        words = words | words >> shift
-    return words.astype(np.uint8)  # keeps the lowest byte
+    per_byte = _values_per_byte(bits)
+    packed = np.zeros((*values.shape[:-1], packed_bytes(values.shape[-1], bits)), np.uint8)
+    for place in range(per_byte):
+        part = values[..., place::per_byte]
+        packed[..., :part.shape[-1]] |= part << np.uint8(place * bits)
+    return packed
 
 
 def unpack(packed: NDArray[np.uint8], bits: int, num_values: int) -> NDArray[np.uint8]:
@@ -61,32 +68,47 @@ def unpack(packed: NDArray[np.uint8], bits: int, num_values: int) -> NDArray[np.
 
     Raises `ConfigError` for other than 2 and 4 bits, and for fewer bytes than that many values take.
     """
-    words = packed.astype(_word(bits))
-    if num_values > words.shape[-1] * words.itemsize:
-        raise ConfigError(f"packed values: {words.shape[-1]} bytes cannot hold {num_values} values of {bits} bits; "
+    per_byte, num_bytes = _values_per_byte(bits), packed.shape[-1]
+    if num_values > num_bytes * per_byte:
+        raise ConfigError(f"packed values: {num_bytes} bytes cannot hold {num_values} values of {bits} bits; "
                           f"{packed_bytes(num_values, bits)} are needed")
-    for shift, mask in _SPREADS[bits]:
-        words |= words << shift
-        words &= mask
-    return words.view(np.uint8)[..., :num_values]
+    values = np.empty((*packed.shape[:-1], num_bytes * per_byte), np.uint8)
+    for place in range(per_byte):
+        values[..., place::per_byte] = packed >> np.uint8(place * bits) & np.uint8(2**bits - 1)
+    return values[..., :num_values]
 
 
-def _word(bits: int) -> np.dtype[np.unsignedinteger]:
-    if bits not in _SHIFTS:
+def _values_per_byte(bits: int) -> int:
+    if bits not in _PACKED_BITS:
         raise ConfigError(f"packed values: {bits} bits are not packed; use 2 or 4")
-    return np.dtype(f"<u{8 // bits}")
+    return 8 // bits
 
 
-Grouping: TypeAlias = Literal["tensor", "sample"]
-"""The scope of a least and largest value: the whole tensor, as in the paper, or each sample (first dimension)."""
+def pack_lanes(levels: Floats) -> NDArray[np.int32]:
+    """Return int32 words of four integers each, −127 to 127: Σ levelⱼ · 256^j.
 
-GROUPINGS: tuple[Grouping, ...] = ("tensor", "sample")
+    Words add lane by lane as long as lanes stay in ±127, without overflow: 127 · (1 + 256 + 256² + 256³) < 2³¹.
+    """
+    lanes = (levels + 128).astype(np.uint8)
+    # Subtracting the zero point of all lanes at once makes the borrows from lane to lane.
+    return (lanes.view("<u4") - _ZERO_LANES).astype(np.uint32).view(np.int32)
 
-_BLOCK = 1 << 15  # elements worked on at a time; a multiple of what a byte holds
-_FLOAT32_RANGES = (1e-30, 1e38)  # max − min for which float32 neither overflows nor loses bits
-_LARGEST = float(np.finfo(np.float32).max)
+
+def unpack_lanes(words: NDArray[np.int32]) -> Floats:
+    """Return the four integers of each word."""
+    lanes = (words.view(np.uint32) + _ZERO_LANES).astype("<u4").view(np.uint8)
+    return lanes.astype(np.float32) - np.float32(128)
 
 
+def half_exponent(largest: float) -> int:
+    """Return e such that values up to `largest`, times 2^e, neither overflow nor needlessly underflow as float16.
+
+    2^15 leaves a factor of almost 2 for rounding; beyond ±126 the factor itself would not be a normal float32.
+    """
+    return max(-126, min(126, 15 - math.frexp(largest)[1])) if math.isfinite(largest) and largest else 0
+
+
+# ------------------------------------------------------------------------------------------------- tensors in a range
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedTensor:
     """An encoded tensor, from `encode` or from the wire. Raises `ConfigError` if it is invalid.
@@ -98,7 +120,7 @@ class EncodedTensor:
     shape: tuple[int, ...]
     low: tuple[float, ...] = ()  # least value of each group: one, or one per sample; none at 32 bits, none if empty
     high: tuple[float, ...] = ()  # largest value of each group
-    payload: bytes | memoryview  # 2 and 4 bits: see `bit_packing`; 16: little-endian; 32: little-endian float32
+    payload: bytes | memoryview  # 2 and 4 bits: see `pack`; 16: little-endian; 32: little-endian float32
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -133,7 +155,7 @@ class EncodedTensor:
         return memoryview(self.payload).nbytes + 8 * len(self.low)
 
 
-def encode(features: Array, bits: int, *, grouping: Grouping = "tensor", what: str = "features") -> EncodedTensor:
+def encode(features: Floats, bits: int, *, grouping: Grouping = "tensor", what: str = "features") -> EncodedTensor:
     """Return `features` (any shape) in `bits` per element (F24).
 
     At 32 bits the payload is a view of `features`, which must then not change until it has been sent; other payloads
@@ -168,7 +190,7 @@ def encode(features: Array, bits: int, *, grouping: Grouping = "tensor", what: s
                          payload=_bytes_of(payload))
 
 
-def decode(encoded: EncodedTensor) -> Array:
+def decode(encoded: EncodedTensor) -> Floats:
     """Return the tensor h′ that was encoded, as an array of its own: the same bits on both ends of a link (F24)."""
     if not encoded.low:
         # A copy: the caller may write into it, and the received buffer can be freed.
@@ -179,39 +201,32 @@ def decode(encoded: EncodedTensor) -> Array:
     step, low = (extent / (2**bits - 1)).astype(real)[:, None], np.array(encoded.low, real)[:, None]
     features = np.empty((num_groups, encoded.num_elements // num_groups), np.float32)
     payload = np.frombuffer(encoded.payload, np.uint8).reshape(num_groups, -1)
-    work = np.empty(min(features.size, _BLOCK), real)
-    for rows, columns in _blocks(*features.shape):
-        target = features[rows, columns]
-        level = target if real is np.float32 else work[:target.size].reshape(target.shape)
-        level[...] = _levels(payload[rows], columns, bits)
-        np.multiply(level, step[rows], out=level)
-        np.add(level, low[rows], out=level)
-        if level is not target:
-            target[...] = level
+    for columns in _blocks(*features.shape):
+        if bits >= 8:
+            level = payload.view(f"<u{bits // 8}")[:, columns].astype(real)
+        else:
+            level = unpack(payload[:, _byte_columns(columns, bits)], bits, columns.stop - columns.start).astype(real)
+        level *= step
+        level += low
+        features[:, columns] = level
     return features.reshape(encoded.shape)
 
 
-def _quantise(groups: Array, low: Array, high: Array, bits: int, payload: NDArray[np.uint8]) -> None:
+def _quantise(groups: Floats, low: Floats, high: Floats, bits: int, payload: NDArray[np.uint8]) -> None:
     """Write q of `groups` (groups, elements) into `payload` (groups, bytes)."""
     extent = high.astype(np.float64) - low
     real = _real_type(extent, bits)
     # A group that is constant gets q = 0.
     scale = np.divide(2**bits - 1, extent, out=np.zeros_like(extent), where=extent > 0).astype(real)[:, None]
     least_values = low.astype(real)[:, None]
-    work = np.empty(min(groups.size, _BLOCK), real)
-    small = np.empty(work.size, np.uint8) if bits < 8 else None
-    for rows, columns in _blocks(*groups.shape):
-        source = groups[rows, columns]
-        level = work[:source.size].reshape(source.shape)
-        np.subtract(source, least_values[rows], out=level, dtype=real)
-        np.multiply(level, scale[rows], out=level)
+    for columns in _blocks(*groups.shape):
+        level = np.subtract(groups[:, columns], least_values, dtype=real)
+        level *= scale
         np.rint(level, out=level)
-        if small is None:
-            payload.view(f"<u{bits // 8}")[rows, columns] = level
-            continue
-        values = small[:source.size].reshape(source.shape)
-        values[...] = level
-        payload[rows, _byte_columns(columns, bits)] = pack(values, bits)
+        if bits >= 8:
+            payload.view(f"<u{bits // 8}")[:, columns] = level
+        else:
+            payload[:, _byte_columns(columns, bits)] = pack(level.astype(np.uint8), bits)
 
 
 def _real_type(extent: NDArray[np.float64], bits: int) -> type[np.floating[Any]]:
@@ -221,24 +236,14 @@ def _real_type(extent: NDArray[np.float64], bits: int) -> type[np.floating[Any]]
     return np.float32 if bits <= 8 and bool(fits.all()) else np.float64
 
 
-def _levels(payload: NDArray[np.uint8], columns: slice, bits: int) -> NDArray[np.unsignedinteger]:
-    """Return the q of some columns of groups."""
-    if bits >= 8:
-        levels: NDArray[np.unsignedinteger] = payload.view(f"<u{bits // 8}")[:, columns]
-        return levels
-    return unpack(payload[:, _byte_columns(columns, bits)], bits, columns.stop - columns.start)
-
-
-def _blocks(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
-    """Yield where the blocks of a matrix lie: several whole rows each, or a part of one."""
-    rows, columns = max(1, _BLOCK // num_columns), min(num_columns, _BLOCK)
-    for row in range(0, num_rows, rows):
-        for column in range(0, num_columns, columns):
-            yield slice(row, min(row + rows, num_rows)), slice(column, min(column + columns, num_columns))
+def _blocks(num_rows: int, num_columns: int) -> Iterator[slice]:
+    """Yield the columns of each block of a matrix; a block begins on a byte, at any width."""
+    width = max(4, _BLOCK // num_rows // 4 * 4)
+    for start in range(0, num_columns, width):
+        yield slice(start, min(start + width, num_columns))
 
 
 def _byte_columns(columns: slice, bits: int) -> slice:
-    """Return the bytes of a block's columns; a block begins on a byte, since `_BLOCK` is a multiple of four."""
     return slice(columns.start * bits // 8, packed_bytes(columns.stop, bits))
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.edgecloud.codec.quantisation import pack, packed_bytes, unpack
 from socflower.errors import ConfigError
+from socflower.wire.codecs.quantisation import pack, packed_bytes, unpack
 
 
 def by_hand(values: list[int], bits: int) -> bytes:

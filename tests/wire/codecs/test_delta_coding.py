@@ -7,12 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.edgecloud.codec.delta_coding import DeltaMessage, DeltaReceiver, DeltaSender, Storage
-from socflower.edgecloud.codec.quantisation import decode, encode
-from socflower.edgecloud.halves import Array
 from socflower.errors import ConfigError
-
-STORAGE: st.SearchStrategy[Storage] = st.sampled_from(["float16", "float32"])
+from socflower.wire.codecs.delta_coding import DeltaMessage, DeltaReceiver, DeltaSender
+from socflower.wire.codecs.quantisation import Floats, decode, encode
 
 
 def pair(**options: Any) -> tuple[DeltaSender, DeltaReceiver]:
@@ -29,13 +26,13 @@ def state(end: DeltaSender | DeltaReceiver) -> bytes:
     return end.save()
 
 
-@given(data=st.data(), storage=STORAGE, num_held=st.integers(0, 12), grouping=st.sampled_from(["tensor", "sample"]))
+@given(data=st.data(), num_held=st.integers(0, 12), grouping=st.sampled_from(["tensor", "sample"]))
 @settings(max_examples=60)
 def test_both_ends_hold_the_same_bits_through_any_sequence(
-    data: st.DataObject, storage: Storage, num_held: int, grouping: Any,
+    data: st.DataObject, num_held: int, grouping: Any,
 ) -> None:
     """With samples dropped, batches that have a sample twice, changing widths and shapes, resets and restarts."""
-    sender, receiver = pair(max_bytes=num_held * 6 * np.dtype(storage).itemsize, storage=storage, grouping=grouping)
+    sender, receiver = pair(max_bytes=num_held * 6 * 2, grouping=grouping)
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     for _ in range(data.draw(st.integers(1, 12))):
         event = data.draw(st.sampled_from(["batch"] * 6 + ["reset", "restart"]))
@@ -45,8 +42,7 @@ def test_both_ends_hold_the_same_bits_through_any_sequence(
         elif event == "restart":
             # Either end may start from what either saved: they are alike.
             saved = sender.save(), receiver.save()
-            sender, receiver = pair(max_bytes=num_held * 6 * np.dtype(storage).itemsize, storage=storage,
-                                    grouping=grouping)
+            sender, receiver = pair(max_bytes=num_held * 6 * 2, grouping=grouping)
             sender.restore(saved[1])
             receiver.restore(saved[0])
         else:
@@ -58,17 +54,17 @@ def test_both_ends_hold_the_same_bits_through_any_sequence(
             assert came.tobytes() == seen.tobytes() and came.shape == features.shape
         assert state(sender) == state(receiver)
         assert sender.num_samples == receiver.num_samples <= num_held
-        assert sender.num_bytes <= num_held * 6 * np.dtype(storage).itemsize
+        assert sender.num_bytes <= num_held * 6 * 2
 
 
-@given(seed=st.integers(0, 999), bits=st.sampled_from([2, 4, 8]), storage=STORAGE)
+@given(seed=st.integers(0, 999), bits=st.sampled_from([2, 4, 8]))
 @settings(max_examples=40)
-def test_the_error_of_a_repeated_activation_decreases_geometrically(seed: int, bits: int, storage: Storage) -> None:
+def test_the_error_of_a_repeated_activation_decreases_geometrically(seed: int, bits: int) -> None:
     """By a factor of 2ⁿ − 1 at least, down to what rounding leaves."""
     features = np.random.default_rng(seed).normal(size=(4, 50)).astype(np.float32)
-    sender, receiver = pair(storage=storage, first_bits=bits)
+    sender, receiver = pair()
     samples = ids(0, 1, 2, 3)
-    rounding = float(abs(features).max()) * (2.0**-11 if storage == "float16" else 2.0**-23)
+    rounding = float(abs(features).max()) * 2.0**-11
     before = np.inf
     for _ in range(20):
         message, _ = sender.encode(samples, features, bits)
@@ -95,12 +91,12 @@ def test_errors_do_not_add_up_over_many_small_changes(seed: int) -> None:
     assert max(errors[2:]) < 0.01 / 15 * 1.5
 
 
-@given(seed=st.integers(0, 999), bits=st.sampled_from([2, 4, 8, 16]), first_bits=st.sampled_from([2, 4, 8, 16, 32]))
-def test_at_first_sight_it_is_the_plain_codec(seed: int, bits: int, first_bits: int) -> None:
+@given(seed=st.integers(0, 999), bits=st.sampled_from([2, 4, 8, 16, 32]))
+def test_at_first_sight_it_is_the_plain_codec_of_eight_bits_or_more(seed: int, bits: int) -> None:
     features = np.random.default_rng(seed).normal(size=(4, 5, 3)).astype(np.float32)
-    sender, receiver = pair(first_bits=first_bits)
+    sender, receiver = pair()
     message, seen = sender.encode(ids(1, 2, 3, 4), features, bits)
-    plain = encode(features, max(bits, first_bits))
+    plain = encode(features, max(bits, 8))
     assert message.change is None and message.first == plain
     assert np.array_equal(receiver.decode(ids(1, 2, 3, 4), message), decode(plain))
     assert np.array_equal(seen, decode(plain))
@@ -146,13 +142,13 @@ def test_the_samples_unused_for_longest_are_dropped() -> None:
 
 def test_values_beyond_float16_saturate_in_memory_and_arrive_all_the_same() -> None:
     features = np.array([[1e6, -1e7, 0.0]], np.float32)
-    sender, receiver = pair(storage="float16")
+    sender, receiver = pair()
     for _ in range(4):
         came = receiver.decode(ids(1), sender.encode(ids(1), features, 8)[0])
         assert abs(came - features).max() <= 1.1e7 / 255 / 2 * 1.01
 
 
-def lost(sender: DeltaSender, features: Array) -> DeltaMessage:
+def lost(sender: DeltaSender, features: Floats) -> DeltaMessage:
     sender.encode(ids(1, 2), features, 4)
     return sender.encode(ids(1, 2), features, 4)[0]
 
@@ -189,7 +185,7 @@ def test_a_reset_of_one_end_alone_is_noticed() -> None:
         receiver.decode(ids(1), sender.encode(ids(1), np.ones((1, 3), np.float32), 4)[0])
 
 
-@pytest.mark.parametrize("other", [{"max_bytes": 5}, {"first_bits": 4}, {"storage": "float32"}, {"grouping": "sample"}])
+@pytest.mark.parametrize("other", [{"max_bytes": 5}, {"grouping": "sample"}])
 def test_ends_with_different_settings_do_not_understand_each_other(other: dict[str, Any]) -> None:
     sender, receiver = DeltaSender(max_bytes=100), DeltaReceiver(**{"max_bytes": 100, **other})
     with pytest.raises(ConfigError, match="made in another state"):
@@ -227,8 +223,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"first features of shape \(0, 3\) where this end awaits \(2, 3\)"):
         receiver.decode(ids(1, 2), unasked)
     assert state(receiver) == before
-    for options, text in (({"max_bytes": -1}, "max_bytes = -1 must be 0"), ({"first_bits": 5}, "first_bits = 5"),
-                          ({"storage": "int8"}, "storage 'int8' is unknown; use float16 or float32")):
+    for options, text in (({"max_bytes": -1}, "max_bytes = -1 must be 0"),):
         with pytest.raises(ConfigError, match=text):
             pair(**options)
     for broken in (b"", before[:-40]):

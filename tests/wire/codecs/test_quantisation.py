@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from socflower.edgecloud.codec.quantisation import EncodedTensor, Grouping, decode, encode
-from socflower.edgecloud.halves import Array
 from socflower.errors import ConfigError
+from socflower.wire.codecs.quantisation import EncodedTensor, Floats, Grouping, decode, encode
 
 LARGEST = float(np.finfo(np.float32).max)
 QUANTISED = st.sampled_from([2, 4, 8, 16])
@@ -24,7 +23,7 @@ ANY_TENSOR = hnp.arrays(np.float32, hnp.array_shapes(max_dims=4, max_side=9),
 LIKE_A_FEATURE = hnp.arrays(np.float32, hnp.array_shapes(max_dims=4, max_side=9), elements=st.floats(-9, 9, width=32))
 
 
-def by_formula(features: Array, bits: int) -> tuple[list[int], list[float]]:
+def by_formula(features: Floats, bits: int) -> tuple[list[int], list[float]]:
     """F24 element by element in Python's own float64."""
     values = [float(value) for value in features.reshape(-1)]
     low, high = min(values), max(values)
@@ -33,12 +32,12 @@ def by_formula(features: Array, bits: int) -> tuple[list[int], list[float]]:
     return levels, [low + level * step for level in levels]
 
 
-def groups_of(features: Array, grouping: Grouping) -> list[Array]:
+def groups_of(features: Floats, grouping: Grouping) -> list[Floats]:
     return list(features) if grouping == "sample" else [features]
 
 
 @given(features=st.one_of(ANY_TENSOR, LIKE_A_FEATURE), bits=QUANTISED, grouping=GROUPING)
-def test_the_error_is_half_a_step_at_most(features: Array, bits: int, grouping: Grouping) -> None:
+def test_the_error_is_half_a_step_at_most(features: Floats, bits: int, grouping: Grouping) -> None:
     decoded = decode(encode(features, bits, grouping=grouping))
     assert decoded.shape == features.shape and decoded.dtype == np.float32
     for was, came in zip(groups_of(features, grouping), groups_of(decoded, grouping), strict=True):
@@ -49,7 +48,7 @@ def test_the_error_is_half_a_step_at_most(features: Array, bits: int, grouping: 
 
 
 @given(features=LIKE_A_FEATURE, bits=QUANTISED)
-def test_decoded_features_are_those_of_the_formula(features: Array, bits: int) -> None:
+def test_decoded_features_are_those_of_the_formula(features: Floats, bits: int) -> None:
     _, expected = by_formula(features, bits)
     low, high = float(features.min()), float(features.max())
     decoded = decode(encode(features, bits)).reshape(-1)
@@ -81,7 +80,7 @@ def test_tensors_of_several_blocks_are_coded_as_small_ones_are(
 
 
 @given(features=ANY_TENSOR)
-def test_at_32_bits_nothing_is_lost(features: Array) -> None:
+def test_at_32_bits_nothing_is_lost(features: Floats) -> None:
     encoded = encode(features, 32)
     decoded = decode(encoded)
     assert decoded.tobytes() == features.tobytes()  # -0.0 too
@@ -90,7 +89,7 @@ def test_at_32_bits_nothing_is_lost(features: Array) -> None:
 
 
 @given(features=LIKE_A_FEATURE, bits=QUANTISED, grouping=GROUPING)
-def test_both_ends_decode_the_same_bits(features: Array, bits: int, grouping: Grouping) -> None:
+def test_both_ends_decode_the_same_bits(features: Floats, bits: int, grouping: Grouping) -> None:
     """What has travelled as plain bytes and numbers is decoded to what the sender sees."""
     here = encode(features, bits, grouping=grouping)
     there = EncodedTensor(bits=here.bits, shape=here.shape, payload=bytes(here.payload),
@@ -108,7 +107,7 @@ def test_constant_tensors_come_back_exactly(value: float, bits: int, grouping: G
 
 
 @given(features=LIKE_A_FEATURE, bits=QUANTISED)
-def test_the_least_value_comes_back_exactly_and_the_largest_up_to_rounding(features: Array, bits: int) -> None:
+def test_the_least_value_comes_back_exactly_and_the_largest_up_to_rounding(features: Floats, bits: int) -> None:
     """So the zeros behind a ReLU stay zeros."""
     decoded = decode(encode(features, bits))
     assert (decoded[features == features.min()] == features.min()).all()
@@ -116,7 +115,7 @@ def test_the_least_value_comes_back_exactly_and_the_largest_up_to_rounding(featu
 
 
 @given(features=LIKE_A_FEATURE, bits=QUANTISED)
-def test_coding_twice_changes_nothing_more(features: Array, bits: int) -> None:
+def test_coding_twice_changes_nothing_more(features: Floats, bits: int) -> None:
     once = decode(encode(features, bits))
     assert np.allclose(decode(encode(once, bits)), once, rtol=1e-6, atol=1e-6)
 
@@ -160,7 +159,7 @@ def test_sixteen_bits_by_the_formula_are_more_accurate_than_halves() -> None:
     """Why 16 bits are not IEEE halves: a feature's spread, and a gradient's size."""
     rng = np.random.default_rng(3)
 
-    def error(features: Array, decoded: Any) -> float:
+    def error(features: Floats, decoded: Any) -> float:
         return math.sqrt(np.square(decoded.astype(np.float64) - features).mean())
 
     with np.errstate(over="ignore"):

@@ -6,10 +6,10 @@ bits are spread over shrinks during training, while that of the features themsel
 *decoded* features, never its own exact ones: errors do not accumulate, because the next change corrects them. A sample
 that is not held is sent without delta coding, at 8 bits or more.
 
-**Memory**, at each end: samples × elements of a sample's features × 2 bytes (float16) or 4 (float32), up to
-`max_bytes`; the 5,000 digits behind LeNet's first pooling (6 × 12 × 12) take 8.6 MB in float16. Beyond that the
-samples that went unused for longest are dropped, in the same order at both ends. An epoch comes round to every sample
-just when it has been unused for longest, so less memory than all samples need gains little.
+**Memory**, at each end: samples × elements of a sample's features × 2 bytes (float16), up to `max_bytes`; the 5,000
+digits behind LeNet's first pooling (6 × 12 × 12) take 8.6 MB. Beyond that the samples that went unused for longest are
+dropped, in the same order at both ends. An epoch comes round to every sample just when it has been unused for longest,
+so less memory than all samples need gains little.
 
 Both ends must process the same messages in the same order. Each message has a running digest of the state in which it
 was made, so that a receiver that has missed one refuses the next instead of decoding it wrongly.
@@ -20,21 +20,20 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.edgecloud.codec.quantisation import EncodedTensor, Grouping, decode, encode
-from socflower.edgecloud.halves import Array
-from socflower.edgecloud.plan.cuts import BITS
 from socflower.errors import ConfigError
+from socflower.wire.codecs.quantisation import EncodedTensor, Floats, Grouping, decode, encode
 from socflower.wire.saved_state import from_bytes, to_bytes
 
-Storage: TypeAlias = Literal["float16", "float32"]
-STORAGES: tuple[Storage, ...] = ("float16", "float32")
-
 _KIND = "delta coding"
+_FIRST_BITS = 8  # the width of a sample that is not held; more where the changes are sent with more
+# What float16 rounds off a held value is part of the next change, so it costs range and does not add up. The receiver's
+# features are never rounded to it.
+_HELD = np.dtype(np.float16)
 _DIGEST_BYTES = 8
 
 
@@ -56,30 +55,14 @@ class DeltaMessage:
 class DeltaEnd:
     """The state that both ends of a link share: the last decoded features of each sample, and a running digest.
 
-    Parameters, the same at both ends
-    ---------------------------------
-    max_bytes : int
-        What the held features may take. 0 holds none, which leaves the plain codec.
-    first_bits : int
-        The width of a sample that is not held; more where the changes are sent with more.
-    storage : str
-        "float16" or "float32". What float16 rounds off a held value is part of the next change, so it costs range and
-        does not add up. The receiver's features are never rounded to it.
-    grouping : str
-        What shares a range, as in `encode`.
+    Both have the same `max_bytes`, which the held features may take (0 holds none, which leaves the plain codec), and
+    the same `grouping`, as in `encode`.
     """
 
-    def __init__(self, *, max_bytes: int, first_bits: int = 8, storage: Storage = "float16",
-                 grouping: Grouping = "tensor") -> None:
+    def __init__(self, *, max_bytes: int, grouping: Grouping = "tensor") -> None:
         if max_bytes < 0:
             raise ConfigError(f"delta coding: max_bytes = {max_bytes} must be 0 or more")
-        if first_bits not in BITS:
-            raise ConfigError(f"delta coding: first_bits = {first_bits} is unknown; use one of "
-                              f"{', '.join(map(str, BITS))}")
-        if storage not in STORAGES:
-            raise ConfigError(f"delta coding: storage {storage!r} is unknown; use {' or '.join(STORAGES)}")
-        self._max_bytes, self._first_bits, self._grouping = max_bytes, first_bits, grouping
-        self._type: np.dtype[Any] = np.dtype(storage)
+        self._max_bytes, self._grouping = max_bytes, grouping
         self._held: dict[int, NDArray[Any]] = {}  # by sample, the one unused for longest first
         self._shape: tuple[int, ...] = ()  # of one sample
         self._count = 0
@@ -104,7 +87,7 @@ class DeltaEnd:
     def save(self) -> bytes:
         """Return what `restore` needs: what is held, in order, and the digest."""
         header = {"settings": self._settings(), "count": self._count, "digest": self._digest.hex()}
-        features = np.stack(list(self._held.values())) if self._held else np.empty((0, *self._shape), self._type)
+        features = np.stack(list(self._held.values())) if self._held else np.empty((0, *self._shape), _HELD)
         return to_bytes(_KIND, header, {"samples": np.array(list(self._held), np.int64), "features": features})
 
     def restore(self, saved: bytes) -> None:
@@ -124,28 +107,28 @@ class DeltaEnd:
     # ----------------------------------------------------------------------------------------- for both ends
 
     def _settings(self) -> list[Any]:
-        return [self._max_bytes, self._first_bits, self._type.name, self._grouping]
+        return [self._max_bytes, _FIRST_BITS, _HELD.name, self._grouping]
 
     def _is_held(self, samples: Sequence[int], shape: tuple[int, ...], plain: bool) -> NDArray[np.bool_]:
         """Return which samples of a batch are held in the shape of this one; none if all are sent as they are."""
         usable = shape == self._shape and not plain
         return np.array([usable and sample in self._held for sample in samples], bool)
 
-    def _held_features(self, samples: Sequence[int], known: NDArray[np.bool_]) -> Array:
+    def _held_features(self, samples: Sequence[int], known: NDArray[np.bool_]) -> Floats:
         """Return the held features (known samples, ...)."""
         return np.stack([self._held[sample] for sample, is_held in zip(samples, known, strict=True) if is_held]).astype(
             np.float32)
 
-    def _store_features(self, samples: Sequence[int], features: Array, message: DeltaMessage) -> None:
+    def _store_features(self, samples: Sequence[int], features: Floats, message: DeltaMessage) -> None:
         """Hold decoded features of a batch; of a sample that occurs twice the later ones."""
         if features.shape[1:] != self._shape:
             self._held.clear()
             self._shape = features.shape[1:]
-        largest = np.finfo(self._type).max
-        for sample, own in zip(samples, np.clip(features, -largest, largest).astype(self._type), strict=True):
+        largest = np.finfo(_HELD).max
+        for sample, own in zip(samples, np.clip(features, -largest, largest).astype(_HELD), strict=True):
             self._held.pop(sample, None)
             self._held[sample] = own.copy()  # no view, which would keep the whole batch
-        sample_bytes = math.prod(self._shape) * self._type.itemsize
+        sample_bytes = math.prod(self._shape) * _HELD.itemsize
         # Samples without elements take no memory and carry nothing: none of them is held.
         num_kept = self._max_bytes // sample_bytes if sample_bytes else 0
         for sample in list(self._held)[:max(0, len(self._held) - num_kept)]:
@@ -163,11 +146,11 @@ class DeltaEnd:
 class DeltaSender(DeltaEnd):
     """The end that sends features."""
 
-    def encode(self, sample_ids: NDArray[np.int64], features: Array, bits: int) -> tuple[DeltaMessage, Array]:
+    def encode(self, sample_ids: NDArray[np.int64], features: Floats, bits: int) -> tuple[DeltaMessage, Floats]:
         """Return the message for a batch (samples, ...), and the features that the receiver makes of it.
 
-        Changes go in `bits`, samples that are not held in `first_bits` if that is more; at 32 bits all go as they are.
-        Raises what `feature_codec.encode` raises, and `ConfigError` if numbers and features differ in length; then
+        Changes go in `bits`, samples that are not held in 8 if that is more; at 32 bits all go as they are.
+        Raises what `encode` raises, and `ConfigError` if numbers and features differ in length; then
         nothing has changed.
         """
         samples = _checked(sample_ids, features.shape)
@@ -175,7 +158,7 @@ class DeltaSender(DeltaEnd):
         first = change = None
         decoded = np.empty(features.shape, np.float32)
         if not known.all() or not known.size:
-            first = encode(features[~known], max(bits, self._first_bits), grouping=self._grouping)
+            first = encode(features[~known], max(bits, _FIRST_BITS), grouping=self._grouping)
             decoded[~known] = decode(first)
         if known.any():
             last = self._held_features(samples, known)
@@ -191,7 +174,7 @@ class DeltaSender(DeltaEnd):
 class DeltaReceiver(DeltaEnd):
     """The end that receives features."""
 
-    def decode(self, sample_ids: NDArray[np.int64], message: DeltaMessage) -> Array:
+    def decode(self, sample_ids: NDArray[np.int64], message: DeltaMessage) -> Floats:
         """Return the features (samples, ...) of a batch.
 
         Raises `ConfigError`, and changes nothing, if this end's state is not the one that the message was made in,

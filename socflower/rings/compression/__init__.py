@@ -1,1 +1,0 @@
-"""Gradient compression: exchange in fewer bytes than float32 sums."""
