@@ -285,10 +285,12 @@ class Int8Model:
 
     def memory_bytes(self) -> int:
         """Return the bytes of parameters and of all regions held between steps."""
-        arrays: list[Any] = [*self.parameters.fp32.values(), *self.parameters.fp32_gradients.values()]
+        on_fp32_side = [*self.parameters.fp32.values(), *self.parameters.fp32_gradients.values()]
+        held = self.regions.held_bytes + sum(array.nbytes for array in on_fp32_side)
         for holder in self._holders().values():
-            arrays += [holder.data, getattr(holder, "master", None), holder.velocity, holder.gradient]
-        return sum(array.nbytes for array in arrays if array is not None) + self.regions.held_bytes
+            floats = (getattr(holder, "master", None), holder.velocity, holder.gradient)
+            held += holder.data.nbytes + sum(array.nbytes for array in floats if array is not None)
+        return held
 
     def _default_progress(self) -> float:
         update = self.algorithm.update
