@@ -28,6 +28,7 @@ from socflower.cluster import parse_cluster
 from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.workers import AppReference
 from socflower.engines.names import num_cores
+from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.training.batches import group_batches
 from socflower.training.fp32 import FP32Trainer, sgd
@@ -62,9 +63,9 @@ class Engine:
     def __init__(self, num_workers: int, interval_epochs: float) -> None:
         reference = AppReference(target="benchmarks.local_overhead:client_app", folder=Path(__file__).parents[1])
         self.grid = LocalGrid(reference, 32, num_workers=num_workers)
-        self.strategy = SoCFlow(cluster=parse_cluster({"boards": 8, "socs_per_board": 4}), num_groups=NUM_GROUPS,
-                                num_samples=len(data()), batch_size=BATCH_SIZE, num_epochs=10, seed=1,
-                                interval_epochs=interval_epochs)
+        self.strategy = SoCFlow(
+            cluster=parse_cluster({"boards": 8, "socs_per_board": 4}), groups=NUM_GROUPS, schedule=TrainingSchedule(
+                num_samples=len(data()), batch_size=BATCH_SIZE, num_epochs=10, interval_epochs=interval_epochs))
         self.arrays = ArrayRecord(model().state_dict())
         self.round = 0
 

@@ -15,6 +15,7 @@ _EXPORTS = {
     "strategies.split_replay": ("CloudSessions", "SplitReplay", "SplitRoundReport"),
     "strategies.group_grid": ("GroupGrid",),
     "rings.settings": ("RingSettings",),
+    "strategies.settings": ("Costs", "ExchangeSettings", "Grouping", "TrainingSchedule"),
     "strategies.resuming": ("Resumable",),
     "strategies.warm_up": ("profile_group_count",),
     "clients.app": ("make_client_app",),

@@ -37,6 +37,7 @@ from socflower.sim.trace import Trace as Trace
 from socflower.strategies.comparators import OrderedFedAvg as OrderedFedAvg, RingAllReduce as RingAllReduce, SingleDevice as SingleDevice
 from socflower.strategies.group_grid import GroupGrid as GroupGrid
 from socflower.strategies.resuming import Resumable as Resumable
+from socflower.strategies.settings import Costs as Costs, ExchangeSettings as ExchangeSettings, Grouping as Grouping, TrainingSchedule as TrainingSchedule
 from socflower.strategies.socflow import SoCFlow as SoCFlow, RoundReport as RoundReport
 from socflower.strategies.split_replay import CloudSessions as CloudSessions, SplitReplay as SplitReplay, SplitRoundReport as SplitRoundReport
 from socflower.strategies.warm_up import profile_group_count as profile_group_count

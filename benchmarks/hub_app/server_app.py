@@ -12,6 +12,7 @@ from task import load_model
 
 from socflower.cluster import parse_cluster
 from socflower.strategies.group_grid import GroupGrid
+from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.workloads import evaluate, load_data
 
@@ -49,6 +50,7 @@ def main(grid: Grid, context: Context) -> None:
             grid, initial, num_rounds=num_rounds, evaluate_fn=mark,
             train_config=ConfigRecord({"local-epochs": 1, "batch-size": BATCH_SIZE}))
     else:
-        SoCFlow(cluster=parse_cluster({"boards": 1, "socs_per_board": num_nodes}), num_samples=len(data.train),
-                num_groups=int(config["num-groups"]), batch_size=BATCH_SIZE, num_epochs=num_rounds,
-                interval_epochs=1.0).start(GroupGrid(grid), initial, num_rounds=num_rounds, evaluate_fn=mark)
+        SoCFlow(cluster=parse_cluster({"boards": 1, "socs_per_board": num_nodes}), groups=int(config["num-groups"]),
+                schedule=TrainingSchedule(num_samples=len(data.train), batch_size=BATCH_SIZE, num_epochs=num_rounds,
+                                          interval_epochs=1.0),
+                ).start(GroupGrid(grid), initial, num_rounds=num_rounds, evaluate_fn=mark)

@@ -11,6 +11,7 @@ from task import load_model, num_samples
 from socflower.cluster import parse_cluster
 from socflower.hierarchy import Rebalancing
 from socflower.strategies.group_grid import GroupGrid
+from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 
 app = ServerApp()
@@ -25,9 +26,10 @@ def main(grid: Grid, context: Context) -> None:
     while len(list(grid.get_node_ids())) < num_nodes:
         time.sleep(0.5)
     strategy = SoCFlow(
-        cluster=parse_cluster({"boards": 1, "socs_per_board": num_nodes}), num_samples=num_samples(dict(config)),
-        num_groups=int(config["num-groups"]), batch_size=int(config["batch-size"]), num_epochs=num_rounds,
-        interval_epochs=1.0, rebalancing=Rebalancing(steps=steps) if steps >= 0 else None)
+        cluster=parse_cluster({"boards": 1, "socs_per_board": num_nodes}), groups=int(config["num-groups"]),
+        schedule=TrainingSchedule(num_samples=num_samples(dict(config)), batch_size=int(config["batch-size"]),
+                                  num_epochs=num_rounds, interval_epochs=1.0),
+        rebalancing=Rebalancing(steps=steps) if steps >= 0 else None)
 
     def mark(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         events = strategy.reports[-1].events if strategy.reports else ()

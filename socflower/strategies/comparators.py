@@ -1,6 +1,7 @@
 """Strategies to compare SoCFlow with: one ring over all SoCs, a single device, and FedAvg in a fixed order."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from logging import WARNING
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from socflower.errors import TrainingFailed
 from socflower.strategies.mixed_replies import client_events, mean_metric
 from socflower.strategies.replies import ReplyEvent, failure_event, fault_of, heat_events, no_reply_event
 from socflower.strategies.resuming import Resumable
+from socflower.strategies.settings import Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import ALPHA, CPU_SHARE, EVENTS, METRICS
 
@@ -21,18 +23,24 @@ from socflower.wire.message_keys import ALPHA, CPU_SHARE, EVENTS, METRICS
 class RingAllReduce(SoCFlow):
     """Synchronous SGD with a ring all-reduce over all SoCs after every batch: all SoCs form one group.
 
-    A round is an epoch, after which the model is evaluated. `batch_size` is the global batch.
+    A round is an epoch, after which the model is evaluated; the schedule's `interval_epochs` is not used, and its
+    `batch_size` is the global batch.
     """
 
-    def __init__(self, *, cluster: Cluster, **settings: Any) -> None:
-        super().__init__(cluster=cluster, num_groups=1, interval_epochs=1.0, **settings)
+    def __init__(
+        self, *, cluster: Cluster, schedule: TrainingSchedule | None = None, num_socs: int | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(cluster=cluster, schedule=schedule and replace(schedule, interval_epochs=1.0),
+                         groups=Grouping(num_groups=1, num_socs=num_socs), **settings)
 
 
 class SingleDevice(SoCFlow):
     """SGD on one SoC alone, the fastest where devices differ. `batch_size` is its batch."""
 
-    def __init__(self, *, cluster: Cluster, **settings: Any) -> None:
-        super().__init__(cluster=cluster, num_groups=1, num_socs=1, interval_epochs=1.0, **settings)
+    def __init__(self, *, cluster: Cluster, schedule: TrainingSchedule | None = None, **settings: Any) -> None:
+        super().__init__(cluster=cluster, schedule=schedule and replace(schedule, interval_epochs=1.0),
+                         groups=Grouping(num_groups=1, num_socs=1), **settings)
 
 
 class OrderedFedAvg(Resumable, FedAvg):

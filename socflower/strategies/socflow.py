@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from socflower.cluster import FP32, Cluster, ModelProfile, Pricing, Usage, VirtualClock, sustained_rates
+from socflower.cluster import Cluster, Usage, sustained_rates
 from socflower.errors import ConfigError
 from socflower.hierarchy import (
     Group,
@@ -27,7 +27,7 @@ from socflower.hierarchy import (
     step_times,
     sync_schedule,
 )
-from socflower.hierarchy.uplink_turns import ASKED, AUTO, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
+from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted
 from socflower.rings.settings import RingSettings
@@ -39,6 +39,7 @@ from socflower.strategies.resuming import PlannedRounds
 from socflower.strategies.rings import ring_tasks
 from socflower.strategies.round import IN_PROCESS, Round
 from socflower.strategies.round_planner import RoundPlanner
+from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule, refuse_unknown
 from socflower.wire.message_keys import (
     ALPHA,
     ARRAYS,
@@ -85,33 +86,15 @@ class SoCFlow(PlannedRounds):
     ----------
     cluster : Cluster
         The SoCs and their links.
-    num_groups : int
-        Logical groups N; see `profile_group_count` for choosing it (F2). Not allowed with a `plan`, which has its own.
-    num_samples, batch_size, num_epochs : int
-        Size of the training set, batch of a group, and passes over the data.
-    num_socs : int, optional
-        How many of the cluster's slots take part; default all.
-    interval_epochs : float or "decay"
-        Epochs between synchronisations, or the paper's schedule 0.25, 0.5, 1, 2 (F3).
-    reshuffle : bool
-        Redistribute all data to the groups at the synchronisations that end an epoch; off where data must not leave
-        their node.
-    seed : int
-        Seed of the order of the data.
-    plan : GroupPlan, optional
-        A plan to use instead of the one made from `num_groups`.
-    model_profile, clock : ModelProfile and VirtualClock, optional
-        Both are needed for virtual time and energy. Without a clock, that of the grid is used if it has one (the
-        `local` engine's has), so that the same app runs on every engine.
-    pricing : Pricing
-        The cost of the clients' arithmetic: by default FP32 on each device's default processor; `Int8Pricing()` or
-        `MixedPricing(rule=…)` of `socflower.precision.processor_costs` for clients that train this way. With mixed
-        precision and a profile, clients split batches by the catalogue's throughputs instead of measured ones.
-    serialize_uplinks : bool or "auto"
-        Whether communication groups take turns (F6). "auto" chooses for every new plan what the clock predicts to take
-        less time, at the devices' nominal speeds (F7); without a clock or a profile groups take turns. See `turns`.
-    overlap_buckets : int
-        Gradient buckets that overlap with the backward pass (F7).
+    schedule : TrainingSchedule
+        How much is trained, and how often groups synchronise.
+    groups : int, Grouping or GroupPlan
+        The number of logical groups N, see `profile_group_count` for choosing it (F2); with the number of SoCs that
+        take part; or a plan.
+    costs : Costs
+        What virtual time and energy are made of.
+    exchange : ExchangeSettings
+        Turns on shared uplinks (F6), and overlap (F7). See `turns`.
     rings : RingSettings
         How groups exchange gradients on real machines, if nodes have a ring address in their node config.
     rebalancing : Rebalancing, optional
@@ -120,48 +103,52 @@ class SoCFlow(PlannedRounds):
     tolerate_client_errors : bool
         Drop and report a client that raises instead of ending the run. A client that dies or returns NaN is always
         dropped and reported.
+
+    Attributes
+    ----------
+    round : Round or None
+        The latest round, from its messages on.
+    reports : list of RoundReport
+        What came of each round.
+    intervals : sequence of SyncInterval
+        The interval of each round.
     """
 
     def __init__(
-        self, *, cluster: Cluster, num_groups: int = 1, num_samples: int, batch_size: int, num_epochs: int,
-        num_socs: int | None = None, interval_epochs: float | str = "decay", reshuffle: bool = True, seed: int = 1,
-        plan: GroupPlan | None = None, clock: VirtualClock | None = None, model_profile: ModelProfile | None = None,
-        serialize_uplinks: bool | str = AUTO, overlap_buckets: int = 1, tolerate_client_errors: bool = False,
-        pricing: Pricing = FP32, rings: RingSettings = RingSettings(),  # noqa: B008 - a frozen value
-        rebalancing: Rebalancing | None = None,
+        self, *, cluster: Cluster, schedule: TrainingSchedule | None = None, groups: int | Grouping | GroupPlan = 1,
+        costs: Costs = Costs(), exchange: ExchangeSettings = ExchangeSettings(),  # noqa: B008 - frozen values
+        rings: RingSettings = RingSettings(), rebalancing: Rebalancing | None = None,  # noqa: B008
+        tolerate_client_errors: bool = False, **unknown: Any,
     ) -> None:
-        if clock is not None and model_profile is None:
-            raise ConfigError("SoCFlow: a clock needs a model_profile to price; make one with profile_module(model, …)")
-        if plan is not None and (num_socs is not None or num_groups not in (1, len(plan.groups))):
-            raise ConfigError(f"SoCFlow: num_groups = {num_groups}, num_socs = {num_socs} are not used with a plan, "
-                              f"which has {counted(len(plan.groups), 'group')} of "
-                              f"{counted(len(plan.participants), 'SoC')}; leave them out")
-        self._model_name = model_profile.name if model_profile else ""
-        rates = sustained_rates(cluster, self._model_name, pricing)
-        self._planner = RoundPlanner(
-            cluster, plan or plan_groups(cluster, num_groups, num_socs, rates), rates, rebalancing)
-        self.steps_per_epoch = group_steps_per_epoch(num_samples, len(self.plan.groups), batch_size)
-        self.intervals: Sequence[SyncInterval] = sync_schedule(num_epochs, self.steps_per_epoch, interval_epochs)
-        self.reports: list[RoundReport] = []
-        self.round: Round | None = None
-        self._cluster = cluster
-        self._costs = None if model_profile is None else IntervalCosts(
-            cluster=cluster, plan=self.plan, profile=model_profile, num_samples=num_samples, batch_size=batch_size,
-            steps_per_epoch=self.steps_per_epoch, reshuffle=reshuffle, serialize_uplinks=False,
-            overlap_buckets=overlap_buckets, pricing=pricing, rebalancing=rebalancing)
-        self._pricing = pricing
-        self._num_samples = num_samples
-        self._batch_size = batch_size
-        self._reshuffle = reshuffle
-        self._seed = seed
-        self._clock = clock
-        self._serialize_uplinks = serialize_uplinks
-        choose_turns(self.plan, serialize_uplinks, None)  # validates the argument early
+        refuse_unknown(type(self).__name__, unknown)
+        if schedule is None:  # not Python's error, which would hide that of an option that is part of it now
+            raise ConfigError(f"{type(self).__name__}: schedule=TrainingSchedule(num_samples=…, batch_size=…, "
+                              "num_epochs=…) is missing")
+        self._cluster, self._schedule, self._costs, self._exchange, self._rings = (
+            cluster, schedule, costs, exchange, rings)
         self._tolerate_client_errors = tolerate_client_errors
-        self._rings = rings
-        self._overlap_buckets = overlap_buckets
+        rates = sustained_rates(cluster, self._model_name, costs.pricing)
+        if not isinstance(groups, GroupPlan):
+            counts = groups if isinstance(groups, Grouping) else Grouping(num_groups=groups)
+            groups = plan_groups(cluster, counts.num_groups, counts.num_socs, rates)
+        self._planner = RoundPlanner(cluster, groups, rates, rebalancing)
+        self.steps_per_epoch = group_steps_per_epoch(schedule.num_samples, len(groups.groups), schedule.batch_size)
+        self.intervals: Sequence[SyncInterval] = sync_schedule(
+            schedule.num_epochs, self.steps_per_epoch, schedule.interval_epochs)
+        self._interval_costs = None if costs.model_profile is None else IntervalCosts(
+            cluster=cluster, plan=groups, profile=costs.model_profile, num_samples=schedule.num_samples,
+            batch_size=schedule.batch_size, steps_per_epoch=self.steps_per_epoch, reshuffle=schedule.reshuffle,
+            serialize_uplinks=False, overlap_buckets=exchange.overlap_buckets, pricing=costs.pricing,
+            rebalancing=rebalancing)
+        self._clock = costs.clock
+        self.round: Round | None = None
+        self.reports: list[RoundReport] = []
         self._resumed_states: dict[int, tuple[int, bool]] = {}  # leader of the round resumed after, and whether it has
         # its group's state, by group
+
+    @property
+    def _model_name(self) -> str:
+        return self._costs.model_profile.name if self._costs.model_profile else ""
 
     def resume_from(
         self, server_round: int, *, without_state: Collection[int] = (), away: Collection[int] = (),
@@ -244,7 +231,7 @@ class SoCFlow(PlannedRounds):
         configs = self._configs(this, config)
         rings = ring_tasks(
             this, self._rings, planner.registry.ring_address_of, planner.participant_of,
-            num_buckets=self._overlap_buckets, rebalance_steps=planner.balancer.ring_steps,
+            num_buckets=self._exchange.overlap_buckets, rebalance_steps=planner.balancer.ring_steps,
             tolerate_errors=self._tolerate_client_errors) if this.in_rings else {}
         messages = []
         for group in this.plan.groups:
@@ -299,9 +286,9 @@ class SoCFlow(PlannedRounds):
         self._clock = getattr(grid, "clock", None)
         if self._clock is None:
             return
-        if self._costs is None:
-            log(WARNING, "SoCFlow: without model_profile this engine keeps no virtual time; pass "
-                         "model_profile=profile_module(model, example_shape, name)")
+        if self._interval_costs is None:
+            log(WARNING, "SoCFlow: without a model_profile this engine keeps no virtual time; pass "
+                         "costs=Costs(model_profile=profile_module(model, example_shape, name))")
         cluster = getattr(grid, "cluster", self._cluster)
         if cluster.boards != self._cluster.boards:
             raise ConfigError(f"SoCFlow: its cluster ({_hardware(self._cluster)}) is not the one the engine was "
@@ -319,11 +306,12 @@ class SoCFlow(PlannedRounds):
 
     def _turns_and_costs(self, plan: GroupPlan) -> tuple[Turns, IntervalCosts | None]:
         """Return how a plan's groups exchange, and what an interval of it costs."""
-        if self._costs is None:
-            return choose_turns(plan, self._serialize_uplinks, None), None
-        costs = replace(self._costs, plan=plan)
+        asked = self._exchange.serialize_uplinks
+        if self._interval_costs is None:
+            return choose_turns(plan, asked, None), None
+        costs = replace(self._interval_costs, plan=plan)
         lengths = Counter(interval.num_steps for interval in self.intervals)
-        turns = choose_turns(plan, self._serialize_uplinks,
+        turns = choose_turns(plan, asked,
                              None if self._clock is None else partial(step_times, costs, lengths, self._clock))
         return turns, replace(costs, serialize_uplinks=turns.taken)
 
@@ -358,23 +346,24 @@ class SoCFlow(PlannedRounds):
             capacities=self._planner.balancer.capacities(group), first_step=interval.first_step,
             num_steps=interval.num_steps, steps_per_epoch=self.steps_per_epoch,
             total_steps=self.intervals[-1].first_step + self.intervals[-1].num_steps,
-            batch_size=self._batch_size, reshuffle=self._reshuffle,
-            deal_epoch=interval.deal_epoch, seed=self._seed, num_samples=self._num_samples,
+            batch_size=self._schedule.batch_size, reshuffle=self._schedule.reshuffle, deal_epoch=interval.deal_epoch,
+            seed=self._schedule.seed, num_samples=self._schedule.num_samples,
             npu_ratios=self._npu_ratios(group),
         )
 
     def _npu_ratios(self, group: Group) -> tuple[float, ...]:
         """Return each member's beta from the catalogue (F10); empty if clients measure it or do not need it."""
-        if self._costs is None or not isinstance(self._pricing, MixedPricing):
+        pricing = self._costs.pricing
+        if self._interval_costs is None or not isinstance(pricing, MixedPricing):
             return ()
-        return tuple(self._pricing.npu_ratio(self._model_name, self._cluster.device_of(soc)) for soc in group.members)
+        return tuple(pricing.npu_ratio(self._model_name, self._cluster.device_of(soc)) for soc in group.members)
 
     def _price(self, this: Round, replies: Sequence[Message]) -> Usage:
         if self._clock is None or this.costs is None:
             return Usage()
         phases: Sequence[Phase] = ()
-        if isinstance(self._pricing, MixedPricing):
-            phases = mixed_phases(replies, this.interval.num_steps, self._pricing)
+        if isinstance(self._costs.pricing, MixedPricing):
+            phases = mixed_phases(replies, this.interval.num_steps, self._costs.pricing)
         return self._planner.drain_idle() + this.costs.run(this.interval, self._clock, phases,
                                                            self._planner.balancer.in_use)
 

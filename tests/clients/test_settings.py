@@ -29,6 +29,7 @@ from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.run_app import run_app
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.strategies.comparators import OrderedFedAvg
+from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.split_replay import SplitReplay
 from socflower.wire.message_keys import PRICED, RESUMED, SERVER_ROUND, WARM_UP
@@ -178,16 +179,18 @@ def test_a_run_of_fedprox_ends_with_the_refusal_of_its_clients() -> None:
         run_app(server_app, make_app(), cluster=parse_cluster({"boards": [2]}), num_workers=0)
 
 
+SCHEDULE = TrainingSchedule(num_samples=len(DATA), batch_size=16, num_epochs=1, interval_epochs=1)
+
+
 def test_socflow_ends_with_the_refusal_of_its_clients() -> None:
-    strategy = SoCFlow(cluster=parse_cluster({"boards": [2]}), num_samples=len(DATA), batch_size=16, num_epochs=1,
-                       interval_epochs=1)
+    strategy = SoCFlow(cluster=parse_cluster({"boards": [2]}), schedule=SCHEDULE)
     with pytest.raises(TrainingFailed, match=r"the client raised .*ConfigError.*'lr' is not used"):
         train(strategy, make_app(), train_config=ConfigRecord({"lr": 5}))
     train(strategy, make_app(extra_keys=["lr"]), train_config=ConfigRecord({"lr": 5}))
 
 
 @pytest.mark.parametrize("strategy", [
-    lambda: SoCFlow(cluster=parse_cluster({"boards": [2]}), num_samples=len(DATA), batch_size=16, num_epochs=1),
+    lambda: SoCFlow(cluster=parse_cluster({"boards": [2]}), schedule=SCHEDULE),
     lambda: OrderedFedAvg(fraction_evaluate=0.0),
     lambda: SplitReplay(cluster=parse_cluster({"boards": [1]}), parties=parties_of(layered(), 1, cut=0),
                         edge_names=layered().edge_names, batches_per_epoch=1, num_epochs=1),
@@ -201,8 +204,7 @@ def test_a_strategy_that_asks_nobody_to_evaluate_refuses_settings_for_it(strateg
 
 def test_they_are_refused_around_socflow_too() -> None:
     """A strategy around it starts the rounds itself, and hands the settings on after the first."""
-    strategy = SoCFlow(cluster=parse_cluster({"boards": [2]}), num_samples=len(DATA), batch_size=16, num_epochs=1,
-                       interval_epochs=1)
+    strategy = SoCFlow(cluster=parse_cluster({"boards": [2]}), schedule=SCHEDULE)
     private = DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 1e6, 1)
     with pytest.raises(ConfigError, match=r"SoCFlow: evaluate_config \(batch-size\) is not used"):
         train(private, make_app(), evaluate_config=ConfigRecord({"batch-size": 4}))

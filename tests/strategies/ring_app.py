@@ -24,6 +24,7 @@ from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.wire.message_keys import CONFIG, GROUP, SERVER_ROUND, GroupTask
 from socflower.workloads import LabelledData
 from tests.seeded import built
+from tests.strategies.options import grouped
 
 NUM_SAMPLES = 320
 
@@ -155,9 +156,9 @@ def cluster(boards: int = 2, socs_per_board: int = 2) -> Cluster:
 
 
 def strategy(on: Cluster, num_groups: int = 2, *, rings: Mapping[str, Any] | None = None, **changes: Any) -> SoCFlow:
-    settings: dict[str, Any] = {"cluster": on, "num_groups": num_groups, "num_samples": NUM_SAMPLES, "batch_size": 16,
+    settings: dict[str, Any] = {"cluster": on, "groups": num_groups, "num_samples": NUM_SAMPLES, "batch_size": 16,
                                 "num_epochs": 2, "interval_epochs": 1.0, "seed": 4}
-    return SoCFlow(**{**settings, **changes}, rings=RingSettings(**{
+    return SoCFlow(**grouped(**{**settings, **changes}), rings=RingSettings(**{
         "heartbeat_s": 4.0, "rendezvous_s": 30.0, "leader_grace_s": 5.0, **(rings or {})}))
 
 

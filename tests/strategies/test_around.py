@@ -21,6 +21,7 @@ from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.node_registry import QUERY_TYPE
 from socflower.strategies.resuming import Resumable
+from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import ARRAYS, RESUMED, STATUS, NodeStatus, encode
 from tests.process_grid import ProcessGrid
@@ -72,8 +73,8 @@ def adaptive(inside: Strategy) -> Strategy:
 
 
 def socflow(**settings: Any) -> SoCFlow:
-    return SoCFlow(cluster=parse_cluster({"boards": [2, 2]}), num_groups=2, num_samples=400, batch_size=20,
-                   num_epochs=2, interval_epochs=1, **settings)
+    return SoCFlow(cluster=parse_cluster({"boards": [2, 2]}), groups=2, schedule=TrainingSchedule(
+        num_samples=400, batch_size=20, num_epochs=2, interval_epochs=1), **settings)
 
 
 def fedavg() -> OrderedFedAvg:

@@ -17,6 +17,7 @@ from socflower.strategies.mixed_replies import client_events, mean_metric, mixed
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import GroupTask
 from tests.strategies.fake_messages import FakeGrid, answer, model, values
+from tests.strategies.options import grouped
 from tests.training.test_batches import task
 
 PROFILE = ModelProfile(name="toy", input_bytes=4.0, layers=(
@@ -104,9 +105,9 @@ def cluster() -> Cluster:
 def socflow(**changes: Any) -> SoCFlow:
     """Two groups of two on two boards; 100 samples in batches of 10 make 5 steps an epoch."""
     settings_: dict[str, Any] = {
-        "cluster": cluster(), "num_groups": 2, "num_samples": 100, "batch_size": 10, "num_epochs": 2,
+        "cluster": cluster(), "groups": 2, "num_samples": 100, "batch_size": 10, "num_epochs": 2,
         "interval_epochs": 2.0, "model_profile": PROFILE, "pricing": MixedPricing(rule="paper"), "reshuffle": False}
-    return SoCFlow(**(settings_ | changes))
+    return SoCFlow(**grouped(**(settings_ | changes)))
 
 
 def messages(strategy: SoCFlow) -> list[Message]:
@@ -168,7 +169,7 @@ def test_a_client_whose_accelerator_failed_is_averaged_in_and_reported() -> None
 def test_messages_carry_beta_by_the_catalogue() -> None:
     """F10; the Raspberry Pi has no NPU beside its CPU, so its ratio is 0."""
     mixed = parse_cluster({}, [{"socs": 1, "device": "snapdragon-865"}, {"socs": 1, "device": "raspberry-pi-4b"}])
-    strategy = socflow(cluster=mixed, num_groups=1)
+    strategy = socflow(cluster=mixed, groups=1)
     (message,) = strategy.configure_train(1, model(), ConfigRecord({}), FakeGrid((1, 2)))
     received = GroupTask.decode(message.content.config_records["group"])
     device = mixed.device_of(0)

@@ -10,6 +10,7 @@ from flwr.serverapp.strategy import Strategy
 from socflower.cluster import parse_cluster
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.strategies.comparators import OrderedFedAvg, RingAllReduce
+from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import RESUMED
 from tests.strategies.fake_messages import FakeGrid, answer, answer_error, model, values
@@ -33,8 +34,8 @@ class AnsweringGrid(FakeGrid):
 
 
 def socflow(**settings: Any) -> SoCFlow:
-    return SoCFlow(cluster=parse_cluster({"boards": [2, 2]}), num_groups=2, num_samples=400, batch_size=20,
-                   num_epochs=2, interval_epochs=0.5, **settings)
+    return SoCFlow(cluster=parse_cluster({"boards": [2, 2]}), groups=2, schedule=TrainingSchedule(
+        num_samples=400, batch_size=20, num_epochs=2, interval_epochs=0.5), **settings)
 
 
 def fedavg() -> OrderedFedAvg:
@@ -42,7 +43,8 @@ def fedavg() -> OrderedFedAvg:
 
 
 def ring() -> RingAllReduce:
-    return RingAllReduce(cluster=parse_cluster({"boards": [2, 2]}), num_samples=400, batch_size=20, num_epochs=4)
+    return RingAllReduce(cluster=parse_cluster({"boards": [2, 2]}), schedule=TrainingSchedule(
+        num_samples=400, batch_size=20, num_epochs=4))
 
 
 def started(strategy: Strategy, done: int, arrays: ArrayRecord | None = None) -> tuple[AnsweringGrid, list[int], Any]:

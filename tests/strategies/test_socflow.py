@@ -1,5 +1,6 @@
 """SoCFlow as an adapter: who gets which message, and what becomes of good, bad and missing replies."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError, Traini
 from socflower.hierarchy import split_batch
 from socflower.sim import EventClock
 from socflower.strategies.comparators import RingAllReduce, SingleDevice
+from socflower.strategies.settings import ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import PRICED, GroupTask
 from tests.strategies.fake_messages import FakeGrid, answer, answer_error, model, values
+from tests.strategies.options import grouped
 
 PROFILE = ModelProfile(name="toy", input_bytes=4.0, layers=(
     LayerProfile(name="only", kind="Linear", forward_flops=1e6, output_bytes=4.0, weight_bytes=400.0, num_tensors=1),))
@@ -21,9 +24,9 @@ PROFILE = ModelProfile(name="toy", input_bytes=4.0, layers=(
 
 def socflow(**changes: Any) -> SoCFlow:
     """Two groups of two on two boards; 100 samples in batches of 10 make 5 steps an epoch."""
-    settings: dict[str, Any] = {"cluster": parse_cluster({"boards": [2, 2]}), "num_groups": 2, "num_samples": 100,
+    settings: dict[str, Any] = {"cluster": parse_cluster({"boards": [2, 2]}), "groups": 2, "num_samples": 100,
                                 "batch_size": 10, "num_epochs": 2, "interval_epochs": 1.0}
-    return SoCFlow(**(settings | changes))
+    return SoCFlow(**grouped(**(settings | changes)))
 
 
 def messages(strategy: SoCFlow, server_round: int = 1, grid: FakeGrid | None = None) -> list[Message]:
@@ -85,13 +88,45 @@ def test_a_round_beyond_the_plan_is_refused(server_round: int) -> None:
     assert f"round {server_round} of a plan of 2 rounds" in one_line(caught)
 
 
-@pytest.mark.parametrize("unread", [
-    {"num_groups": 3}, {"num_groups": 2, "num_socs": 4}, {"num_groups": 1, "num_socs": 2}])
-def test_a_plan_of_its_own_leaves_nothing_to_other_counts(unread: dict[str, int]) -> None:
+def test_a_plan_of_its_own_is_used_as_it_is() -> None:
     plan = socflow().plan
-    with pytest.raises(ConfigError, match="with a plan, which has 2 groups of 4 SoCs; leave them out"):
-        socflow(plan=plan, **unread)
-    assert socflow(plan=plan).plan is socflow(plan=plan, num_groups=1).plan is plan
+    assert socflow(groups=plan).plan is plan
+
+
+@pytest.mark.parametrize(("option", "value", "now"), [
+    ("num_groups", 2, "groups, a number"), ("plan", None, "groups, which may be a plan"),
+    ("num_socs", 4, "groups=Grouping(num_groups=…, num_socs=…)"),
+    ("num_samples", 9, "schedule=TrainingSchedule(num_samples=…)"), ("seed", 2, "schedule=TrainingSchedule(seed=…)"),
+    ("model_profile", PROFILE, "costs=Costs(model_profile=…)"),
+    ("overlap_buckets", 2, "exchange=ExchangeSettings(overlap_buckets=…)")])
+def test_an_option_that_is_part_of_a_settings_value_is_refused_with_its_place(
+    option: str, value: object, now: str,
+) -> None:
+    for strategy in (SoCFlow, RingAllReduce) if option != "num_socs" else (SoCFlow,):
+        with pytest.raises(ConfigError) as caught:
+            strategy(cluster=parse_cluster({"boards": [2, 2]}), **{option: value})
+        assert one_line(caught) == f"{strategy.__name__}: {option} is now {now}"
+
+
+def test_options_that_nobody_knows_and_a_missing_schedule_are_refused() -> None:
+    with pytest.raises(TypeError, match="SoCFlow: unexpected option 'what'"):
+        socflow(what=1)
+    for strategy in (SoCFlow, SingleDevice):
+        with pytest.raises(ConfigError, match=rf"{strategy.__name__}: schedule=TrainingSchedule\(.*\) is missing"):
+            strategy(cluster=parse_cluster({"boards": [2, 2]}))
+
+
+@pytest.mark.parametrize(("make", "fault"), [
+    (lambda: TrainingSchedule(num_samples=0, batch_size=1, num_epochs=1), "num_samples = 0 must be a whole number"),
+    (lambda: TrainingSchedule(num_samples=1, batch_size=2.5, num_epochs=1), "batch_size = 2.5 must be"),  # type: ignore
+    (lambda: TrainingSchedule(num_samples=1, batch_size=1, num_epochs=-1), "num_epochs = -1 must be"),
+    (lambda: ExchangeSettings(overlap_buckets=0), "overlap_buckets = 0 must be"),
+    (lambda: ExchangeSettings(serialize_uplinks="maybe"), "serialize_uplinks = 'maybe' is unknown"),
+])
+def test_settings_that_cannot_be_are_refused_where_they_are_made(make: Callable[[], object], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault) as caught:
+        make()
+    one_line(caught)
 
 
 def test_too_few_nodes_are_refused_with_both_numbers() -> None:
@@ -105,7 +140,7 @@ def test_more_nodes_than_socs_leave_the_last_ones_idle() -> None:
 
 
 def test_partitions_are_numbered_over_the_socs_that_take_part() -> None:
-    sent = messages(socflow(num_socs=3, num_groups=1))
+    sent = messages(socflow(groups=Grouping(num_groups=1, num_socs=3)))
     (task,) = map(task_of, sent)
     assert len(task.members) == 3
     assert task.partitions == (0, 1, 2)
@@ -116,7 +151,7 @@ def test_uneven_devices_get_shares_by_capacity() -> None:
     """F4: a Snapdragon 865 is faster than a Raspberry Pi, so it gets more of a batch."""
     cluster = parse_cluster({}, [{"socs": 1, "device": "snapdragon-865"}, {"socs": 1, "device": "raspberry-pi-4b"}])
     rates = [cluster.device_of(soc).processor(cluster.device_of(soc).default_processor).rate("toy") for soc in (0, 1)]
-    strategy = socflow(cluster=cluster, num_groups=1, model_profile=PROFILE)
+    strategy = socflow(cluster=cluster, groups=1, model_profile=PROFILE)
     (task,) = map(task_of, messages(strategy, grid=FakeGrid((1, 2))))
     assert task.capacities[0] / task.capacities[1] == pytest.approx(rates[0] / rates[1])
     fast, slow = split_batch(64, task.capacities)
@@ -130,7 +165,7 @@ def test_a_group_of_unequal_devices_is_as_fast_as_its_shares_are_fair() -> None:
     heavy = ModelProfile(name="toy", input_bytes=4.0, layers=(LayerProfile(
         name="only", kind="Linear", forward_flops=1e10, output_bytes=4.0, weight_bytes=400.0, num_tensors=1),))
     clock = EventClock(cluster)
-    strategy = socflow(cluster=cluster, num_groups=1, clock=clock, model_profile=heavy)
+    strategy = socflow(cluster=cluster, groups=1, clock=clock, model_profile=heavy)
     sent = messages(strategy, grid=FakeGrid((1, 2)))
     strategy.aggregate_train(1, [answer(message, 1.0) for message in sent])
     slow = cluster.device_of(1)
@@ -363,13 +398,15 @@ def test_a_client_that_trained_alone_does_not_pass_for_its_group() -> None:
 
 # ------------------------------------------------------------------------------------------------ baselines
 def test_a_ring_is_one_group_of_everything_and_a_round_an_epoch() -> None:
-    ring = RingAllReduce(cluster=parse_cluster({"boards": [2, 2]}), num_samples=100, batch_size=10, num_epochs=3)
+    ring = RingAllReduce(cluster=parse_cluster({"boards": [2, 2]}), schedule=TrainingSchedule(
+        num_samples=100, batch_size=10, num_epochs=3))
     assert [group.members for group in ring.plan.groups] == [(0, 1, 2, 3)]
     assert (ring.num_rounds, ring.steps_per_epoch) == (3, 10)
 
 
 def test_a_single_device_is_one_group_of_one() -> None:
-    alone = SingleDevice(cluster=parse_cluster({"boards": [2, 2]}), num_samples=100, batch_size=10, num_epochs=1)
+    alone = SingleDevice(cluster=parse_cluster({"boards": [2, 2]}), schedule=TrainingSchedule(
+        num_samples=100, batch_size=10, num_epochs=1))
     assert [group.members for group in alone.plan.groups] == [(0,)]
     assert len(messages(alone)) == 1
 

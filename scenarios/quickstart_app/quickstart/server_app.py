@@ -4,7 +4,16 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from quickstart.task import load_model
-from socflower import GroupGrid, SoCFlow, evaluate, load_data, parse_cluster, profile_module
+from socflower import (
+    Costs,
+    GroupGrid,
+    SoCFlow,
+    TrainingSchedule,
+    evaluate,
+    load_data,
+    parse_cluster,
+    profile_module,
+)
 
 app = ServerApp()
 
@@ -22,11 +31,13 @@ def main(grid: Grid, context: Context) -> None:
 
     strategy = SoCFlow(
         cluster=parse_cluster({"boards": 2, "socs_per_board": 4}),
-        num_groups=int(context.run_config["num-groups"]),
-        num_samples=len(data.train),
-        batch_size=int(context.run_config["batch-size"]),
-        num_epochs=int(context.run_config["num-epochs"]),
-        model_profile=profile_module(model, (1, 28, 28), "lenet5"),
+        groups=int(context.run_config["num-groups"]),
+        schedule=TrainingSchedule(
+            num_samples=len(data.train),
+            batch_size=int(context.run_config["batch-size"]),
+            num_epochs=int(context.run_config["num-epochs"]),
+        ),
+        costs=Costs(model_profile=profile_module(model, (1, 28, 28), "lenet5")),
     )
     strategy.start(GroupGrid(grid), ArrayRecord(model.state_dict()), num_rounds=strategy.num_rounds,
                    evaluate_fn=evaluate_global)

@@ -21,6 +21,7 @@ from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.sim import EventClock, Trace
 from socflower.strategies.comparators import OrderedFedAvg, RingAllReduce, SingleDevice
+from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.warm_up import profile_group_count
 from socflower.workloads import DataSet, Evaluation, evaluate, load_data
@@ -123,19 +124,21 @@ class _Training:
     def _strategy(self, num_groups: int, num_epochs: int) -> SoCFlow:
         settings = self._scenario.strategy
         shared: dict[str, Any] = {
-            "cluster": self._cluster, "num_samples": self._num_samples, "clock": self._clock,
-            "batch_size": self._scenario.train.batch_size, "num_epochs": num_epochs, "seed": self._scenario.seed,
-            "reshuffle": settings.reshuffle, "model_profile": self._profile,
-            "pricing": pricing(self._scenario), "overlap_buckets": settings.overlap_buckets,
-            "tolerate_client_errors": settings.tolerate_client_errors,
+            "cluster": self._cluster,
+            "schedule": TrainingSchedule(
+                num_samples=self._num_samples, batch_size=self._scenario.train.batch_size, num_epochs=num_epochs,
+                interval_epochs=settings.sync_interval_epochs, reshuffle=settings.reshuffle, seed=self._scenario.seed),
+            "costs": Costs(model_profile=self._profile, pricing=pricing(self._scenario), clock=self._clock),
             "rings": self._scenario.ring, "rebalancing": rebalancing(self._scenario),
+            "tolerate_client_errors": settings.tolerate_client_errors,
         }
+        overlap = settings.overlap_buckets
         if settings.name == "sgd":
-            return SingleDevice(**shared)
+            return SingleDevice(exchange=ExchangeSettings(overlap_buckets=overlap), **shared)
         if settings.name == "ring":
-            return RingAllReduce(num_socs=settings.socs, **shared)
-        return SoCFlow(num_groups=num_groups, num_socs=settings.socs, serialize_uplinks=settings.serialize_uplinks,
-                       interval_epochs=settings.sync_interval_epochs, **shared)
+            return RingAllReduce(num_socs=settings.socs, exchange=ExchangeSettings(overlap_buckets=overlap), **shared)
+        return SoCFlow(groups=Grouping(num_groups=num_groups, num_socs=settings.socs), exchange=ExchangeSettings(
+            serialize_uplinks=settings.serialize_uplinks, overlap_buckets=overlap), **shared)
 
     def _fedavg(self, arrays: ArrayRecord) -> ArrayRecord:
         """Train with Flower's FedAvg over all nodes, summed in node order; the grid prices its messages."""

@@ -5,7 +5,7 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from pytorch_groups.task import SHAPE, load_images, load_model
-from socflower import GroupGrid, SoCFlow, evaluate, parse_cluster, profile_module
+from socflower import Costs, GroupGrid, SoCFlow, TrainingSchedule, evaluate, parse_cluster, profile_module
 
 app = ServerApp()
 
@@ -22,12 +22,14 @@ def main(grid: Grid, context: Context) -> None:
 
     strategy = SoCFlow(
         cluster=parse_cluster({"boards": 2, "socs_per_board": 2}),
-        num_groups=int(context.run_config["num-groups"]),
-        num_samples=len(data.train),
-        batch_size=int(context.run_config["batch-size"]),
-        num_epochs=int(context.run_config["num-epochs"]),
-        interval_epochs=1,
-        model_profile=profile_module(model, SHAPE, "quickstart"),
+        groups=int(context.run_config["num-groups"]),
+        schedule=TrainingSchedule(
+            num_samples=len(data.train),
+            batch_size=int(context.run_config["batch-size"]),
+            num_epochs=int(context.run_config["num-epochs"]),
+            interval_epochs=1,
+        ),
+        costs=Costs(model_profile=profile_module(model, SHAPE, "quickstart")),
     )
     result = strategy.start(GroupGrid(grid), ArrayRecord(model.state_dict()), num_rounds=strategy.num_rounds,
                             evaluate_fn=evaluate_global)

@@ -1,0 +1,114 @@
+"""The settings of SoCFlow, by what they are about; each is a frozen value that a caller may keep and reuse."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from socflower.cluster import FP32, ModelProfile, Pricing, VirtualClock
+from socflower.errors import ConfigError
+from socflower.hierarchy.uplink_turns import AUTO
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSchedule:
+    """How much is trained, in which order, and how often groups synchronise.
+
+    Parameters
+    ----------
+    num_samples, batch_size, num_epochs : int
+        Size of the training set, batch of a group, and passes over the data.
+    interval_epochs : float or "decay"
+        Epochs between synchronisations, or the paper's schedule 0.25, 0.5, 1, 2 (F3).
+    reshuffle : bool
+        Redistribute all data to the groups at the synchronisations that end an epoch; off where data must not leave
+        their node.
+    seed : int
+        Seed of the order of the data.
+    """
+
+    num_samples: int
+    batch_size: int
+    num_epochs: int
+    interval_epochs: float | str = "decay"
+    reshuffle: bool = True
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        for key in ("num_samples", "batch_size", "num_epochs"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"TrainingSchedule: {key} = {value!r} must be a whole number, 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grouping:
+    """How many groups are planned, and of how many of the cluster's slots; `num_socs` None is all of them."""
+
+    num_groups: int = 1
+    num_socs: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """What virtual time and energy are made of; without a profile, none are kept.
+
+    Parameters
+    ----------
+    model_profile : ModelProfile, optional
+        The model's layers, as `profile_module` reads them.
+    pricing : Pricing
+        The cost of the clients' arithmetic: by default FP32 on each device's default processor; `Int8Pricing()` or
+        `MixedPricing(rule=…)` for clients that train this way. With mixed precision and a profile, clients split
+        batches by the catalogue's throughputs instead of measured ones.
+    clock : VirtualClock, optional
+        By default that of the grid, if it has one (the `local` engine's has), so that the same app runs on every
+        engine.
+    """
+
+    model_profile: ModelProfile | None = None
+    pricing: Pricing = FP32
+    clock: VirtualClock | None = None
+
+    def __post_init__(self) -> None:
+        if self.clock is not None and self.model_profile is None:
+            raise ConfigError("Costs: a clock needs a model_profile to price; make one with profile_module(model, …)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeSettings:
+    """How groups exchange gradients, on every engine.
+
+    Parameters
+    ----------
+    serialize_uplinks : bool or "auto"
+        Whether communication groups take turns (F6). "auto" chooses for every new plan what the clock predicts to take
+        less time, at the devices' nominal speeds (F7); without a clock or a profile groups take turns.
+    overlap_buckets : int
+        Gradient buckets that overlap with the backward pass (F7).
+    """
+
+    serialize_uplinks: bool | str = AUTO
+    overlap_buckets: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.serialize_uplinks, bool) and self.serialize_uplinks != AUTO:
+            raise ConfigError(f"serialize_uplinks = {self.serialize_uplinks!r} is unknown; use true, false or {AUTO!r}")
+        if not isinstance(self.overlap_buckets, int) or self.overlap_buckets < 1:
+            raise ConfigError(f"overlap_buckets = {self.overlap_buckets!r} must be a whole number, 1 or more")
+
+
+_MOVED = {
+    **dict.fromkeys(("num_samples", "batch_size", "num_epochs", "interval_epochs", "reshuffle", "seed"),
+                    "schedule=TrainingSchedule({key}=…)"),
+    **dict.fromkeys(("model_profile", "pricing", "clock"), "costs=Costs({key}=…)"),
+    **dict.fromkeys(("serialize_uplinks", "overlap_buckets"), "exchange=ExchangeSettings({key}=…)"),
+    "num_socs": "groups=Grouping(num_groups=…, num_socs=…)",
+    "num_groups": "groups, a number", "plan": "groups, which may be a plan",
+}
+
+
+def refuse_unknown(strategy: str, options: Mapping[str, object]) -> None:
+    """Raise `ConfigError` for an option that is part of a settings value now, naming it; `TypeError` for any other."""
+    for key in options:
+        if key in _MOVED:
+            raise ConfigError(f"{strategy}: {key} is now {_MOVED[key].format(key=key)}")
+        raise TypeError(f"{strategy}: unexpected option {key!r}")
