@@ -71,7 +71,7 @@ _EXPORTS = {
     "workloads.dataset": ("DataSet", "LabelledData"),
     "workloads.sources": ("data_names", "load_data"),
     "workloads.partition": ("dirichlet_partition", "iid_partition"),
-    "workloads.models.registry": ("build_model", "model_names"),
+    "workloads.models.classifiers": ("build_model", "model_names"),
     "workloads.evaluation": ("evaluate",),
     "wire.message_keys": ("HEAT", "HeatReport"),
     "errors": ("ConfigError", "DataUnavailable", "InfeasiblePlan", "SocflowerError", "TrainingFailed"),

@@ -60,7 +60,7 @@ from socflower.training.trainer import ExchangingSession as ExchangingSession, S
 from socflower.wire.message_keys import HEAT as HEAT, HeatReport as HeatReport
 from socflower.workloads.dataset import DataSet as DataSet, LabelledData as LabelledData
 from socflower.workloads.evaluation import evaluate as evaluate
-from socflower.workloads.models.registry import build_model as build_model, model_names as model_names
+from socflower.workloads.models.classifiers import build_model as build_model, model_names as model_names
 from socflower.workloads.partition import dirichlet_partition as dirichlet_partition, iid_partition as iid_partition
 from socflower.workloads.sources import data_names as data_names, load_data as load_data
 

@@ -68,7 +68,7 @@ def context() -> Context:
 
 def trainer(folder: Path, first_step: int) -> TrainerState:
     task = GroupTask(
-        group_id=0, num_groups=1, members=(0,), partitions=(0,), num_partitions=1, capacities=(1.0,),
+        group_id=0, num_groups=1, members=(0,), leader=0, partitions=(0,), num_partitions=1, capacities=(1.0,),
         first_step=first_step, num_steps=1, steps_per_epoch=1, total_steps=9, batch_size=1, reshuffle=False,
         deal_epoch=0, seed=1, num_samples=9)
     begin_run(1)

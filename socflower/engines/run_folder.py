@@ -29,11 +29,8 @@ class CloudAddress:
     @classmethod
     def from_environment(cls) -> "CloudAddress | None":
         """Return the address in a SuperLink's environment: SOCFLOWER_CLOUD, _CLOUD_TOKEN_FILE and _CLOUD_CA."""
-        address = os.environ.get("SOCFLOWER_CLOUD", "")
-        if not address:
-            return None
-        return cls(address=address, token_file=os.environ.get("SOCFLOWER_CLOUD_TOKEN_FILE", ""),
-                   ca=os.environ.get("SOCFLOWER_CLOUD_CA", ""))
+        address, token_file, ca = (os.environ.get(f"SOCFLOWER_CLOUD{end}", "") for end in ("", "_TOKEN_FILE", "_CA"))
+        return cls(address, token_file, ca) if address else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class RunFolder:
 
     def write_scenario(self, document: Mapping[str, Any]) -> None:
         """Write the resolved scenario for server and clients."""
-        write_atomically(self.path / "scenario.json", json.dumps(document))
+        self._write("scenario", document)
 
     def read_scenario(self) -> dict[str, Any]:
         """Return the document of the scenario in this folder."""
@@ -58,17 +55,14 @@ class RunFolder:
 
     def write_checkpointing(self, checkpointing: Checkpointing) -> None:
         """Write, for server and clients, where the run keeps checkpoints and which one it resumes from."""
-        write_atomically(self.path / "checkpointing.json", json.dumps(
-            {"folder": str(checkpointing.kept.path.resolve()), "engine": checkpointing.engine,
-             "resume_after": checkpointing.resume_after}))
+        self._write("checkpointing", {"folder": str(checkpointing.kept.path.resolve()), "engine": checkpointing.engine,
+                                      "resume_after": checkpointing.resume_after})
 
     def read_checkpointing(self) -> Checkpointing | None:
         """Return how the run keeps checkpoints, or None if it keeps none."""
-        path = self.path / "checkpointing.json"
-        if not path.exists():
-            return None
-        document = json.loads(path.read_text("utf-8"))
-        return Checkpointing(kept=CheckpointFolder(Path(document.pop("folder"))), **document)
+        document = self._read("checkpointing")
+        return None if document is None else Checkpointing(
+            kept=CheckpointFolder(Path(document.pop("folder"))), **document)
 
     def clients_folder(self, node_config: Mapping[str, Any]) -> Path | None:
         """Return the folder in which this run's clients keep trainer states; None if they keep none."""
@@ -76,21 +70,29 @@ class RunFolder:
 
     def write_server_process(self, pid: int) -> None:
         """Write the ServerApp's process id, so that its death is distinguishable from its silence."""
-        write_atomically(self.path / "server.json", json.dumps({"pid": pid}))
+        self._write("server", {"pid": pid})
 
     def read_server_process(self) -> int | None:
         """Return the process id of the ServerApp, or None before it has started."""
-        path = self.path / "server.json"
-        return int(json.loads(path.read_text("utf-8"))["pid"]) if path.exists() else None
+        document = self._read("server")
+        return None if document is None else int(document["pid"])
 
     def write_cloud(self, cloud: CloudAddress) -> None:
         """Write the address of this run's cloud."""
-        write_atomically(self.path / "cloud.json", json.dumps(asdict(cloud)))
+        self._write("cloud", asdict(cloud))
 
     def read_cloud(self) -> CloudAddress | None:
         """Return the cloud's address; None if both halves train in the clients' processes."""
-        path = self.path / "cloud.json"
-        return CloudAddress(**json.loads(path.read_text("utf-8"))) if path.exists() else None
+        document = self._read("cloud")
+        return None if document is None else CloudAddress(**document)
+
+    def write_outcome(self, outcome: dict[str, Any]) -> None:
+        """Write the app's outcome, or `{"error": …}` with the `kind` of a `SocflowerError`."""
+        self._write("outcome", outcome)
+
+    def read_outcome(self) -> dict[str, Any] | None:
+        """Return the outcome, or None while there is none."""
+        return self._read("outcome")
 
     def append_progress(self, entry: dict[str, Any]) -> None:
         """Add a line about the round that just ended."""
@@ -114,14 +116,13 @@ class RunFolder:
         """Write the trained model: its arrays by the names of the state dict."""
         np.savez(self.model, **arrays)  # type: ignore[arg-type]
 
-    def write_outcome(self, outcome: dict[str, Any]) -> None:
-        """Write the app's outcome, or `{"error": …}` with the `kind` of a `SocflowerError`."""
-        write_atomically(self.path / "outcome.json", json.dumps(outcome))
+    def _write(self, name: str, document: Mapping[str, Any]) -> None:
+        write_atomically(self.path / f"{name}.json", json.dumps(document))
 
-    def read_outcome(self) -> dict[str, Any] | None:
-        """Return the outcome, or None while there is none."""
-        path = self.path / "outcome.json"
-        return json.loads(path.read_text("utf-8")) if path.exists() else None
+    def _read(self, name: str) -> dict[str, Any] | None:
+        path = self.path / f"{name}.json"
+        document: dict[str, Any] | None = json.loads(path.read_text("utf-8")) if path.exists() else None
+        return document
 
 
 @cache

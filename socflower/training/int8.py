@@ -1,11 +1,9 @@
 """Training in int8 on the CPU's integer kernels, for one device or a whole group."""
 
-import io
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,8 +14,10 @@ from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorit
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.training.batch_statistics import require_batch_statistics
 from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_trained_parameters
+from socflower.wire.saved_state import from_bytes, to_bytes
 
 SCHEDULES = ("cosine", "constant")
+_STATE = "int8 trainer state"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +86,8 @@ class Int8Session:
         if self._int8 is None:
             return SessionResult(state=self._state or b"")
         self._module.load_state_dict(self._int8.state_dict())
-        stream = io.BytesIO()
         header = {"trackers": self._int8.trackers_to_json(), "exponents": self._int8.weight_exponents()}
-        arrays: dict[str, Any] = {"header": np.array(json.dumps(header)), **self._int8.velocities()}
-        np.savez(stream, **arrays)
-        return SessionResult(state=stream.getvalue())
+        return SessionResult(state=to_bytes(_STATE, header, self._int8.velocities()))
 
     def restore(self, state: bytes) -> None:
         """Restore exponents and momentum from a state."""
@@ -102,12 +99,7 @@ class Int8Session:
             raise ConfigError(f"Int8Trainer: int8 training takes images (n, channels, height, width), got inputs of "
                               f"shape {('n', *image_shape)}; use FP32Trainer")
         channels, height, width = image_shape
-        arrays: dict[str, Any] = {}
-        header: dict[str, Any] = {}
-        if self._state:
-            with np.load(io.BytesIO(self._state), allow_pickle=False) as saved:
-                arrays = {name: saved[name] for name in saved.files}
-            header = json.loads(str(arrays.pop("header")))
+        header, arrays = from_bytes(_STATE, self._state) if self._state else ({}, {})
         try:
             model = Int8Model.from_module(
                 self._module,

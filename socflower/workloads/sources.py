@@ -15,9 +15,18 @@ import numpy.typing as npt
 import torch
 
 from socflower.errors import ConfigError, DataUnavailable
-from socflower.workloads.array_cache import ImagesAndLabels, cache_folder, cached_arrays
 from socflower.workloads.dataset import DataSet, LabelledData
-from socflower.workloads.images import LABEL_COLUMN, EncodedImages, decode, image_column, optional_package, read_parquet
+from socflower.workloads.images import (
+    LABEL_COLUMN,
+    EncodedImages,
+    ImagesAndLabels,
+    cache_folder,
+    cached_arrays,
+    decode,
+    image_column,
+    optional_package,
+    read_parquet,
+)
 
 SPLITS = ("train", "test")
 

@@ -4,7 +4,7 @@ from torch import fx, nn
 
 from socflower.errors import ConfigError
 from socflower.workloads import build_model, model_names
-from socflower.workloads.models.mobilenet import mobilenet_v1
+from socflower.workloads.models.classifiers import mobilenet_v1
 
 FORMATS = [(1, 28), (1, 32), (3, 28), (3, 32)]
 

@@ -26,6 +26,7 @@ from socflower.scenario.app.split_edges import split_settings
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import apply_override, from_document, load_scenario
 from socflower.scenario.split_setting import SplitSetting
+from socflower.wire.saved_state import write_atomically
 from socflower.wire.secure_channel import Tls
 
 
@@ -59,8 +60,7 @@ def read_or_create_token(path: Path) -> tuple[str, bool]:
         return read_token(path), False
     token = new_token()
     try:
-        path.touch(mode=0o600, exist_ok=False)
-        path.write_text(f"{token}\n", "utf-8")
+        write_atomically(path, f"{token}\n", mode=0o600)
     except OSError as error:
         raise ConfigError(f"--token-file {path}: cannot be made ({error.strerror}); name another place") from None
     return token, True

@@ -1,0 +1,232 @@
+"""Small image classifiers, by the names that scenarios use.
+
+LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling, as trained today; VGG-11 (Simonyan and Zisserman 2015,
+configuration A) and two small variants for 32x32 images; ResNet-18 and ResNet-8 (He et al. 2016) in the variant for
+small images, with a 3x3 stem and no max-pool; MobileNetV1 (Howard et al. 2017), whose first convolution has stride 1.
+"""
+
+import difflib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from socflower.errors import ConfigError, require_range
+from socflower.workloads.models.layers import draw_weights_, padding_to_32
+
+
+def lenet5(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return LeNet-5 for (n, in_channels, image_size, image_size) inputs; 61,706 parameters for MNIST.
+
+    Raises ConfigError unless the image size is 28 or 32.
+    """
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 6, kernel_size=5, padding=padding_to_32("lenet5", image_size)),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, kernel_size=5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * 5 * 5, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, num_classes),
+    )
+
+
+_VGG_STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
+"""Output channels of the convolutions of each stage of VGG-11; a max-pool ends the stage."""
+
+_VGG_SMALL_STAGES = ((32, 32), (64, 64), (128, 128))
+"""The same of VGG-small, whose last stage leaves 4x4 pixels."""
+
+_VGG_TINY_STAGES = ((16,), (32,), (64,), (64,))
+"""The same of VGG-tiny, whose last stage leaves 2x2 pixels."""
+
+
+def vgg11(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return VGG-11 for (n, in_channels, image_size, image_size) inputs: 18 tensors, about 9.2 M parameters.
+
+    Five max-pools leave one pixel of 512 channels, so one Linear replaces the three for ImageNet.
+    Raises ConfigError unless the image size is 28 or 32.
+    """
+    return _vgg("vgg11", _VGG_STAGES, 1, in_channels, image_size, num_classes)
+
+
+def vgg_small(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return VGG-small for (n, in_channels, image_size, image_size) inputs: 14 tensors, 0.31 M parameters.
+
+    Raises ConfigError unless the image size is 28 or 32.
+    """
+    return _vgg("vgg-small", _VGG_SMALL_STAGES, 4, in_channels, image_size, num_classes)
+
+
+def vgg_tiny(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return VGG-tiny, with BatchNorm: 14 tensors, 63 thousand parameters, 7 MFLOP for an image of 32x32 pixels.
+
+    It is for experiments on a single core, where an epoch of CIFAR-10 takes a quarter of VGG-small's time. Features
+    shrink from stage to stage (16,384, 8,192, 4,096 and 1,024 elements), so cuts differ in the bytes that they send.
+    Raises ConfigError unless the image size is 28 or 32.
+    """
+    return _vgg("vgg-tiny", _VGG_TINY_STAGES, 2, in_channels, image_size, num_classes, batch_norm=True)
+
+
+def _vgg(
+    name: str, stages: tuple[tuple[int, ...], ...], last_size: int, in_channels: int, image_size: int, num_classes: int,
+    *, batch_norm: bool = False,
+) -> nn.Sequential:
+    padding = 1 + padding_to_32(name, image_size)
+    layers: list[nn.Module] = []
+    for stage in stages:
+        for channels in stage:
+            # BatchNorm has a bias of its own, and would cancel that of the convolution.
+            layers.append(nn.Conv2d(in_channels, channels, kernel_size=3, padding=padding, bias=not batch_norm))
+            if batch_norm:
+                layers.append(nn.BatchNorm2d(channels))
+            layers.append(nn.ReLU())
+            in_channels, padding = channels, 1
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(in_channels * last_size**2, num_classes))
+
+
+_RESNET_STAGES = ((64, 1), (128, 2), (256, 2), (512, 2))
+"""Output channels and first stride of each stage of ResNet-18, of two blocks."""
+
+_RESNET_SMALL_STAGES = ((16, 1), (32, 2), (64, 2))
+"""Output channels and first stride of each stage of ResNet-8, of one block."""
+
+
+def _convolution_norm(in_channels: int, out_channels: int, kernel_size: int, stride: int) -> list[nn.Module]:
+    convolution = nn.Conv2d(
+        in_channels, out_channels, kernel_size, stride=stride, padding=kernel_size // 2, bias=False
+    )
+    return [convolution, nn.BatchNorm2d(out_channels)]
+
+
+class BasicBlock(nn.Module):
+    """Return relu(residual(x) + shortcut(x)), two 3x3 convolutions against an identity or a projection."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.residual = nn.Sequential(
+            *_convolution_norm(in_channels, out_channels, 3, stride),
+            nn.ReLU(),
+            *_convolution_norm(out_channels, out_channels, 3, 1),
+        )
+        same_shape = stride == 1 and in_channels == out_channels
+        projection = [] if same_shape else _convolution_norm(in_channels, out_channels, 1, stride)
+        self.shortcut = nn.Sequential(*projection)  # an empty one is the identity
+        # Not in place: if the model is cut here, the block's input belongs to the other half.
+        self.relu = nn.ReLU()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map (n, in_channels, h, w) to (n, out_channels, h / stride, w / stride)."""
+        output: torch.Tensor = self.relu(self.residual(inputs) + self.shortcut(inputs))
+        return output
+
+
+def resnet18(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return ResNet-18 for (n, in_channels, image_size, image_size) inputs: 62 tensors, 11.17 M parameters.
+
+    Raises ConfigError for images smaller than 8 pixels, too small for three strides of two.
+    """
+    return _resnet("resnet18", _RESNET_STAGES, 2, in_channels, image_size, num_classes)
+
+
+def resnet8(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return ResNet-8 for (n, in_channels, image_size, image_size) inputs: 78 thousand parameters.
+
+    Raises ConfigError for images smaller than 8 pixels.
+    """
+    return _resnet("resnet8", _RESNET_SMALL_STAGES, 1, in_channels, image_size, num_classes)
+
+
+def _resnet(
+    name: str, stages: tuple[tuple[int, int], ...], num_blocks: int, in_channels: int, image_size: int, num_classes: int
+) -> nn.Sequential:
+    if image_size < 8:
+        raise ConfigError(f"model {name}: takes images of 8x8 pixels or more, got {image_size}x{image_size}")
+    channels = stages[0][0]
+    layers: list[nn.Module] = [*_convolution_norm(in_channels, channels, 3, 1), nn.ReLU()]
+    for out_channels, stride in stages:
+        for block in range(num_blocks):
+            layers.append(BasicBlock(channels, out_channels, stride if block == 0 else 1))
+            channels = out_channels
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+
+
+_MOBILENET_BLOCKS = (
+    (64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2),
+    (512, 1), (512, 1), (512, 1), (512, 1), (512, 1), (1024, 2), (1024, 1),
+)  # fmt: skip
+"""Output channels at width 1 and stride of each depthwise separable block."""
+
+
+def _separable(in_channels: int, out_channels: int, stride: int) -> list[nn.Module]:
+    return [
+        nn.Conv2d(in_channels, in_channels, 3, stride=stride, padding=1, groups=in_channels, bias=False),
+        nn.BatchNorm2d(in_channels),
+        nn.ReLU(),
+        nn.Conv2d(in_channels, out_channels, 1, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(),
+    ]
+
+
+def mobilenet_v1(*, in_channels: int, image_size: int, num_classes: int, width: float = 1.0) -> nn.Sequential:
+    """Return MobileNetV1 for (n, in_channels, image_size, image_size) inputs; 3.2 M parameters at width 1.
+
+    `width` multiplies every channel count, down to 8 channels. Raises ConfigError for a width of zero or less
+    and for images smaller than 16 pixels, too small for four strides of two.
+    """
+    require_range("model mobilenet-v1", above=0.0, width=width)
+    if image_size < 16:
+        size = f"{image_size}x{image_size}"
+        raise ConfigError(f"model mobilenet-v1: takes images of 16x16 pixels or more, got {size}")
+    channels = max(8, round(32 * width))
+    layers: list[nn.Module] = [
+        nn.Conv2d(in_channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()
+    ]  # fmt: skip
+    for width_one_channels, stride in _MOBILENET_BLOCKS:
+        out_channels = max(8, round(width_one_channels * width))
+        layers += _separable(channels, out_channels, stride)
+        channels = out_channels
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+
+
+_BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
+    "lenet5": lenet5,
+    "vgg-tiny": vgg_tiny,
+    "vgg-small": vgg_small,
+    "vgg11": vgg11,
+    "resnet8": resnet8,
+    "resnet18": resnet18,
+    "mobilenet-v1": mobilenet_v1,
+}
+
+
+def model_names() -> tuple[str, ...]:
+    """Return the names that `build_model` accepts."""
+    return tuple(_BUILDERS)
+
+
+def build_model(name: str, *, in_channels: int, image_size: int, num_classes: int, seed: int) -> nn.Module:
+    """Return the named model for (n, in_channels, image_size, image_size) inputs and (n, num_classes) logits.
+
+    Equal seeds give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for
+    an unknown name and for sizes that the model does not support.
+    """
+    builder = _BUILDERS.get(name)
+    if builder is None:
+        close = difflib.get_close_matches(name, _BUILDERS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"model.name: unknown model {name!r}, known are {', '.join(_BUILDERS)}{hint}")
+    require_range(f"model {name}", least=1, in_channels=in_channels, image_size=image_size, num_classes=num_classes)
+    # Constructors draw weights from the global generator, except on the meta device, whose tensors have no values.
+    with torch.device("meta"):
+        model = builder(in_channels=in_channels, image_size=image_size, num_classes=num_classes)
+    model.to_empty(device="cpu")
+    draw_weights_(model, torch.Generator().manual_seed(seed))
+    return model
