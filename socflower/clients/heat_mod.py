@@ -24,7 +24,7 @@ from flwr.supercore import log
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from socflower.clients.node_config import NodeConfig
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.thermal.limits import HeatGuard, HeatLimits, Pause, current_guard, guarding, next_pause
 from socflower.thermal.sensors.guarded import GuardedSource
 from socflower.thermal.sensors.reading import HeatSource, Reading
@@ -85,10 +85,8 @@ def heat_mod(
     TRAIN messages of groups and rings are never held: the SoC leaves before the first step, as if preempted, and the
     others continue. A device that may not train reports itself as preempted in status replies.
     """
-    for name, value in (("sample_interval_s", sample_interval_s), ("poll_interval_s", poll_interval_s),
-                        ("read_timeout_s", read_timeout_s)):
-        if not 0.0 < value < float("inf"):
-            raise ConfigError(f"heat_mod: {name} = {value} must be a number of seconds above 0")
+    require_range("heat_mod", above=0, sample_interval_s=sample_interval_s, poll_interval_s=poll_interval_s,
+                  read_timeout_s=read_timeout_s)
     if isinstance(shrink_keys, str):
         raise ConfigError(f"heat_mod: shrink_keys = {shrink_keys!r} is one text; give a list, [{shrink_keys!r}]")
     return _HeatMod(source, limits, shrink_keys=tuple(shrink_keys), sample_interval_s=sample_interval_s,

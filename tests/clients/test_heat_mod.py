@@ -114,9 +114,9 @@ def heat_of(reply: Message) -> HeatReport:
 
 # ------------------------------------------------------------------------------------------------- settings
 @pytest.mark.parametrize(("changes", "text"), [
-    ({"sample_interval_s": 0.0}, "heat_mod: sample_interval_s = 0.0 must be a number of seconds above 0"),
-    ({"poll_interval_s": math.nan}, "heat_mod: poll_interval_s = nan must be a number of seconds above 0"),
-    ({"read_timeout_s": math.inf}, "heat_mod: read_timeout_s = inf must be a number of seconds above 0"),
+    ({"sample_interval_s": 0.0}, "heat_mod: sample_interval_s = 0.0 must be above 0 and finite"),
+    ({"poll_interval_s": math.nan}, "heat_mod: poll_interval_s = nan must be above 0 and finite"),
+    ({"read_timeout_s": math.inf}, "heat_mod: read_timeout_s = inf must be above 0 and finite"),
     ({"shrink_keys": "epochs"}, "heat_mod: shrink_keys = 'epochs' is one text; give a list, ['epochs']"),
 ])
 def test_a_setting_that_cannot_be_is_one_line(changes: dict[str, Any], text: str) -> None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from socflower.edgecloud.links.bandwidth_profile import Direction, LinkRates
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 
 @dataclass(slots=True)
@@ -45,11 +45,8 @@ class BandwidthMeter:
     _estimates: dict[Direction, _DirectionEstimate] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for key in ("memory_s", "silence_s"):
-            if not 0 < getattr(self, key) < math.inf:
-                raise ConfigError(f"bandwidth meter: {key} = {getattr(self, key)} must be above 0 and finite")
-        if not self.min_bytes >= 0:
-            raise ConfigError(f"bandwidth meter: min_bytes = {self.min_bytes} must be 0 or more")
+        require_range("bandwidth meter", above=0, memory_s=self.memory_s, silence_s=self.silence_s)
+        require_range("bandwidth meter", least=0, min_bytes=self.min_bytes)
         self._estimates = {"up": _DirectionEstimate(self.first.up_bytes_per_s),
                            "down": _DirectionEstimate(self.first.down_bytes_per_s)}
 
@@ -57,7 +54,7 @@ class BandwidthMeter:
         """Count a transfer that took `seconds`, latency included, and ended at `now_s`; nothing is in flight then."""
         if not (num_bytes >= 0 and 0 <= seconds < math.inf):
             raise ConfigError(f"bandwidth meter: a transfer of {num_bytes} bytes in {seconds} s cannot be")
-        estimate = self._estimate(direction)
+        estimate = self._estimates[direction]
         estimate.waiting_since_s = None
         carrying_s = seconds - self.first.latency_s
         if num_bytes < self.min_bytes or carrying_s <= 0:
@@ -70,12 +67,12 @@ class BandwidthMeter:
 
     def set_in_flight(self, direction: Direction, since_s: float, num_bytes: float) -> None:
         """Note that `num_bytes` are in flight, or overdue, since `since_s`; a later call replaces an earlier one."""
-        estimate = self._estimate(direction)
+        estimate = self._estimates[direction]
         estimate.waiting_since_s, estimate.waiting_bytes = since_s, max(1.0, num_bytes)
 
     def clear_in_flight(self, direction: Direction) -> None:
         """Note that nothing is in flight, so that silence does not count as a loss."""
-        self._estimate(direction).waiting_since_s = None
+        self._estimates[direction].waiting_since_s = None
 
     def rates(self, now_s: float) -> LinkRates:
         """Return the estimated rates at `now_s`."""
@@ -91,9 +88,3 @@ class BandwidthMeter:
             return rate
         late_s = waited_s - estimate.waiting_bytes / rate
         return 0.0 if late_s >= self.silence_s else estimate.waiting_bytes / waited_s
-
-    def _estimate(self, direction: Direction) -> _DirectionEstimate:
-        try:
-            return self._estimates[direction]
-        except KeyError:
-            raise ConfigError(f"bandwidth meter: direction {direction!r} is unknown; use up or down") from None

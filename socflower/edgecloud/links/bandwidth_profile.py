@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 Direction: TypeAlias = Literal["up", "down"]
 HEADER = ("time_s", "up_bytes_per_s", "down_bytes_per_s")
@@ -120,8 +120,7 @@ class BandwidthProfile:
     latency_s: float = 0.0  # one way
 
     def __post_init__(self) -> None:
-        if not 0 <= self.latency_s < math.inf:
-            raise ConfigError(f"bandwidth profile: latency_s = {self.latency_s} must be 0 or more and finite")
+        require_range("bandwidth profile", least=0, latency_s=self.latency_s)
 
     def steps(self, direction: Direction) -> Steps:
         """Return one direction."""

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Steps
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 _NORMAL = NormalDist()
 _HALVINGS = 60
@@ -100,8 +100,7 @@ def generate_from_statistics(
     if not math.isclose(num_steps * step_s, duration_s, rel_tol=1e-9):
         raise ConfigError(f"bandwidth profile: duration_s = {duration_s} must be a whole number of steps of "
                           f"{step_s} s")
-    if seed < 0:
-        raise ConfigError(f"bandwidth profile: seed = {seed} must be 0 or more")
+    require_range("bandwidth profile", least=0, seed=seed)
     # One random stream each, so that a longer profile begins like a shorter one of the same seed.
     down_noise, up_noise, outage_noise = (np.random.default_rng(child)
                                           for child in np.random.SeedSequence(seed).spawn(3))
@@ -130,8 +129,7 @@ def add_jitter(
     A lost link remains lost. A profile that repeats does so after the same time, with the same scatter; of one whose
     last rate holds for good, the first `duration_s` scatter. Raises `ConfigError` for a deviation below 0.
     """
-    if not 0 <= deviation < math.inf:
-        raise ConfigError(f"bandwidth profile: jitter = {deviation} must be 0 or more and finite")
+    require_range("bandwidth profile", least=0, jitter=deviation)
     if deviation == 0:
         return link
     sigma, phi = math.sqrt(math.log1p(deviation * deviation)), math.exp(-step_s / correlation_s)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Direction
-from socflower.errors import ConfigError
+from socflower.errors import require_range
 
 BURST_BYTES = 65536
 _LATE_S = 0.05
@@ -36,8 +36,7 @@ class TokenBucket:
         start_s: float | None = None, clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
-        if burst_bytes < 0:
-            raise ConfigError(f"token bucket: burst_bytes = {burst_bytes} must be 0 or more")
+        require_range("token bucket", least=0, burst_bytes=burst_bytes)
         self._profile, self._direction, self._burst_bytes = profile, direction, burst_bytes
         self._clock, self._closed = clock, threading.Event()
         self._sleep = self._closed.wait if sleep is None else sleep

@@ -4,8 +4,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.quantisation import BITS
+
+_STRICT = {"strict": True, "extra": "forbid"}  # for costs that are read from a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,12 +19,9 @@ class SplitPlan:
     window: int = 0  # K of F23: batches that may go forward before the gradient of an earlier one has come back
 
     def __post_init__(self) -> None:
-        if self.cut is not None and self.cut < 0:
-            raise ConfigError(f"deployment: cut = {self.cut} must be 0 or more, or none at all")
+        require_range("deployment", least=0, cut=self.cut or 0, window=self.window)
         if self.bits not in BITS:
             raise ConfigError(f"deployment: bits = {self.bits} is unknown; use one of {', '.join(map(str, BITS))}")
-        if self.window < 0:
-            raise ConfigError(f"deployment: window = {self.window} must be 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +31,7 @@ class CutCost:
     The front half is everything up to and including this layer. It is at the edge (in a reverse split: in the cloud).
     """
 
+    __pydantic_config__ = _STRICT
     name: str  # of the front half's last layer
     edge_forward_s: float  # of the edge's half
     edge_backward_s: float  # backward pass and update; 0 where none of it is trained
@@ -42,17 +42,17 @@ class CutCost:
     front_trains: bool = True  # False: everything before the cut is frozen, and no gradient is sent back (Type 2)
 
     def __post_init__(self) -> None:
-        for key in ("edge_forward_s", "edge_backward_s", "cloud_s", "front_weight_bytes", "edge_memory_bytes"):
-            if not 0 <= getattr(self, key) < math.inf:
-                raise ConfigError(f"cut {self.name}: {key} = {getattr(self, key)} must be 0 or more and finite")
-        if self.feature_elements < 1:
-            raise ConfigError(f"cut {self.name}: feature_elements = {self.feature_elements} must be 1 or more")
+        require_range(f"cut {self.name}", least=0, edge_forward_s=self.edge_forward_s, cloud_s=self.cloud_s,
+                      edge_backward_s=self.edge_backward_s, front_weight_bytes=self.front_weight_bytes,
+                      edge_memory_bytes=self.edge_memory_bytes)
+        require_range(f"cut {self.name}", least=1, feature_elements=self.feature_elements)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitCosts:
     """The costs of a batch at every cut of one model on one edge and one cloud, in the order of the model's layers."""
 
+    __pydantic_config__ = _STRICT
     model: str
     batch_size: int
     cuts: tuple[CutCost, ...]

@@ -10,7 +10,7 @@ from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRa
 from socflower.edgecloud.plan.cost_model import predicted_s
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.timeline import Party
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.quantisation import BITS
 
 
@@ -25,8 +25,7 @@ class WindowSchedule:
         if not fractions or fractions[0] != 0.0 or not all(a < b < 1.0 for a, b in pairwise(fractions)):
             raise ConfigError(f"window schedule: fractions must begin with 0 and rise below 1, got {fractions}")
         for _, window in self.steps:
-            if window < 0:
-                raise ConfigError(f"window schedule: window = {window} must be 0 or more")
+            require_range("window schedule", least=0, window=window)
 
     def window(self, batch: int, num_batches: int) -> int:
         """Return K for a batch of a training of `num_batches`; the last value beyond its end."""
@@ -75,7 +74,11 @@ class DecisionEngine:
         `num_batches`, no deployment is expected to last longer than the training. Raises ConfigError for invalid
         settings.
         """
-        _check_settings(bits, beta, first_gap_batches, min_gain, rest_batches, smoothing, num_batches)
+        if not bits or any(width not in BITS for width in bits):
+            raise ConfigError(f"decision engine: bits = {list(bits)} must be some of {', '.join(map(str, BITS))}")
+        require_range("decision engine", least=0, below=1, beta=beta, min_gain=min_gain, smoothing=smoothing)
+        require_range("decision engine", least=1, first_gap_batches=first_gap_batches, rest_batches=rest_batches,
+                      num_batches=1 if num_batches is None else num_batches)
         if allow_edge_only and not costs.model_weight_bytes:
             raise ConfigError(f"decision engine: edge-only training of model {costs.model} needs model_weight_bytes "
                               "in its costs; set it, or leave edge-only training out")
@@ -182,21 +185,6 @@ class DecisionEngine:
         return LinkRates(up_bytes_per_s=blend(past.up_bytes_per_s, rates.up_bytes_per_s),
                          down_bytes_per_s=blend(past.down_bytes_per_s, rates.down_bytes_per_s),
                          latency_s=blend(past.latency_s, rates.latency_s))
-
-
-def _check_settings(bits: Sequence[int], beta: float, first_gap_batches: float, min_gain: float, rest_batches: int,
-                    smoothing: float, num_batches: int | None) -> None:
-    if not bits or any(width not in BITS for width in bits):
-        raise ConfigError(f"decision engine: bits = {list(bits)} must be some of {', '.join(map(str, BITS))}")
-    for key, share in (("beta", beta), ("min_gain", min_gain), ("smoothing", smoothing)):
-        if not 0 <= share < 1:
-            raise ConfigError(f"decision engine: {key} = {share} must be 0 or more and below 1")
-    if not 1 <= first_gap_batches < math.inf:
-        raise ConfigError(f"decision engine: first_gap_batches = {first_gap_batches} must be 1 or more and finite")
-    if rest_batches < 1:
-        raise ConfigError(f"decision engine: rest_batches = {rest_batches} must be 1 or more")
-    if num_batches is not None and num_batches < 1:
-        raise ConfigError(f"decision engine: num_batches = {num_batches} must be 1 or more")
 
 
 def adaptive_party(

@@ -10,7 +10,7 @@ from socflower.cluster.device import Device
 from socflower.edgecloud.plan.cost_model import training_s
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts
 from socflower.edgecloud.plan.phases import FORWARD_SHARE, Phases
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.quantisation import BITS
 
 CODEC_PASSES = 105.0
@@ -36,13 +36,9 @@ class CutShape:
     front_state_bytes: float = 0.0  # weights and buffers of the front half, if they are more than the profile's weights
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1:
-            raise ConfigError(f"cut {self.name}: num_layers = {self.num_layers} must be 1 or more")
-        if self.feature_elements_per_sample < 1:
-            raise ConfigError(f"cut {self.name}: feature_elements_per_sample = {self.feature_elements_per_sample} "
-                              "must be 1 or more")
-        if not 0 <= self.front_state_bytes < math.inf:
-            raise ConfigError(f"cut {self.name}: front_state_bytes = {self.front_state_bytes} must be 0 or more")
+        require_range(f"cut {self.name}", least=1, num_layers=self.num_layers,
+                      feature_elements_per_sample=self.feature_elements_per_sample)
+        require_range(f"cut {self.name}", least=0, front_state_bytes=self.front_state_bytes)
 
 
 def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, cloud: Device, batch_size: int, *,
@@ -162,8 +158,8 @@ class _Seconds:
 
 def _check(model: ModelProfile, cuts: Sequence[CutShape], batch_size: int, frozen_layers: int,
            optimizer_copies: float, codec_passes: float) -> None:
-    if batch_size < 1:
-        raise ConfigError(f"split costs: batch_size = {batch_size} must be 1 or more")
+    require_range("split costs", least=1, batch_size=batch_size)
+    require_range("split costs", least=0, optimizer_copies=optimizer_copies, codec_passes=codec_passes)
     if not cuts:
         raise ConfigError(f"model {model.name}: has no place to cut it; give at least one")
     for before, after in pairwise(cuts):
@@ -176,6 +172,3 @@ def _check(model: ModelProfile, cuts: Sequence[CutShape], batch_size: int, froze
     if not 0 <= frozen_layers < len(model.layers):
         raise ConfigError(f"model {model.name}: frozen_layers = {frozen_layers} must be 0 or more and leave one of "
                           f"{len(model.layers)} to train")
-    for key, value in (("optimizer_copies", optimizer_copies), ("codec_passes", codec_passes)):
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"split costs: {key} = {value} must be 0 or more and finite")

@@ -30,7 +30,7 @@ from socflower.edgecloud.plan.timeline_servers import (
     batch_times,
     migration,
 )
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 PROBE_BYTES = 65536
 """What an edge that trains alone sends in each direction to measure whether a cut would pay, if it has a decider."""
@@ -50,8 +50,7 @@ class Party:
     def limit(self, batch: int) -> int:
         """Return K for a batch; `ConfigError` if it is negative."""
         limit = self.split_plan.window if self.window is None else self.window(batch)
-        if limit < 0:
-            raise ConfigError(f"timeline: K = {limit} for batch {batch} must be 0 or more")
+        require_range(f"timeline: batch {batch}", least=0, K=limit)
         return limit
 
 
@@ -131,9 +130,8 @@ def simulate(
 def _check(parties: Sequence[Party], num_batches: int, first_batch: int, cloud: CloudMode, reverse: bool) -> None:
     if not parties:
         raise ConfigError("timeline: no parties; give at least one")
-    if num_batches < 1 or first_batch < 0:
-        raise ConfigError(f"timeline: num_batches = {num_batches} must be 1 or more, first_batch = {first_batch} 0 or "
-                          "more")
+    require_range("timeline", least=1, num_batches=num_batches)
+    require_range("timeline", least=0, first_batch=first_batch)
     if cloud not in ("own", "turns", "joined"):
         raise ConfigError(f"timeline: cloud = {cloud!r} is unknown; use own, turns or joined")
     if cloud == "own" or len(parties) == 1:

@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from socflower.edgecloud.halves import Array
 from socflower.edgecloud.stream.failures import SplitRefused
 from socflower.edgecloud.stream.frames import DeltaFeatures, Features
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.delta_coding import DeltaReceiver, DeltaSender
 from socflower.wire.codecs.error_feedback import ErrorFeedback, Form, Scale
 from socflower.wire.codecs.quantisation import BITS, EncodedTensor, Grouping, decode, encode
@@ -37,11 +38,10 @@ class FeatureCoding:
         if self.gradient_bits not in BITS:
             raise ConfigError(f"feature coding: gradient_bits = {self.gradient_bits} is unknown; use one of "
                               f"{', '.join(map(str, BITS))}")
-        if self.delta_bytes < 0:
-            raise ConfigError(f"feature coding: delta_bytes = {self.delta_bytes} must be 0 or more")
+        require_range("feature coding", least=0, delta_bytes=self.delta_bytes)
 
 
-EXACT: FeatureCoding = FeatureCoding()
+EXACT: Final[FeatureCoding] = FeatureCoding()
 """Without error feedback and delta coding; gradients are sent as they are."""
 
 

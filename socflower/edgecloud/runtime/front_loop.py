@@ -16,7 +16,7 @@ from socflower.edgecloud.runtime.replay_window import ReplayWindow
 from socflower.edgecloud.stream.failures import SplitRefused
 from socflower.edgecloud.stream.frame_channel import FrameChannel, Transfer
 from socflower.edgecloud.stream.frames import Features, Goodbye, Gradient, Mark, Message, Recut, digest_of_ids
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.quantisation import decode
 
 _MAX_TRANSFERS = 100_000  # in a report
@@ -92,8 +92,7 @@ class FrontPlan:
     def __post_init__(self) -> None:
         if self.split_plan.cut is None:
             raise ConfigError("front plan: a deployment without a cut needs no cloud; train at the edge alone instead")
-        if self.checkpoint_batches < 0:
-            raise ConfigError(f"front plan: checkpoint_batches = {self.checkpoint_batches} must be 0 or more")
+        require_range("front plan", least=0, checkpoint_batches=self.checkpoint_batches)
 
 
 class FrontLoop:

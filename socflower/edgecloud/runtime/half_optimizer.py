@@ -1,6 +1,5 @@
 """One optimiser over the current layers of a half; its state moves with the layers."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 SEPARATOR = "::"
 """Separates a weight's name from a key of its optimiser state."""
@@ -69,8 +68,7 @@ class HalfOptimizer:
         if self._optimizer is None:
             return
         factor = self._schedule(batch)
-        if not 0 <= factor < math.inf:
-            raise ConfigError(f"schedule: factor {factor} for batch {batch} must be 0 or more and finite")
+        require_range(f"schedule: batch {batch}", least=0, factor=factor)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         self._optimizer.step()

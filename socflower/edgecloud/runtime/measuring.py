@@ -1,14 +1,16 @@
 """Measures costs of a batch at every cut on this device by running the halves (the paper's profiler, §5.2)."""
 
+import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from socflower.capture.cut_points import SplitModel
@@ -16,12 +18,13 @@ from socflower.capture.layer_profile import profile_module
 from socflower.capture.tensor_arrays import to_array
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts
 from socflower.edgecloud.runtime.half_optimizer import HalfOptimizer, OptimizerFactory
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.error_feedback import ErrorFeedback, Form
 from socflower.wire.codecs.quantisation import decode, encode
 
 SCHEMA = 1
 _KIND = "split-costs"
+_COSTS = TypeAdapter(SplitCosts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +44,9 @@ class Measuring:
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
-        if not 0 <= self.at_least_s < math.inf:
-            raise ConfigError(f"measuring: at_least_s = {self.at_least_s} must be 0 or more and finite")
-        if self.batch_size < 1 or self.num_repeats < 1 or self.num_warm_ups < 1:
-            raise ConfigError(f"measuring: batch_size = {self.batch_size}, num_repeats = {self.num_repeats} and "
-                              f"num_warm_ups = {self.num_warm_ups} must be 1 or more")
+        require_range("measuring", least=0, at_least_s=self.at_least_s)
+        require_range("measuring", least=1, batch_size=self.batch_size, num_repeats=self.num_repeats,
+                      num_warm_ups=self.num_warm_ups)
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Return the median of the seconds that `work` takes."""
@@ -163,9 +164,7 @@ def monotone(values: Sequence[float]) -> list[float]:
 
 def to_document(costs: SplitCosts) -> dict[str, Any]:
     """Return costs as a JSON-compatible dict."""
-    document = asdict(costs)
-    document["codec_s_per_element"] = {str(bits): value for bits, value in costs.codec_s_per_element.items()}
-    return {"schema": SCHEMA, "kind": _KIND, **document}
+    return {"schema": SCHEMA, "kind": _KIND, **_COSTS.dump_python(costs, mode="json")}
 
 
 def from_document(document: Mapping[str, Any]) -> SplitCosts:
@@ -175,26 +174,10 @@ def from_document(document: Mapping[str, Any]) -> SplitCosts:
                           f"should be {_KIND!r} with schema {SCHEMA}; measure again")
     content = {key: value for key, value in document.items() if key not in ("schema", "kind")}
     try:
-        cuts = tuple(CutCost(**_known(CutCost, cut)) for cut in content.pop("cuts"))
-        codec = {int(bits): float(value) for bits, value in content.pop("codec_s_per_element").items()}
-        return SplitCosts(cuts=cuts, codec_s_per_element=codec, **_known(SplitCosts, content))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"split costs: the document is damaged ({type(error).__name__}: {error}); measure again"
-                          ) from error
-
-
-def _known(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(kind)}
-    unknown = set(content) - names
-    if unknown:
-        raise ConfigError(f"split costs: unknown key {min(unknown)!r}; this version knows {', '.join(sorted(names))}")
-    for key, value in content.items():
-        wanted = str if key in ("name", "model") else bool if key == "front_trains" else int | float
-        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-            raise ConfigError(f"split costs: {key} = {value!r} is not of the right type; measure again")
-    return dict(content)
+        return _COSTS.validate_json(json.dumps(content))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(f"split costs: {'.'.join(map(str, first['loc']))}: {first['msg']}; measure again") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
 from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
 from socflower.edgecloud.stream.failures import SplitLost, SplitRefused, StartOver
 from socflower.edgecloud.stream.frame_channel import FrameChannel
-from socflower.errors import ConfigError
+from socflower.errors import require_range
 
 _PAUSE_S = 0.1
 
@@ -27,9 +27,7 @@ class Span:
     num_batches: int
 
     def __post_init__(self) -> None:
-        if self.first_batch < 0 or self.num_batches < 0:
-            raise ConfigError(f"span: first_batch = {self.first_batch} and num_batches = {self.num_batches} must be 0 "
-                              "or more")
+        require_range("span", least=0, first_batch=self.first_batch, num_batches=self.num_batches)
 
     @property
     def stop(self) -> int:

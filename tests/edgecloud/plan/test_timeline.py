@@ -375,7 +375,7 @@ def test_parties_that_share_a_half_cannot_move_its_cut(change: dict[str, object]
 
 def test_windows_cuts_and_weights_that_cannot_be_are_refused() -> None:
     party = Party(costs=tiny(), bandwidth_profile=constant(100.0, 100.0), split_plan=SplitPlan(cut=0))
-    with pytest.raises(ConfigError, match="K = -1 for batch 2"):
+    with pytest.raises(ConfigError, match="batch 2: K = -1"):
         simulate([replace(party, window=lambda batch: 1 - batch)], 5)
     with pytest.raises(ConfigError, match="has no cut 7"):
         simulate([replace(party, split_plan=SplitPlan(cut=7))], 5)

@@ -263,7 +263,7 @@ def test_losses_schedules_and_optimisers_that_cannot_be_are_refused() -> None:
                         (lambda outputs, targets: torch.tensor(1.0), "without a gradient")):
         with pytest.raises(ConfigError, match=match):
             TorchBack(split.copy(), 1, sgd, loss).step(0, features, labels)
-    with pytest.raises(ConfigError, match=r"schedule: factor -1\.0 for batch 0 must be 0 or more"):
+    with pytest.raises(ConfigError, match=r"schedule: batch 0: factor = -1\.0 must be 0 or more"):
         TorchBack(split.copy(), 1, sgd, LOSS, schedule=lambda batch: -1.0).step(0, features, labels)
     for factory in (lambda weights: torch.optim.SGD(list(weights)[:1], lr=0.1),
                     lambda weights: torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)):

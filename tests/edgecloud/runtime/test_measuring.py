@@ -123,12 +123,12 @@ def test_costs_come_back_from_json_and_what_is_no_costs_does_not() -> None:
     cut = document["cuts"][0]
     for wrong, match in (
         ({}, "kind None"), ({**document, "schema": 2}, "with schema 2, it should be"),
-        ({**document, "speed": 1}, "unknown key 'speed'"), ({**document, "cuts": 3}, "the document is damaged"),
-        ({**document, "cuts": [{**cut, "edge_forward_s": "1"}]}, "edge_forward_s = '1' is not of the right type"),
-        ({**document, "cuts": [{**cut, "front_trains": 1}]}, "front_trains = 1 is not"),
+        ({**document, "speed": 1}, "speed: Unexpected"), ({**document, "cuts": 3}, "cuts: .* valid array"),
+        ({**document, "cuts": [{**cut, "edge_forward_s": "1"}]}, r"cuts\.0\.edge_forward_s: .* valid number"),
+        ({**document, "cuts": [{**cut, "front_trains": 1}]}, "front_trains: .* valid boolean"),
         ({**document, "cuts": [{**cut, "edge_forward_s": -1.0}]}, "must be 0 or more"),
-        ({key: value for key, value in document.items() if key != "edge_only_s"}, "the document is damaged"),
-        ({**document, "codec_s_per_element": {"few": 1.0}}, "the document is damaged"),
+        ({key: value for key, value in document.items() if key != "edge_only_s"}, "edge_only_s: Field required"),
+        ({**document, "codec_s_per_element": {"few": 1.0}}, "few.*valid integer"),
     ):
         with pytest.raises(ConfigError, match=match) as error:
             from_document(wrong)
