@@ -257,8 +257,8 @@ class SplitReplay(PlannedRounds):
         self, group: tuple[int, ...], first: int, num_batches: int, timeline: Timeline | None = None,
     ) -> SplitTask:
         now = [self.parties[party].split_plan for party in group]
-        actions = () if timeline is None else tuple(encode_actions(
-            action for action in timeline.actions if action.party in group))
+        actions = b"" if timeline is None else encode_actions(
+            action for action in timeline.actions if action.party in group)
         return SplitTask(
             parties=group, num_parties=len(self.parties), mode=self._mode, reverse=self._reverse, first_batch=first,
             num_batches=num_batches, total_batches=self._total_batches, batches_per_epoch=self._batches_per_epoch,

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from socflower.errors import ConfigError
 
 _Values = TypeVar("_Values")
-_EMPTY: tuple[Any, ...] = ((), "")
+_EMPTY: tuple[Any, ...] = ((), "", b"")
 
 ARRAYS = "arrays"
 CONFIG = "config"

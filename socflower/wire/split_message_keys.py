@@ -40,7 +40,7 @@ class SplitTask:
     bits: tuple[int, ...]
     windows: tuple[int, ...]  # K at the beginning
     gradient_bits: int
-    actions: tuple[int, ...] = ()  # the order of all actions (edgecloud.plan.timeline); empty on a real link
+    actions: bytes = b""  # the order of all actions (edgecloud.plan.timeline_actions); empty on a real link
     address: str = ""  # host:port of the cloud; empty where both halves train in the client's process
     run: str = ""  # the cloud's session
     session_first: int = 0  # the batch that the session counts as its first

@@ -160,7 +160,7 @@ def test_with_a_cloud_an_edge_gets_its_own_half_and_the_cloud_the_rest() -> None
     assert [set(weights) for _, weights in cloud.opened] == [{"second", "third"}, {"third"}]
     for message, index in zip(sent, (0, 1), strict=True):
         task = task_of(message)
-        assert (task.parties, task.address, task.run, task.actions) == ((index,), "cloud:1", f"of-{index}", ())
+        assert (task.parties, task.address, task.run, task.actions) == ((index,), "cloud:1", f"of-{index}", b"")
 
 
 def test_joined_parties_get_nothing_of_each_others_and_the_cloud_nothing_of_either() -> None:

@@ -43,14 +43,33 @@ class Phases:
         return self.edge_s - self.hidden_s + self.up_s + self.cloud_s + self.down_s + self.latency_s
 
 
-def phases(costs: SplitCosts, split_plan: SplitPlan, rates: LinkRates, *, reverse: bool = False) -> Phases:
-    """Return the seconds of a batch's phases under a deployment (paper §4.4, Eq. 9).
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """The seconds and bytes of one batch at every stage, under a deployment."""
 
-    The front half does a forward pass, a second one for the replay if gradients may be late (window > 0), and a
+    split_plan: SplitPlan
+    forward_s: float  # at the front half: forward pass, encoding
+    step_s: float  # at the back half
+    apply_s: float  # at the front half: replay, backward pass, update
+    feature_bytes: float
+    gradient_bytes: float
+    trains: bool  # whether anything in front of the cut does
+    sending_s: float = 0.0  # of the front half's processor, while the link carries the features
+    receiving_s: float = 0.0  # of the same, while it carries the gradient; both are taken right after the forward pass
+
+    @property
+    def alone(self) -> bool:
+        """Whether the edge does the whole training step."""
+        return self.split_plan.cut is None
+
+
+def batch_times(costs: SplitCosts, split_plan: SplitPlan, *, reverse: bool = False) -> BatchTimes:
+    """Return the times of a batch under a deployment (paper §4.4, Eq. 9).
+
+    The front half does a forward pass, a second one for the replay if gradients may be late (window > 0, F22), and a
     backward pass. A frozen front half does only the forward pass, and an empty message comes back. The codec runs at
     the edge, on what it encodes or decodes; its time in the cloud is neglected (paper §5.2). Without a cut the edge
-    does everything. The edge's processor works on one part of a transfer while the link carries another: this occupies
-    the processor, but a batch waits only for the longer of the two, not for their sum.
+    does everything.
 
     In a `reverse` split the back half is at the edge: features are sent down and gradients up, `edge_*` of a cut are
     the edge's back half and `cloud_s` the front half, whose replay costs another forward pass: a third of `cloud_s`,
@@ -59,25 +78,46 @@ def phases(costs: SplitCosts, split_plan: SplitPlan, rates: LinkRates, *, revers
     Raises ConfigError for a cut that the model does not have.
     """
     if split_plan.cut is None:
-        return Phases(edge_s=costs.edge_only_s)
+        return BatchTimes(split_plan, costs.edge_only_s, 0.0, 0.0, 0.0, 0.0, True)
     cut = cut_cost(costs, split_plan.cut)
-    features_bytes = costs.feature_bytes(split_plan.cut, split_plan.bits)
-    gradients_bytes = costs.gradient_bytes(split_plan.cut)
-    up_bytes, down_bytes = (gradients_bytes, features_bytes) if reverse else (features_bytes, gradients_bytes)
+    feature_bytes = costs.feature_bytes(split_plan.cut, split_plan.bits)
+    gradient_bytes = costs.gradient_bytes(split_plan.cut)
     replays = split_plan.window > 0 and cut.front_trains
+    codec_s = cut.feature_elements * costs.codec_s_per_element.get(split_plan.bits, 0.0)
+    message_s = costs.edge_s_per_batch / 2.0  # one goes up, one down
+    if reverse:
+        forward_share = FORWARD_SHARE if cut.front_trains else 1.0
+        forward_s = cut.cloud_s * forward_share
+        apply_s = cut.cloud_s * (1.0 - forward_share) + (forward_s if replays else 0.0)
+        step_s = (cut.edge_forward_s + cut.edge_backward_s + codec_s
+                  + (feature_bytes + gradient_bytes) * costs.edge_s_per_byte + 2.0 * message_s)
+    else:
+        forward_s = cut.edge_forward_s + codec_s + message_s
+        apply_s = ((cut.edge_backward_s if cut.front_trains else 0.0) + (cut.edge_forward_s if replays else 0.0)
+                   + message_s)
+        step_s = cut.cloud_s
+    s_per_byte = 0.0 if reverse else costs.edge_s_per_byte
+    return BatchTimes(split_plan, forward_s, step_s, apply_s, feature_bytes, gradient_bytes, cut.front_trains,
+                      feature_bytes * s_per_byte, gradient_bytes * s_per_byte)
+
+
+def phases(costs: SplitCosts, split_plan: SplitPlan, rates: LinkRates, *, reverse: bool = False) -> Phases:
+    """Return the seconds of a batch's phases under a deployment; see `batch_times`.
+
+    The edge's processor works on one part of a transfer while the link carries another: this occupies the processor,
+    but a batch waits only for the longer of the two, not for their sum.
+    """
+    times = batch_times(costs, split_plan, reverse=reverse)
+    if times.alone:
+        return Phases(edge_s=times.forward_s)
+    up_bytes, down_bytes = times.feature_bytes, times.gradient_bytes
+    edge_s, cloud_s = times.forward_s + times.apply_s + times.sending_s + times.receiving_s, times.step_s
+    if reverse:
+        up_bytes, down_bytes, edge_s, cloud_s = down_bytes, up_bytes, cloud_s, edge_s
     up_s, down_s = transfer_s(up_bytes, rates.up_bytes_per_s), transfer_s(down_bytes, rates.down_bytes_per_s)
-    return Phases(
-        edge_s=cut.edge_forward_s * (2.0 if replays and not reverse else 1.0)
-        + (cut.edge_backward_s if cut.front_trains or reverse else 0.0)
-        + cut.feature_elements * costs.codec_s_per_element.get(split_plan.bits, 0.0)
-        + (up_bytes + down_bytes) * costs.edge_s_per_byte + costs.edge_s_per_batch,
-        up_s=up_s,
-        cloud_s=cut.cloud_s * (1.0 + FORWARD_SHARE if replays and reverse else 1.0),
-        down_s=down_s,
-        latency_s=2.0 * rates.latency_s,
-        hidden_s=0.0 if reverse else (min(up_bytes * costs.edge_s_per_byte, up_s + rates.latency_s)
-                                      + min(down_bytes * costs.edge_s_per_byte, down_s + rates.latency_s)),
-    )
+    return Phases(edge_s=edge_s, up_s=up_s, cloud_s=cloud_s, down_s=down_s, latency_s=2.0 * rates.latency_s,
+                  hidden_s=min(times.sending_s, up_s + rates.latency_s)
+                  + min(times.receiving_s, down_s + rates.latency_s))
 
 
 def window_limit(costs: SplitCosts, split_plan: SplitPlan) -> float:

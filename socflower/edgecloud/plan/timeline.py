@@ -19,17 +19,11 @@ from typing import Any
 
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
+from socflower.edgecloud.plan.cost_model import received_weight_bytes
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
+from socflower.edgecloud.plan.phases import BatchTimes, batch_times
 from socflower.edgecloud.plan.timeline_actions import Action, Kind
-from socflower.edgecloud.plan.timeline_servers import (
-    BatchTimes,
-    Cloud,
-    CloudMode,
-    Decider,
-    Link,
-    batch_times,
-    migration,
-)
+from socflower.edgecloud.plan.timeline_servers import Cloud, CloudMode, Decider, Link
 from socflower.errors import ConfigError, require_range
 
 PROBE_BYTES = 65536
@@ -348,9 +342,9 @@ class _Simulation:
     def _move(self, front: _Front, now_s: float, new: SplitPlan, decided_s: float) -> None:
         """Transfer layers between the halves; both halves are idle meanwhile."""
         front.busy = True
-        direction, num_bytes = migration(front.party.costs, front.cut, new.cut, reverse=self._reverse)
-        link = front.up if direction == "up" else front.down
-        arrival_s = link.send(now_s, num_bytes, f"what moves before batch {front.next}")
+        received_bytes = received_weight_bytes(front.party.costs, front.cut, new.cut, reverse=self._reverse)
+        link = front.down if received_bytes > 0 else front.up
+        arrival_s = link.send(now_s, abs(received_bytes), f"what moves before batch {front.next}")
         self._schedule(arrival_s, self._on_moved, front, link, now_s)
 
     def _on_moved(self, now_s: float, front: _Front, link: Link, drained_s: float) -> None:

@@ -1,15 +1,16 @@
 """The actions of a split training in order, on which its weights depend alone, and their encoding in a message."""
 
+import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
 from socflower.errors import ConfigError
-from socflower.wire.codecs.quantisation import BITS
 
-_FORMAT = 1
-_PARTY_BITS, _BATCH_BITS, _CUT_BITS, _WIDTH_BITS, _WINDOW_BITS = 10, 28, 9, 3, 10  # with 2 of the kind: 62
+_FORMAT = 2
+_HEAD = struct.Struct("<BI")  # format, CRC-32 of the actions
+_ACTION = struct.Struct("<BHIHBH")  # kind, party, batch, cut + 1 (0: none), bits, window
 
 
 class Kind(IntEnum):
@@ -39,49 +40,29 @@ class Action:
     window: int = 0
 
 
-def encode_actions(actions: Iterable[Action]) -> list[int]:
-    """Return a format number, a checksum, and each action as an integer below 2^62.
+def encode_actions(actions: Iterable[Action]) -> bytes:
+    """Return the actions as bytes, after a format number and a checksum.
 
-    Raises `ConfigError` where a party, batch, cut or window is too large for its bit field.
+    Raises `ConfigError` where a party, batch, cut or window is too large for its field.
     """
-    words = [_word(action) for action in actions]
-    return [_FORMAT, _checksum(words), *words]
+    packed = []
+    for action in actions:
+        cut = 0 if action.cut is None else action.cut + 1
+        try:
+            packed.append(_ACTION.pack(action.kind, action.party, action.batch, cut, action.bits, action.window))
+        except struct.error as error:
+            raise ConfigError(f"actions: {action} does not fit into its fields ({error})") from None
+    body = b"".join(packed)
+    return _HEAD.pack(_FORMAT, zlib.crc32(body)) + body
 
 
-def decode_actions(words: Sequence[int]) -> tuple[Action, ...]:
+def decode_actions(encoded: bytes) -> tuple[Action, ...]:
     """Return the actions that `encode_actions` wrote; `ConfigError` for anything else."""
-    if any(type(word) is not int or not 0 <= word < 1 << 62 for word in words):
-        raise ConfigError("actions: not all are integers from 0 to 2^62 - 1; they did not come from encode_actions")
-    if len(words) < 2 or words[0] != _FORMAT:
-        raise ConfigError(f"actions: begin with {list(words[:1])}, not with format {_FORMAT}; use the same version of "
+    head, body = encoded[:_HEAD.size], encoded[_HEAD.size:]
+    if len(head) < _HEAD.size or head[0] != _FORMAT:
+        raise ConfigError(f"actions: begin with {head[:1]!r}, not with format {_FORMAT}; use the same version of "
                           "socflower on both sides")
-    if _checksum(words[2:]) != words[1]:
+    if zlib.crc32(body) != _HEAD.unpack(head)[1] or len(body) % _ACTION.size:
         raise ConfigError("actions: the checksum does not fit; some are lost or changed")
-    return tuple(_action(word) for word in words[2:])
-
-
-def _word(action: Action) -> int:
-    word = int(action.kind)
-    fields = ((action.party, _PARTY_BITS, "party"), (action.batch, _BATCH_BITS, "batch"),
-              (0 if action.cut is None else action.cut + 1, _CUT_BITS, "cut"),
-              (BITS.index(action.bits), _WIDTH_BITS, "bits"), (action.window, _WINDOW_BITS, "window"))
-    for value, num_bits, name in fields:
-        if not 0 <= value < 1 << num_bits:
-            raise ConfigError(f"actions: {name} of {action} does not fit into {num_bits} bits")
-        word = word << num_bits | value
-    return word
-
-
-def _action(word: int) -> Action:
-    values = []
-    for num_bits in (_WINDOW_BITS, _WIDTH_BITS, _CUT_BITS, _BATCH_BITS, _PARTY_BITS):
-        values.append(word & (1 << num_bits) - 1)
-        word >>= num_bits
-    window, width, cut, batch, party = values
-    if width >= len(BITS):
-        raise ConfigError(f"actions: width number {width} is unknown; they did not come from encode_actions")
-    return Action(Kind(word), party, batch, cut - 1 if cut else None, BITS[width], window)
-
-
-def _checksum(words: Sequence[int]) -> int:
-    return zlib.crc32(b"".join(word.to_bytes(8, "little") for word in words))
+    return tuple(Action(Kind(kind), party, batch, cut - 1 if cut else None, bits, window)
+                 for kind, party, batch, cut, bits, window in _ACTION.iter_unpack(body))

@@ -1,14 +1,11 @@
-"""The components of the virtual-time pipeline: the times of a batch, a first-in first-out link, a cloud."""
+"""The servers of the virtual-time pipeline: a first-in first-out link and a cloud; and what decides on the cut."""
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Direction, LinkRates
-from socflower.edgecloud.plan.cost_model import received_weight_bytes
-from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
-from socflower.edgecloud.plan.phases import FORWARD_SHARE, cut_cost
+from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.errors import SocflowerError
 
 CloudMode: TypeAlias = Literal["own", "turns", "joined"]
@@ -20,58 +17,6 @@ class Decider(Protocol):
     def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int) -> SplitPlan | None:
         """Return the new deployment from `batch` on, or None to stay; K is given, not chosen."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class BatchTimes:
-    """The seconds and bytes of one batch at every stage; their sums are those of `phases`."""
-
-    split_plan: SplitPlan
-    forward_s: float  # at the front half: forward pass, encoding
-    step_s: float  # at the back half
-    apply_s: float  # at the front half: replay, backward pass, update
-    feature_bytes: float
-    gradient_bytes: float
-    trains: bool  # whether anything in front of the cut does
-    sending_s: float = 0.0  # of the front half's processor, while the link carries the features
-    receiving_s: float = 0.0  # of the same, while it carries the gradient; both are taken right after the forward pass
-
-    @property
-    def alone(self) -> bool:
-        """Whether the edge does the whole training step."""
-        return self.split_plan.cut is None
-
-
-def batch_times(costs: SplitCosts, split_plan: SplitPlan, *, reverse: bool) -> BatchTimes:
-    """Return the times of a batch under a deployment; the replay costs another forward pass unless K is 0 (F22)."""
-    if split_plan.cut is None:
-        return BatchTimes(split_plan, costs.edge_only_s, 0.0, 0.0, 0.0, 0.0, True)
-    cut = cut_cost(costs, split_plan.cut)
-    feature_bytes = costs.feature_bytes(split_plan.cut, split_plan.bits)
-    gradient_bytes = costs.gradient_bytes(split_plan.cut)
-    replays = split_plan.window > 0 and cut.front_trains
-    codec_s = cut.feature_elements * costs.codec_s_per_element.get(split_plan.bits, 0.0)
-    message_s = costs.edge_s_per_batch / 2.0  # one goes up, one down
-    if reverse:
-        forward_share = FORWARD_SHARE if cut.front_trains else 1.0
-        forward_s = cut.cloud_s * forward_share
-        apply_s = cut.cloud_s * (1.0 - forward_share) + (forward_s if replays else 0.0)
-        step_s = (cut.edge_forward_s + cut.edge_backward_s + codec_s
-                  + (feature_bytes + gradient_bytes) * costs.edge_s_per_byte + 2.0 * message_s)
-    else:
-        forward_s = cut.edge_forward_s + codec_s + message_s
-        apply_s = ((cut.edge_backward_s if cut.front_trains else 0.0) + (cut.edge_forward_s if replays else 0.0)
-                   + message_s)
-        step_s = cut.cloud_s
-    s_per_byte = 0.0 if reverse else costs.edge_s_per_byte
-    return BatchTimes(split_plan, forward_s, step_s, apply_s, feature_bytes, gradient_bytes, cut.front_trains,
-                feature_bytes * s_per_byte, gradient_bytes * s_per_byte)
-
-
-def migration(costs: SplitCosts, old: int | None, new: int | None, *, reverse: bool) -> tuple[Direction, float]:
-    """Return the direction and bytes of the layers that move with the cut (F26); `ConfigError` for unknown bytes."""
-    received_bytes = received_weight_bytes(costs, old, new, reverse=reverse)
-    return ("down", received_bytes) if received_bytes > 0 else ("up", -received_bytes)
 
 
 class Link:
