@@ -119,8 +119,7 @@ class NativeInt8Backend(Int8Backend):
     ) -> None:
         if not isinstance(algorithm.update, OutsideUpdate | IntegerUpdate):
             raise ConfigError(
-                f"mixed precision: the FP32 masters of {algorithm.name} live in the trainer; use niti or the default"
-            )
+                f"mixed precision: the FP32 masters of {algorithm.name} live in the trainer; use niti or the default")
         self._algorithm, self._settings = algorithm, settings or EngineSettings()
         self._fp32_operators: Sequence[str] = fp32_operators
         self._unsupported: Literal["refuse", "fp32"] = unsupported
@@ -159,8 +158,7 @@ class NativeInt8Backend(Int8Backend):
         try:
             self._model = Int8Model.from_module(
                 module, input_shape=input_shape, algorithm=self._algorithm, settings=self._settings,
-                fp32_operators=self._fp32_operators, unsupported=self._unsupported,
-            )  # fmt: skip
+                fp32_operators=self._fp32_operators, unsupported=self._unsupported)
         except UnsupportedOperator as error:
             backend = "MixedPrecisionTrainer(backend=partial(NativeInt8Backend, {}))"
             advice = error.remedy("use", backend.format("fp32_operators={}"), backend.format("unsupported={}"))

@@ -100,27 +100,17 @@ class TrainingAlgorithm:
 
     def __post_init__(self) -> None:
         if (self.weight == "int8") != isinstance(self.update, IntegerUpdate):
-            raise ConfigError(
-                f"algorithm {self.name}: int8 weights take an IntegerUpdate, fp32 weights another update"
-            )
+            raise ConfigError(f"algorithm {self.name}: int8 weights take an IntegerUpdate, fp32 weights another update")
 
 
 NITI = TrainingAlgorithm(
-    name="niti",
-    forward=OperatorTranslation(rounding=Rounding.NEAREST),
-    backward=BackwardRule(rounding=Rounding.PSEUDO_STOCHASTIC, loss="integer"),
-    weight="int8",
-    update=IntegerUpdate(),
-)
+    name="niti", forward=OperatorTranslation(rounding=Rounding.NEAREST),
+    backward=BackwardRule(rounding=Rounding.PSEUDO_STOCHASTIC, loss="integer"), weight="int8", update=IntegerUpdate())
 """Wang et al. 2020: int8 throughout, weights included."""
 
 ADAPTIVE_FIXED_POINT = TrainingAlgorithm(
-    name="adaptive-fixed-point",
-    forward=OperatorTranslation(rounding=Rounding.NEAREST),
-    backward=BackwardRule(rounding=Rounding.PSEUDO_STOCHASTIC, loss="integer"),
-    weight="fp32",
-    update=Fp32Update(),
-)
+    name="adaptive-fixed-point", forward=OperatorTranslation(rounding=Rounding.NEAREST),
+    backward=BackwardRule(rounding=Rounding.PSEUDO_STOCHASTIC, loss="integer"), weight="fp32", update=Fp32Update())
 """Zhang et al. 2020: int8 forward and backward pass, FP32 master weights."""
 
 HANDED_OUT_GRADIENTS = replace(ADAPTIVE_FIXED_POINT, name="handed-out-gradients", update=OutsideUpdate())
@@ -129,9 +119,7 @@ HANDED_OUT_GRADIENTS = replace(ADAPTIVE_FIXED_POINT, name="handed-out-gradients"
 ALGORITHMS: dict[str, TrainingAlgorithm] = {a.name: a for a in (NITI, ADAPTIVE_FIXED_POINT)}
 
 
-def int8_algorithm(
-    name: str, momentum: float = 0.0, gradient_bits: tuple[int, ...] | None = None
-) -> TrainingAlgorithm:
+def int8_algorithm(name: str, momentum: float = 0.0, gradient_bits: tuple[int, ...] | None = None) -> TrainingAlgorithm:
     """Return a known algorithm, with that momentum where it updates FP32 weights, and those bits where int8 ones.
 
     Raises ConfigError on other names, impossible values, and a setting that the algorithm's update does not have.

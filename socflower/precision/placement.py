@@ -105,8 +105,5 @@ def place(latencies: Sequence[OperatorLatency], switch_s: float | Sequence[float
         sides.append(side)
     sides.reverse()
     return OperatorPlacement(
-        operators=tuple(latency.name for latency in latencies),
-        sides=tuple(sides),
-        latency_s=latency_s,
-        num_switches=sum(a != b for a, b in pairwise(sides)),
-    )
+        operators=tuple(latency.name for latency in latencies), sides=tuple(sides), latency_s=latency_s,
+        num_switches=sum(a != b for a, b in pairwise(sides)))

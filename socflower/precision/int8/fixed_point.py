@@ -43,8 +43,7 @@ def require_finite(real: npt.NDArray[np.float32], name: str) -> None:
     if not np.isfinite(real).all():
         at = tuple(int(i) for i in np.argwhere(~np.isfinite(real))[0])
         raise ConfigError(
-            f"{name}: element {at} is {real[at]}; int8 training needs finite weights, load an earlier checkpoint"
-        )
+            f"{name}: element {at} is {real[at]}; int8 training needs finite weights, load an earlier checkpoint")
 
 
 def scaled_integers(

@@ -24,26 +24,20 @@ def fp32_factory(modules: Mapping[str, nn.Module]) -> Fp32Factory:
     """Return the factory of a program's FP32 operators; they train copies of `modules`."""
     copies = {name: copy.deepcopy(module) for name, module in modules.items()}
 
-    def make(node: ir.Fp32, x: Tensor, output: Tensor) -> Operator:
-        return Fp32Operator(node, copies[node.name], x, output)
+    def make(node: ir.Fp32, inputs: Sequence[Tensor], output: Tensor) -> Operator[ir.Fp32]:
+        return Fp32Operator(node, copies[node.name], inputs, output)
 
     return make
 
 
-class Fp32Operator:
+class Fp32Operator(Operator[ir.Fp32]):
     """A torch module that reads and writes int8 tensors: the switch between sides in the placement (F17)."""
 
-    workspace_bytes = 0
-
-    def __init__(self, node: ir.Fp32, module: nn.Module, x: Tensor, output: Tensor) -> None:
-        self.node, self.inputs, self.output = node, (x,), output
+    def __init__(self, node: ir.Fp32, module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> None:
+        super().__init__(node, inputs, output)
         self._module = module
         self._source: torch.Tensor
         self._result: torch.Tensor
-
-    def accumulator_size(self) -> int:
-        """Return 0: it needs none."""
-        return 0
 
     def forward(self, step: Step) -> None:
         """Run the module on the real values of the input, and round its output."""
@@ -62,15 +56,12 @@ class Fp32Operator:
 
         Under an outside update the parameters' gradients are stored for the trainer instead.
         """
-        dy = self.output.gradient
-        assert dy is not None
-        real = to_real(dy, self.output.gradient_exponent, self.output.shape)
+        real = to_real(self.gradient, self.output.gradient_exponent, self.output.shape)
         x, target = self.inputs[0], into[0]
         trained = {name: part for name, part in self._module.named_parameters() if part.requires_grad}
         differentiated = [*trained.values(), *([] if target is None else [self._source])]
         made = torch.autograd.grad(
-            self._result, differentiated, torch.from_numpy(real).reshape(self._result.shape), materialize_grads=True
-        )  # fmt: skip
+            self._result, differentiated, torch.from_numpy(real).reshape(self._result.shape), materialize_grads=True)
         exponent = 0
         if target is not None:
             exponent = to_int8(self.node.name, made[-1], x.shape, target)

@@ -149,7 +149,7 @@ class _Builder:
     def __init__(
         self, module: nn.Module, captured: ModelGraph, input_shape: ir.Shape, fp32_operators: Set[str],
         unsupported: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._modules = dict(module.named_modules())
         self._captured = captured
         self._values: dict[Operation, str] = {}
@@ -185,7 +185,7 @@ class _Builder:
                 raise ConfigError("the network returns several values; int8 training needs the logits alone")
             if not self.nodes or self._values[operation.inputs[0]] != self.nodes[-1].name:
                 raise ConfigError(f"the network computes {self.nodes[-1].name if self.nodes else 'nothing'} after its "
-                                  "logits")  # fmt: skip
+                                  "logits")
         else:
             # A submodule may read a tensor of its parent, so the error names the module that reads the value.
             readers = {reader.caller for reader in self._captured.readers[operation]}
@@ -324,7 +324,7 @@ class _Builder:
             name = self._free_name(name)
         own = tuple(dict(module.named_parameters()))
         made = ir.Fp32(name=name, inputs=(x,), shape=_output_shape(operation), operator=type(module).__name__,
-                       path=str(operation.module), flat=_rank(operation.inputs[0]) == 2, own=own)  # fmt: skip
+                       path=str(operation.module), flat=_rank(operation.inputs[0]) == 2, own=own)
         self.modules[name] = module
         self._put(operation, made)
 

@@ -26,11 +26,7 @@ def mean_cross_entropy(real: npt.NDArray[np.float64], labels: npt.NDArray[np.int
 
 
 def write_logits_gradient(
-    rule: BackwardRule,
-    logits: Int8Array,
-    exponent: int,
-    labels: npt.NDArray[np.int32],
-    num_classes: int,
+    rule: BackwardRule, logits: Int8Array, exponent: int, labels: npt.NDArray[np.int32], num_classes: int,
     out: Int8Array,
 ) -> int:
     """Write softmax(logits) - one-hot(labels), per sample, as int8 and return its exponent.

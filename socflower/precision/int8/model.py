@@ -70,13 +70,8 @@ class Int8Model:
     """A graph with its parameters and the buffers of its steps."""
 
     def __init__(
-        self,
-        graph: Graph,
-        parameters: Parameters,
-        *,
-        algorithm: TrainingAlgorithm = NITI,
-        settings: EngineSettings | None = None,
-        fp32_factory: Fp32Factory | None = None,
+        self, graph: Graph, parameters: Parameters, *, algorithm: TrainingAlgorithm = NITI,
+        settings: EngineSettings | None = None, fp32_factory: Fp32Factory | None = None,
     ) -> None:
         settings = settings or EngineSettings()
         if graph.shape_of(graph.output)[1:] != (1, 1):
@@ -95,15 +90,9 @@ class Int8Model:
 
     @classmethod
     def from_module(
-        cls,
-        module: torch.nn.Module,
-        *,
-        input_shape: Shape,
-        algorithm: TrainingAlgorithm = NITI,
-        settings: EngineSettings | None = None,
-        fp32_operators: Sequence[str] = (),
-        unsupported: Literal["refuse", "fp32"] = "refuse",
-        exponents: Mapping[str, int] | None = None,
+        cls, module: torch.nn.Module, *, input_shape: Shape, algorithm: TrainingAlgorithm = NITI,
+        settings: EngineSettings | None = None, fp32_operators: Sequence[str] = (),
+        unsupported: Literal["refuse", "fp32"] = "refuse", exponents: Mapping[str, int] | None = None,
     ) -> Int8Model:
         """Return the int8 model of a torch module for (n, *input_shape) images; the module is only read.
 
@@ -119,11 +108,8 @@ class Int8Model:
         return cls(
             captured.graph,
             import_parameters(
-                captured.graph,
-                captured.state,
-                keep_master=isinstance(algorithm.update, Fp32Update),
-                exponents=exponents,
-            ),
+                captured.graph, captured.state, keep_master=isinstance(algorithm.update, Fp32Update),
+                exponents=exponents),
             algorithm=algorithm,
             settings=settings,
             fp32_factory=fp32_factory(captured.modules) if captured.modules else None,
@@ -145,14 +131,8 @@ class Int8Model:
         return self._engine
 
     def train_step(
-        self,
-        images: npt.NDArray[np.float32],
-        labels: npt.NDArray[np.int32],
-        *,
-        learning_rate: float = 0.01,
-        progress: float | None = None,
-        seed: int | None = None,
-        timings: dict[str, float] | None = None,
+        self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32], *, learning_rate: float = 0.01,
+        progress: float | None = None, seed: int | None = None, timings: dict[str, float] | None = None,
     ) -> StepResult:
         """Train on one batch: (n, *input_shape) float32 images and n integer labels.
 
@@ -182,8 +162,7 @@ class Int8Model:
             result = self._result(logits.data, logits.exponent, labels)
             gradient = program.logits_gradient()
             exponent = write_logits_gradient(
-                self.algorithm.backward, logits.data, logits.exponent, labels, self.graph.num_classes, gradient
-            )
+                self.algorithm.backward, logits.data, logits.exponent, labels, self.graph.num_classes, gradient)
             program.backward(step, gradient, exponent)
             self.parameters.num_steps += 1
         except OverflowError as error:
@@ -215,10 +194,8 @@ class Int8Model:
         images, labels = self._checked(images, labels)
         real = self.predict(images, batch_size=batch_size)
         return StepResult(
-            loss=mean_cross_entropy(real, labels),
-            num_correct=int((real.argmax(axis=1) == labels).sum()),
-            num_samples=len(labels),
-        )
+            loss=mean_cross_entropy(real, labels), num_correct=int((real.argmax(axis=1) == labels).sum()),
+            num_samples=len(labels))
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the parameters as NumPy arrays by their names in the module's state_dict, weights as float32."""
@@ -316,28 +293,16 @@ class Int8Model:
         program = self._programs.get(batch)
         if program is None:
             program = Program(
-                self.graph,
-                batch,
-                self._engine,
-                self.regions,
-                batch_blocks=self.settings.batch_blocks,
-                fp32_factory=self._fp32_factory,
-            )
+                self.graph, batch, self._engine, self.regions, batch_blocks=self.settings.batch_blocks,
+                fp32_factory=self._fp32_factory)
             self._programs[batch] = program
         step = Step(
-            engine=self._engine,
-            algorithm=self.algorithm,
-            parameters=self.parameters,
-            trackers=self._trackers,
-            rescaling=self.settings.rescaling,
-            batch=batch,
+            engine=self._engine, algorithm=self.algorithm, parameters=self.parameters, trackers=self._trackers,
+            rescaling=self.settings.rescaling, batch=batch,
             workspace=self._scratch(batch, "workspace", program.workspace_bytes, np.uint8),
             accumulators=self._scratch(batch, "accumulators", program.accumulator_size, np.int32),
-            scratch=self._scratch(batch, "scratch", self._scratch_size(), np.float32),
-            training=training,
-            learning_rate=learning_rate,
-            progress=progress,
-        )
+            scratch=self._scratch(batch, "scratch", self._scratch_size(), np.float32), training=training,
+            learning_rate=learning_rate, progress=progress)
         program.take_input(images, exponent_for(largest), step.workspace)
         return program, step
 
@@ -353,10 +318,8 @@ class Int8Model:
     def _result(self, logits: npt.NDArray[np.int8], exponent: int, labels: npt.NDArray[np.int32]) -> StepResult:
         real = real_logits(logits, exponent, self.graph.num_classes)
         return StepResult(
-            loss=mean_cross_entropy(real, labels),
-            num_correct=int((real.argmax(axis=1) == labels).sum()),
-            num_samples=len(labels),
-        )
+            loss=mean_cross_entropy(real, labels), num_correct=int((real.argmax(axis=1) == labels).sum()),
+            num_samples=len(labels))
 
     def _checked(
         self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32]
@@ -366,14 +329,13 @@ class Int8Model:
             raise ConfigError(f"images: need float32, got {images.dtype}")
         if images.ndim != 4 or images.shape[1:] != self.graph.input_shape or len(images) == 0:
             raise ConfigError(f"images: need shape (n, {', '.join(map(str, self.graph.input_shape))}) with n of 1 or "
-                              f"more, got {images.shape}")  # fmt: skip
+                              f"more, got {images.shape}")
         labels = np.asarray(labels)
         if labels.shape != (len(images),) or labels.dtype.kind not in "iu":
             raise ConfigError(f"labels: need {len(images)} integers, got {labels.dtype} of shape {labels.shape}")
         if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < self.graph.num_classes:
             raise ConfigError(
-                f"labels: need 0 to {self.graph.num_classes - 1}, got {int(labels.min())} to {int(labels.max())}"
-            )
+                f"labels: need 0 to {self.graph.num_classes - 1}, got {int(labels.min())} to {int(labels.max())}")
         return np.ascontiguousarray(images), np.ascontiguousarray(labels, dtype=np.int32)
 
 

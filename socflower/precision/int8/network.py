@@ -174,8 +174,7 @@ class Fp32(Node):
 
 
 _KINDS: dict[str, type[Node]] = {
-    cls.kind: cls for cls in (Convolution, BatchNorm, Relu, MaxPool, AveragePool, Add, Dropout, Fp32)
-}
+    cls.kind: cls for cls in (Convolution, BatchNorm, Relu, MaxPool, AveragePool, Add, Dropout, Fp32)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,15 +247,12 @@ class Graph:
         """Return plain values from which `from_json` builds an equal graph."""
         return {
             "input_shape": list(self.input_shape),
-            "nodes": [{"kind": node.kind, **asdict(node)} for node in self.nodes],
-        }
+            "nodes": [{"kind": node.kind, **asdict(node)} for node in self.nodes]}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Graph:
         """Return the graph that `to_json` described. Raises ConfigError on an unknown operator or field."""
-        return cls(
-            input_shape=_shape(document["input_shape"]), nodes=tuple(_nodes_from_json(document["nodes"]))
-        )
+        return cls(input_shape=_shape(document["input_shape"]), nodes=tuple(_nodes_from_json(document["nodes"])))
 
 
 def _shape(values: list[int]) -> Shape:
@@ -267,8 +263,7 @@ def _shape(values: list[int]) -> Shape:
 def _nodes_from_json(documents: list[dict[str, Any]]) -> Iterator[Node]:
     for document in documents:
         settings: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in document.items()
-        }
+            key: tuple(value) if isinstance(value, list) else value for key, value in document.items()}
         kind = settings.pop("kind", None)
         cls = _KINDS.get(str(kind))
         known = set() if cls is None else {field.name for field in fields(cls)}
@@ -284,13 +279,11 @@ def _require_geometry(node: Node, inputs: list[Shape]) -> None:
     if isinstance(node, Convolution | MaxPool | AveragePool):
         if min(*node.kernel, *node.stride) < 1 or min(node.padding) < 0:
             raise ConfigError(
-                f"graph: {node.name} has kernel {node.kernel}, stride {node.stride}, padding {node.padding}"
-            )
+                f"graph: {node.name} has kernel {node.kernel}, stride {node.stride}, padding {node.padding}")
         sizes = [
             (size + 2 * padding - kernel) // stride + 1
             for size, kernel, stride, padding in zip(
-                (height, width), node.kernel, node.stride, node.padding, strict=True
-            )
+                (height, width), node.kernel, node.stride, node.padding, strict=True)
         ]
         expected = (node.shape[0] if isinstance(node, Convolution) else channels, sizes[0], sizes[1])
     elif isinstance(node, BatchNorm | Relu | Add | Dropout):
@@ -298,8 +291,7 @@ def _require_geometry(node: Node, inputs: list[Shape]) -> None:
     if isinstance(node, Dropout) and not 0.0 <= node.p <= 1.0:
         raise ConfigError(f"graph: {node.name} has p = {node.p}; it must lie in [0, 1]")
     if min(node.shape) < 1 or (expected is not None and node.shape != expected) or (
-        isinstance(node, Add) and inputs[0] != inputs[1]
-    ):
+        isinstance(node, Add) and inputs[0] != inputs[1]):
         raise ConfigError(f"graph: {node.name} does not make {node.shape} of {' and '.join(map(str, inputs))}")
 
 

@@ -7,9 +7,10 @@ output is masked: the operator that reads the output applies the mask while it r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -93,63 +94,52 @@ class Step:
         return self.learning_rate / self.batch
 
 
-class Operator(Protocol):
-    """An operator of one batch size."""
+NodeT = TypeVar("NodeT", bound=ir.Node)
+
+
+class Operator(ABC, Generic[NodeT]):
+    """An operator of one batch size: the tensors it reads and the one that it computes."""
+
+    workspace_bytes = 0  # of `Step.workspace` that it needs
+    accumulator_size = 0  # elements of `Step.accumulators` that it needs
+
+    def __init__(self, node: NodeT, inputs: Sequence[Tensor], output: Tensor) -> None:
+        self.node, self.inputs, self.output = node, tuple(inputs), output
 
     @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors it reads."""
-        ...
+    def gradient(self) -> Int8Array:
+        """The gradient of its output, which `backward` reads."""
+        assert self.output.gradient is not None
+        return self.output.gradient
 
-    @property
-    def output(self) -> Tensor:
-        """The tensor it computes."""
-        ...
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of `Step.workspace` that it needs."""
-        ...
-
-    def accumulator_size(self) -> int:
-        """Elements of `Step.accumulators` that it needs."""
-        ...
-
+    @abstractmethod
     def forward(self, step: Step) -> None:
         """Compute the output's data and exponent."""
-        ...
 
+    @abstractmethod
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Write the gradient of each input into its array (None: not needed) and return their exponents."""
-        ...
+
+    def _round(self, step: Step, role: str, acc_exponent: int, run: Callable[[bool, int], int]) -> int:
+        return round_elementwise(self.node.name, step.tracker(self.node.name, role), acc_exponent, run)
 
 
-class _Plain:
-    """An operator without products: no workspace, no accumulators."""
-
-    workspace_bytes = 0
-
-    def accumulator_size(self) -> int:
-        """Return 0: it needs none."""
-        return 0
-
-
-class ConvolutionOperator:
+class ConvolutionOperator(Operator[ir.Convolution]):
     """Convolution or linear layer, with bias and ReLU fused."""
 
-    def __init__(self, node: ir.Convolution, x: Tensor, output: Tensor, plan: _int8.Convolution, workspace_bytes: int):
-        self.node, self.inputs, self.output = node, (x,), output
+    def __init__(
+        self, node: ir.Convolution, inputs: Sequence[Tensor], output: Tensor, plan: _int8.Convolution,
+        workspace_bytes: int,
+    ) -> None:
+        super().__init__(node, inputs, output)
         self.workspace_bytes = workspace_bytes
         self._plan = plan
         self._sums = np.zeros((2, output.array_shape[3]), dtype=np.int64)
         # Over patches (program.py) the same memory is the weight of a pointwise convolution.
         self._weight_shape = plan.weight_shape
-        self._depth = int(np.prod(self._weight_shape[:3]))
-
-    def accumulator_size(self) -> int:
-        """Return the largest of output, input gradient and weight gradient."""
+        self._depth = math.prod(self._weight_shape[:3])
         shapes = (self.inputs[0].array_shape, self.output.array_shape, self._weight_shape)
-        return max(int(np.prod(shape)) for shape in shapes)
+        self.accumulator_size = max(math.prod(shape) for shape in shapes)
 
     def forward(self, step: Step) -> None:
         """Multiply, add the bias at the accumulator's scale, apply the ReLU, round."""
@@ -163,13 +153,11 @@ class ConvolutionOperator:
         def run(destination: Int8Array | Int32Array, shift: int) -> int:
             return self._plan.forward(
                 step.engine, x.data, weight_data, bias, destination, step.workspace, x.activations, shift, rounding,
-                node.relu,
-            )  # fmt: skip
+                node.relu)
 
         self.output.exponent = round_product(
             node.name, step.engine, step.tracker(node.name, "forward"), acc_exponent, run, self.output.data,
-            step.wide(self.output.array_shape), rounding,
-        )  # fmt: skip
+            step.wide(self.output.array_shape), rounding)
 
     def _integer_bias(self, step: Step, acc_exponent: int) -> Int32Array:
         real = step.parameters.vectors[f"{self.node.name}.bias"].data.astype(np.float64)
@@ -186,8 +174,7 @@ class ConvolutionOperator:
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute the input gradient with the weights of the forward pass, then the weight gradient, then update."""
         x, node = self.inputs[0], self.node
-        dy, dy_exponent = self.output.gradient, self.output.gradient_exponent
-        assert dy is not None
+        dy, dy_exponent = self.gradient, self.output.gradient_exponent
         weight = step.parameters.weights[f"{node.name}.weight"]
         weight_data = weight.data.reshape(self._weight_shape)
         exponents = [0]
@@ -196,43 +183,31 @@ class ConvolutionOperator:
 
             def run(destination: Int8Array | Int32Array, shift: int) -> int:
                 return self._plan.input_gradient(
-                    step.engine, dy, weight_data, destination, step.workspace, shift, rounding, x.mask
-                )
+                    step.engine, dy, weight_data, destination, step.workspace, shift, rounding, x.mask)
 
             exponents[0] = round_product(
                 node.name, step.engine, step.tracker(node.name, "backward"), dy_exponent + weight.exponent, run,
-                into[0], step.wide(x.array_shape), rounding,
-            )  # fmt: skip
+                into[0], step.wide(x.array_shape), rounding)
         if "weight" in node.trained:
             self._update_weight(step, weight)
         if "bias" in node.trained:
             _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
             bias_gradient = np.ldexp(self._sums[0].astype(np.float64), dy_exponent).astype(np.float32)
             update_vector(
-                step.algorithm, step.parameters.vectors[f"{node.name}.bias"], bias_gradient, step.mean_learning_rate
-            )
+                step.algorithm, step.parameters.vectors[f"{node.name}.bias"], bias_gradient, step.mean_learning_rate)
         return exponents
 
     def _update_weight(self, step: Step, weight: Weight) -> None:
-        x, node, dy = self.inputs[0], self.node, self.output.gradient
-        assert dy is not None
+        x, node, dy = self.inputs[0], self.node, self.gradient
         gradient = step.wide(self._weight_shape)
         largest = self._plan.weight_gradient(step.engine, x.data, dy, gradient, step.workspace, x.activations)
         update_weight(
-            node.name,
-            step.engine,
-            step.algorithm,
-            weight,
-            gradient.reshape(weight.data.shape),
-            largest=largest,
-            gradient_scale=2.0 ** (x.exponent + self.output.gradient_exponent),
-            learning_rate=step.mean_learning_rate,
-            progress=step.progress,
-            scratch=step.scratch,
-        )
+            node.name, step.engine, step.algorithm, weight, gradient.reshape(weight.data.shape), largest=largest,
+            gradient_scale=2.0 ** (x.exponent + self.output.gradient_exponent), learning_rate=step.mean_learning_rate,
+            progress=step.progress, scratch=step.scratch)
 
 
-class BatchNormOperator(_Plain):
+class BatchNormOperator(Operator[ir.BatchNorm]):
     """BatchNorm in mixed form: exact integer sums, float64 per channel, integer per element.
 
     Forward and input gradient are, element by element, sums of int8 values times per-channel integers of 21 bits,
@@ -240,8 +215,8 @@ class BatchNormOperator(_Plain):
     same on every machine.
     """
 
-    def __init__(self, node: ir.BatchNorm, x: Tensor, output: Tensor):
-        self.node, self.inputs, self.output = node, (x,), output
+    def __init__(self, node: ir.BatchNorm, inputs: Sequence[Tensor], output: Tensor) -> None:
+        super().__init__(node, inputs, output)
         self._sums = np.zeros((2, output.array_shape[3]), dtype=np.int64)
         self._mean: npt.NDArray[np.float64]  # of the batch, in units of 2^exponent
         self._slope: npt.NDArray[np.float64]  # d(normalised) / d(x.data)
@@ -271,8 +246,7 @@ class BatchNormOperator(_Plain):
             out = self.output.data if store else None
             return _int8.affine(step.engine, x.data, int_scale, int_offset, out, shift, rounding, node.relu)
 
-        tracker = step.tracker(node.name, "forward")
-        self.output.exponent = round_elementwise(node.name, tracker, acc_exponent, run)
+        self.output.exponent = self._round(step, "forward", acc_exponent, run)
 
     def _track(self, step: Step, rows: int, mean: npt.NDArray[np.float64], variance: npt.NDArray[np.float64]) -> None:
         keep = 1.0 - self.node.momentum
@@ -287,8 +261,7 @@ class BatchNormOperator(_Plain):
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute dx = gamma/sigma * (dy - mean(dy) - xhat * mean(dy * xhat)), then update scale and offset."""
         x, node = self.inputs[0], self.node
-        dy, dy_exponent = self.output.gradient, self.output.gradient_exponent
-        assert dy is not None
+        dy, dy_exponent = self.gradient, self.output.gradient_exponent
         vectors = step.parameters.vectors
         gate = self.output.data if node.relu else None
         _int8.channel_sums(step.engine, dy, x.data, gate, self._sums[0], self._sums[1])
@@ -310,11 +283,9 @@ class BatchNormOperator(_Plain):
             def run(store: bool, shift: int) -> int:
                 out = into[0] if store else None
                 return _int8.affine_gradient(
-                    step.engine, dy, x.data, gate, int_dy, int_x, int_offset, out, shift, rounding
-                )
+                    step.engine, dy, x.data, gate, int_dy, int_x, int_offset, out, shift, rounding)
 
-            tracker = step.tracker(node.name, "backward")
-            exponents[0] = round_elementwise(node.name, tracker, acc_exponent, run)
+            exponents[0] = self._round(step, "backward", acc_exponent, run)
         if "weight" in node.trained:
             update_vector(step.algorithm, gamma, sum_dy_normalised.astype(np.float32), step.mean_learning_rate)
         if "bias" in node.trained:
@@ -322,11 +293,8 @@ class BatchNormOperator(_Plain):
         return exponents
 
 
-class ReluOperator(_Plain):
+class ReluOperator(Operator[ir.Relu]):
     """A ReLU that is not fused; the exponent does not change."""
-
-    def __init__(self, node: ir.Relu, x: Tensor, output: Tensor):
-        self.node, self.inputs, self.output = node, (x,), output
 
     def forward(self, step: Step) -> None:
         """Replace negative values by 0."""
@@ -336,18 +304,17 @@ class ReluOperator(_Plain):
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Copy the gradient, which the readers of the output have already masked."""
         if into[0] is not None:
-            assert self.output.gradient is not None
             x = self.inputs[0]
-            np.multiply(self.output.gradient, 1 if x.mask is None else x.mask > 0, out=into[0])
+            np.multiply(self.gradient, 1 if x.mask is None else x.mask > 0, out=into[0])
         return [self.output.gradient_exponent]
 
 
-class MaxPoolOperator(_Plain):
+class MaxPoolOperator(Operator[ir.MaxPool]):
     """Maximum over windows; the first maximum of a window receives its gradient."""
 
-    def __init__(self, node: ir.MaxPool, x: Tensor, output: Tensor, plan: _int8.Pooling, argmax: npt.NDArray[np.uint8]):
-        self.node, self.inputs, self.output = node, (x,), output
-        self._plan, self._argmax = plan, argmax
+    def __init__(self, node: ir.MaxPool, inputs: Sequence[Tensor], output: Tensor, plan: _int8.Pooling) -> None:
+        super().__init__(node, inputs, output)
+        self._plan, self._argmax = plan, np.empty(output.array_shape, np.uint8)
 
     def forward(self, step: Step) -> None:
         """Compute the maxima; the exponent does not change."""
@@ -356,28 +323,26 @@ class MaxPoolOperator(_Plain):
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Scatter every gradient to the position of its maximum; sum them where windows overlap."""
-        x, dy, exponent = self.inputs[0], self.output.gradient, self.output.gradient_exponent
-        target = into[0]
+        x, exponent, target = self.inputs[0], self.output.gradient_exponent, into[0]
         if target is None:
             return [0]
-        assert dy is not None
         rounding = step.algorithm.backward.rounding
 
         def run(store: bool, shift: int) -> int:
             out = target if store else None
-            return self._plan.max_gradient(step.engine, dy, self._argmax, out, shift, rounding, x.mask)
+            return self._plan.max_gradient(step.engine, self.gradient, self._argmax, out, shift, rounding, x.mask)
 
         if not self._plan.overlapping:
             run(True, 0)
             return [exponent]
-        return [round_elementwise(self.node.name, step.tracker(self.node.name, "backward"), exponent, run)]
+        return [self._round(step, "backward", exponent, run)]
 
 
-class AveragePoolOperator(_Plain):
+class AveragePoolOperator(Operator[ir.AveragePool]):
     """Mean over windows."""
 
-    def __init__(self, node: ir.AveragePool, x: Tensor, output: Tensor, plan: _int8.Pooling):
-        self.node, self.inputs, self.output = node, (x,), output
+    def __init__(self, node: ir.AveragePool, inputs: Sequence[Tensor], output: Tensor, plan: _int8.Pooling) -> None:
+        super().__init__(node, inputs, output)
         self._plan = plan
         window = node.kernel[0] * node.kernel[1]
         self._multiplier = (2**AVERAGE_BITS + window // 2) // window
@@ -390,28 +355,23 @@ class AveragePoolOperator(_Plain):
             out = self.output.data if store else None
             return self._plan.average(step.engine, x.data, self._multiplier, out, shift, rounding)
 
-        tracker = step.tracker(self.node.name, "forward")
-        self.output.exponent = round_elementwise(self.node.name, tracker, x.exponent - AVERAGE_BITS, run)
+        self.output.exponent = self._round(step, "forward", x.exponent - AVERAGE_BITS, run)
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Distribute every gradient over its window."""
-        x, dy, target, rounding = self.inputs[0], self.output.gradient, into[0], step.algorithm.backward.rounding
+        x, target, rounding = self.inputs[0], into[0], step.algorithm.backward.rounding
         if target is None:
             return [0]
-        assert dy is not None
 
         def run(store: bool, shift: int) -> int:
             out = target if store else None
             return self._plan.average_gradient(
-                step.engine, dy, self._multiplier, out, shift, rounding, x.mask
-            )
+                step.engine, self.gradient, self._multiplier, out, shift, rounding, x.mask)
 
-        tracker = step.tracker(self.node.name, "backward")
-        exponent = self.output.gradient_exponent - AVERAGE_BITS
-        return [round_elementwise(self.node.name, tracker, exponent, run)]
+        return [self._round(step, "backward", self.output.gradient_exponent - AVERAGE_BITS, run)]
 
 
-class DropoutOperator(_Plain):
+class DropoutOperator(Operator[ir.Dropout]):
     """Zeros at random positions; kept values are multiplied by 1 / (1 - p) and rounded like any product.
 
     The factor is an integer of 21 bits times a power of two, so where 1 - p is a power of two it only changes the
@@ -420,12 +380,13 @@ class DropoutOperator(_Plain):
     seed and the operator's index in the graph.
     """
 
-    def __init__(self, node: ir.Dropout, x: Tensor, output: Tensor, gate: Int8Array, node_index: int):
-        self.node, self.inputs, self.output = node, (x,), output
-        self._gate, self._node_index = gate, node_index  # the gate is positive where a value is kept, 0 in the padding
+    def __init__(self, node: ir.Dropout, inputs: Sequence[Tensor], output: Tensor, node_index: int) -> None:
+        super().__init__(node, inputs, output)
+        self._gate = np.zeros(output.array_shape, np.int8)  # positive where a value is kept, 0 in the padding
+        self._node_index = node_index
         self._threshold = round(node.p * 2**32)
         factor = 2.0**32 / (2**32 - self._threshold) if self._threshold < 2**32 else 0.0
-        channels = gate.shape[3]
+        channels = self._gate.shape[3]
         self._exponent, (self._factor,) = scaled_integers(21, (np.full(channels, factor), 0))
         self._zeros = np.zeros(channels, dtype=np.int32)
 
@@ -439,29 +400,25 @@ class DropoutOperator(_Plain):
         self._draw(step.seed)
         if x.masked:  # zeros of the preceding ReLU pass no gradient
             np.multiply(self._gate, x.data > 0, out=self._gate)
-        tracker, rounding = step.tracker(self.node.name, "forward"), step.algorithm.forward.rounding
-        self.output.exponent = self._scale(step, x.data, x.exponent, self.output.data, tracker, rounding)
+        self.output.exponent = self._scale(
+            step, "forward", x.data, x.exponent, self.output.data, step.algorithm.forward.rounding)
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Multiply the gradient of kept values by the same factor; the others get 0."""
-        dy = self.output.gradient
         if into[0] is None:
             return [0]
-        assert dy is not None
-        tracker, rounding = step.tracker(self.node.name, "backward"), step.algorithm.backward.rounding
-        return [self._scale(step, dy, self.output.gradient_exponent, into[0], tracker, rounding)]
+        return [self._scale(step, "backward", self.gradient, self.output.gradient_exponent, into[0],
+                            step.algorithm.backward.rounding)]
 
     def _scale(
-        self, step: Step, values: Int8Array, exponent: int, into: Int8Array, tracker: ScaleTracker | None,
-        rounding: Rounding,
-    ) -> int:  # fmt: skip
+        self, step: Step, role: str, values: Int8Array, exponent: int, into: Int8Array, rounding: Rounding,
+    ) -> int:
         def run(store: bool, shift: int) -> int:
             return _int8.affine_gradient(
                 step.engine, values, values, self._gate, self._factor, self._zeros, self._zeros,
-                into if store else None, shift, rounding,
-            )  # fmt: skip
+                into if store else None, shift, rounding)
 
-        return round_elementwise(self.node.name, tracker, exponent + self._exponent, run)
+        return self._round(step, role, exponent + self._exponent, run)
 
     def _draw(self, seed: int) -> None:
         channels = self.node.shape[0]
@@ -474,16 +431,8 @@ class DropoutOperator(_Plain):
 
 
 def add_tensors(
-    name: str,
-    step: Step,
-    tracker: ScaleTracker | None,
-    a: tuple[Int8Array, int],
-    b: tuple[Int8Array, int],
-    out: Int8Array,
-    *,
-    rounding: int,
-    relu: bool = False,
-    mask: Int8Array | None = None,
+    name: str, step: Step, tracker: ScaleTracker | None, a: tuple[Int8Array, int], b: tuple[Int8Array, int],
+    out: Int8Array, *, rounding: int, relu: bool = False, mask: Int8Array | None = None,
 ) -> int:
     """Write a + b, two (int8, exponent) tensors, and return the exponent of the sum.
 
@@ -498,37 +447,24 @@ def add_tensors(
     shift_a, shift_b = max(a[1] - low, 0), max(b[1] - low, 0)
 
     def run(store: bool, shift: int) -> int:
-        return _int8.add(
-            step.engine, a[0], shift_a, b[0], shift_b, out if store else None, shift, rounding, relu, mask
-        )  # fmt: skip
+        return _int8.add(step.engine, a[0], shift_a, b[0], shift_b, out if store else None, shift, rounding, relu, mask)
 
     return round_elementwise(name, tracker, low, run)
 
 
-class AddOperator(_Plain):
+class AddOperator(Operator[ir.Add]):
     """Residual addition of tensors of different exponents."""
-
-    def __init__(self, node: ir.Add, a: Tensor, b: Tensor, output: Tensor):
-        self.node, self.inputs, self.output = node, (a, b), output
 
     def forward(self, step: Step) -> None:
         """Align the exponents, add, apply the ReLU, round."""
         a, b = self.inputs
         self.output.exponent = add_tensors(
-            self.node.name,
-            step,
-            step.tracker(self.node.name, "forward"),
-            (a.data, a.exponent),
-            (b.data, b.exponent),
-            self.output.data,
-            rounding=step.algorithm.forward.rounding,
-            relu=self.node.relu,
-        )
+            self.node.name, step, step.tracker(self.node.name, "forward"), (a.data, a.exponent), (b.data, b.exponent),
+            self.output.data, rounding=step.algorithm.forward.rounding, relu=self.node.relu)
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Copy the gradient to both inputs."""
-        assert self.output.gradient is not None
         for x, target in zip(self.inputs, into, strict=True):
             if target is not None:
-                np.multiply(self.output.gradient, 1 if x.mask is None else x.mask > 0, out=target)
+                np.multiply(self.gradient, 1 if x.mask is None else x.mask > 0, out=target)
         return [self.output.gradient_exponent] * 2

@@ -7,8 +7,9 @@ the step and released as soon as the backward pass no longer needs them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ from socflower.precision.int8.operators import (
 from socflower.precision.int8.region_cache import RegionCache
 from socflower.precision.int8.requantisation import Int8Array
 
-Fp32Factory = Callable[[ir.Fp32, Tensor, Tensor], Operator]
+Fp32Factory = Callable[[ir.Fp32, Sequence[Tensor], Tensor], Operator[ir.Fp32]]
 
 _MAX_PATCH_CHANNELS = 4
 """A first convolution with at most so many input channels runs over patches, which are gathered once per step."""
@@ -74,14 +75,8 @@ class Program:
     """The operators of a graph for one batch size."""
 
     def __init__(
-        self,
-        graph: ir.Graph,
-        batch: int,
-        engine: _int8.Engine,
-        regions: RegionCache,
-        *,
-        batch_blocks: Mapping[str, int],
-        fp32_factory: Fp32Factory | None = None,
+        self, graph: ir.Graph, batch: int, engine: _int8.Engine, regions: RegionCache, *,
+        batch_blocks: Mapping[str, int], fp32_factory: Fp32Factory | None = None,
     ) -> None:
         self.graph, self.batch = graph, batch
         self._engine, self._regions = engine, regions
@@ -110,7 +105,7 @@ class Program:
         for place in self._places:
             operator = self._operator(place)
             self.workspace_bytes = max(self.workspace_bytes, operator.workspace_bytes)
-            self.accumulator_size = max(self.accumulator_size, operator.accumulator_size())
+            self.accumulator_size = max(self.accumulator_size, operator.accumulator_size)
             regions.release(place.key)
 
     def take_input(self, images: npt.NDArray[np.float32], exponent: int, workspace: npt.NDArray[np.uint8]) -> None:
@@ -175,15 +170,9 @@ class Program:
             out = self._acquire(array)
             last = index == len(place.sums)
             exponent = add_tensors(
-                f"{name} ({role})",
-                step,
-                step.tracker(name, role),
-                (total.data, total.exponent),
-                (part.data, part.exponent),
-                out,
-                rounding=step.algorithm.backward.rounding,
-                mask=self.tensors[name].data if last and self._mask_of_sum[name] else None,
-            )
+                f"{name} ({role})", step, step.tracker(name, role), (total.data, total.exponent),
+                (part.data, part.exponent), out, rounding=step.algorithm.backward.rounding,
+                mask=self.tensors[name].data if last and self._mask_of_sum[name] else None)
             total = _Gradient(out, exponent)
         return total
 
@@ -206,8 +195,8 @@ class Program:
         taken: Int8Array = self._regions.acquire(array.key, array.num_bytes, array.build)
         return taken
 
-    def _operator(self, place: _Place) -> Operator:
-        operator: Operator = self._regions.acquire(place.key, place.num_bytes, lambda: self._build(place.node))
+    def _operator(self, place: _Place) -> Operator[Any]:
+        operator: Operator[Any] = self._regions.acquire(place.key, place.num_bytes, lambda: self._build(place.node))
         return operator
 
     def _array(self, name: str, role: str) -> _Array:
@@ -222,13 +211,9 @@ class Program:
             into.append(self._array(value, f"gradient from {node.name}.{index}") if wanted else None)
         roles = [f"gradient sum {index}" for index in range(1, len(self.graph.consumers(node.name)))]
         return _Place(
-            node=node,
-            key=(self.batch, node.name, "operator"),
-            num_bytes=self._operator_bytes(node),
-            output=self._array(node.name, "output"),
-            into=tuple(into),
-            sums=tuple((role, self._array(node.name, role)) for role in roles),
-        )
+            node=node, key=(self.batch, node.name, "operator"), num_bytes=self._operator_bytes(node),
+            output=self._array(node.name, "output"), into=tuple(into),
+            sums=tuple((role, self._array(node.name, role)) for role in roles))
 
     def _operator_bytes(self, node: ir.Node) -> int:
         """Return the bytes of an operator's index tables, argmax and gate."""
@@ -242,48 +227,43 @@ class Program:
         channels, height, width = self.graph.shape_of(node.inputs[0])
         return _int8.Convolution(
             self.batch, height, width, channels, node.shape[0], *node.kernel, *node.stride, *node.padding, node.groups,
-            min(self._batch_blocks.get(node.name, 0), self.batch),
-        )  # fmt: skip
+            self._batch_block(node))
 
     def _plan(self, node: ir.Convolution) -> _int8.Convolution:
         if node is not self._patched:
             return self._original_plan(node)
         channels, height, width = self.tensors[ir.INPUT].shape
-        batch_block = min(self._batch_blocks.get(node.name, 0), self.batch)
         return _int8.Convolution(
-            self.batch, height, width, channels, node.shape[0], 1, 1, 1, 1, 0, 0, 1, batch_block
-        )  # fmt: skip
+            self.batch, height, width, channels, node.shape[0], 1, 1, 1, 1, 0, 0, 1, self._batch_block(node))
 
-    def _build(self, node: ir.Node) -> Operator:
-        inputs = [self.tensors[value] for value in node.inputs]
-        output, x = self.tensors[node.name], inputs[0]
+    def _batch_block(self, node: ir.Convolution) -> int:
+        return min(self._batch_blocks.get(node.name, 0), self.batch)
+
+    def _build(self, node: ir.Node) -> Operator[Any]:
+        inputs, output = [self.tensors[value] for value in node.inputs], self.tensors[node.name]
         match node:
             case ir.Convolution():
                 plan = self._plan(node)
-                return ConvolutionOperator(node, x, output, plan, plan.workspace_bytes(self._engine))
+                return ConvolutionOperator(node, inputs, output, plan, plan.workspace_bytes(self._engine))
             case ir.BatchNorm():
-                return BatchNormOperator(node, x, output)
+                return BatchNormOperator(node, inputs, output)
             case ir.Relu():
-                return ReluOperator(node, x, output)
+                return ReluOperator(node, inputs, output)
             case ir.MaxPool():
-                argmax = np.empty(output.array_shape, np.uint8)
-                return MaxPoolOperator(node, x, output, self._pooling(node, x), argmax)
+                return MaxPoolOperator(node, inputs, output, self._pooling(node))
             case ir.AveragePool():
-                return AveragePoolOperator(node, x, output, self._pooling(node, x))
+                return AveragePoolOperator(node, inputs, output, self._pooling(node))
             case ir.Add():
-                return AddOperator(node, x, inputs[1], output)
+                return AddOperator(node, inputs, output)
             case ir.Dropout():
-                gate = np.zeros(output.array_shape, np.int8)
-                return DropoutOperator(node, x, output, gate, self.graph.nodes.index(node))
+                return DropoutOperator(node, inputs, output, self.graph.nodes.index(node))
             case ir.Fp32() if self._fp32_factory is not None:
-                return self._fp32_factory(node, x, output)
+                return self._fp32_factory(node, inputs, output)
         raise ConfigError(f"{node.name}: int8 training has no operator {getattr(node, 'operator', node.kind)!r}")
 
-    def _pooling(self, node: ir.MaxPool | ir.AveragePool, x: Tensor) -> _int8.Pooling:
-        channels, height, width = x.shape
-        return _int8.Pooling(
-            self.batch, height, width, channels, *node.kernel, *node.stride, *node.padding
-        )
+    def _pooling(self, node: ir.MaxPool | ir.AveragePool) -> _int8.Pooling:
+        channels, height, width = self.tensors[node.inputs[0]].shape
+        return _int8.Pooling(self.batch, height, width, channels, *node.kernel, *node.stride, *node.padding)
 
 
 def _record_time(step: Step, place: _Place, started_s: float) -> None:

@@ -42,14 +42,8 @@ def round_elementwise(
 
 
 def round_product(
-    name: str,
-    engine: _int8.Engine,
-    tracker: ScaleTracker | None,
-    acc_exponent: int,
-    run: Callable[[Int8Array | Int32Array, int], int],
-    out: Int8Array,
-    accumulators: Int32Array,
-    rounding: Rounding,
+    name: str, engine: _int8.Engine, tracker: ScaleTracker | None, acc_exponent: int,
+    run: Callable[[Int8Array | Int32Array, int], int], out: Int8Array, accumulators: Int32Array, rounding: Rounding,
 ) -> int:
     """Store the result of `run(destination, shift)` in `out` and return the exponent of the stored values.
 

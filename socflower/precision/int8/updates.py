@@ -14,17 +14,8 @@ from socflower.precision.int8.requantisation import MAX_EXPONENT, MAX_SHIFT
 
 
 def update_weight(
-    name: str,
-    engine: _int8.Engine,
-    algorithm: TrainingAlgorithm,
-    weight: Weight,
-    gradient: npt.NDArray[np.int32],
-    *,
-    largest: int,
-    gradient_scale: float,
-    learning_rate: float,
-    progress: float,
-    scratch: npt.NDArray[np.float32],
+    name: str, engine: _int8.Engine, algorithm: TrainingAlgorithm, weight: Weight, gradient: npt.NDArray[np.int32], *,
+    largest: int, gradient_scale: float, learning_rate: float, progress: float, scratch: npt.NDArray[np.float32],
 ) -> None:
     """Update `weight` with an int32 gradient whose real value is gradient * gradient_scale.
 
@@ -66,10 +57,7 @@ def update_vector(
 
 
 def _descend(
-    values: npt.NDArray[np.float32],
-    holder: Weight | Vector,
-    gradient: npt.NDArray[np.float32],
-    learning_rate: float,
+    values: npt.NDArray[np.float32], holder: Weight | Vector, gradient: npt.NDArray[np.float32], learning_rate: float,
     momentum: float,
 ) -> None:
     """values -= learning_rate * velocity, velocity = momentum * velocity + gradient; `gradient` is overwritten."""
