@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from socflower.quantities import human_joules, human_seconds, percent, significant
-from socflower.report.page import text
+from socflower.report.summary import printable
 
 PARTS = ("compute", "synchronisation", "update", "idle", "cooling")
 """Parts of time and energy; cooling is the energy of the fans, if there are any."""
@@ -31,6 +32,8 @@ _SWATCHES = ("M11 7a4 4 0 1 0 8 0a4 4 0 1 0-8 0Z", "M11.4 3.4h7.2v7.2h-7.2Z", "M
              "M15 1.8L20.2 7L15 12.2L9.8 7Z", "M15 11.5L19.5 3H10.5Z",
              "M13.3 2.5h3.4v2.8h2.8v3.4h-2.8v2.8h-3.4v-2.8h-2.8v-3.4h2.8Z",
              "M11 4L13 2L15 4.6L17 2L19 4L17 7L19 10L17 12L15 9.4L13 12L11 10L13 7Z")
+_HATCHES = {"": "", "\\\\\\\\": "M-2 -2L16 16M4 -4L22 14M-8 2L10 20",
+            "////": "M-2 16L16 -2M4 18L22 0M-8 12L10 -6", "----": "M0 3.5H18M0 7H18M0 10.5H18"}
 _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5))
 # Fill, hatch and text colour of each part; hatches distinguish the bars in greyscale.
 _PART_STYLE = {"compute": ("#0072B2", "", "#fff"), "synchronisation": ("#E69F00", "", "#000"),
@@ -52,8 +55,28 @@ class Curve:
     """One strategy's points in drawing order; `style` selects colour, marker and dash and stays with a strategy."""
 
     style: int
+    label: str
     xs: tuple[float, ...]
     ys: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LegendEntry:
+    """A line with dash and marker (paths of SVG), or with `hatch` a filled part."""
+
+    name: str
+    colour: str
+    dash: str = ""
+    marker: str = ""
+    hatch: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A picture and its legend, which a page shows above it as text that wraps."""
+
+    svg: Markup
+    legend: Sequence[LegendEntry]
 
 
 @contextmanager
@@ -82,8 +105,8 @@ def needs_log(curves: Sequence[Curve]) -> bool:
 def accuracy_plot(
     curves: Sequence[Curve], *, quantity: str, targets: Sequence[float], alt: str, prefix: str,
     label: str = "accuracy on the test data", noun: str | None = None,
-) -> str:
-    """Return accuracy, or another share, over virtual time, energy or epochs as SVG.
+) -> Plot:
+    """Return accuracy, or another share, over virtual time, energy or epochs.
 
     `quantity` is "s", "J" or "epoch"; `label` names the share, `noun` the quantity if not its default name.
     """
@@ -110,27 +133,24 @@ def accuracy_plot(
             middle = (lowest + highest) / 2
             axes.set_ylim(middle - 0.05, middle + 0.05)
         scale_x(axes, quantity, log, noun=noun)
-        return as_svg(drawing, alt, prefix)
+        return Plot(as_svg(drawing, alt, prefix), curve_legend(curves, [f"target {percent(each)}" for each in targets]))
 
 
 def breakdown_plot(
-    rows: Sequence[tuple[str, Mapping[str, float]]], *, quantity: str, alt: str, prefix: str
-) -> str:
-    """Return stacked bars, one row per strategy: absolute at the left, as shares at the right, as SVG.
-
-    Rows may lack parts.
-    """
+    rows: Sequence[tuple[str, Mapping[str, float]]], parts: Sequence[str], *, quantity: str, alt: str, prefix: str,
+) -> Plot:
+    """Return stacked bars of some of `PARTS`, one row per strategy: absolute at the left, as shares at the right."""
     with report_style():
         drawing = Figure(figsize=(10.6, 1.15 + 0.46 * len(rows)), layout="constrained")
         total, share = drawing.subplots(1, 2, sharey=True, width_ratios=(1, 1.25))
-        sums = [math.fsum(parts.get(part, 0.0) for part in PARTS) for _, parts in rows]
+        sums = [math.fsum(values[part] for part in parts) for _, values in rows]
         for axes, relative in ((total, False), (share, True)):
             axes.grid(visible=False, axis="y")
-            for row, (_, parts) in enumerate(rows):
+            for row, (_, values) in enumerate(rows):
                 left = 0.0
-                for part in (part for part in PARTS if part in parts):
+                for part in parts:
                     fill, hatch, ink = _PART_STYLE[part]
-                    size = parts[part] / ((sums[row] or 1.0) if relative else 1.0)
+                    size = values[part] / ((sums[row] or 1.0) if relative else 1.0)
                     axes.barh(row, size, left=left, height=.62, color=fill, hatch=hatch, edgecolor="#fff",
                               linewidth=.8)
                     if relative and size >= .07:
@@ -147,31 +167,16 @@ def breakdown_plot(
         share.set_xlim(0, 1)
         share.xaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value, 0)))
         share.set_xlabel("share of each strategy's own total")
-        return as_svg(drawing, alt, prefix)
+        return Plot(as_svg(drawing, alt, prefix), [
+            LegendEntry(part, fill, hatch=_HATCHES[hatch]) for part, (fill, hatch, _) in _PART_STYLE.items()
+            if part in parts])
 
 
-def curve_legend(names: Sequence[tuple[int, str]], targets: Sequence[str] = (), *, noun: str = "target ") -> str:
-    """Return the legend of curves as HTML, which wraps long names; `noun` precedes each target."""
-    items = [(_line_swatch(style), text(name)) for style, name in names]
-    dash = ('<svg width="30" height="14" aria-hidden="true"><path d="M1 7H29" stroke="#59636e" stroke-width="1.5" '
-            'stroke-dasharray="5 3.5"/></svg>')
-    items += [(dash, text(f"{noun}{target}")) for target in targets]
-    return _legend(items)
-
-
-def part_legend(parts: Sequence[str] = PARTS) -> str:
-    """Return the legend of a breakdown plot as HTML."""
-    lines = {"": "", "\\\\\\\\": "M-2 -2L16 16M4 -4L22 14M-8 2L10 20",
-             "////": "M-2 16L16 -2M4 18L22 0M-8 12L10 -6", "----": "M0 3.5H18M0 7H18M0 10.5H18"}
-    return _legend([(
-        f'<svg width="18" height="14" aria-hidden="true"><rect width="18" height="14" rx="2" fill="{fill}"/>'
-        f'<path d="{lines[hatch]}" stroke="#fff" stroke-width="1"/></svg>', part,
-    ) for part, (fill, hatch, _) in _PART_STYLE.items() if part in parts])
-
-
-def _legend(items: Sequence[tuple[str, str]]) -> str:
-    shown = (f"<li>{mark}<span>{name}</span></li>" for mark, name in items)
-    return f'<ul class="legend">{"".join(shown)}</ul>\n'
+def curve_legend(curves: Sequence[Curve], levels: Sequence[str] = ()) -> list[LegendEntry]:
+    """Return the legend of curves, and of horizontal lines by their names."""
+    entries = [LegendEntry(curve.label, _colour(curve.style), " ".join(f"{2 * step:g}" for step in _dash(curve.style)),
+                           _SWATCHES[curve.style % len(_SWATCHES)]) for curve in curves]
+    return entries + [LegendEntry(name, "#59636e", "5 3.5") for name in levels]
 
 
 def _colour(style: int) -> str:
@@ -180,14 +185,6 @@ def _colour(style: int) -> str:
 
 def _dash(style: int) -> tuple[float, ...]:
     return _DASHES[style // len(_COLOURS) % len(_DASHES)]
-
-
-def _line_swatch(style: int) -> str:
-    dash = _dash(style)
-    dashes = f' stroke-dasharray="{" ".join(f"{2 * step:g}" for step in dash)}"' if dash else ""
-    colour = _colour(style)
-    return (f'<svg width="30" height="14" aria-hidden="true"><path d="M0 7H30" stroke="{colour}" stroke-width="2"'
-            f'{dashes}/><g fill="{colour}"><path d="{_SWATCHES[style % len(_SWATCHES)]}"/></g></svg>')
 
 
 def scale_x(axes: Axes, quantity: str, log: bool, *, noun: str | None = None, max_ticks: int = 8) -> None:
@@ -250,7 +247,7 @@ def _short(label: str, limit: int = 30) -> str:
     return label if len(label) <= limit else label[:limit - 1] + "…"
 
 
-def as_svg(drawing: Figure, alt: str, prefix: str) -> str:
+def as_svg(drawing: Figure, alt: str, prefix: str) -> Markup:
     """Return the figure as an `<svg>` element for a page, with unique ids and without date and external addresses."""
     buffer = io.StringIO()
     drawing.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -264,5 +261,5 @@ def as_svg(drawing: Figure, alt: str, prefix: str) -> str:
     svg = re.sub(r'<style type="text/css">.*?</style>', "", svg, flags=re.DOTALL)
     svg = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", svg)
     svg = re.sub(r"'?DejaVu Sans'?(, [^;\"]*)?", "system-ui, 'DejaVu Sans', sans-serif", svg)
-    opening = f'<svg role="img" aria-label="{text(alt)}" stroke-linejoin="round" stroke-linecap="butt"'
-    return opening + svg[len("<svg"):]
+    opening = Markup('<svg role="img" aria-label="{}" stroke-linejoin="round" stroke-linecap="butt"')
+    return opening.format(printable(alt)) + Markup(svg[len("<svg"):])

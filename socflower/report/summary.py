@@ -1,25 +1,22 @@
-"""The summary of a report: one row per strategy, with ratios to a baseline; then the expectations."""
+"""The results of a report: their names, the ratios between them, and their claims."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from socflower.errors import ConfigError
-from socflower.quantities import (
-    MISSING,
-    finite,
-    human_bytes,
-    human_joules,
-    human_ratio,
-    human_seconds,
-    percent,
-    plain_number,
-)
-from socflower.report.page import badge, printable, table, text
+from socflower.quantities import MISSING, finite, human_bytes, human_joules, human_seconds, percent, plain_number
 
-_TIERS = {"intra_board": "intra-board", "inter_board": "inter-board", "hub": "hub", "wan": "WAN"}
 # By the suffix of an expectation's name; the plain number is shown as in the scenario file.
 _READABLE = {"_s": human_seconds, "_j": human_joules, "_bytes": human_bytes, "accuracy": percent}
+_MAX_ROUNDS = 200  # in a table; result.json has all
+
+
+def printable(value: object) -> str:
+    """Return a value as text without lone surrogates and control characters."""
+    plain = str(value).encode("utf-8", "replace").decode("utf-8")
+    return "".join(char if char.isprintable() or char in " \n\t" else "\ufffd" for char in plain)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +40,28 @@ class Run:
         """Return a list of the result document, empty if it is missing or null."""
         return self.result.get(key) or ()
 
+    @property
+    def heat(self) -> Mapping[str, Any]:
+        """What is known of heat; empty without."""
+        return self.table("heat")
+
+    @property
+    def split(self) -> Mapping[str, Any]:
+        """What is known of edge and cloud; empty without."""
+        return self.table("split")
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the run is of a deployment, whose virtual time is a prediction."""
+        return finite(self.get("virtual_s")) is None and finite(self.get("predicted_s")) is not None
+
+    @property
+    def shown_rounds(self) -> tuple[int, Sequence[Mapping[str, Any]]]:
+        """Every how many rounds one is shown in a table, and these; the last one always."""
+        rounds = self.rows("rounds")
+        stride = math.ceil(len(rounds) / _MAX_ROUNDS)
+        return stride, rounds[::-1][::stride][::-1]
+
 
 def name_runs(results: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
     """Return the results under distinct names: the strategy, then its seed, then a running number."""
@@ -56,8 +75,13 @@ def name_runs(results: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
                  for index, (label, result) in enumerate(zip(distinct, results, strict=True)))
 
 
+def targets_of(runs: Iterable[Run]) -> list[float]:
+    """Return the distinct target accuracies, in ascending order."""
+    return sorted({target for run in runs if (target := finite(run.get("target_accuracy"))) is not None})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Comparison:
+class Comparison:
     """The basis of ratios: a time that all runs have, and the baseline run."""
 
     time_key: str
@@ -72,67 +96,22 @@ class _Comparison:
         """Return how many times less energy than the baseline a run takes."""
         return _ratio(self.baseline.get("energy_j"), run.get("energy_j"))
 
+    def best(self, runs: Sequence[Run]) -> Run | None:
+        """Return the run to name in one sentence, if it is faster than the baseline; others than the first if needed.
 
-def summary(runs: Sequence[Run], baseline: str | None) -> str:
-    """Return the table of totals, with ratios to the baseline if there are several runs."""
-    comparison = _comparison(runs, baseline)
-    targets = targets_of(runs)
-    head = ["Strategy", "Final accuracy", "Virtual time",
-            f"Time to {percent(targets[0])}" if len(targets) == 1 else "Time to target accuracy", "Energy"]
-    if comparison:
-        head += ["Speed\N{NON-BREAKING HYPHEN}up", "Energy ratio"]
-    head += [*(f"Bytes {name}" for name in _TIERS.values()), "Wall time"]
-    rows: list[list[str]] = []
-    for run in runs:
-        row = [text(run.label), percent(run.get("final_accuracy")), _virtual_time(run), _time_to_target(run),
-               _with_small(human_joules(run.get("energy_j")))]
-        if comparison:
-            mark = "<small>baseline</small>" if run is comparison.baseline else ""
-            ratios = comparison.speed_up(run), comparison.energy_saving(run)
-            row += [human_ratio(ratio) + mark for ratio in ratios]
-        row += [human_bytes(run.table("bytes").get(tier)) for tier in _TIERS]
-        rows.append([*row, human_seconds(run.get("wall_s"))])
-    return "\n".join([_headline(runs, comparison), table("", head, rows, numeric=range(1, len(head))),
-                      _explanation(comparison)])
+        Only strategies that reached the target count. The first strategy is the subject of the scenario; the others are
+        its baselines.
+        """
+        able = [run for run in runs if finite(run.get("target_accuracy")) is None
+                or finite(run.get("time_to_accuracy_s")) is not None]
+        best = runs[0] if runs[0] in able else max(able, key=lambda run: self.speed_up(run) or 0.0, default=None)
+        return best if best is not None and (self.speed_up(best) or 0.0) > 1.0 else None
 
 
-def targets_of(runs: Iterable[Run]) -> list[float]:
-    """Return the distinct target accuracies, in ascending order."""
-    return sorted({target for run in runs if (target := finite(run.get("target_accuracy"))) is not None})
+def comparison_of(runs: Sequence[Run], baseline: str | None) -> Comparison | None:
+    """Return the basis of comparison of several runs; the default baseline is the slowest run.
 
-
-def expectations(runs: Sequence[Run]) -> str:
-    """Return the verdict in one line, then each claim with its observed value."""
-    claims = [(run, claim) for run in runs for claim in run.rows("expectations")]
-    if not claims:
-        return '<p class="note">The scenario expects nothing: it has no [expect] table.</p>'
-    rows = []
-    for run, claim in claims:
-        name = str(claim.get("name", MISSING))
-        expected, observed = _claim_values(name, claim.get("expected"), claim.get("observed"))
-        rows.append([text(name), text(run.label), expected, observed, badge(claim.get("holds"))])
-    return _verdict([claim.get("holds") for _, claim in claims]) + table(
-        "", ["Expectation", "Strategy", "Expected", "Observed", "Verdict"], rows)
-
-
-def _verdict(holds: Sequence[bool | None]) -> str:
-    """Return the verdict in one line; None stands for a claim about a strategy that did not run."""
-    failed, unchecked = holds.count(False), holds.count(None)
-    if failed:
-        return (f'<p class="verdict fails">✗ {failed} of {len(holds)} expectations '
-                f'{"fails" if failed == 1 else "fail"}.</p>\n')
-    if unchecked:
-        return (f'<p class="verdict unknown">? {len(holds) - unchecked} of {len(holds)} expectations hold, '
-                f"{unchecked} could not be checked: the strategy compared with did not run.</p>\n")
-    said = {1: "The expectation holds.", 2: "Both expectations hold."}.get(
-        len(holds), f"All {len(holds)} expectations hold.")
-    return f'<p class="verdict holds">✓ {said}</p>\n'
-
-
-def _comparison(runs: Sequence[Run], baseline: str | None) -> _Comparison | None:
-    """Return the basis of comparison; the default baseline is the slowest run.
-
-    The time is the time to accuracy if every run reached the target.
+    The time is the time to accuracy if every run reached the target. Raises `ConfigError` for an unknown baseline.
     """
     named = [run for run in runs if baseline in (run.label, run.get("strategy"))]
     if baseline is not None and not named:
@@ -147,7 +126,7 @@ def _comparison(runs: Sequence[Run], baseline: str | None) -> _Comparison | None
     else:
         key, name = "wall_s", "wall time"
     slowest = max(runs, key=lambda run: finite(run.get(key)) or 0.0)
-    return _Comparison(time_key=key, time_name=name, baseline=named[0] if named else slowest)
+    return Comparison(time_key=key, time_name=name, baseline=named[0] if named else slowest)
 
 
 def _ratio(reference: Any, own: Any) -> float | None:
@@ -155,64 +134,34 @@ def _ratio(reference: Any, own: Any) -> float | None:
     return above / below if above and below else None
 
 
-def _headline(runs: Sequence[Run], comparison: _Comparison | None) -> str:
-    """Return the result in one sentence if one strategy is faster than the baseline."""
-    # Only strategies that reached the target count.
-    able = [run for run in runs if finite(run.get("target_accuracy")) is None
-            or finite(run.get("time_to_accuracy_s")) is not None]
-    if comparison is None or not able:
-        return ""
-    # The first strategy is the subject of the scenario; the others are its baselines.
-    best = runs[0] if runs[0] in able else max(able, key=lambda run: comparison.speed_up(run) or 0.0)
-    gain = comparison.speed_up(best)
-    if gain is None or gain <= 1.0:
-        return ""
-    other, key = comparison.baseline, comparison.time_key
-    return (f"<p><strong>{text(best.label)}</strong> is <strong>{human_ratio(gain)}</strong> as fast as "
-            f"{text(other.label)} by {comparison.time_name}: {human_seconds(best.get(key))} instead of "
-            f"{human_seconds(other.get(key))}, at a final accuracy of "
-            f"{percent(best.get('final_accuracy'))} against {percent(other.get('final_accuracy'))}.</p>")
+def claims_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return all expectations: name, label of the run, `holds`, and pairs of plain and readable value."""
+    claims = []
+    for run in runs:
+        for claim in run.rows("expectations"):
+            name, values = str(claim.get("name", MISSING)), (claim.get("expected"), claim.get("observed"))
+            plain = [plain_number(value) for value in values]
+            if plain[0] == plain[1] and values[0] != values[1]:
+                # Equal after rounding: 0.8 expected, 0.79999999 observed must not read "0.8, 0.8, fails".
+                plain = [str(value) for value in values]
+            readable = next((helper for suffix, helper in _READABLE.items() if name.endswith(suffix)), None)
+            expected, observed = ((text, "" if readable is None or finite(value) is None else readable(value))
+                                  for text, value in zip(plain, values, strict=True))
+            claims.append({"name": name, "label": run.label, "expected": expected, "observed": observed,
+                           "holds": claim.get("holds")})
+    return claims
 
 
-def _explanation(comparison: _Comparison | None) -> str:
-    ratios = "" if comparison is None else (
-        f" Speed-up compares {comparison.time_name}, energy ratio the energy of the whole run, both with "
-        f"{text(comparison.baseline.label)}: above 1 is better than it.")
-    return ('<p class="note">Virtual time is what the cluster would have needed, wall time what this computation '
-            f"took. Bytes count once, by the highest tier they cross.{ratios}</p>")
-
-
-def _virtual_time(run: Run) -> str:
-    shown = human_seconds(run.get("virtual_s"))
-    if shown == MISSING and finite(run.get("predicted_s")) is not None:
-        return f"{MISSING}<small>predicted {human_seconds(run.get('predicted_s'))}</small>"
-    return shown
-
-
-def _time_to_target(run: Run) -> str:
-    reached = finite(run.get("time_to_accuracy_s"))
-    if reached is None and finite(run.get("target_accuracy")) is not None:
-        return "not reached"
-    return human_seconds(reached)
-
-
-def _with_small(shown: str) -> str:
-    """Return an energy with its watt-hours on a separate line, which keeps the column narrow."""
-    joules, _, watt_hours = shown.partition(" (")
-    return f"{joules}<small>{watt_hours.rstrip(')')}</small>" if watt_hours else joules
-
-
-def _claim_values(name: str, expected: Any, observed: Any) -> tuple[str, str]:
-    """Return both values of a claim as in the scenario file, and in a readable form if the unit is known."""
-    bare = [plain_number(expected), plain_number(observed)]
-    if bare[0] == bare[1] and expected != observed:
-        # Equal after rounding: 0.8 expected, 0.79999999 observed must not read "0.8, 0.8, fails".
-        bare = [str(expected), str(observed)]
-    readable = next((helper for suffix, helper in _READABLE.items() if name.endswith(suffix)), None)
-
-    def show(value: str, raw: Any) -> str:
-        if readable is None or finite(raw) is None:
-            return text(value)
-        return f"{text(value)} <small>{readable(raw)}</small>"
-
-    return show(bare[0], expected), show(bare[1], observed)
+def verdict_on(claims: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the verdict on all claims in one line, and its kind; `holds` is None if a strategy did not run."""
+    holds = [claim["holds"] for claim in claims]
+    failed, unchecked = holds.count(False), holds.count(None)
+    if failed:
+        return {"kind": "fails", "text": f"✗ {failed} of {len(holds)} expectations "
+                                         f"{'fails' if failed == 1 else 'fail'}."}
+    if unchecked:
+        return {"kind": "unknown", "text": f"? {len(holds) - unchecked} of {len(holds)} expectations hold, {unchecked} "
+                                           "could not be checked: the strategy compared with did not run."}
+    said = {1: "The expectation holds.", 2: "Both expectations hold."}.get(
+        len(holds), f"All {len(holds)} expectations hold.")
+    return {"kind": "holds", "text": f"✓ {said}"}

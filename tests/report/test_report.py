@@ -11,10 +11,11 @@ from typing import Any
 
 import matplotlib
 import pytest
+from jinja2 import UndefinedError
 
 from socflower.errors import ConfigError
-from socflower.report.board_picture import board_picture, letter
-from socflower.report.report import ranges, render_report, write_report
+from socflower.report.board_picture import letter
+from socflower.report.report import _ENVIRONMENT, ranges, render_report, write_report
 from socflower.report.summary import name_runs
 
 _VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -302,17 +303,24 @@ def test_without_virtual_time_accuracy_is_shown_over_epochs() -> None:
     assert "Accuracy over epochs" in page.text and "predicted 2 h 00 min" in page.text
 
 
+def _picture(plan: dict[str, Any]) -> str:
+    """The picture of the groups, with what is below it."""
+    html = render_report([_result(plan=plan)], title="A title")
+    return html[html.index('<svg viewBox="0 0', html.index("Groups on boards")):html.index("<details", html.index(
+        "Groups on boards"))]
+
+
 def test_a_thousand_socs_stay_a_picture_and_more_are_cut() -> None:
-    svg = board_picture(_plan(200, 5, 8, 990), "p")
+    svg = _picture(_plan(200, 5, 8, 990))
     width, height = (float(found) for found in re.findall(r'<svg viewBox="0 0 (\S+) (\S+)"', svg)[0])
     assert width <= 1090 and height <= 900
     assert svg.count("<title>SoC ") == 1000 and svg.count(": idle</title>") == 1000 - 984
-    many = board_picture(_plan(2000, 5, 5), "p")
+    many = _picture(_plan(2000, 5, 5))
     assert "The first 400 of 2000 boards are drawn." in many and many.count("<title>SoC ") == 2000
 
 
 def test_picture_marks_leaders_split_groups_and_communication_groups() -> None:
-    svg = board_picture(_plan(), "p")
+    svg = _picture(_plan())
     assert svg.count("★") == 15 and svg.count("spans these boards") == 9
     assert "<title>SoC 4: group 1, leader, split over boards, communication group B</title>" in svg
 
@@ -350,3 +358,63 @@ def test_mixed_precision_has_pictures_of_its_share_and_confidence_and_others_hav
     page = _render([result])
     assert "mixing" in page.ids
     assert any("gamma" in text and "37.5%" in text for text in page.alternatives)
+
+
+def _hot(strategy: str = "hot") -> dict[str, Any]:
+    history = {"at_s": [0, 10, 20, 30], "hottest_c": [25, 60, 70, 81.0], "mean_clock": [1, 1, 0.9, 0.8],
+               "rpm": [0, 1000, 2000, 3000]}
+    return {**_result(strategy), "heat": {"peak_c": 81.26, "slowdown": 0.123, "cooling_j": 999.0, "history": history}}
+
+
+def _split(strategy: str = "split-replay") -> dict[str, Any]:
+    return {**_result(strategy), "split": {
+        "start": "after conv1", "end": "edge alone", "num_moves": 1, "mean_staleness": 1.5, "max_staleness": 3,
+        "busy": {"edge": 0.5, "up": 0.25, "cloud": 0.1, "down": None}, "cut_names": ["conv1", "pool1"],
+        "cuts_over_time": [[0.0, 0], [30.0, 2], [60.0, 2]], "link_over_time": [[0.0, 1e6, 2e6], [60.0, 5e5, 1e6]],
+        "moves": [{"at_s": 30.0, "edge": 0, "batch": 12, "from": "conv1", "to": "edge alone", "migration_s": 0.5}]}}
+
+
+def test_heat_has_its_plots_and_totals_and_runs_without_a_history_a_line() -> None:
+    page = _render([_hot(), {**_result("cold"), "heat": {"peak_c": None}}, _result()])
+    for expected in ("81.3 °C", "12.3%", "999 J", "clocks fall at ", "Slower than planned"):
+        assert expected in page.text, expected
+    assert any("fans up to 3,000 rpm" in text for text in page.alternatives)
+    assert "nothing could get hot" in _render([{**_result(), "heat": {"peak_c": None}}]).text
+    assert "heat" not in _render([_result()]).ids
+
+
+def test_edge_and_cloud_have_their_plot_totals_and_moves() -> None:
+    page = _render([_split(), _result()])
+    for expected in ("after conv1", "1.50", "25.0%", "Moves of the cut: split-replay", "Moving took", "500 ms"):
+        assert expected in page.text, expected
+    assert any("begins with conv1, ends with edge alone" in text for text in page.alternatives)
+    bare = _render([{**_result(), "split": {"start": "conv1"}}])
+    assert "No link and no cut were recorded" in bare.text and "Moves of the cut" not in bare.text
+    assert "edge-cloud" not in _render([_result()]).ids
+
+
+def test_a_deployment_has_real_time_and_restarts() -> None:
+    result = {**_result(), "virtual_s": None, "predicted_s": 7200.0, "time_to_accuracy_s": None,
+              "restarts": [{"after_round": 3, "cause": "the SuperLink ended <killed>"}]}
+    for index, row in enumerate(result["rounds"]):
+        row.update(virtual_s=None, wall_s=10.0 * index)
+    page = _render([result])
+    for expected in ("Accuracy over wall time", "Real time since", "Predicted time", "the SuperLink ended <killed>"):
+        assert expected in page.text, expected
+
+
+@pytest.mark.parametrize("make", [_hot, _split])
+def test_names_of_strategies_are_escaped_in_every_section(make: Any) -> None:
+    evil = "<script>alert(1)</script>"
+    result = {**make(evil), "plan": _plan()}
+    if "split" in result:
+        result["split"].update(start=evil, end=evil, cut_names=[evil, evil])
+        result["split"]["moves"][0].update({"from": evil, "to": evil, "batch": evil, "edge": evil})
+    page = _render([result, make("other")])
+    assert "script" not in page.tags and page.text.count(evil) >= 5
+
+
+def test_a_template_that_prints_an_unknown_name_fails() -> None:
+    with pytest.raises(UndefinedError, match="unheard_of"):
+        _ENVIRONMENT.from_string("{{ unheard_of }}").render()
+    assert _ENVIRONMENT.from_string("{{ name }}").render(name="<b>\x00") == "&lt;b&gt;\ufffd"
