@@ -51,10 +51,10 @@ def mean_metric(replies: Sequence[Message], key: str) -> float | None:
     return sum(means) / len(means) if means else None
 
 
-def client_events(reply: Message, group_id: int, where: str) -> list[ReplyEvent]:
+def client_events(reply: Message, group_id: int, where: str, kind: str = BACKEND_DROPPED) -> list[ReplyEvent]:
     """Return events for the failures that a client recovered from itself; `where` names the client."""
     record = reply.content.config_records.get(EVENTS, ConfigRecord({"texts": []}))
-    return [ReplyEvent(kind=BACKEND_DROPPED, group_id=group_id, text=f"{where}: {text}")
+    return [ReplyEvent(kind=kind, group_id=group_id, text=f"{where}: {text}")
             for text in cast(list[str], record["texts"])]
 
 

@@ -17,11 +17,12 @@ from socflower.edgecloud.plan.timeline import Party, Timeline, simulate
 from socflower.edgecloud.plan.timeline_actions import encode_actions
 from socflower.edgecloud.plan.timeline_servers import CloudMode
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.strategies.mixed_replies import client_events
 from socflower.strategies.node_registry import NodeRegistry
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
 from socflower.strategies.replies import ReplyEvent, fault_of, no_reply_event
 from socflower.strategies.resuming import PlannedRounds
-from socflower.wire.message_keys import ARRAYS, CONFIG, EVENTS, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND
+from socflower.wire.message_keys import ARRAYS, CONFIG, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND
 from socflower.wire.split_message_keys import EDGE_ALONE, OWN, SPLIT, SPLIT_REPORT, SplitReport, SplitTask
 
 
@@ -230,8 +231,8 @@ class SplitReplay(PlannedRounds):
                     for group, reply in usable.items() if SPLIT_REPORT in reply.content.config_records}
         events += [ReplyEvent(kind="link", group_id=party, text=f"edge {party}: {text}")
                    for party, report in measured.items() for text in report.events]
-        events += [ReplyEvent(kind="began-anew", group_id=group[0], text=f"edge {', '.join(map(str, group))}: {text}")
-                   for group, reply in usable.items() for text in _client_texts(reply)]
+        for group, reply in usable.items():
+            events += client_events(reply, group[0], f"edge {', '.join(map(str, group))}", "began-anew")
         events += [ReplyEvent(kind="began-anew", group_id=party, text=f"edge {party}: {text}")
                    for party, text in self._restart_notes.items()]
         for event in events:
@@ -335,12 +336,6 @@ class SplitReplay(PlannedRounds):
                 report = measured[index]
                 now = replace(now, cut=None if report.cut == EDGE_ALONE else report.cut, bits=report.bits)
             self.parties = (*self.parties[:index], replace(party, split_plan=now), *self.parties[index + 1:])
-
-
-def _client_texts(reply: Message) -> list[str]:
-    """Return a client's reports of failures that it recovered from itself."""
-    record = reply.content.config_records.get(EVENTS)
-    return [] if record is None else list(cast(list[str], record["texts"]))
 
 
 def _mean(replies: Sequence[Arrays], samples: Sequence[float]) -> Arrays:

@@ -10,13 +10,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
+from hypothesis import given
+from hypothesis import strategies as st
 
-from socflower.errors import TrainingFailed
+from socflower.errors import ConfigError, TrainingFailed
 from socflower.strategies.group_grid import GroupGrid
+from socflower.strategies.group_replies import make_notes
+from socflower.strategies.node_registry import QUERY_TYPE
+from socflower.strategies.replies import ReplyEvent
 from socflower.strategies.socflow import SoCFlow
+from socflower.wire.message_keys import ASK, ASK_STATUS, CONFIG, NOTES, STATUS, RoundNotes, decode, encode
 from tests.process_grid import ProcessGrid
 from tests.strategies import ring_app
 from tests.strategies.test_around import PassingOn, private
@@ -153,3 +159,44 @@ def test_over_any_other_grid_differential_privacy_keeps_a_round_with_a_death_bac
 
 def test_a_grid_around_itself_changes_nothing() -> None:
     assert_same(train(wrap=lambda grid: GroupGrid(GroupGrid(grid))), train())
+
+
+# ------------------------------------------------------------------------------------- messages and their notes
+def test_other_messages_pass_among_those_of_rings_and_of_two_strategies() -> None:
+    """Both strategies have groups 0 and 1; a status query is answered as by any grid."""
+    on = ring_app.cluster()
+    with ProcessGrid(ring_app.client_app, ring_app.node_configs(on)) as grid:
+        first, second = (ring_app.strategy(on, num_epochs=1, interval_epochs=0.5) for _ in range(2))
+        sent = [message for strategy in (first, second)
+                for message in strategy.configure_train(1, ring_app.initial(), ConfigRecord(), grid)]
+        query = Message(RecordDict({CONFIG: ConfigRecord({ASK: ASK_STATUS})}), grid.get_node_ids()[0], QUERY_TYPE)
+        replies = GroupGrid(grid).send_and_receive([query, *sent], timeout=60)
+    assert [NOTES in reply.content.config_records for reply in replies] == [True] * 4 + [False]
+    assert STATUS in replies[-1].content.config_records
+    assert [reply.content["metrics"]["socflower-group"] for reply in replies[:4]] == [0, 1, 0, 1]
+    for strategy, own in ((first, replies[:2]), (second, replies[2:4])):
+        assert strategy.aggregate_train(1, own)[0] is not None and strategy.reports[0].events == ()
+
+
+EVENTS = st.lists(st.builds(ReplyEvent, kind=st.sampled_from(["member-lost", "preempted"]),
+                            group_id=st.integers(0, 9), text=st.text(max_size=9)), max_size=3)
+
+
+@given(EVENTS, EVENTS, st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)))
+def test_notes_travel_in_a_record_and_add_up(
+    events: list[ReplyEvent], others: list[ReplyEvent], away: set[int], replaced: set[int],
+) -> None:
+    first, second = make_notes(events, away), make_notes(others, (), replaced)
+    both = decode(RoundNotes, encode(first), "notes") + decode(RoundNotes, encode(second), "notes")
+    assert both == make_notes([*events, *others], away, replaced)
+    assert both + RoundNotes() == both == RoundNotes() + both
+
+
+@pytest.mark.parametrize(("record", "fault"), [
+    ({"kinds": ["member-lost"], "groups": [0]}, "1 kinds, 1 groups and 0 texts"),
+    ({"what": 1}, r"notes record: missing \[\], unknown \['what'\]; server and client run different versions"),
+])
+def test_notes_that_are_damaged_or_foreign_are_refused(record: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault) as caught:
+        decode(RoundNotes, record, "notes")
+    assert "\n" not in str(caught.value)

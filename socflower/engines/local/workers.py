@@ -114,9 +114,7 @@ class ProcessWorkers:
         if isinstance(source, ClientApp):
             raise ConfigError("local engine: worker processes import the ClientApp by reference; give AppReference("
                               "'module:app') or a module-level factory, or num_workers=0 to run it in this process")
-        self._start_method = _start_method()
-        self._source = source
-        self._workers = [self._start() for _ in range(num_workers)]
+        self._workers = [NodeProcess(source) for _ in range(num_workers)]
 
     def run(self, work: Mapping[str, Work], deadline: float | None) -> dict[str, tuple[Message, Context]]:
         """Return reply and context by message id; messages not answered by the deadline are left out.
@@ -130,12 +128,12 @@ class ProcessWorkers:
         while waiting or running:
             while waiting and idle:
                 message_id, index = waiting.popleft(), idle.popleft()
-                running[self._submit(index, work[message_id])] = (message_id, index)
+                running[self._workers[index].submit(*work[message_id])] = (message_id, index)
             remaining_s = None if deadline is None else max(0.0, deadline - monotonic())
             finished, _ = wait(running, timeout=remaining_s, return_when=FIRST_COMPLETED)
             if not finished:
                 for _, index in running.values():
-                    self._replace(index)
+                    self._workers[index].replace()
                 break
             for future in finished:
                 message_id, index = running.pop(future)
@@ -143,7 +141,7 @@ class ProcessWorkers:
                 try:
                     done[message_id] = future.result()
                 except BrokenProcessPool:
-                    self._replace(index)
+                    self._workers[index].replace()
                     done[message_id] = (Message(Error(CLIENT_APP_CRASHED, "the client's process died"),
                                                 reply_to=message), context)
                 idle.append(index)
@@ -152,26 +150,11 @@ class ProcessWorkers:
     def close(self) -> None:
         """End all worker processes."""
         for worker in self._workers:
-            worker.shutdown(wait=True, cancel_futures=True)
-
-    def _submit(self, index: int, work: Work) -> "Future[tuple[Message, Context]]":
-        try:
-            return self._workers[index].submit(_handle_in_worker, *work)
-        except BrokenProcessPool:
-            # The worker died while it was idle, so this message's client did not cause it.
-            self._replace(index)
-            return self._workers[index].submit(_handle_in_worker, *work)
-
-    def _start(self) -> "_Worker":
-        return _Worker(self._source, self._start_method)
-
-    def _replace(self, index: int) -> None:
-        self._workers[index].kill()
-        self._workers[index] = self._start()
+            worker.close()
 
 
 class NodeProcess:
-    """The process of one node; it is replaced when it has died."""
+    """A process that handles one message at a time; it is replaced when it has died."""
 
     def __init__(self, source: ClientAppSource) -> None:
         self._source, self._start_method = source, _start_method()
@@ -187,13 +170,22 @@ class NodeProcess:
         try:
             return self._worker.submit(_handle_in_worker, work, context)
         except BrokenProcessPool:
-            self._worker.kill()
-            self._worker = _Worker(self._source, self._start_method)
+            # It died while it was idle, so this message's client did not cause it.
+            self.replace()
             return self._worker.submit(_handle_in_worker, work, context)
+
+    def replace(self) -> None:
+        """Kill the process and start another one."""
+        self._worker.kill()
+        self._worker = _Worker(self._source, self._start_method)
 
     def kill(self) -> None:
         """Kill the process, whatever it is doing."""
         self._worker.kill()
+
+    def close(self) -> None:
+        """End the process when it has handled its message."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
 
 
 def _start_method() -> BaseContext:

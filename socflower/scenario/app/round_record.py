@@ -18,9 +18,9 @@ from socflower.scenario.schema.file import to_document
 from socflower.sim import EventClock, Trace
 from socflower.strategies.records import array_views, to_array_record
 from socflower.strategies.replies import ReplyEvent
+from socflower.strategies.resuming import EvaluateFn
 
 RoundEnd: TypeAlias = Callable[[int], dict[str, Any]]
-EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class Scores(Protocol):

@@ -26,7 +26,7 @@ def test_a_worker_that_died_while_it_was_idle_costs_no_message() -> None:
         # Until its executor has noticed; from then on it refuses work instead of failing it.
         with pytest.raises(BrokenProcessPool):
             while True:
-                worker.submit(os.getpid).exception()
+                worker._worker.submit(os.getpid).exception()
         replies = ask()
         assert all(reply.has_content() for reply in replies)
         assert {reply.content["metrics"]["pid"] for reply in replies} != {pid}
