@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,7 +20,9 @@ from socflower.cli.terminal import (
 )
 from socflower.engines.names import MAX_WORKERS, require_count, require_engine
 from socflower.quantities import human_bytes, human_joules, human_seconds, percent
-from socflower.scenario.schema.config import Scenario
+
+if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
+    from socflower.scenario.schema.config import Scenario
 
 
 def compare(
@@ -52,7 +54,7 @@ def compare(
     exit_on_failed_claims(document["expectations"])
 
 
-def print_comparison(console: Console, scenario: Scenario, document: Mapping[str, Any], out: Path) -> None:
+def print_comparison(console: Console, scenario: "Scenario", document: Mapping[str, Any], out: Path) -> None:
     """Print the strategies side by side."""
     print_question(console, scenario)
     # Eight columns of at most nine characters fit a terminal of 80 columns.

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,10 +11,11 @@ from rich.table import Table
 from socflower.cli.options import Json, Set
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import OUT, print_json, print_line
-from socflower.cluster import Cluster
 from socflower.errors import ConfigError
-from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK
 from socflower.quantities import counted, human_bytes, human_joules, human_seconds, percent
+
+if TYPE_CHECKING:  # the planners are loaded by the command
+    from socflower.cluster import Cluster
 
 
 def plan(
@@ -56,7 +57,7 @@ def _plan_split(scenario: Any, as_json: bool) -> None:
         print_split_plan(OUT, document)
 
 
-def print_plan(console: Console, cluster: Cluster, document: Mapping[str, Any]) -> None:
+def print_plan(console: Console, cluster: "Cluster", document: Mapping[str, Any]) -> None:
     """Print the boards with each slot's group, then the predictions."""
     group_of = {soc: group for group in document["groups"] for soc in group["members"]}
     table = Table("board", "SoCs by slot (group, * leader, . idle)", header_style="bold")
@@ -92,6 +93,8 @@ def print_plan(console: Console, cluster: Cluster, document: Mapping[str, Any]) 
 
 def _step_line(document: Mapping[str, Any]) -> str:
     """Return the time of a step, whether groups take turns in it, and the time of the alternative (F7)."""
+    from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK
+
     predicted = document["predicted"]
     in_turn, freely = (human_seconds(predicted[key]) for key in ("step_in_turn_s", "step_free_running_s"))
     if document["sequenced_by"] == NO_SHARED_UPLINK:

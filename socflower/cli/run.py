@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,12 +21,12 @@ from socflower.cli.terminal import (
     run_progress,
     share_of,
 )
-from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.engines.names import MAX_WORKERS, require_count, require_engine
 from socflower.errors import ConfigError
 from socflower.quantities import human_bytes, human_joules, human_seconds, percent
-from socflower.scenario.priced_processors import priced_line
-from socflower.scenario.schema.config import Scenario
+
+if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
+    from socflower.scenario.schema.config import Scenario
 
 
 def run(
@@ -65,6 +65,8 @@ def run(
     refuse_unread(context, unread_by_run(of_app_folder=is_app, engine=engine, is_remote=bool(superlink),
                                          keeps_checkpoints=bool(checkpoint_folder)))
     require_count("--workers", workers, 0, MAX_WORKERS)
+    from socflower.cluster.cluster_file import MOST_SOCS
+
     require_count("--nodes", nodes, 1, MOST_SOCS)
     if is_app:
         _run_app_folder(scenario, cluster, out, nodes, training_flops, set_ or [], workers, as_json)
@@ -127,8 +129,10 @@ def _run_app_folder(
         print_app_result(OUT, result, target)
 
 
-def print_result(console: Console, scenario: Scenario, result: Mapping[str, Any], out: Path) -> None:
+def print_result(console: Console, scenario: "Scenario", result: Mapping[str, Any], out: Path) -> None:
     """Print one run: the question, the results, the claims."""
+    from socflower.scenario.priced_processors import priced_line
+
     print_question(console, scenario)
     table = Table("", f"{result['strategy']} on {result['engine']}", show_header=True, header_style="bold")
     table.add_row("accuracy", percent(result["final_accuracy"]))

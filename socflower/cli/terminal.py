@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -21,7 +21,9 @@ from rich.table import Column
 
 from socflower.cli.process import prints_to_stderr
 from socflower.quantities import human_joules, human_seconds, percent
-from socflower.scenario.schema.config import Scenario
+
+if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
+    from socflower.scenario.schema.config import Scenario
 
 OUT = Console()
 ERR = Console(stderr=True)
@@ -84,7 +86,7 @@ def progress_state(entry: Mapping[str, Any], width: int) -> str:
     return f"accuracy {accuracy}  {virtual_s} virtual  {human_joules(entry['energy_j'])}"
 
 
-def print_question(console: Console, scenario: Scenario) -> None:
+def print_question(console: Console, scenario: "Scenario") -> None:
     """Print a scenario's question, if it has one."""
     if scenario.question:
         console.print(f"[italic]{escape(scenario.question)}[/]")
