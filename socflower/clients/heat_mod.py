@@ -11,7 +11,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from logging import INFO
 from threading import Event, Thread
@@ -89,8 +89,8 @@ def heat_mod(
                   read_timeout_s=read_timeout_s)
     if isinstance(shrink_keys, str):
         raise ConfigError(f"heat_mod: shrink_keys = {shrink_keys!r} is one text; give a list, [{shrink_keys!r}]")
-    return _HeatMod(source, limits, shrink_keys=tuple(shrink_keys), sample_interval_s=sample_interval_s,
-                    poll_interval_s=poll_interval_s, read_timeout_s=read_timeout_s, sleep=sleep, clock=clock)
+    return _HeatMod(source, limits, tuple(shrink_keys), sample_interval_s, poll_interval_s, read_timeout_s, sleep,
+                    clock)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,16 +102,17 @@ class _HeatCheck:
     notes: tuple[str, ...]  # about a stuck sensor
 
 
+@dataclass(frozen=True, eq=False)
 class _HeatMod:
-    def __init__(
-        self, source: HeatSource | SourceFn | None, limits: HeatLimits, *, shrink_keys: tuple[str, ...],
-        sample_interval_s: float, poll_interval_s: float, read_timeout_s: float, sleep: Callable[[float], object],
-        clock: Callable[[], float],
-    ) -> None:
-        self._source, self._limits, self._shrink_keys = source, limits, shrink_keys
-        self._sample_interval_s, self._poll_interval_s = sample_interval_s, poll_interval_s
-        self._read_timeout_s, self._sleep, self._clock = read_timeout_s, sleep, clock
-        self._careful: dict[int | None, GuardedSource] = {}  # by node, or one for all
+    source: HeatSource | SourceFn | None
+    limits: HeatLimits
+    shrink_keys: tuple[str, ...]
+    sample_interval_s: float
+    poll_interval_s: float
+    read_timeout_s: float
+    sleep: Callable[[float], object]
+    clock: Callable[[], float]
+    sources: dict[int | None, GuardedSource] = field(default_factory=dict)  # by node, or one for all
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         category = message.metadata.message_type.partition(".")[0]
@@ -129,14 +130,14 @@ class _HeatMod:
         if trains and not alone and check.refusal is not None:
             log(INFO, "heat mod: leaves its group, %s", check.refusal)
             message = _with_departure(message, context)
-        share = self._limits.share(check.reading)
+        share = self.limits.share(check.reading)
         if alone and share < 1.0:
-            message = _with_reduced_work(message, self._shrink_keys, share)
+            message = _with_reduced_work(message, self.shrink_keys, share)
         with _limited_threads(share if alone else 1.0) as thread_share:
             timing = _timing(context)
-            guard = HeatGuard(careful, self._limits, check.reading, timing=timing, thread_share=thread_share,
-                              poll_interval_s=self._poll_interval_s, sleep=self._sleep, clock=self._clock)
-            with guarding(guard), _sampled(guard, self._sample_interval_s), _pauses_between_steps(alone):
+            guard = HeatGuard(careful, self.limits, check.reading, timing=timing, thread_share=thread_share,
+                              poll_interval_s=self.poll_interval_s, sleep=self.sleep, clock=self.clock)
+            with guarding(guard), _sampled(guard, self.sample_interval_s), _pauses_between_steps(alone):
                 reply = call_next(message, context)
         guard.final_poll()
         _keep_timing(context, timing)
@@ -148,43 +149,43 @@ class _HeatMod:
         return reply
 
     def _careful_source(self, context: Context) -> GuardedSource:
-        source = self._source
+        source = self.source
         of_node = source is not None and not hasattr(source, "read")
         key = context.node_id if of_node else None
-        if key not in self._careful:
+        if key not in self.sources:
             def make() -> HeatSource:
                 return _prepared(cast(SourceFn, source)(context) if of_node else cast(HeatSource | None, source))
 
-            self._careful[key] = GuardedSource(make, timeout_s=self._read_timeout_s, clock=self._clock)
-        return self._careful[key]
+            self.sources[key] = GuardedSource(make, timeout_s=self.read_timeout_s, clock=self.clock)
+        return self.sources[key]
 
     def _hold(self, check: _HeatCheck, careful: GuardedSource, context: Context) -> tuple[_HeatCheck, float]:
         """Repeat the check until the device may train or `max_pause_s` are over; return the seconds held too."""
-        began_s, slept_s = self._clock(), 0.0
+        began_s, slept_s = self.clock(), 0.0
         while True:
-            held_s = max(slept_s, self._clock() - began_s)  # ends also if the clock does not advance
-            left_s = self._limits.max_pause_s - held_s
+            held_s = max(slept_s, self.clock() - began_s)  # ends also if the clock does not advance
+            left_s = self.limits.max_pause_s - held_s
             if check.refusal is None or left_s <= 0.0:
                 return check, held_s
-            wait_s = min(left_s, self._poll_interval_s)
-            self._sleep(wait_s)
+            wait_s = min(left_s, self.poll_interval_s)
+            self.sleep(wait_s)
             slept_s += wait_s
             check = self._check_heat(careful, context)
 
     def _check_heat(self, careful: GuardedSource, context: Context) -> _HeatCheck:
         """Read the device, and record in its node's state whether it is paused because of heat."""
-        reading, now_s = careful.read(), self._clock()
+        reading, now_s = careful.read(), self.clock()
         record = context.state.config_records.get(_PAUSE)
         before = None if record is None else decode(Pause, record, "heat pause")
-        pause = next_pause(self._limits, before, reading, now_s)
+        pause = next_pause(self.limits, before, reading, now_s)
         context.state.pop(_PAUSE, None)
         if pause is not None:
             context.state[_PAUSE] = ConfigRecord(encode(pause))
-        stuck = pause is not None and pause.stuck(self._limits, now_s)
+        stuck = pause is not None and pause.stuck(self.limits, now_s)
         notes = (f"temperature stays at exactly {reading.temperature_c:g} °C while the device rests: its sensor is "
                  "taken for stuck",) if stuck else ()
         return _HeatCheck(reading=reading, notes=notes,
-                        refusal=self._limits.refusal(reading, rests=pause is not None and not stuck))
+                        refusal=self.limits.refusal(reading, rests=pause is not None and not stuck))
 
 
 class LocalSensors:

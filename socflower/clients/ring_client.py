@@ -3,7 +3,8 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -39,38 +40,21 @@ from socflower.workloads import LabelledData
 _COMPRESSION_STATE, _KEPT_MODEL = "socflower-compression", "socflower-model"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemberTraining:
-    """One member's training, from a TRAIN message and the arguments of the ClientApp."""
-
-    group: GroupTask
-    ring: RingTask
-    model: nn.Module
-    has_model: bool
-    data: LabelledData
-    trainer: Trainer
-    state: bytes | None
-    departs_at: int | None = None
-    ledger: Path | None = None  # file to which every applied step is appended as a line of JSON
-
-    def run(self, context: Context, server_round: int) -> MemberResult:
-        """Open this node's ring port and train."""
-        node = _require_ring(context)
-        kept = context.state.config_records.get(_COMPRESSION_STATE)
-        with preempt_switch(context.node_config) as switch:
-            port = open_port(node, self.group, self.ring)
-            try:
-                end = RingMember(
-                    model=self.model, has_model=self.has_model, data=self.data, group=self.group, ring=self.ring,
-                    trainer=self.trainer, port=port, switch=switch, state=self.state,
-                    compression_state=cast(bytes, kept["state"]) if kept else None, departs_at=self.departs_at,
-                    on_step=_ledger(self.ledger, server_round),
-                ).train()
-            finally:
-                port.close()
-        if end.compression:
-            context.state[_COMPRESSION_STATE] = ConfigRecord({"state": end.compression})
-        return end
+def train_member(
+    context: Context, group: GroupTask, ring: RingTask, *, model: nn.Module, has_model: bool, data: LabelledData,
+    trainer: Trainer, state: bytes | None, departs_at: int | None, on_step: Callable[[AppliedStep], None],
+) -> MemberResult:
+    """Open this node's ring port and train as one member, with the arguments of `RingMember`."""
+    node = _require_ring(context)
+    kept = context.state.config_records.get(_COMPRESSION_STATE)
+    with preempt_switch(context.node_config) as switch, closing(open_port(node, group, ring)) as port:
+        end = RingMember(
+            model=model, has_model=has_model, data=data, group=group, ring=ring, trainer=trainer, port=port,
+            switch=switch, state=state, compression_state=cast(bytes, kept["state"]) if kept else None,
+            departs_at=departs_at, on_step=on_step).train()
+    if end.compression:
+        context.state[_COMPRESSION_STATE] = ConfigRecord({"state": end.compression})
+    return end
 
 
 def open_port(node: RingNode, group: GroupTask, ring: RingTask) -> RingPort:
@@ -130,7 +114,8 @@ def _require_ring(context: Context) -> RingNode:
     return node
 
 
-def _ledger(path: Path | None, server_round: int) -> Callable[[AppliedStep], None]:
+def step_ledger(path: Path | None, server_round: int) -> Callable[[AppliedStep], None]:
+    """Return a function that appends a step to a file as a line of JSON; without a file it does nothing."""
     if path is None:
         return lambda step: None
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -187,27 +187,24 @@ class _MemberSession:
 
     def _form_ring(self) -> None:
         switch = self._member.switch
-        standing = MemberState(num_steps=self._num_steps, has_model=self._has_model, optimizer=self._optimizer_digest())
+        state = self._current_state()
+        standing = MemberState(num_steps=self._num_steps, has_model=self._has_model,
+                               optimizer=hashlib.sha256(state).hexdigest() if state else "")
         generation = self._membership.form(standing, switch.raise_if_active)
         transport = self._ring.transport.partition("+")[0]  # the port itself knows whether it has TLS
         self._collective = open_ring(transport, self._port, generation.members, generation.number,
                                      self._ring.heartbeat_s)
         self._members = generation.members
         if not self._group.reshuffle:
-            self._schedule = BatchSchedule(self._group, self._sizes())
+            reports = self._collective.all_gather(str(len(self._member.data)).encode(), self._poll)
+            sizes = dict(zip(self._members, map(int, reports), strict=True))  # 0 for members that are lost
+            self._schedule = BatchSchedule(self._group, [sizes.get(member, 0) for member in self._group.partitions])
         if self._balance is not None:
             self._balance.synchronise(self._collective, self._poll)
         self._synchronise_state(generation)
         if self._lost_at_s is not None:
             self._recoveries_s.append(time.monotonic() - self._lost_at_s)
             self._lost_at_s = None
-
-    def _sizes(self) -> list[int]:
-        """Return the number of samples of each member of the group; 0 for those that are lost."""
-        assert self._collective is not None
-        reports = self._collective.all_gather(str(len(self._member.data)).encode(), self._poll)
-        sizes = dict(zip(self._members, map(int, reports), strict=True))
-        return [sizes.get(participant, 0) for participant in self._group.partitions]
 
     def _synchronise_state(self, generation: Generation) -> None:
         """Adopt the state of the generation's source: its weights, optimiser and number of steps.
@@ -217,7 +214,9 @@ class _MemberSession:
         """
         is_behind = generation.num_steps != self._num_steps or not self._has_model
         if self._pending_step is not None and generation.num_steps == self._num_steps:
-            self._undo_pending_step()
+            snapshot, _, _ = self._pending_step  # the step is repeated
+            snapshot.restore(self._model)
+            self._pending_step = None
         weights = None if generation.same_model else self._broadcast_from(
             generation.source, lambda: _to_bytes(_common_tensors(self._model, self._num_steps)))
         state = None if generation.same_optimizer else self._broadcast_from(
@@ -226,8 +225,12 @@ class _MemberSession:
         # weights and optimiser, that member would appear to have applied the step, and the step would be lost.
         if weights is not None and generation.source != self._ring.participant:
             _load_bytes(_common_tensors(self._model, generation.num_steps), weights)
-        if self._pending_step is not None:
-            self._adopt_pending_step()
+        if self._pending_step is not None:  # the others have applied this step
+            _, own, loss = self._pending_step
+            self._pending_step = None
+            if self._compression is not None:
+                self._compression.finish_step()
+            self._record_step(own, loss, adopted=True)
         if state is not None and generation.optimizer_source != self._ring.participant:
             self._state = state or None
             self._drop_session()
@@ -243,22 +246,6 @@ class _MemberSession:
         assert self._collective is not None
         return self._collective.broadcast(make() if participant == self._ring.participant else None,
                                           self._members.index(participant), self._poll)
-
-    def _undo_pending_step(self) -> None:
-        """Undo the changes of a step's passes, before it is repeated."""
-        assert self._pending_step is not None
-        snapshot, _, _ = self._pending_step
-        self._pending_step = None
-        snapshot.restore(self._model)
-
-    def _adopt_pending_step(self) -> None:
-        """Record a step that the others have applied."""
-        assert self._pending_step is not None
-        _, own, loss = self._pending_step
-        self._pending_step = None
-        if self._compression is not None:
-            self._compression.finish_step()
-        self._record_step(own, loss, adopted=True)
 
     def _start_session(self) -> ExchangingSession:
         group, position = self._group, self._group.partitions.index(self._ring.participant)
@@ -281,10 +268,6 @@ class _MemberSession:
             self._hooks = [module.register_forward_pre_hook(lambda module, inputs: self._poll())
                            for module in self._model.modules() if not any(True for _ in module.children())]
         return session
-
-    def _optimizer_digest(self) -> str:
-        state = self._current_state()
-        return hashlib.sha256(state).hexdigest() if state else ""
 
     def _current_state(self) -> bytes | None:
         return self._state if self._session is None else self._session.state()

@@ -14,7 +14,7 @@ from socflower.clients.split.remote_cloud import front_plan
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, close_session, fetch_weights, open_session
 from socflower.edgecloud.cloud.session import CloudHalf, HostedFront, SessionFactory, SessionTerms
 from socflower.edgecloud.halves import Weights
-from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram, without_prefix
+from socflower.edgecloud.program import Arrays, SplitProgram, without_prefix
 from socflower.edgecloud.samples import Samples
 from socflower.edgecloud.stream.credentials import new_token
 from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
@@ -46,17 +46,19 @@ def session_factory(
         task = SplitTask.decode(terms.settings[_TASK])
         own = program.starting_at(task.session_first)
         if not task.reverse:
-            back = own.back(task.cuts[0])
-            _load(back, weights)
-            return back.half
+            back = own.back(task.cuts[0]).half
+            if weights:
+                back.load(weights)
+            return back
         if samples_fn is None:
             raise ConfigError(f"run {terms.run_id}: a reverse split, and this cloud knows nothing of its samples; give "
                               "session_factory samples_fn")
         party = task.parties[0]
         batches = party_batches(task, party, samples_fn(party, task.num_parties), first=task.session_first)
-        front = own.front(party, task.cuts[0], batches)
-        _load(front, weights)
-        return HostedFront(half=front.half, plan=front_plan(task, settings or SplitSettings()))
+        front = own.front(party, task.cuts[0], batches).half
+        if weights:
+            front.load(weights)
+        return HostedFront(half=front, plan=front_plan(task, settings or SplitSettings()))
 
     return make
 
@@ -73,25 +75,21 @@ class CloudClient:
                  patience_s: float = 60.0) -> None:
         self._operator, self._program, self._patience_s = operator, program, patience_s
         self._address = address or operator.address
-        self._name = name or f"run-{secrets.token_hex(4)}"
+        self.name = name or f"run-{secrets.token_hex(4)}"
         self._open: dict[str, SplitTask] = {}
-
-    @property
-    def name(self) -> str:
-        """The prefix of the sessions' names."""
-        return self._name
 
     def open(self, task: SplitTask, weights: Arrays) -> SplitTask:
         """Prepare the cloud's half for a task's parties; see `CloudSessions.open`.
 
         A session that missed batches, because the edge trained them alone, is restarted too.
         """
-        run = self._name if task.mode in (JOINED, TURNS) else f"{self._name}-{task.parties[0]}"
+        run = self.name if task.mode in (JOINED, TURNS) else f"{self.name}-{task.parties[0]}"
         known = self._open.get(run)
         averaged = task.mode == OWN and task.num_parties > 1
         if known is not None and (known.first_batch == task.first_batch or (
                 not averaged and known.first_batch + known.num_batches == task.first_batch)):
-            self._open[run] = _with_session_of(task, known)
+            self._open[run] = replace(task, address=known.address, run=known.run, token=known.token,
+                                      session_first=known.session_first)
             return self._open[run]
         token = new_token()
         opened = replace(task, address=self._address, run=run, token=token, session_first=task.first_batch)
@@ -134,12 +132,3 @@ class CloudClient:
                 if time.monotonic() + _PAUSE_S > deadline_s:
                     raise
                 time.sleep(_PAUSE_S)
-
-
-def _load(half: PlacedHalf[Any], weights: Weights) -> None:
-    if weights:
-        half.half.load(weights)
-
-
-def _with_session_of(task: SplitTask, known: SplitTask) -> SplitTask:
-    return replace(task, address=known.address, run=known.run, token=known.token, session_first=known.session_first)

@@ -1,6 +1,5 @@
 """A session: the cloud's half of one run, the edges that train with it, and the checkpoint they all continue from."""
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -328,9 +327,7 @@ def _batches(checkpoints: list[Checkpoint]) -> str:
 
 def terms_to_document(terms: SessionTerms) -> dict[str, Any]:
     """Return the terms as a JSON object; `terms_from_document` reads it."""
-    return {"run_id": terms.run_id, "token_digest": terms.token_digest.hex(), "fingerprint": terms.fingerprint,
-            "num_parties": terms.num_parties, "joined": terms.joined, "reverse": terms.reverse,
-            "settings": json.loads(json.dumps(dict(terms.settings)))}
+    return {**asdict(terms), "token_digest": terms.token_digest.hex(), "settings": dict(terms.settings)}
 
 
 def terms_from_document(document: Mapping[str, Any]) -> SessionTerms:
