@@ -1,6 +1,5 @@
 """Both halves of a split training in one process: real gradients, in the order of the simulated schedule."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -15,6 +14,7 @@ from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front import TorchFront
+from socflower.edgecloud.runtime.half_state import mean_loss
 from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.samples import BatchOrder, PartyBatches, Samples
 from socflower.errors import ConfigError
@@ -97,10 +97,9 @@ def train_in_process(
         joined=task.mode == JOINED, coding=settings.coding(task.gradient_bits))
     if resumed:
         state.save([half.half.save() for half in resumed], [cut_of(front) for front in fronts])
-    losses = [loss for report in reports for loss in report.losses.values()]
-    return SpanOutcome(arrays=_full_model(task, fronts, backs, batches), mean_loss=math.fsum(losses) / len(losses),
-                       num_samples=sum(_num_samples(task, each)
-                                       for each in (batches[:1] if task.mode == JOINED else batches)), events=events)
+    return SpanOutcome(
+        arrays=_full_model(task, fronts, backs, batches), mean_loss=mean_loss(*reports), events=events,
+        num_samples=sum(num_samples(task, each) for each in (batches[:1] if task.mode == JOINED else batches)))
 
 
 def party_batches(task: SplitTask, party: int, samples: Samples, *, first: int = 0) -> PartyBatches:
@@ -133,11 +132,6 @@ def resume(halves: Sequence[PlacedHalf[Any]], state: SplitState) -> tuple[str, .
     return ()
 
 
-def batch_range(task: SplitTask) -> range:
-    """Return the batches of a task, counted from the start of training."""
-    return range(task.first_batch, task.first_batch + task.num_batches)
-
-
 def cut_of(half: PlacedHalf[Any]) -> int:
     """Return a half's cut, as encoded in tasks."""
     return EDGE_ALONE if half.half.cut == half.half.all_layers_cut else half.half.cut
@@ -163,7 +157,7 @@ def _full_model(
     """Return the whole model: joined parties each have a part; parties that take turns are averaged (F8)."""
     parts = [front.arrays() for front in fronts]
     if task.mode != JOINED:
-        parts = [weighted_average(parts, [float(_num_samples(task, each)) for each in batches])]
+        parts = [weighted_average(parts, [float(num_samples(task, each)) for each in batches])]
     return {name: array for half in (*(back.arrays() for back in backs), *parts) for name, array in half.items()}
 
 
@@ -173,6 +167,7 @@ def _renumbered_actions(task: SplitTask) -> list[Action]:
     return [replace(action, party=place[action.party]) for action in decode_actions(task.actions)]
 
 
-def _num_samples(task: SplitTask, batches: PartyBatches) -> int:
+def num_samples(task: SplitTask, batches: PartyBatches) -> int:
     """Return how many samples a party trains on in the task's span."""
-    return sum(len(batches.order.rows(batch)) for batch in batch_range(task))
+    return sum(len(batches.order.rows(batch))
+               for batch in range(task.first_batch, task.first_batch + task.num_batches))

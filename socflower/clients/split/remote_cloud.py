@@ -11,7 +11,7 @@ from flwr.app import Context
 from socflower.clients.split.in_process import (
     SpanOutcome,
     SplitSettings,
-    batch_range,
+    num_samples,
     party_batches,
     resume,
     resumed_halves,
@@ -23,8 +23,8 @@ from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.timeline_servers import Decider
 from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
-from socflower.edgecloud.runtime.front_loop import FrontPlan, MeasuredDecider, mean_loss
-from socflower.edgecloud.runtime.half_state import LoopReport
+from socflower.edgecloud.runtime.front_loop import FrontPlan, MeasuredDecider
+from socflower.edgecloud.runtime.half_state import LoopReport, mean_loss
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
 from socflower.edgecloud.samples import Samples
 from socflower.errors import ConfigError
@@ -103,7 +103,7 @@ def train_with_cloud(
         state.save([one.half.save() for one in resumed], [half.half.cut])
     return SpanOutcome(
         arrays=half.arrays(), mean_loss=mean_loss(report), report=_report(report, half.half.cut, task, events),
-        num_samples=sum(len(batches.order.rows(batch)) for batch in batch_range(task)))
+        num_samples=num_samples(task, batches))
 
 
 def front_plan(task: SplitTask, settings: SplitSettings, link: CloudLink | None = None) -> FrontPlan:

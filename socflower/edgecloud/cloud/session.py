@@ -148,10 +148,9 @@ class CloudSession:
             raise SplitRefused(f"run {terms.run_id}: there is no party {hello.party} among {terms.num_parties}; "
                                "parties count from 0")
         if hello.front == terms.reverse:
-            there, here = ("front", "front") if hello.front else ("back", "back")
-            raise SplitRefused(f"run {terms.run_id}: the edge has the {there} half, and so has the cloud, whose "
-                               f"session was opened {'reversed' if here == 'front' else 'as an ordinary split'}; give "
-                               "them one each")
+            side, opened = ("front", "reversed") if hello.front else ("back", "as an ordinary split")
+            raise SplitRefused(f"run {terms.run_id}: the edge has the {side} half, and so has the cloud, whose session "
+                               f"was opened {opened}; give them one each")
         if hello.first_batch + hello.num_batches > _LARGEST_BATCH:
             raise SplitRefused(f"run {terms.run_id}: a span up to batch {hello.first_batch + hello.num_batches}")
 

@@ -1,6 +1,5 @@
 """Drives a front half: forward passes within the window, gradients as they arrive, moves of the cut, checkpoints."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from socflower.edgecloud.links.bandwidth_profile import LinkRates
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.timeline_servers import Decider
 from socflower.edgecloud.runtime.feature_path import EXACT, FeatureCoding, FeatureSender
-from socflower.edgecloud.runtime.half_state import HalfState, LoopReport, Move
+from socflower.edgecloud.runtime.half_state import HalfState, Move
 from socflower.edgecloud.runtime.replay_window import ReplayWindow
 from socflower.edgecloud.stream.failures import SplitRefused
 from socflower.edgecloud.stream.frame_channel import FrameChannel, Transfer
@@ -257,8 +256,3 @@ class FrontLoop:
     def _unexpected(self, message: Message, wanted: str) -> SplitRefused:
         return SplitRefused(f"{self._channel.peer} sends a {type(message).__name__.lower()} where {wanted} is next; "
                             "see that both run the same version")
-
-
-def mean_loss(report: LoopReport) -> float:
-    """Return the mean over the batches of a report; NaN without any."""
-    return math.fsum(report.losses.values()) / len(report.losses) if report.losses else math.nan

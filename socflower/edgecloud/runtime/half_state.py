@@ -1,5 +1,6 @@
 """One side of a split training over a network: its half, from where it can go on, and the report of its span."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,6 +51,12 @@ class LoopReport(Traffic):
             yield
         finally:
             setattr(self, what, getattr(self, what) + time.monotonic() - began_s)
+
+
+def mean_loss(*reports: LoopReport) -> float:
+    """Return the mean loss over the batches of all reports; NaN without any."""
+    losses = [loss for report in reports for loss in report.losses.values()]
+    return math.fsum(losses) / len(losses) if losses else math.nan
 
 
 class HalfState(Generic[HalfT]):

@@ -371,5 +371,5 @@ def test_a_cut_that_moves_by_a_decision_gives_the_weights_of_local_training() ->
 
 
 def test_plain_text_to_a_cloud_far_away_is_refused_before_it_is_dialled() -> None:
-    with pytest.raises(ConfigError, match="is not private, and there is no TLS"):
+    with pytest.raises(ConfigError, match="is not private and there is no TLS"):
         CloudClient(CloudOperator(address="8.8.8.8:1", token=new_token()), layered())

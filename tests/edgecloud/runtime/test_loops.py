@@ -12,8 +12,8 @@ from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.back_loop import BackLoop
 from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, SavedHalf, common_checkpoint
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
-from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan, mean_loss
-from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
+from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
+from socflower.edgecloud.runtime.half_state import HalfState, LoopReport, mean_loss
 from socflower.edgecloud.stream.failures import SplitRefused
 from socflower.edgecloud.stream.frame_channel import FrameChannel
 from socflower.edgecloud.stream.frames import Gradient, Limits, Mark
