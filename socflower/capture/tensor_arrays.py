@@ -1,6 +1,6 @@
 """Conversion between tensors and the NumPy arrays that are sent, in the memory layout that the layers expect."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,11 +32,6 @@ def to_tensor(array: NDArray[Any], device: torch.device, layout: Sequence[int] =
         return tensor
     inverse = sorted(range(len(layout)), key=lambda place: layout[place])
     return tensor.permute(*layout).contiguous().permute(*inverse)
-
-
-def to_tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
-    """Return copies of arrays as tensors."""
-    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:

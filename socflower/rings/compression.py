@@ -12,10 +12,9 @@ All members get the same bits. A value that cannot be sent as a finite number be
 divergence is detected.
 """
 
-import io
 import math
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,8 +25,8 @@ from socflower.rings.collective import Collective, Poll, no_poll
 from socflower.wire.codecs.quantisation import half_exponent, pack_lanes, unpack_lanes
 from socflower.wire.codecs.top_k import decode_values, encode_values, encoded_bytes, largest
 from socflower.wire.message_keys import COMPRESSIONS
+from socflower.wire.saved_state import from_bytes, to_bytes
 
-_STATE_SCHEMA = 1
 _WARM_UP_FACTOR = 4  # of deep gradient compression
 # Of an int8 lane's ±127: one level is reserved for float32 rounding errors in steps and quotients.
 _LEVELS = 126
@@ -91,19 +90,21 @@ class GradientCompression(ABC):
         A ring all-reduce sends 2(n-1)/n of the buffer, an all-gather n-1 payloads; headers are not counted.
         """
 
+    @property
+    def _kind(self) -> str:
+        return f"residuals of gradient compression {self.name!r}"
+
     def state(self) -> bytes:
         """Return the residuals, to be restored later."""
-        stream = io.BytesIO()
-        torch.save({"schema": _STATE_SCHEMA, "name": self.name, "kept": self._kept}, stream)
-        return stream.getvalue()
+        return to_bytes(self._kind, {}, {f"{bucket} {index}": tensor.numpy() for bucket, tensors in self._kept.items()
+                                         for index, tensor in enumerate(tensors)})
 
     def restore(self, state: bytes) -> None:
-        """Restore what `state` returned; `ConfigError` if it is from another compression."""
-        saved: dict[str, Any] = torch.load(io.BytesIO(state), weights_only=True)
-        if (saved["schema"], saved["name"]) != (_STATE_SCHEMA, self.name):
-            raise ConfigError(f"gradient compression: the saved state is of {saved['name']!r}, not of {self.name!r}; "
-                              "continue with the same compression, or start a new training")
-        self._kept = saved["kept"]
+        """Restore what `state` returned; `ConfigError` if it is damaged or from another compression."""
+        self._kept = {}
+        for name, array in from_bytes(self._kind, state)[1].items():
+            bucket = int(name.partition(" ")[0])
+            self._kept[bucket] = (*self._kept.get(bucket, ()), torch.from_numpy(array))
         self._pending = {}
 
     def _residuals(self, bucket: int, gradient: Tensor, num_tensors: int) -> tuple[Tensor, ...]:

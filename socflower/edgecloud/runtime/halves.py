@@ -1,6 +1,5 @@
 """The common part of both halves of a torch model: layers that are added and removed with the cut, and saving."""
 
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -12,15 +11,16 @@ from torch import nn
 from socflower.capture.cut_points import SplitModel
 from socflower.capture.graph import CAPTURE_LOCK
 from socflower.capture.halves import random_streams
-from socflower.capture.tensor_arrays import to_array, to_tensor, to_tensors
+from socflower.capture.tensor_arrays import to_array, to_tensor
 from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.runtime.half_optimizer import SEPARATOR, HalfOptimizer, OptimizerFactory, Schedule
 from socflower.errors import ConfigError
+from socflower.wire.saved_state import from_bytes, to_bytes
 
 Loss: TypeAlias = Callable[[Any, torch.Tensor], torch.Tensor]
 """A function of outputs and targets that returns one number, the mean over the batch."""
 
-_FORMAT = 1
+_STATE = "half of a split model"
 
 
 class TorchHalf:
@@ -114,40 +114,30 @@ class TorchHalf:
         Learning rates follow from batch numbers and random numbers from the seed, so neither is saved. Raises
         ConfigError while a batch with a kept graph is in flight.
         """
-        content = {
-            "format": _FORMAT, "side": self._side, "fingerprint": self._split.fingerprint(), "cut": self._cut,
-            "tensors": to_tensors(self.weights()), "optimizer": to_tensors(self._optimizer.state()),
-            "progress": self._progress(),
-        }
-        buffer = io.BytesIO()
-        torch.save(content, buffer)
-        return buffer.getvalue()
+        header = {"side": self._side, "fingerprint": self._split.fingerprint(), "cut": self._cut,
+                  "progress": self._progress()}
+        return to_bytes(_STATE, header, {**{f"weight {name}": array for name, array in self.weights().items()},
+                                         **{f"state {key}": array for key, array in self._optimizer.state().items()}})
 
     def restore(self, saved: bytes) -> None:
         """Restore what `save` returned; `ConfigError`, with nothing changed, for another half or model."""
         name = self._split.name
-        try:
-            content = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
-            known = isinstance(content, dict) and content.get("format") == _FORMAT
-        except Exception as error:  # torch.load raises many types of errors for a damaged file
-            raise ConfigError(f"model {name}: the saved half cannot be read ({type(error).__name__}); it is damaged "
-                              "or was not written by save()") from error
-        if not known:
-            raise ConfigError(f"model {name}: the saved half is of another format than {_FORMAT}; save it anew")
+        content, stored = from_bytes(_STATE, saved)
         if (content["side"], content["fingerprint"]) != (self._side, self._split.fingerprint()):
             raise ConfigError(f"model {name}: saved is the {content['side']} half of model "
                               f"{content['fingerprint'][:12]}, this is the {self._side} half of "
                               f"{self._split.fingerprint()[:12]}")
         cut = int(content["cut"])
         self._split.check(cut)
-        arrays = {key: tensor.numpy() for key, tensor in content["tensors"].items()}
+        arrays, state = ({key.removeprefix(prefix): array for key, array in stored.items() if key.startswith(prefix)}
+                         for prefix in ("weight ", "state "))
         own = self._names(cut)
         self._check_tensors(arrays, own)
         self._release_tensors(set(self._tensors) - set(own))
         for key in own:
             self._fill(key, arrays[key])
         self._optimizer.set_weights({})  # discards the previous state
-        self._move_to(cut, {key: tensor.numpy() for key, tensor in content["optimizer"].items()})
+        self._move_to(cut, state)
         self._resume(content["progress"])
 
     def _require_idle(self) -> None:
