@@ -10,7 +10,7 @@ import inspect
 import operator
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -151,11 +151,9 @@ def capture(model: nn.Module, example: Example, *, name: str = "", leaves: Set[s
             raise ConfigError(f"model {name}: takes {len(inputs)} inputs ({', '.join(inputs)}); it must take one "
                               "tensor")
         operations = _observed(model, nodes, samples, name)
-        model.eval()
-        try:
+        evaluation: tuple[fx.Node, ...] = ()
+        with in_mode(model, training=False), suppress(CaptureFailed):
             evaluation = tuple(_follow(model, name, leaves).nodes)
-        except CaptureFailed:
-            evaluation = ()
     return ModelGraph(name=name, operations=operations, evaluation=evaluation)
 
 
@@ -181,20 +179,31 @@ def require_batch(example: torch.Tensor, name: str) -> None:
 
 
 @contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Context in which a model is in training or evaluation mode; the mode of every submodule is restored at exit.
+
+    Of every submodule, because a frozen BatchNorm stays in evaluation mode inside a model that trains.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
 def training_mode_pass(model: nn.Module) -> Iterator[None]:
     """Context in which the model is in training mode; modes, buffers and random state are restored at exit."""
-    modes = {module: module.training for module in model.modules()}
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     cuda = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
-    model.train()
-    with forked_generator(cuda=cuda), torch.no_grad():
+    with in_mode(model, training=True), forked_generator(cuda=cuda), torch.no_grad():
         try:
             yield
         finally:
             for buffer, value in buffers.items():
                 buffer.copy_(value)
-            for module, mode in modes.items():
-                module.training = mode
 
 
 def refused_samples(name: str, samples: torch.Tensor, error: Exception) -> ConfigError:

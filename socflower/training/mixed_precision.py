@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from socflower.capture.graph import in_mode
 from socflower.capture.random_state import forked_generator
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision import Int8Backend, NativeInt8Backend
@@ -238,12 +239,8 @@ class MixedPrecisionSession:
         held_out = self._trainer.held_out
         inputs = torch.cat([inputs for inputs, _ in parts]) if held_out is None else held_out
         self._backend.load_weights(self._weights(with_statistics=True), seed=self._seed)
-        modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
-        with torch.no_grad():
+        with in_mode(self._model, training=False), torch.no_grad():
             fp32 = self._model(inputs).numpy()
-        for module, training in modes:
-            module.training = training
         return confidence(fp32, self._backend.predict(_images(inputs)))
 
     def _measure_ratio(self, parts: Sequence[Part]) -> ThroughputRatio:

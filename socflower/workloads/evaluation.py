@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from socflower.capture.graph import in_mode
 from socflower.errors import ConfigError, require_range
 from socflower.workloads.dataset import LabelledData
 
@@ -30,19 +31,12 @@ def evaluate(model: nn.Module, data: LabelledData, batch_size: int = 500) -> Eva
     require_range("evaluation", least=1, batch_size=batch_size)
     first_weight = next(model.parameters(), None)
     device = first_weight.device if first_weight is not None else torch.device("cpu")
-    # Per submodule, because a frozen BatchNorm stays in evaluation mode inside a model that trains.
-    modes = [(module, module.training) for module in model.modules()]
     num_correct, summed_loss = 0, 0.0
-    model.eval()
-    try:
-        with torch.inference_mode():
-            for start in range(0, len(data), batch_size):
-                inputs, labels = data.batch(torch.arange(start, min(start + batch_size, len(data))))
-                inputs, labels = inputs.to(device), labels.to(device)
-                logits = model(inputs)
-                summed_loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
-                num_correct += int((logits.argmax(dim=1) == labels).sum())
-    finally:
-        for module, training in modes:
-            module.training = training
+    with in_mode(model, training=False), torch.inference_mode():
+        for start in range(0, len(data), batch_size):
+            inputs, labels = data.batch(torch.arange(start, min(start + batch_size, len(data))))
+            inputs, labels = inputs.to(device), labels.to(device)
+            logits = model(inputs)
+            summed_loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
+            num_correct += int((logits.argmax(dim=1) == labels).sum())
     return Evaluation(num_correct / len(data), summed_loss / len(data), len(data))

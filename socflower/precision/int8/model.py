@@ -18,20 +18,23 @@ import numpy.typing as npt
 
 from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.precision.algorithm import NITI, Fp32Update, IntegerUpdate, TrainingAlgorithm
+from socflower.precision.algorithm import NITI, BackwardRule, Fp32Update, IntegerUpdate, TrainingAlgorithm
 from socflower.precision.int8 import saving
 from socflower.precision.int8.fixed_point import exponent_for
-from socflower.precision.int8.loss import mean_cross_entropy, real_logits, write_logits_gradient
 from socflower.precision.int8.network import Convolution, Dropout, Graph, Shape
 from socflower.precision.int8.operators import Step
 from socflower.precision.int8.parameters import Parameters, Vector, Weight, export_parameters, import_parameters
 from socflower.precision.int8.program import Fp32Factory, Program
 from socflower.precision.int8.region_cache import RegionCache
-from socflower.precision.int8.requantisation import MAX_EXPONENT
+from socflower.precision.int8.requantisation import MAX_EXPONENT, Int8Array
 from socflower.precision.int8.rescaling import RescalingPolicy, ScaleTracker
 
 if TYPE_CHECKING:
     import torch
+
+
+GRADIENT_EXPONENT = -7
+"""softmax - one-hot lies in [-1, 1]; it is kept in units of 2^-7."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +82,7 @@ class Int8Model:
         self.graph, self.algorithm, self.settings = graph, algorithm, settings
         self.parameters = parameters
         try:
-            self._engine = _int8.Engine(settings.num_threads, list(settings.cores), settings.kernel)
+            self.engine = _int8.Engine(settings.num_threads, list(settings.cores), settings.kernel)
         except (ValueError, RuntimeError) as error:
             raise ConfigError(str(error)) from None
         _require_known_blocks(graph, settings.batch_blocks)
@@ -118,17 +121,12 @@ class Int8Model:
     @property
     def kernel(self) -> str:
         """Name of the kernel path in use."""
-        return str(self._engine.kernel)
+        return str(self.engine.kernel)
 
     @property
     def draws(self) -> bool:
         """Whether a step draws random numbers, so that `train_step` reads its seed."""
         return any(isinstance(node, Dropout) for node in self.graph.nodes)
-
-    @property
-    def engine(self) -> _int8.Engine:
-        """The native engine, for profiles and benchmarks."""
-        return self._engine
 
     def train_step(
         self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32], *, learning_rate: float = 0.01,
@@ -293,11 +291,11 @@ class Int8Model:
         program = self._programs.get(batch)
         if program is None:
             program = Program(
-                self.graph, batch, self._engine, self.regions, batch_blocks=self.settings.batch_blocks,
+                self.graph, batch, self.engine, self.regions, batch_blocks=self.settings.batch_blocks,
                 fp32_factory=self._fp32_factory)
             self._programs[batch] = program
         step = Step(
-            engine=self._engine, algorithm=self.algorithm, parameters=self.parameters, trackers=self._trackers,
+            engine=self.engine, algorithm=self.algorithm, parameters=self.parameters, trackers=self._trackers,
             rescaling=self.settings.rescaling, batch=batch,
             workspace=self._scratch(batch, "workspace", program.workspace_bytes, np.uint8),
             accumulators=self._scratch(batch, "accumulators", program.accumulator_size, np.int32),
@@ -346,3 +344,36 @@ def _require_known_blocks(graph: Graph, blocks: Mapping[str, int]) -> None:
             raise ConfigError(f"batch_blocks: the network has no convolution {name!r}")
         if block < 0:
             raise ConfigError(f"batch_blocks: {name} must be 0 or more images at a time, got {block}")
+
+
+def real_logits(logits: Int8Array, exponent: int, num_classes: int) -> npt.NDArray[np.float64]:
+    """Return (batch, classes) real logits of a (1, 1, batch, channel stride) tensor."""
+    return np.ldexp(logits[0, 0, :, :num_classes].astype(np.float64), exponent)
+
+
+def mean_cross_entropy(real: npt.NDArray[np.float64], labels: npt.NDArray[np.int32]) -> float:
+    """Return the mean of -log softmax at the label."""
+    shifted = real - real.max(axis=1, keepdims=True)
+    log_sum = np.log(np.exp(shifted).sum(axis=1))
+    return float(np.mean(log_sum - shifted[np.arange(len(labels)), labels]))
+
+
+def write_logits_gradient(
+    rule: BackwardRule, logits: Int8Array, exponent: int, labels: npt.NDArray[np.int32], num_classes: int,
+    out: Int8Array,
+) -> int:
+    """Write softmax(logits) - one-hot(labels), per sample, as int8 and return its exponent.
+
+    The `integer` rule uses only integer arithmetic (NITI §3.3); `fp32` computes in float64 and rounds to nearest.
+    """
+    if rule.loss == "integer":
+        _int8.softmax_gradient(logits, exponent, labels, out, num_classes, rule.rounding)
+        return GRADIENT_EXPONENT
+    real = real_logits(logits, exponent, num_classes)
+    powers = np.exp(real - real.max(axis=1, keepdims=True))
+    gradient = powers / powers.sum(axis=1, keepdims=True)
+    gradient[np.arange(len(labels)), labels] -= 1.0
+    out[...] = 0
+    rounded = np.clip(np.rint(np.ldexp(gradient, -GRADIENT_EXPONENT)), -127, 127)
+    out[0, 0, :, :num_classes] = rounded.astype(np.int8)
+    return GRADIENT_EXPONENT
