@@ -255,20 +255,12 @@ class DeepGradientCompression(GradientCompression):
     warm_up_steps : int
         Number of steps from a ratio of 1/4 over 1/16, 1/64, … to `ratio`, in stages of equal length; 4 epochs in the
         paper.
-    clip_norm : float, optional
-        Scale a bucket's gradient down to a norm of clip_norm/√n in each of the n members, before it is added.
-    half_values : bool
-        Send values as float16, in a unit of each member: 6 bytes per value instead of 8. The rounding error is kept
-        as a residual.
     """
 
     name = "dgc"
     applies_momentum = True
 
-    def __init__(
-        self, *, momentum: float = 0.0, ratio: float = 0.001, warm_up_steps: int = 0, clip_norm: float | None = None,
-        half_values: bool = False,
-    ) -> None:
+    def __init__(self, *, momentum: float = 0.0, ratio: float = 0.001, warm_up_steps: int = 0) -> None:
         super().__init__()
         if not 0 <= momentum < 1:
             raise ConfigError(f"dgc: momentum = {momentum}; give at least 0 and less than 1")
@@ -276,17 +268,11 @@ class DeepGradientCompression(GradientCompression):
             raise ConfigError(f"dgc: ratio = {ratio}; give the part of the values to send, above 0 and at most 1")
         if warm_up_steps < 0:
             raise ConfigError(f"dgc: warm_up_steps = {warm_up_steps}; give 0 or more")
-        if clip_norm is not None and not (clip_norm > 0 and math.isfinite(clip_norm)):
-            raise ConfigError(f"dgc: clip_norm = {clip_norm}; give a number above 0, or none")
         self._momentum = momentum
         self._ratio = ratio
         self._warm_up_steps = warm_up_steps
-        self._clip_norm = clip_norm
-        self._half_values = half_values
 
     def _exchange(self, ring: Collective, bucket: int, gradient: Tensor, poll: Poll) -> tuple[Tensor, ...]:
-        if self._clip_norm is not None:
-            _clip(gradient, self._clip_norm / math.sqrt(ring.size))
         velocity, unsent = self._residuals(bucket, gradient, 2)
         velocity = torch.add(gradient, velocity, alpha=self._momentum)
         unsent = unsent + velocity
@@ -296,29 +282,24 @@ class DeepGradientCompression(GradientCompression):
             gradient.copy_(unsent)
             return velocity, torch.zeros_like(unsent)
         indices = largest(unsent.numpy(), num_sent)
-        chosen = unsent.numpy()[indices]
-        payload = encode_values(indices, chosen, half_values=self._half_values)
-        with np.errstate(invalid="ignore"):
-            # Rounding errors are exact: halves are the values' leading bits.
-            rest = chosen - decode_values(payload, half_values=self._half_values)[1]
-        rest[~np.isfinite(rest)] = 0  # infinities were sent to all; as residuals they would become NaN
-        unsent.numpy()[indices] = rest
+        payload = encode_values(indices, unsent.numpy()[indices])
+        unsent.numpy()[indices] = 0
         velocity.numpy()[indices] = 0
         payloads = ring.all_gather(payload, poll)
         lengths = {len(payload) for payload in payloads}
         if len(lengths) > 1:
             raise ConfigError(f"dgc: members sent {min(lengths)} to {max(lengths)} bytes for the same bucket; give all "
-                              "of them the same ratio, warm-up and kind of values")
+                              "of them the same ratio and warm-up")
         gradient.zero_()
         for payload in payloads:  # in rank order, so that all members get the same bits
-            where, values = decode_values(payload, half_values=self._half_values)
+            where, values = decode_values(payload)
             gradient.numpy()[where] += values
         return velocity, unsent
 
     def num_sent(self, num_elements: int, size: int) -> int:
         """Return the number of a bucket's values that each of `size` members sends in the current step."""
         num_sent = max(1, math.ceil(self._current_ratio() * num_elements))
-        gathered = (size - 1) * encoded_bytes(num_sent, half_values=self._half_values)
+        gathered = (size - 1) * encoded_bytes(num_sent)
         return num_elements if gathered >= all_reduce_bytes(4 * num_elements, size) else num_sent
 
     def wire_bytes(self, num_elements: int, size: int) -> int:
@@ -326,7 +307,7 @@ class DeepGradientCompression(GradientCompression):
         num_sent = self.num_sent(num_elements, size)
         if num_sent >= num_elements:
             return all_reduce_bytes(4 * num_elements, size)
-        return (size - 1) * encoded_bytes(num_sent, half_values=self._half_values)
+        return (size - 1) * encoded_bytes(num_sent)
 
     def _current_ratio(self) -> float:
         if self._step is None or self._step >= self._warm_up_steps:
@@ -337,19 +318,12 @@ class DeepGradientCompression(GradientCompression):
         return max(self._ratio, _WARM_UP_FACTOR ** -(stage + 1.0))
 
 
-def _clip(gradient: Tensor, limit: float) -> None:
-    norm = float(torch.linalg.vector_norm(gradient))
-    if math.isfinite(norm) and norm > limit:  # a non-finite norm is not clipped, so that divergence is detected
-        gradient.mul_(limit / norm)
-
-
 def _whole_words(num_elements: int) -> int:
     return -(-num_elements // 4) * 4
 
 
 def make_compression(
     name: str, *, seed: int = 0, momentum: float = 0.0, ratio: float = 0.001, warm_up_steps: int = 0,
-    clip_norm: float | None = None, half_values: bool = False,
 ) -> GradientCompression | None:
     """Return a member's compression by name, None for `none`; `ConfigError` for an unknown name.
 
@@ -362,6 +336,5 @@ def make_compression(
     if name in ("int8", "int8-stochastic"):
         return Int8Compression() if name == "int8" else StochasticInt8Compression(seed)
     if name == "dgc":
-        return DeepGradientCompression(momentum=momentum, ratio=ratio, warm_up_steps=warm_up_steps,
-                                       clip_norm=clip_norm, half_values=half_values)
+        return DeepGradientCompression(momentum=momentum, ratio=ratio, warm_up_steps=warm_up_steps)
     raise ConfigError(f"gradient compression {name!r} does not exist; use one of {', '.join(COMPRESSIONS)}")

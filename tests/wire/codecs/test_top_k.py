@@ -1,7 +1,6 @@
 """The largest values and their indices: those of a sort, and as bytes what they were."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,18 +19,12 @@ def test_nan_is_larger_than_all() -> None:
     assert largest(np.array([1, np.nan, np.inf, 2], np.float32), 2).tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("half_values", [False, True])
-@given(seed=st.integers(0, 999), count=st.integers(1, 40), exponent=st.integers(-100, 100))
-def test_values_come_back_from_as_many_bytes_as_announced(
-    half_values: bool, seed: int, count: int, exponent: int,
-) -> None:
+@given(seed=st.integers(0, 999), count=st.integers(1, 40))
+def test_values_come_back_bit_for_bit_from_as_many_bytes_as_announced(seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
-    values = (rng.normal(size=count) * 2.0**exponent).astype(np.float32)
+    values = rng.integers(0, 2**32, count, np.uint32).view(np.float32)  # NaN, infinity and subnormal numbers too
     indices = np.sort(rng.choice(1000, count, replace=False)).astype("<u4")
-    payload = encode_values(indices, values, half_values=half_values)
-    assert len(payload) == encoded_bytes(count, half_values=half_values)
-    found, came = decode_values(payload, half_values=half_values)
-    assert np.array_equal(found, indices)
-    # Halves keep 11 bits, and lose what is 2^-39 of the largest and less.
-    bound = np.abs(values) * 2.0**-11 + np.abs(values).max() * 2.0**-39 if half_values else np.zeros(count)
-    assert (np.abs(came - values) <= bound).all()
+    payload = encode_values(indices, values)
+    assert len(payload) == encoded_bytes(count)
+    found, came = decode_values(payload)
+    assert np.array_equal(found, indices) and came.tobytes() == values.tobytes()
