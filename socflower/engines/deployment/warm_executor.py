@@ -6,7 +6,7 @@ own SuperNode or SuperExec and changes only how a ClientApp's process is started
     python -m socflower.engines.deployment.warm_executor -- flower-supernode --insecure --superlink 10.0.0.1:9092 …
 
 The SuperExec starts a zygote: a process with one thread that has imported the clients' modules and only forks. A fork
-of it runs `flwr-clientapp` with the arguments, environment, streams and exit status that the new process would have.
+of it runs `flwr-clientapp` with the arguments, environment and streams that the new process would have.
 The zygote ends with its SuperExec; a killed one is replaced at the next message.
 
 This file depends on Flower's internals: two of its modules start their children with `subprocess.Popen` (see
@@ -19,7 +19,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -58,39 +57,6 @@ def warm_supernode_command(args: Sequence[str], preload: Sequence[str] = ()) -> 
     return [*_own_command(preload), "--", _SUPERNODE, *args]
 
 
-class ForkedProcess:
-    """Handle of a process that a zygote forked. The process continues if the handle is deleted."""
-
-    def __init__(self, report: socket.socket) -> None:
-        self._report = report  # carries its process id at the start and its exit code at the end
-        self._exit_code: int | None = None
-        report.settimeout(_FORK_TIMEOUT_S)
-        answer = _read_line(report)
-        if not answer.isdecimal():
-            raise OSError(f"the zygote cannot fork: {answer}")
-        self.pid = int(answer)
-
-    def __del__(self) -> None:
-        self._report.close()
-
-    def poll(self) -> int | None:
-        """Return the exit code, −N for signal N; None while it runs."""
-        return self.wait(0.0)
-
-    def wait(self, timeout_s: float | None = None) -> int | None:
-        """Return the exit code, or None after `timeout_s`; raise `ProcessLookupError` if the zygote died before."""
-        if self._exit_code is None:
-            if not select.select([self._report], [], [], timeout_s)[0]:
-                return None
-            self._exit_code = int(_read_line(self._report))
-        return self._exit_code
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal unless the process has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-
 class Zygote:
     """A process that has imported `preload` and forks on request; it ends when this end of its socket closes.
 
@@ -121,21 +87,22 @@ class Zygote:
 
     def fork(
         self, entry: str, argv: Sequence[str], *, stdout: int | None = None, stderr: int | None = None,
-    ) -> ForkedProcess:
-        """Run `entry` ("module:function", without arguments) in a fork whose `sys.argv` is `argv`.
+    ) -> int:
+        """Run `entry` ("module:function", without arguments) in a fork whose `sys.argv` is `argv`; return its pid.
 
         `stdout` and `stderr` are file descriptors, or None for this process's own. Raises `OSError` on failure.
         """
         ours, theirs = socket.socketpair()
-        with theirs:
-            text = json.dumps({"entry": entry, "argv": list(argv)}).encode()
-            files = [1 if stdout is None else stdout, 2 if stderr is None else stderr, theirs.fileno()]
-            try:
+        with ours:
+            with theirs:
+                text = json.dumps({"entry": entry, "argv": list(argv)}).encode()
+                files = [1 if stdout is None else stdout, 2 if stderr is None else stderr, theirs.fileno()]
                 socket.send_fds(self._requests, [_HEADER.pack(len(text)) + text], files)
-            except OSError:
-                ours.close()
-                raise
-        return ForkedProcess(ours)
+            ours.settimeout(_FORK_TIMEOUT_S)
+            answer = _read_line(ours)
+        if not answer.isdecimal():
+            raise OSError(f"the zygote cannot fork: {answer}")
+        return int(answer)
 
     def close(self) -> None:
         """End the zygote; the processes that it forked continue."""
@@ -178,15 +145,15 @@ class _WarmSuperExec:
 
     def Popen(
         self, args: Sequence[str], stdout: int | None = None, stderr: int | None = None,
-    ) -> "ForkedProcess | subprocess.Popen[bytes]":
-        """Start a task with these streams; Flower ignores the return value."""
+    ) -> int:
+        """Start a task with these streams, and return its process id; Flower uses nothing of what this returns."""
         if args[0] != _CLIENTAPP:
-            return subprocess.Popen(args, stdout=stdout, stderr=stderr)
+            return subprocess.Popen(args, stdout=stdout, stderr=stderr).pid
         with open(os.devnull, "wb") as null:
             out, err = (null.fileno() if stream == self.DEVNULL else stream for stream in (stdout, stderr))
             return self._fork([shutil.which(_CLIENTAPP) or _CLIENTAPP, *args[1:]], out, err)
 
-    def _fork(self, argv: Sequence[str], stdout: int | None, stderr: int | None) -> ForkedProcess:
+    def _fork(self, argv: Sequence[str], stdout: int | None, stderr: int | None) -> int:
         from flwr.supercore import log
         try:
             return self._zygote.fork(self._entry, argv, stdout=stdout, stderr=stderr)
@@ -303,56 +270,32 @@ def _preload(modules: Sequence[str]) -> str:
 
 
 def _serve(requests: socket.socket) -> tuple[str, list[str]]:
-    """Fork once per request and report ended children. Returns in children only, with entry and `sys.argv`."""
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(woken, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake)
-    reports: dict[int, socket.socket] = {}
+    """Fork once per request. Returns in children only, with entry and `sys.argv`."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children leave no zombies
     while True:
-        readable = select.select([requests.fileno(), woken], [], [])[0]
-        if woken in readable:
-            os.read(woken, 4096)
-            _report_ended(reports)
-        if requests.fileno() not in readable:
-            continue
         header, files, _, _ = socket.recv_fds(requests, _HEADER.size, 3)
         if not header:
             sys.exit(0)
         request = json.loads(_read_exactly(requests, _HEADER.unpack(header)[0]))
         out, err, descriptor = files
-        report = socket.socket(fileno=descriptor)
-        try:
-            pid = os.fork()
-        except OSError as error:
-            with report:
+        with socket.socket(fileno=descriptor) as report:
+            try:
+                pid = os.fork()
+                if pid == 0:
+                    # The child itself sends its process id, so that an answer proves that it runs.
+                    report.sendall(f"{os.getpid()}\n".encode())
+            except OSError as error:
                 report.sendall(f"{error}\n".encode())
-        else:
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                os.dup2(out, 1)
-                os.dup2(err, 2)
-                # The child itself sends its process id, so that an answer proves that it runs even if the zygote dies.
-                report.sendall(f"{os.getpid()}\n".encode())
-                for opened in (requests, report, *reports.values()):
-                    opened.close()
-                for descriptor in (woken, wake, out, err):
-                    os.close(descriptor)
-                return request["entry"], request["argv"]
-            reports[pid] = report
+                pid = -1
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            requests.close()
+            os.dup2(out, 1)
+            os.dup2(err, 2)
         os.close(out)
         os.close(err)
-
-
-def _report_ended(reports: dict[int, socket.socket]) -> None:
-    while reports:
-        pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
-            return
-        with reports.pop(pid) as report, contextlib.suppress(BrokenPipeError):
-            report.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+            return request["entry"], request["argv"]
 
 
 # --------------------------------------------------------------------------------------------- helpers
