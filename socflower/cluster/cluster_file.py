@@ -160,12 +160,12 @@ def inline_devices(document: dict[str, Any], folder: Path, where: str) -> None:
 def make_cluster(file: ClusterFile, where: str) -> Cluster:
     """Return the cluster of validated tables; `ConfigError` if a device is unknown."""
     own = {name: table.device(name) for name, table in file.devices.items()}
-    links = {name: table.link.measurement for name, table in file.devices.items() if table.link}
+    links = {name: table.link for name, table in file.devices.items() if table.link}
     table = file.cluster
 
     def board(num_slots: int, name: str, soc_rate: float | None, board_rate: float | None) -> Board:
         link = links.get(name)
-        soc_rate_of_all = table.soc_bytes_per_s or (link.bytes_per_s if link else link_bytes_per_s())
+        soc_rate_of_all = table.soc_bytes_per_s or (link.bytes_per_s.value if link else link_bytes_per_s())
         return Board(num_slots=num_slots, device=own.get(name) or device(name),
                      soc_bytes_per_s=soc_rate or soc_rate_of_all,
                      uplink_bytes_per_s=board_rate or table.board_bytes_per_s or soc_rate_of_all)
@@ -177,7 +177,7 @@ def make_cluster(file: ClusterFile, where: str) -> Cluster:
         kinds = {slots: board(slots, table.device, None, None) for slots in set(table.slots)}
         boards = [kinds[slots] for slots in table.slots]
     link = links.get(table.device)
-    return Cluster(name=table.name, boards=tuple(boards), message_s=link.message_s if link else message_s(),
+    return Cluster(name=table.name, boards=tuple(boards), message_s=link.message_s.value if link else message_s(),
                    hub_bytes_per_s=table.hub_bytes_per_s or link_bytes_per_s())
 
 

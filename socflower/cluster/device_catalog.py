@@ -4,11 +4,11 @@ A profile has `schema = 1`, tables `[device.NAME]` and, if it was measured, one 
 `{ value, source }`; a source says "measured: ...", "assumption: ..." or where the figure was published.
 """
 
+import json
 import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -25,16 +25,6 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]+")
 """Valid device names: bare keys of TOML, so that `[device.NAME]` needs no quotes."""
 
 DEVICE_FIGURES = ("idle_w", "network_w", "memory_bytes", "memory_bytes_per_s", "layer_overhead_s")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkMeasurement:
-    """The measurement of a device's link to a peer."""
-
-    peer: str
-    bytes_per_s: float  # of the slower direction
-    round_trip_s: float  # of a message of a few bytes
-    message_s: float  # handling of one small message, at one end
 
 
 class Figure(Table):
@@ -113,18 +103,12 @@ class ProcessorTable(Table):
 
 
 class LinkTable(Table):
-    """`[link]` of a profile, `[device.NAME.link]` of a cluster."""
+    """`[link]` of a profile, `[device.NAME.link]` of a cluster: the measurement of a device's link to a peer."""
 
     peer: Text
-    bytes_per_s: PositiveFigure
-    round_trip_s: Figure
-    message_s: Figure
-
-    @property
-    def measurement(self) -> LinkMeasurement:
-        """The table as a value."""
-        return LinkMeasurement(peer=self.peer, bytes_per_s=self.bytes_per_s.value,
-                               round_trip_s=self.round_trip_s.value, message_s=self.message_s.value)
+    bytes_per_s: PositiveFigure  # of the slower direction
+    round_trip_s: Figure  # of a message of a few bytes
+    message_s: Figure  # handling of one small message, at one end
 
 
 class DeviceTable(Table):
@@ -215,11 +199,9 @@ def _value(value: Any) -> str:
         return "{ " + ", ".join(f"{_key(key)} = {_value(entry)}" for key, entry in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _quoted(value)
-    return str(value) if isinstance(value, int) else _float(float(value))
+    if isinstance(value, float):
+        return _float(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML's, but for DEL
 
 
 def _float(value: float) -> str:
@@ -233,17 +215,11 @@ def _float(value: float) -> str:
 
 
 def _key(key: str) -> str:
-    return key if NAME_PATTERN.fullmatch(key) else _quoted(key)
+    return key if NAME_PATTERN.fullmatch(key) else _value(key)
 
 
 def _dotted(path: tuple[str, ...]) -> str:
     return ".".join(map(_key, path))
-
-
-def _quoted(text: str) -> str:
-    """Return a basic string of TOML; JSON's escapes differ beyond the first 65,536 characters and for DEL."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(char if char >= " " and char != "\x7f" else f"\\u{ord(char):04x}" for char in escaped) + '"'
 
 
 @cache

@@ -10,7 +10,7 @@ from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.report import write_report
 from socflower.scenario.expectations import check_expectations
 from socflower.scenario.prepared_run import PreparedRun, prepare
-from socflower.scenario.runner import run_to_folder, time_to_accuracy_s, with_strategy
+from socflower.scenario.runner import run_to_folder, time_to_accuracy_s
 from socflower.scenario.schema.config import CLUSTER_STRATEGIES, STRATEGIES, Scenario
 from socflower.scenario.schema.file import to_document
 from socflower.scenario.schema.split import SPLIT_STRATEGIES
@@ -42,7 +42,8 @@ def compare(
         if strategies.count(name) > 1:
             raise ConfigError(f"--strategies {name}: is named twice; name each once")
     # Prepare all before the first run, so that an error appears before any training.
-    variants = {name: prepare(with_strategy(scenario, name), engine) for name in strategies}
+    variants = {name: prepare(scenario.replaced(strategy=scenario.strategy.replaced(name=name)), engine)
+                for name in strategies}
     with exclusive_folder(out, f"--out {out}"):
         return _compare(scenario, variants, out, engine, num_workers, on_start)
 

@@ -290,8 +290,3 @@ def _following(folder: RunFolder, on_round: OnRound) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def with_strategy(scenario: Scenario, name: str) -> Scenario:
-    """Return the scenario under another strategy, everything else equal."""
-    return scenario.replaced(strategy=scenario.strategy.replaced(name=name))

@@ -108,7 +108,7 @@ def parts(*seconds: float) -> tuple[ProcessorCost, ...]:
 def test_the_processors_of_a_step_are_those_with_work_in_order_and_the_first_if_none_has(seconds: list[float]) -> None:
     own, *beside = parts(*seconds)
     cost = StepCost(forward_s=own.forward_s, backward_s=own.backward_s, update_s=1.0, processor=own.processor,
-                    beside=tuple(beside))
+                    concurrent=tuple(beside))
     assert cost.processors == (tuple(part for part in (own, *beside) if part.compute_s) or (own,))
     assert sum(part.compute_s for part in cost.processors) == pytest.approx(3 * sum(seconds))
     assert cost.compute_s == own.compute_s

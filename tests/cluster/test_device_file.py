@@ -157,7 +157,7 @@ def test_what_cannot_be_is_one_line_that_names_file_and_key(path: str, value: An
 def test_a_link_may_be_quick_but_not_without_rate() -> None:
     link = {"peer": "there:1", "bytes_per_s": figure(1e6, "x"), "round_trip_s": figure(0, "x"),
             "message_s": figure(0, "x")}
-    assert read_table(LinkTable, link, "f").measurement.bytes_per_s == 1e6
+    assert read_table(LinkTable, link, "f").bytes_per_s.value == 1e6
     with pytest.raises(ConfigError, match=r"f \[bytes_per_s\] value = 0 must be a number above 0"):
         read_table(LinkTable, {**link, "bytes_per_s": figure(0, "x")}, "f")
     with pytest.raises(ConfigError, match=r"f: unknown key 'pear'"):
