@@ -15,7 +15,7 @@ from socflower.scenario.schema.config import CLUSTER_STRATEGIES, STRATEGIES, Sce
 from socflower.scenario.schema.file import to_document
 from socflower.scenario.schema.split import SPLIT_STRATEGIES
 from socflower.wire.folders import exclusive_folder
-from socflower.wire.saved_state import write_atomically
+from socflower.wire.saved_state import remove_partial, write_atomically
 
 _ROW_KEYS = ("strategy", "seed", "final_accuracy", "virtual_s", "wall_s", "energy_j", "bytes", "weights_sha256",
              "target_accuracy", "time_to_accuracy_s")
@@ -45,6 +45,7 @@ def compare(
     variants = {name: prepare(scenario.replaced(strategy=scenario.strategy.replaced(name=name)), engine)
                 for name in strategies}
     with exclusive_folder(out, f"--out {out}"):
+        remove_partial(out)
         return _compare(scenario, variants, out, engine, num_workers, on_start)
 
 

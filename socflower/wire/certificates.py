@@ -19,7 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from socflower.errors import ConfigError
 from socflower.wire.folders import exclusive_folder
-from socflower.wire.saved_state import write_atomically
+from socflower.wire.saved_state import remove_partial, write_atomically
 
 _CA_DAYS = 3650
 # A board without a clock battery starts with a past time, at which a new certificate would not be valid yet.
@@ -67,6 +67,7 @@ def write_certificates(
     # Some file systems do not allow colons, and scp reads them as a host; no DNS name contains an underscore.
     stems = {host: folder / host.replace(":", "_") for host in names}
     with exclusive_folder(folder, f"--out {folder}"):
+        remove_partial(folder)  # of a killed command; it may hold a key
         authority = _read(folder / "ca", None, _ANEW)
         present = {host for host, stem in stems.items() if any(path.exists() for path in _files(stem))}
         if authority is None and present:  # a new authority must not overwrite keys of an old one

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -74,9 +75,11 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryv
 def remove_partial(folder: Path) -> None:
     """Remove the partial files of writers that were killed; those of running processes stay."""
     for partial in folder.glob(".*.part"):
-        pid = partial.stem.rpartition(".")[2].partition("-")[0]
-        running = pid.isdecimal() and int(pid) != os.getpid() and psutil.pid_exists(int(pid))
-        if not running and partial not in _being_written:
+        match = re.fullmatch(r"\..+\.(\d+)-\d+\.part", partial.name)  # else it is of another program
+        if match is None or partial in _being_written:
+            continue
+        pid = int(match[1])
+        if pid == os.getpid() or not psutil.pid_exists(pid):
             partial.unlink(missing_ok=True)
 
 

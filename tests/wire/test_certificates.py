@@ -108,6 +108,7 @@ def test_renewing_gives_a_new_key_and_keeps_the_authority(tmp_path: Path) -> Non
 
 
 def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
+    (tmp_path / ".ca.key.99999999-1.part").write_text("half a key, of a killed command")
     umask = os.umask(0)
     try:
         write_certificates(tmp_path, ["soc-1", "fe80::1"])

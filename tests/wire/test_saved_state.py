@@ -90,13 +90,14 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -
     (tmp_path / f".file.{writer.pid}-1.part").write_bytes(b"socflower-sea")
     (tmp_path / f".file.{os.getpid()}-1.part").write_bytes(b"of an earlier process of this id")
     (tmp_path / ".mine").write_text("mine")
+    (tmp_path / ".download.part").write_text("of another program")
     with atomic_file(tmp_path / "file") as stream:
         remove_partial(tmp_path)
         stream.write(b"x")
-    assert sorted(os.listdir(tmp_path)) == [f".file.{writer.pid}-1.part", ".mine", "file"]
+    assert sorted(os.listdir(tmp_path)) == [".download.part", f".file.{writer.pid}-1.part", ".mine", "file"]
     writer.communicate()
     remove_partial(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [".mine", "file"]
+    assert sorted(os.listdir(tmp_path)) == [".download.part", ".mine", "file"]
 
 
 # ---------------------------------------------------------------------------------------------- stores
