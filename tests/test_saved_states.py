@@ -122,8 +122,8 @@ def sessions(folder: Path, say: Say) -> Iterator[SessionStore]:
 
 def write_session(folder: Path, number: int) -> None:
     with sessions(folder, print) as store:
-        store.open(wire.Opening(version=PROTOCOL_VERSION, run_id=f"run-{number}", num_bytes=0, num_parties=1,
-                                token_digest=bytes(32)), memoryview(b""))
+        store.open(wire.Opening(version=PROTOCOL_VERSION, run_id=f"run-{number}", num_bytes=0, num_parties=1),
+                   memoryview(b""))
 
 
 def read_session(folder: Path, say: Say) -> int | None:

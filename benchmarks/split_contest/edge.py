@@ -25,7 +25,6 @@ from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.half_state import LoopReport
 from socflower.edgecloud.runtime.measuring import measure_costs, to_document
 from socflower.edgecloud.runtime.span_training import Span, train_front
-from socflower.edgecloud.stream.credentials import new_token
 
 _LATE_S = 0.05
 
@@ -66,9 +65,8 @@ def train(run: Run) -> Measured:
 
 def _train_split(run: Run, half: Any, on_done: Any) -> LoopReport:
     operator = CloudOperator(address=run.address, token=run.token)
-    edge_token, fingerprint = new_token(), program().fingerprint()
-    open_session(operator, run_id=run.name, edge_token=edge_token, fingerprint=fingerprint,
-                 settings={"cut": run.cut})
+    fingerprint = program().fingerprint()
+    edge_token = open_session(operator, run_id=run.name, fingerprint=fingerprint, settings={"cut": run.cut})
     link = constant(run.bytes_per_s, run.bytes_per_s) if run.mbit_per_s else None
     # A process that the quota stops wakes up late, which is not the link's fault: it may catch up on that.
     burst_bytes = max(BURST_BYTES, round(_LATE_S * run.bytes_per_s))

@@ -76,7 +76,7 @@ def measure_slowdown(work: Callable[[], object] | None = None, *, at_least_s: fl
 
 def _edge_cpu_s(elements: int, num_batches: int) -> float:
     """Return the processor seconds of one end for a batch of this many feature elements."""
-    token, edge_token, run = new_token(), new_token(), "stream-costs"
+    token, run = new_token(), "stream-costs"
     told_s: list[float] = []
     front, back = _Echo(elements), _Echo(elements)
     service = CloudService("127.0.0.1:0", lambda terms, weights: back, operator_token=token, log=lambda line: None)
@@ -85,8 +85,8 @@ def _edge_cpu_s(elements: int, num_batches: int) -> float:
         told_s.append(time.process_time() - front.training_s - back.training_s)
 
     try:
-        open_session(CloudOperator(address=service.address, token=token), run_id=run, edge_token=edge_token,
-                     fingerprint=_FINGERPRINT)
+        edge_token = open_session(CloudOperator(address=service.address, token=token), run_id=run,
+                                  fingerprint=_FINGERPRINT)
         connection = EdgeConnection(service.address, run_id=run, token=edge_token, fingerprint=_FINGERPRINT)
         plan = FrontPlan(split_plan=SplitPlan(cut=0), progress=note)
         train_front(connection, front, Span(first_batch=0, num_batches=_WARM_UP_BATCHES + num_batches), plan)

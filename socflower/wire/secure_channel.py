@@ -158,8 +158,9 @@ def open_channel(
 
 
 def bind_server(
-    address: Address, tls: Tls | None, handlers: Sequence[grpc.GenericRpcHandler], *, num_threads: int,
-    heartbeat_s: float, max_message_bytes: int, bind_timeout_s: float,
+    address: Address, tls: Tls | None, handlers: Sequence[grpc.GenericRpcHandler], *,
+    interceptors: Sequence[grpc.ServerInterceptor], num_threads: int, heartbeat_s: float, max_message_bytes: int,
+    bind_timeout_s: float,
 ) -> tuple[grpc.Server, Address]:
     """Return a server that is bound but not started, and its address; port 0 asks for a free one.
 
@@ -173,6 +174,7 @@ def bind_server(
         if problem is None:
             server = grpc.server(
                 ThreadPoolExecutor(num_threads, thread_name_prefix="socflower-grpc"), handlers=handlers,
+                interceptors=interceptors,
                 options=[("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 5000),
                          *_options(heartbeat_s, max_message_bytes)])
             with suppress(RuntimeError):  # another process took the port

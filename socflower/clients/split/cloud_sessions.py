@@ -16,7 +16,6 @@ from socflower.edgecloud.cloud.session import CloudHalf, HostedFront, SessionFac
 from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.program import Arrays, SplitProgram, without_prefix
 from socflower.edgecloud.samples import Samples
-from socflower.edgecloud.stream.credentials import new_token
 from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
 from socflower.errors import ConfigError
 from socflower.wire.split_message_keys import JOINED, OWN, TURNS, SplitTask
@@ -91,17 +90,15 @@ class CloudClient:
             self._open[run] = replace(task, address=known.address, run=known.run, token=known.token,
                                       session_first=known.session_first)
             return self._open[run]
-        token = new_token()
-        opened = replace(task, address=self._address, run=run, token=token, session_first=task.first_batch)
-        # From `task`, not `opened`: the cloud saves these settings, and they must not contain the token.
+        # The cloud saves these settings, and they must not contain the token.
         settings = {**task.encode(), "session-first": task.first_batch}
-        self._call_with_retry(lambda: open_session(
-            self._operator, run_id=run, edge_token=token, fingerprint=task.fingerprint,
+        token = self._call_with_retry(lambda: open_session(
+            self._operator, run_id=run, fingerprint=task.fingerprint,
             weights=without_prefix(self._program.cloud_prefix, weights), settings={_TASK: settings},
             joined=task.mode == JOINED, num_parties=1 if task.mode == OWN else task.num_parties, reverse=task.reverse,
             replace=True))
-        self._open[run] = opened
-        return opened
+        self._open[run] = replace(task, address=self._address, run=run, token=token, session_first=task.first_batch)
+        return self._open[run]
 
     def fetch(self, run: str) -> dict[str, NDArray[Any]]:
         """Return the weights of a session's half by their names in the whole model.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from logging import getLogger
 from pathlib import Path
 from threading import Lock, Thread, Timer
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -14,21 +14,15 @@ from google.protobuf.message import DecodeError, Message
 from socflower.edgecloud.cloud.session import CloudSession, SessionFactory
 from socflower.edgecloud.cloud.session_store import SessionStore
 from socflower.edgecloud.stream.array_blocks import body_num_bytes, pack_weights, slice_body
-from socflower.edgecloud.stream.credentials import (
-    PLAIN_TEXT,
-    RUN_KEY,
-    TOKEN_KEY,
-    check_token,
-    hash_token,
-    token_matches,
-)
+from socflower.edgecloud.stream.credentials import OPERATOR, PLAIN_TEXT, check_token, run_of, run_token
 from socflower.edgecloud.stream.failures import FrameRefused, SplitRefused, StartOver
 from socflower.edgecloud.stream.frame_channel import FrameChannel
 from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, LARGEST_PART_BYTES, Limits
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import SocflowerError
+from socflower.wire.authentication import ServerAuthentication, caller_of
 from socflower.wire.logs import RefusalLog
-from socflower.wire.secure_channel import Address, Tls, bind_server
+from socflower.wire.secure_channel import Address, PeerRefused, Tls, bind_server
 
 SERVICE = "socflower.split.Split"
 """The gRPC service's name."""
@@ -39,7 +33,6 @@ _BIND_TIMEOUT_S = 10.0
 _LARGEST_MESSAGE_BYTES = 4 * LARGEST_FRAME_BYTES
 
 _Request = TypeVar("_Request", bound=Message)
-_Handler = Callable[[Any, grpc.ServicerContext], Any]
 
 
 class CloudService:
@@ -59,7 +52,7 @@ class CloudService:
         here = Address.parse(listen, "cloud address")
         if tls is None and not insecure:
             here.require_private(PLAIN_TEXT)
-        self._operator_digest = hash_token(check_token(operator_token, "operator token"))
+        self._operator_token = check_token(operator_token, "operator token")
         self._max_streams = max_streams
         self._lock = Lock()
         log_line = log or getLogger(__name__).warning
@@ -69,10 +62,12 @@ class CloudService:
             factory, folder=folder, limits=limits or Limits(), patience_s=patience_s, gather_s=gather_s,
             most_parties=max_streams, log=log_line)
         try:
+            self._authentication = ServerAuthentication(
+                self._token_of, tls=tls is not None, on_refused=self._log_refusal)
             # Every stream occupies a thread; the manager's calls get their own in addition.
             self._server, bound = bind_server(
-                here, tls, [self._handlers()], num_threads=max_streams + 16, heartbeat_s=heartbeat_s,
-                max_message_bytes=_LARGEST_MESSAGE_BYTES, bind_timeout_s=_BIND_TIMEOUT_S)
+                here, tls, [self._handlers()], interceptors=[self._authentication], num_threads=max_streams + 16,
+                heartbeat_s=heartbeat_s, max_message_bytes=_LARGEST_MESSAGE_BYTES, bind_timeout_s=_BIND_TIMEOUT_S)
         except BaseException:
             self._sessions.close()  # otherwise its folder stays locked while this process lives
             raise
@@ -105,19 +100,16 @@ class CloudService:
         return wire.Opened().SerializeToString()
 
     def _fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        try:
-            self._require_operator(context)
-            request = self._parse(wire.FetchRequest, message)
-            session = self._sessions.get(request.run_id)
-            pieces: list[bytes | memoryview]
-            if request.whole_state:
-                batch, state = session.state()
-                pieces = [state]
-            else:
-                batch, weights = session.weights()
-                pieces = [*pack_weights(weights)]
-        except SocflowerError as error:
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        self._require_operator(context)
+        request = self._parse(wire.FetchRequest, message)
+        session = self._sessions.get(request.run_id)
+        pieces: list[bytes | memoryview]
+        if request.whole_state:
+            batch, state = session.state()
+            pieces = [state]
+        else:
+            batch, weights = session.weights()
+            pieces = [*pack_weights(weights)]
         num_bytes = body_num_bytes(pieces)
         for piece in slice_body(pieces, LARGEST_PART_BYTES):
             yield wire.FetchPart(batch=batch, num_bytes=num_bytes, part=piece).SerializeToString()
@@ -135,32 +127,31 @@ class CloudService:
         return wire.StatusReply(
             sessions=json.dumps([session.status() for session in sessions])).SerializeToString()
 
+    def _token_of(self, caller: str) -> bytes | None:
+        run_id = run_of(caller)
+        if not run_id and caller != OPERATOR:
+            return None
+        return (run_token(self._operator_token, run_id) if run_id else self._operator_token).encode()
+
     def _require_operator(self, context: grpc.ServicerContext) -> None:
-        if not token_matches(dict(context.invocation_metadata()).get(TOKEN_KEY), self._operator_digest):
-            self._abort(context, "a manager's call with a wrong token",
-                            "the operator token is not the cloud's; give the one it was started with")
+        if caller_of(context) != OPERATOR:
+            self._authentication.refuse(context, "a manager's call by an edge", grpc.StatusCode.PERMISSION_DENIED)
 
     # ------------------------------------------------------------------------------------------- an edge's stream
 
     def _stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        metadata = dict(context.invocation_metadata())
-        run_id = str(metadata.get(RUN_KEY, ""))
+        run_id = run_of(caller_of(context))
         session = self._sessions.find(run_id)
         if session is None:
-            # The answer depends on the run's name alone; without a run there is no token to compare with.
-            self._abort(context, f"a stream for a run that is not open ({run_id[:80]!r})",
-                            f"run {run_id[:80]} is not open at this cloud; its manager has to open it",
-                            grpc.StatusCode.NOT_FOUND)
-        if not token_matches(metadata.get(TOKEN_KEY), session.terms.token_digest):
-            self._abort(context, f"a stream for run {run_id} with a wrong token",
-                            f"run {run_id}: the token is not the one it was opened with; give the edge that one")
+            self._log_refusal(context.peer(), f"a stream for a run that is not open ({run_id[:80]!r})")
+            raise PeerRefused(f"run {run_id[:80]} is not open at this cloud; its manager has to open it")
         with self._lock:
             self._num_streams += 1
             full = self._num_streams > self._max_streams
         try:
             if full:
-                self._abort(context, f"a stream for run {run_id}, beyond {self._max_streams} at a time",
-                                f"the cloud has {self._max_streams} streams already", grpc.StatusCode.UNAVAILABLE)
+                self._log_refusal(context.peer(), f"a stream for run {run_id}, beyond {self._max_streams} at a time")
+                context.abort(grpc.StatusCode.UNAVAILABLE, f"the cloud has {self._max_streams} streams already")
             yield from self._serve_stream(session, messages, context)
         finally:
             with self._lock:
@@ -174,7 +165,7 @@ class CloudService:
             admitted = session.admit(self._read_hello(messages, context), context.is_active)
         except (FrameRefused, SocflowerError) as refused:
             text = str(refused) if isinstance(refused, SocflowerError) else f"{where}: the edge sent {refused}"
-            self._log_refusal(context, "a stream", text)
+            self._log_refusal(context.peer(), "a stream", text)
             yield _refusal(wire.Refusal.REFUSED, text)
             return
         except StartOver:
@@ -188,7 +179,7 @@ class CloudService:
         for frame in channel.frames(stream_id):
             yield frame.SerializeToString()
         if refusals:
-            self._log_refusal(context, "a stream", f"{where}: it sent {refusals[0]}; the run is unharmed")
+            self._log_refusal(context.peer(), "a stream", f"{where}: it sent {refusals[0]}; the run is unharmed")
             yield _refusal(wire.Refusal.REFUSED, f"{where}: the edge sent {refusals[0]}")
         elif isinstance(channel.failure, StartOver):
             yield _refusal(wire.Refusal.START_OVER, "join anew")
@@ -236,20 +227,12 @@ class CloudService:
     def _handlers(self) -> grpc.GenericRpcHandler:
         # Bodies are parsed here and not by gRPC, which would log a traceback for each that cannot be parsed.
         return grpc.method_handlers_generic_handler(SERVICE, {
-            "Open": grpc.stream_unary_rpc_method_handler(self._with_errors(self._open)),
-            "Close": grpc.unary_unary_rpc_method_handler(self._with_errors(self._close)),
-            "Status": grpc.unary_unary_rpc_method_handler(self._with_errors(self._status)),
+            "Open": grpc.stream_unary_rpc_method_handler(self._open),
+            "Close": grpc.unary_unary_rpc_method_handler(self._close),
+            "Status": grpc.unary_unary_rpc_method_handler(self._status),
             "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
             "Train": grpc.stream_stream_rpc_method_handler(self._stream),
         })
-
-    def _with_errors(self, handler: _Handler) -> _Handler:
-        def answer(request: Any, context: grpc.ServicerContext) -> Any:
-            try:
-                return handler(request, context)
-            except SocflowerError as error:
-                context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
-        return answer
 
     def _parse(self, kind: type[_Request], message: bytes) -> _Request:
         try:
@@ -257,14 +240,7 @@ class CloudService:
         except DecodeError:
             raise SplitRefused(f"{len(message)} bytes that are no {kind.DESCRIPTOR.name}") from None
 
-    def _abort(self, context: grpc.ServicerContext, what: str, text: str,
-                   code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED) -> NoReturn:
-        self._log_refusal(context, what)
-        context.abort(code, text)
-        raise AssertionError("abort returned")
-
-    def _log_refusal(self, context: grpc.ServicerContext, what: str, why: str = "") -> None:
-        peer = context.peer()
+    def _log_refusal(self, peer: str, what: str, why: str = "") -> None:
         self._refusals.report(peer, f"split cloud: refused {what} from {peer}{f': {why}' if why else ''}")
 
 

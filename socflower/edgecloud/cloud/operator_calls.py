@@ -11,10 +11,11 @@ import grpc
 from socflower.edgecloud.cloud.cloud_service import SERVICE
 from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.stream.array_blocks import body_num_bytes, pack_weights, slice_body, unpack_weights
-from socflower.edgecloud.stream.credentials import PLAIN_TEXT, TOKEN_KEY, check_token, hash_token
+from socflower.edgecloud.stream.credentials import OPERATOR, PLAIN_TEXT, check_token, run_token
 from socflower.edgecloud.stream.failures import FrameRefused, SplitLost, SplitRefused
 from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, LARGEST_PART_BYTES, PROTOCOL_VERSION
 from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.wire.authentication import ClientAuthentication
 from socflower.wire.secure_channel import Address, PeerNotTrusted, PeerRefused, Tls, failure_of, open_channel
 
 
@@ -40,19 +41,18 @@ class CloudOperator:
 
 
 def open_session(
-    operator: CloudOperator, *, run_id: str, edge_token: str, fingerprint: str, weights: Weights | None = None,
+    operator: CloudOperator, *, run_id: str, fingerprint: str, weights: Weights | None = None,
     settings: Mapping[str, Any] | None = None, num_parties: int = 1, joined: bool = False, reverse: bool = False,
     replace: bool = False,
-) -> None:
-    """Open a run: `weights` and `settings` go to the cloud's factory, edges authenticate with `edge_token`.
+) -> str:
+    """Open a run: `weights` and `settings` go to the cloud's factory. Return the token of the run's edges.
 
-    The cloud stores only a digest of that token. `replace` ends a run of that name first. Raises `SplitRefused` where
-    the cloud refuses it, `SplitLost` where the cloud cannot be reached, and `ConfigError` for an invalid token.
+    `replace` ends a run of that name first. Raises `SplitRefused` where the cloud refuses it, and `SplitLost` where the
+    cloud cannot be reached.
     """
-    check_token(edge_token, f"token of run {run_id}")
     pieces = pack_weights(weights) if weights else []
     opening = wire.Opening(
-        version=PROTOCOL_VERSION, run_id=run_id, token_digest=hash_token(edge_token), fingerprint=fingerprint,
+        version=PROTOCOL_VERSION, run_id=run_id, fingerprint=fingerprint,
         num_parties=num_parties, joined=joined, reverse=reverse, settings=json.dumps(dict(settings or {})),
         num_bytes=body_num_bytes(pieces), replace=replace)
 
@@ -61,8 +61,9 @@ def open_session(
         for piece in slice_body(pieces, LARGEST_PART_BYTES) if pieces else ():
             yield wire.OpenPart(part=piece).SerializeToString()
 
-    with _open_channel(operator) as (channel, metadata):
-        channel.stream_unary(f"/{SERVICE}/Open")(messages(), timeout=operator.timeout_s, metadata=metadata)
+    with _open_channel(operator) as channel:
+        channel.stream_unary(f"/{SERVICE}/Open")(messages(), timeout=operator.timeout_s)
+    return run_token(operator.token, run_id)
 
 
 def fetch_weights(operator: CloudOperator, run_id: str) -> tuple[int, Weights]:
@@ -88,27 +89,25 @@ def fetch_state(operator: CloudOperator, run_id: str) -> tuple[int, bytes]:
 
 def close_session(operator: CloudOperator, run_id: str, *, forget: bool = True) -> None:
     """Close a run: its edges are refused from now on. `forget` removes its checkpoints too."""
-    with _open_channel(operator) as (channel, metadata):
+    with _open_channel(operator) as channel:
         channel.unary_unary(f"/{SERVICE}/Close")(
-            wire.CloseRequest(run_id=run_id, forget=forget).SerializeToString(), timeout=operator.timeout_s,
-            metadata=metadata)
+            wire.CloseRequest(run_id=run_id, forget=forget).SerializeToString(), timeout=operator.timeout_s)
 
 
 def session_status(operator: CloudOperator, run_id: str = "") -> list[dict[str, Any]]:
     """Return `CloudSession.status` of one run, or of all."""
-    with _open_channel(operator) as (channel, metadata):
+    with _open_channel(operator) as channel:
         reply = channel.unary_unary(f"/{SERVICE}/Status")(
-            wire.StatusRequest(run_id=run_id).SerializeToString(), timeout=operator.timeout_s, metadata=metadata)
+            wire.StatusRequest(run_id=run_id).SerializeToString(), timeout=operator.timeout_s)
         sessions: list[dict[str, Any]] = json.loads(wire.StatusReply.FromString(reply).sessions)
         return sessions
 
 
 def _fetch(operator: CloudOperator, run_id: str, *, whole_state: bool) -> tuple[int, memoryview]:
     content, expected, batch = bytearray(), 0, 0
-    with _open_channel(operator) as (channel, metadata):
+    with _open_channel(operator) as channel:
         for message in channel.unary_stream(f"/{SERVICE}/Fetch")(
             wire.FetchRequest(run_id=run_id, whole_state=whole_state).SerializeToString(), timeout=operator.timeout_s,
-            metadata=metadata,
         ):
             part = wire.FetchPart.FromString(message)
             content += part.part
@@ -119,12 +118,14 @@ def _fetch(operator: CloudOperator, run_id: str, *, whole_state: bool) -> tuple[
 
 
 @contextmanager
-def _open_channel(operator: CloudOperator) -> Iterator[tuple[grpc.Channel, tuple[tuple[str, str], ...]]]:
+def _open_channel(operator: CloudOperator) -> Iterator[grpc.Channel]:
     channel = open_channel(
         operator.address, operator.tls.channel_credentials() if operator.tls is not None else None,
         heartbeat_s=operator.heartbeat_s, max_message_bytes=LARGEST_FRAME_BYTES)
     try:
-        yield channel, ((TOKEN_KEY, operator.token),)
+        yield ClientAuthentication(OPERATOR, operator.token.encode(), tls=operator.tls is not None).on(channel)
+    except PeerRefused as refused:
+        raise SplitRefused(f"the cloud at {operator.address}: {refused}") from None
     except grpc.RpcError as error:
         failure = failure_of(f"the cloud at {operator.address}", error)
         if isinstance(failure, PeerRefused | PeerNotTrusted):

@@ -28,7 +28,6 @@ class SessionTerms:
     """What a session was opened with."""
 
     run_id: str
-    token_digest: bytes
     fingerprint: str
     num_parties: int = 1
     joined: bool = False  # parties hold different features of the same samples; otherwise they take turns
@@ -326,9 +325,9 @@ def _batches(checkpoints: list[Checkpoint]) -> str:
 
 def terms_to_document(terms: SessionTerms) -> dict[str, Any]:
     """Return the terms as a JSON object; `terms_from_document` reads it."""
-    return {**asdict(terms), "token_digest": terms.token_digest.hex(), "settings": dict(terms.settings)}
+    return {**asdict(terms), "settings": dict(terms.settings)}
 
 
 def terms_from_document(document: Mapping[str, Any]) -> SessionTerms:
     """Return what `terms_to_document` was given."""
-    return SessionTerms(**{**document, "token_digest": bytes.fromhex(document["token_digest"])})
+    return SessionTerms(**document)

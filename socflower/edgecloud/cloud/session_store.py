@@ -30,7 +30,7 @@ _SESSION = StateKind(name="session of a split training", schema=2, remedy="open 
 class SessionStore:
     """Stores sessions by run; each has its own folder below `folder`, if one is given.
 
-    A session is written there before it is served, with a digest of its token instead of the token, so that a restarted
+    A session is written there before it is served, without any token, so that a restarted
     service has the sessions of the one before. Raises `ConfigError` for a folder that cannot be used.
     """
 
@@ -124,8 +124,6 @@ class SessionStore:
         if opening.num_bytes > self._limits.max_weights_bytes:
             raise SplitRefused(f"run {opening.run_id}: {opening.num_bytes} bytes of weights, where "
                                f"{self._limits.max_weights_bytes} are the limit")
-        if len(opening.token_digest) != 32:
-            raise SplitRefused(f"run {opening.run_id}: has no token for its edges")
         if not 1 <= opening.num_parties <= self._most_parties or (opening.reverse and opening.num_parties > 1):
             raise SplitRefused(f"run {opening.run_id}: num_parties = {opening.num_parties} must be from 1 to "
                                f"{self._most_parties}, and 1 in a reverse split")
@@ -136,7 +134,7 @@ class SessionStore:
         if not isinstance(settings, dict):
             raise SplitRefused(f"run {opening.run_id}: its settings are no JSON object")
         return SessionTerms(
-            run_id=opening.run_id, token_digest=opening.token_digest, fingerprint=opening.fingerprint,
+            run_id=opening.run_id, fingerprint=opening.fingerprint,
             num_parties=opening.num_parties, joined=opening.joined, reverse=opening.reverse, settings=settings)
 
     def _restore(self) -> None:

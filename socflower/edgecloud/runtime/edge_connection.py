@@ -13,12 +13,13 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from socflower.edgecloud.runtime.checkpoints import Checkpoint
-from socflower.edgecloud.stream.credentials import PLAIN_TEXT, RUN_KEY, TOKEN_KEY, check_token
+from socflower.edgecloud.stream.credentials import PLAIN_TEXT, check_token, run_caller
 from socflower.edgecloud.stream.failures import FrameRefused, SplitLost, SplitRefused, StartOver
 from socflower.edgecloud.stream.frame_channel import FrameChannel
 from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, PROTOCOL_VERSION, Limits
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import ConfigError
+from socflower.wire.authentication import ClientAuthentication
 from socflower.wire.secure_channel import (
     Address,
     HandlerFailed,
@@ -86,7 +87,7 @@ class EdgeConnection:
             raise ConfigError(f"run {run_id!r}: a run's name has up to 64 letters, digits, '.', '_' and '-'")
         self.address, self.run_id, self.party = address, run_id, party
         self.give_up_s = give_up_s
-        self._metadata = ((RUN_KEY, run_id), (TOKEN_KEY, check_token(token, f"token of run {run_id}")))
+        self._token = check_token(token, f"token of run {run_id}").encode()
         self._fingerprint, self._limits = fingerprint, limits or Limits()
         self._credentials = tls.channel_credentials() if tls is not None else None
         self._up, self._down = up, down
@@ -185,6 +186,8 @@ class EdgeConnection:
             return self._fatal_error(error)
         except FrameRefused as refused:
             return SplitRefused(f"the cloud at {self.address} sends {refused}")
+        except PeerRefused as refused:
+            return SplitRefused(f"the cloud at {self.address}: {refused}")
         except SplitRefused as refused:
             return refused
         return None
@@ -216,8 +219,9 @@ class EdgeConnection:
         grpc_channel = open_channel(self.address, self._credentials, heartbeat_s=self._heartbeat_s,
                                     max_message_bytes=4 * LARGEST_FRAME_BYTES)
         outgoing: SimpleQueue[tuple[FrameChannel, int] | None] = SimpleQueue()
-        replies = grpc_channel.stream_stream(_METHOD)(
-            self._outgoing(wire.Frame(hello=hello), outgoing), metadata=self._metadata)
+        authentication = ClientAuthentication(run_caller(self.run_id), self._token, tls=self._credentials is not None)
+        replies = authentication.on(grpc_channel).stream_stream(_METHOD)(
+            self._outgoing(wire.Frame(hello=hello), outgoing))
         return _Call(grpc_channel, replies, outgoing)
 
     def _outgoing(
@@ -242,6 +246,8 @@ class EdgeConnection:
             raise SplitLost("it hung up") from None
         except grpc.RpcError as error:
             raise self._fatal_error(error) or SplitLost(str(failure_of("it", error))) from None
+        except PeerRefused as refused:
+            raise SplitRefused(f"the cloud at {self.address}: {refused}") from None
         finally:
             timer.cancel()
         kind = frame.WhichOneof("kind")

@@ -1,17 +1,10 @@
 """The tokens of split training: the operator's, and one for the edges of each run."""
 
-import hashlib
 import hmac
 import secrets
 from pathlib import Path
 
 from socflower.errors import ConfigError
-
-TOKEN_KEY = "split-token"
-"""Metadata key of the token: the operator's in a manager's calls, the run's in an edge's stream."""
-
-RUN_KEY = "split-run"
-"""Metadata key of the run in an edge's stream."""
 
 PLAIN_TEXT = "there is no TLS, so features could be read on the way; give certificates, or say insecure"
 """The remedy for an address beyond private ones without TLS."""
@@ -24,14 +17,28 @@ def new_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-def hash_token(token: str) -> bytes:
-    """Return the SHA-256 of a token, which is stored instead of it, so that files and dumps do not reveal it."""
-    return hashlib.sha256(token.encode()).digest()
+OPERATOR = "operator"
+"""The operator's name as a caller."""
+
+_RUN = "run/"
 
 
-def token_matches(shown: str | bytes | None, digest: bytes) -> bool:
-    """Whether a token has this digest, compared in constant time."""
-    return isinstance(shown, str) and hmac.compare_digest(hash_token(shown), digest)
+def run_caller(run_id: str) -> str:
+    """Return the name of a run's edges as callers."""
+    return _RUN + run_id
+
+
+def run_of(caller: str) -> str:
+    """Return the run of a caller's name; empty for the operator."""
+    return caller.removeprefix(_RUN) if caller.startswith(_RUN) else ""
+
+
+def run_token(operator_token: str, run_id: str) -> str:
+    """Return the token of a run's edges, which tells nothing of the operator's.
+
+    The cloud makes it of the run's name whenever it needs it, so it is neither sent to the cloud nor stored there.
+    """
+    return hmac.digest(operator_token.encode(), run_caller(run_id).encode(), "sha256").hex()
 
 
 def read_token(path: Path) -> str:

@@ -3,37 +3,36 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from threading import Condition
-from typing import Any
 
 import grpc
 
 from socflower.wire.secure_channel import PeerUnreachable, failure_of
 
 _QUEUED_MESSAGES = 2  # besides the one being sent
-_STATUS_S = 1.0
 
 
 class OutgoingStream:
     """A stream of messages to one member, in order; `write` blocks while the member does not read."""
 
-    def __init__(self, peer: str, method: grpc.StreamUnaryMultiCallable, metadata: Any) -> None:
+    def __init__(self, peer: str, method: grpc.StreamStreamMultiCallable, opening: bytes) -> None:
         self._peer = peer
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[bytes] = deque([opening])
         self._changed = Condition()
         self._ended: Exception | None = None
         self._finishing = False
-        self._call = method.future(self._messages(), metadata=metadata)
+        self._call = method(self._messages())
         self._call.add_done_callback(self._end)
 
-    def wait_accepted(self) -> Any:
-        """Wait until the peer has accepted the stream and return its metadata; raise what `call` raises."""
-        metadata = self._call.initial_metadata()
-        if not metadata:  # gRPC returns this slightly before it reports that, and why, the call has failed
-            with self._changed:
-                self._changed.wait_for(lambda: self._ended, _STATUS_S)
-        if self._ended:
-            raise self._ended
-        return metadata
+    def wait_accepted(self) -> None:
+        """Wait until the peer has accepted the stream; raise what `RingPort.call` raises, and `ForgedAnswer`."""
+        try:
+            next(self._call)
+        except StopIteration:
+            raise PeerUnreachable(f"{self._peer} has ended the stream") from None
+        except grpc.RpcError as error:
+            raise failure_of(self._peer, error) from None
+        except ValueError:  # gRPC's word for a channel that another thread has closed
+            raise PeerUnreachable("this ring port is closed") from None
 
     def write(self, message: bytes) -> None:
         """Queue a message; wait while the queue is full; raise `PeerUnreachable`, `PeerSilent` or `PeerRefused`."""

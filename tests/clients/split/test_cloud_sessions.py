@@ -231,12 +231,13 @@ def run_refused(cloud: Cloud, edge: SplitProgram | None = None, **changes: Any) 
 
 def test_an_edge_with_a_wrong_token_is_refused() -> None:
     with Cloud(layered()) as cloud:
-        assert "the token is not the one it was opened with" in run_refused(cloud, token=new_token())
+        assert "a 'Train' call with a wrong token" in run_refused(cloud, token=new_token())
 
 
 def test_an_edge_of_a_run_that_is_not_open_is_refused() -> None:
     with Cloud(layered()) as cloud:
-        assert "run other is not open at this cloud" in run_refused(cloud, run="other")
+        # Whether the run exists is told to nobody without its token.
+        assert "a 'Train' call with a wrong token" in run_refused(cloud, run="other")
 
 
 def test_an_edge_that_cuts_elsewhere_than_the_cloud_is_refused() -> None:
@@ -273,7 +274,7 @@ def test_a_manager_without_the_operators_token_opens_nothing() -> None:
     program = layered()
     with Cloud(program) as cloud:
         stranger = CloudClient(replace(cloud.operator, token=new_token()), program)
-        with pytest.raises(SplitRefused, match="operator token is not the cloud's"):
+        with pytest.raises(SplitRefused, match="call with a wrong token"):
             start(strategy_of(program, 1, stranger), program, ThreadGrid([edge_app(program)]))
         assert session_status(cloud.operator) == []
 
@@ -282,11 +283,11 @@ def test_a_session_of_another_version_names_what_is_missing() -> None:
     program = layered()
     with Cloud(program) as cloud:
         with pytest.raises(SplitRefused, match="split record: missing") as caught:
-            open_session(cloud.operator, run_id="run", edge_token=new_token(), fingerprint=program.fingerprint(),
+            open_session(cloud.operator, run_id="run", fingerprint=program.fingerprint(),
                          settings={"task": {"mode": "own"}})
         assert "\n" not in str(caught.value)
         with pytest.raises(SplitRefused, match="was opened without a split task") as caught:
-            open_session(cloud.operator, run_id="run", edge_token=new_token(), fingerprint=program.fingerprint())
+            open_session(cloud.operator, run_id="run", fingerprint=program.fingerprint())
         assert "\n" not in str(caught.value)
 
 

@@ -25,9 +25,10 @@ import numpy as np
 import torch
 
 from socflower.edgecloud.cloud.operator_calls import session_status
-from socflower.edgecloud.stream.credentials import RUN_KEY, TOKEN_KEY, new_token
+from socflower.edgecloud.stream.credentials import new_token, run_caller
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import SocflowerError
+from socflower.wire.authentication import ClientAuthentication
 from socflower.wire.certificates import HostCertificate, write_certificates
 from socflower.wire.secure_channel import Tls
 from socflower.wire.split_message_keys import SplitTask
@@ -227,9 +228,10 @@ def _bad_streams(task: SplitTask) -> Iterator[tuple[str, list[bytes], str]]:
 
 def _dialled(run: Deployed, name: str, frames: list[bytes], token: str) -> str:
     """Send frames to the cloud on a stream, and return what it says to them."""
-    with grpc.insecure_channel(run.cloud.address) as channel:
+    authentication = ClientAuthentication(run_caller(run.task.run), token.encode(), tls=False)
+    with authentication.on(grpc.insecure_channel(run.cloud.address)) as channel:
         replies = channel.stream_stream("/socflower.split.Split/Train")(
-            iter(frames), metadata=((RUN_KEY, run.task.run), (TOKEN_KEY, token)), timeout=30)
+            iter(frames), timeout=30)
         try:
             for reply in replies:
                 frame = wire.Frame.FromString(reply)

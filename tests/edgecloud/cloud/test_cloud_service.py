@@ -22,11 +22,11 @@ from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
+from socflower.edgecloud.stream.credentials import run_token
 from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
 from socflower.edgecloud.stream.frames import Limits
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.numpy_halves import (
-    EDGE,
     FINGERPRINT,
     OPERATOR,
     Back,
@@ -47,7 +47,7 @@ class Cloud:
         self.operator = CloudOperator(address=self.service.address, token=OPERATOR)
 
     def open(self, run_id: str = "run", **options: Any) -> None:
-        open_session(self.operator, **{"run_id": run_id, "edge_token": EDGE, "fingerprint": FINGERPRINT, **options})
+        open_session(self.operator, **{"run_id": run_id, "fingerprint": FINGERPRINT, **options})
 
     def back(self, run_id: str = "run") -> Any:
         return self.service._sessions.get(run_id)._state.half
@@ -249,7 +249,7 @@ def test_a_service_that_is_started_anew_has_its_runs_and_leaves_out_what_is_dama
     first.open("two")
     train_front(connect(first.port, "one"), Front(), Span(first_batch=0, num_batches=4), plan())
     first.service.close()
-    assert EDGE.encode() not in (tmp_path / "one" / "session.sealed").read_bytes()
+    assert run_token(OPERATOR, "one").encode() not in (tmp_path / "one" / "session.sealed").read_bytes()
     (tmp_path / "two" / "session.sealed").write_bytes(b"torn")
     again = Cloud(folder=tmp_path)
     try:
@@ -276,7 +276,7 @@ def check_refused(cloud: Cloud, match: str, front: Front | None = None, **option
 
 def test_what_does_not_belong_is_refused_in_a_line_and_harms_nobody(cloud: Cloud) -> None:
     cloud.open()
-    check_refused(cloud, "token is not the one it was opened with", token="another-token-0123")
+    check_refused(cloud, "a 'Train' call with a wrong token", token="another-token-0123")
     check_refused(cloud, "run away is not open at this cloud", run_id="away")
     check_refused(cloud, "model .* is not the cloud's", fingerprint="another-model")
     check_refused(cloud, "there is no party 3 among 1", party=3)
@@ -293,9 +293,9 @@ def test_what_does_not_belong_is_refused_in_a_line_and_harms_nobody(cloud: Cloud
 
 def test_what_a_manager_asks_in_vain_is_refused_in_a_line(cloud: Cloud) -> None:
     stranger = CloudOperator(address=cloud.service.address, token="a-stranger-0123456")
-    with pytest.raises(SplitRefused, match="operator token is not the cloud's"):
+    with pytest.raises(SplitRefused, match="call with a wrong token"):
         session_status(stranger)
-    with pytest.raises(SplitRefused, match="operator token is not the cloud's"):
+    with pytest.raises(SplitRefused, match="call with a wrong token"):
         fetch_weights(stranger, "run")
     with pytest.raises(SplitRefused, match="run nobody is not open here"):
         fetch_weights(cloud.operator, "nobody")
@@ -308,7 +308,7 @@ def test_what_a_manager_asks_in_vain_is_refused_in_a_line(cloud: Cloud) -> None:
     with pytest.raises(SplitRefused, match="num_parties = 2"):
         cloud.open(num_parties=2, reverse=True)
     with pytest.raises(ConfigError, match="a token has at least 16"):
-        cloud.open(edge_token="short")
+        connect(cloud.port, token="short")
     with pytest.raises(ConfigError, match="is not private"):
         CloudOperator(address="8.8.8.8:1", token=OPERATOR)
     with pytest.raises(ConfigError, match="means every interface"):
@@ -325,7 +325,7 @@ def test_a_flood_of_refusals_neither_fills_the_log_nor_silences_it() -> None:
     try:
         stranger = CloudOperator(address=cloud.service.address, token="a-stranger-0123456")
         for _ in range(250):
-            with pytest.raises(SplitRefused, match="operator token is not the cloud's"):
+            with pytest.raises(SplitRefused, match="call with a wrong token"):
                 session_status(stranger)
         assert len(cloud.lines) == 5 and "only counted" in cloud.lines[-1]
         cloud.open(settings={"fails_at": 3})
@@ -333,11 +333,11 @@ def test_a_flood_of_refusals_neither_fills_the_log_nor_silences_it() -> None:
             train_front(connect(cloud.port), Front(), Span(first_batch=0, num_batches=9), plan())
         assert any("a span of run run ended" in line for line in cloud.lines[5:])
         now_s[0], told = 60.0, len(cloud.lines)
-        with pytest.raises(SplitRefused, match="operator token is not the cloud's"):
+        with pytest.raises(SplitRefused, match="call with a wrong token"):
             session_status(stranger)
         counted, refused = cloud.lines[told:]
         assert counted.startswith("split cloud: ") and "more refusals of ipv4:127.0.0.1 within 60 s" in counted
-        assert refused.startswith("split cloud: refused a manager's call with a wrong token from ipv4:127.0.0.1:")
+        assert refused.startswith("split cloud: refused a 'Status' call with a wrong token from ipv4:127.0.0.1:")
     finally:
         cloud.service.close()
 

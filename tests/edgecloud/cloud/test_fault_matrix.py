@@ -14,9 +14,9 @@ SAYS = {
     "edge-without-folder": "have no checkpoint in common",
     "cloud-gone": "is out of reach, after trying for",
     "same-party-number": "another edge has taken the place of party 0",
-    "wrong-token": "the token is not the one it was opened with",
-    "wrong-run": "run other is not open at this cloud",
-    "wrong-operator-token": "the operator token is not the cloud's",
+    "wrong-token": "a 'Train' call with a wrong token",
+    "wrong-run": "a 'Train' call with a wrong token",
+    "wrong-operator-token": "a 'Status' call with a wrong token",
     "strange-authority": "the certificates do not fit",
     "strange-name": "the certificates do not fit",
     "no-client-certificate": "",  # TLS 1.3 tells an edge late, if at all

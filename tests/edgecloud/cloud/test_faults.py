@@ -21,12 +21,12 @@ from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
-from socflower.edgecloud.stream.credentials import RUN_KEY, TOKEN_KEY
+from socflower.edgecloud.stream.credentials import run_caller, run_token
 from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.engines.deployment.flower_processes import free_ports
+from socflower.wire.authentication import ClientAuthentication
 from tests.edgecloud.runtime.numpy_halves import (
-    EDGE,
     FINGERPRINT,
     OPERATOR,
     Back,
@@ -81,7 +81,7 @@ def processes() -> Iterator[Processes]:
 
 
 def open_run(operator: CloudOperator, **options: Any) -> None:
-    open_session(operator, **{"run_id": "run", "edge_token": EDGE, "fingerprint": FINGERPRINT, **options})
+    open_session(operator, **{"run_id": "run", "fingerprint": FINGERPRINT, **options})
 
 
 def kill(process: "subprocess.Popen[str]") -> None:
@@ -271,9 +271,10 @@ def features(**changes: Any) -> wire.Head:
         "plain": plain, "cut": 1, "answer_bits": 32, "labels": wire.Block(dtype="float32", shape=[0]), **changes})})
 
 
-def converse(port: int, frames: list[Any], *, token: str = EDGE) -> str:
+def converse(port: int, frames: list[Any], *, token: str = run_token(OPERATOR, "run")) -> str:
     """Send these, and return what the cloud refuses them with."""
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    authentication = ClientAuthentication(run_caller("run"), token.encode(), tls=False)
+    with authentication.on(grpc.insecure_channel(f"127.0.0.1:{port}")) as channel:
         done = threading.Event()
 
         def messages() -> Iterator[bytes]:
@@ -282,7 +283,7 @@ def converse(port: int, frames: list[Any], *, token: str = EDGE) -> str:
             done.wait(20)
 
         replies = channel.stream_stream("/socflower.split.Split/Train")(
-            messages(), metadata=((RUN_KEY, "run"), (TOKEN_KEY, token)), timeout=30)
+            messages(), timeout=30)
         try:
             for reply in replies:
                 frame = wire.Frame.FromString(reply)

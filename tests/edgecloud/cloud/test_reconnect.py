@@ -15,7 +15,6 @@ from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
 from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
 from tests.edgecloud.runtime.numpy_halves import (
-    EDGE,
     FINGERPRINT,
     OPERATOR,
     Back,
@@ -38,7 +37,7 @@ def service() -> Iterator[CloudService]:
 
 def open_run(service: CloudService, run_id: str, **options: Any) -> CloudOperator:
     operator = CloudOperator(address=service.address, token=OPERATOR)
-    open_session(operator, run_id=run_id, edge_token=EDGE, fingerprint=FINGERPRINT, **options)
+    open_session(operator, run_id=run_id, fingerprint=FINGERPRINT, **options)
     return operator
 
 

@@ -21,12 +21,13 @@ from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_front
 from socflower.edgecloud.stream.array_blocks import pack_weights, unpack_weights
+from socflower.edgecloud.stream.credentials import run_token
 from socflower.errors import ConfigError
 
 SIZES = (6, 7, 5, 4, 3)
 NUM_LAYERS = len(SIZES) - 1
 RATE, MOMENTUM = np.float32(0.1), np.float32(0.9)
-OPERATOR, EDGE, FINGERPRINT = "operator-token-0123", "edge-token-0123456", "model-of-the-tests"
+OPERATOR, FINGERPRINT = "operator-token-0123", "model-of-the-tests"
 
 
 class Layers:
@@ -191,7 +192,8 @@ def make_half(terms: SessionTerms, weights: Weights) -> CloudHalf:
 
 
 def connect(port: int, run_id: str = "run", **options: Any) -> EdgeConnection:
-    options = {"token": EDGE, "fingerprint": FINGERPRINT, "give_up_s": 30.0, "patience_s": 30.0, **options}
+    options = {"token": run_token(OPERATOR, run_id), "fingerprint": FINGERPRINT, "give_up_s": 30.0,
+               "patience_s": 30.0, **options}
     return EdgeConnection(f"127.0.0.1:{port}", run_id=run_id, **options)
 
 

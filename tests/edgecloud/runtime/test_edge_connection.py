@@ -18,7 +18,6 @@ from socflower.edgecloud.runtime.span_training import Span, train_front
 from socflower.edgecloud.stream.failures import SplitLost
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.numpy_halves import (
-    EDGE,
     FINGERPRINT,
     OPERATOR,
     Back,
@@ -46,7 +45,7 @@ class Counting:
 def serve(factory: Any = make_half) -> tuple[CloudService, CloudOperator]:
     service = CloudService("127.0.0.1:0", factory, operator_token=OPERATOR)
     operator = CloudOperator(address=service.address, token=OPERATOR)
-    open_session(operator, run_id="run", edge_token=EDGE, fingerprint=FINGERPRINT)
+    open_session(operator, run_id="run", fingerprint=FINGERPRINT)
     return service, operator
 
 
@@ -130,7 +129,7 @@ def test_a_connection_that_is_closed_here_ends_its_span() -> None:
 def test_a_peer_that_answers_a_greeting_with_nothing_is_waited_for_only_so_long() -> None:
     """Only one of two parties comes, and the cloud would wait for the other for minutes."""
     service, operator = serve()
-    open_session(operator, run_id="pair", edge_token=EDGE, fingerprint=FINGERPRINT, num_parties=2)
+    open_session(operator, run_id="pair", fingerprint=FINGERPRINT, num_parties=2)
     try:
         with pytest.raises(SplitLost, match="out of reach"):
             train_front(connect(service.port, "pair", patience_s=0.3, give_up_s=0.3), Front(),

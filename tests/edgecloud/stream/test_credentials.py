@@ -15,7 +15,6 @@ from socflower.errors import ConfigError
 from socflower.wire.certificates import write_certificates
 from socflower.wire.secure_channel import Tls
 from tests.edgecloud.runtime.numpy_halves import (
-    EDGE,
     FINGERPRINT,
     OPERATOR,
     Front,
@@ -47,7 +46,7 @@ def test_with_certificates_on_both_sides_training_goes_on_as_without(certificate
     service = serve_tls(own, mutual=True)
     try:
         operator = CloudOperator(address=service.address, token=OPERATOR, tls=tls)
-        open_session(operator, run_id="run", edge_token=EDGE, fingerprint=FINGERPRINT)
+        open_session(operator, run_id="run", fingerprint=FINGERPRINT)
         front = Front()
         train_front(connect(service.port, tls=tls), front, Span(first_batch=0, num_batches=5), PLAN)
         assert same(front.weights(), fetch_weights(operator, "run")[1], wanted=local_training(5))

@@ -112,7 +112,7 @@ def test_a_program_of_a_user_is_served_until_sigterm_and_again_with_its_sessions
     wrong = tmp_path / "wrong"
     wrong.write_text(new_token())
     refused = socflower("cloud", "status", address, "--token-file", wrong)
-    assert refused.status == 2 and "the operator token is not the cloud's" in one_line(refused)
+    assert refused.status == 2 and "call with a wrong token" in one_line(refused)
     assert serving.end(signal.SIGTERM) == 0
 
     processes.append(again := Serving(tmp_path, *arguments))
@@ -176,12 +176,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["mine_too:other"], "program mine_too:other: is a int, not a SplitProgram"),
     (["mine_too:made", "--set", "seed=3"], "--set is for scenarios, and mine_too:made is a program"),
     (["mine_too:made", "--threads", "-1"], "--threads -1: must be from 0 to 1024"),
-    (["mine_too:made", "--listen", "nowhere"], 'split address "nowhere" is not host:port'),
-    (["mine_too:made", "--listen", "0.0.0.0:0"], "means every interface, and there is no TLS"),
+    (["mine_too:made", "--listen", "nowhere"], 'cloud address "nowhere" is not host:port'),
+    (["mine_too:made", "--listen", "0.0.0.0:0"], "means every interface and there is no TLS"),
     (["mine_too:made", "--token-file", "short-token"], "a token has at least 16 printable ASCII characters"),
     (["mine_too:made", "--token-file", "no/folder/token"], "--token-file no/folder/token: cannot be made"),
     (["mine_too:made", "--certificate", "cloud.pem"], "a certificate needs its key"),
-    (["mine_too:made", "--ca", "ca.pem"], "the cloud needs a certificate and a key"),
+    (["mine_too:made", "--ca", "ca.pem"], "a server needs a certificate and a key"),
     (["mine_too:made", "--certificate", "case.toml", "--key", "case.toml"], "is no PEM file"),
     (["mine_too:made", "--listen", "127.0.0.1:0", "--folder", "case.toml"], "folder case.toml cannot be used"),
 ])
@@ -197,7 +197,7 @@ def test_a_port_that_is_in_use_is_one_line(folder: Path, socflower: Socflower) -
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         ran = socflower("cloud", "serve", "mine_too:made", "--listen", address)
-    assert ran.status == 2 and f"split address {address} cannot be listened on" in one_line(ran)
+    assert ran.status == 2 and f"cloud address {address} is in use" in one_line(ran)
 
 
 def test_handlers_of_signals_are_as_before_after_serving_ends(folder: Path, socflower: Socflower) -> None:
