@@ -40,7 +40,6 @@ Text = Annotated[str, Field(pattern=r"\S")]
 
 _Kind = TypeVar("_Kind", bound="Table")
 _SHOWN_CHARS = 200
-_MOST_COMPARED = 1000  # errors of one file
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 _ITEMS = {int: "whole numbers", float: "numbers", str: "names"}
 
@@ -175,23 +174,10 @@ def _range(limits: Sequence[Any]) -> str:
 
 # --------------------------------------------------------------------------------------------- refusals
 def _refusal(kind: type, document: object, where: str, error: ValidationError) -> str:
-    """Return the line on the first error, in the order of the file; a missing key comes after those that are there."""
-    errors = error.errors(include_url=False, include_input=False)[:_MOST_COMPARED]
-    return _line(kind, document, where, min(errors, key=lambda each: _position(document, each["loc"])))
-
-
-def _position(document: Any, loc: Sequence[int | str]) -> list[int]:
-    position = []
-    for step in loc:
-        if isinstance(document, Mapping):
-            position.append(list(document).index(step) if step in document else len(document))
-            document = document.get(step)
-        elif isinstance(document, Sequence) and not isinstance(document, str) and isinstance(step, int):
-            position.append(step)
-            document = document[step] if step < len(document) else None
-        else:
-            break
-    return position
+    """Return the line on the first unknown key, which explains a missing one, else on the first error."""
+    errors = error.errors(include_url=False, include_input=False)
+    unknown = ("extra_forbidden", "unexpected_keyword_argument")
+    return _line(kind, document, where, next((each for each in errors if each["type"] in unknown), errors[0]))
 
 
 def _line(kind: type, document: Any, where: str, error: Any) -> str:
@@ -234,7 +220,7 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
         return f"{where} must be a table, got {_shown(value)}"
     inner, shape = table_of(entry.annotation)
     if inner is not None:
-        return _no_table(where, path, value, document, inner, shape)
+        return _no_table(where, path, value, inner, shape)
     key = _key(where, path)
     takes = allowed(entry.annotation, entry.metadata)
     if takes.startswith("one of ") and isinstance(value, str):
@@ -257,19 +243,13 @@ def unknown_key(name: str, value: object, keys: Mapping[str, FieldInfo | None], 
     return f"{before}unknown key {name!r} (value {_shown(value)}); {hint}"
 
 
-def _no_table(where: str, path: list[int | str], value: object, document: Any, inner: type, shape: str) -> str:
+def _no_table(where: str, path: list[int | str], value: object, inner: type, shape: str) -> str:
     form = getattr(inner, "FORM", "")
     if form:
         return f"{_key(where, path)} = {_shown(value)} must be written {path[-1]} = {form}"
-    if shape == "list":
-        *outer, name = [step for step in path if isinstance(step, str)]
-        if isinstance(path[-1], int):
-            path = path[:-1]
-            for step in path:
-                document = document[step]
-            value = document
-        return (f"{_key(where, path)} = {_shown(value)} must be written [[{'.'.join([*outer, name])}]], a list of "
-                "tables")
+    if shape == "list" and isinstance(path[-1], str):
+        name = ".".join(step for step in path if isinstance(step, str))
+        return f"{_key(where, path)} = {_shown(value)} must be written [[{name}]], a list of tables"
     if shape == "dict" and len(path) == 1:
         return f"{_key(where, path)} = {_shown(value)} must be tables [{path[0]}.NAME]"
     return f"{_place(where, path)} must be a table, got {_shown(value)}"
