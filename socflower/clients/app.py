@@ -13,7 +13,7 @@ from torch import nn
 
 from socflower.capture.random_state import build_exclusively, own_random_state
 from socflower.clients.privacy_mods import adapt_mod
-from socflower.clients.ring_client import answer_query, member_reply, server_round_of, step_ledger, train_member
+from socflower.clients.ring_client import answer_query, member_reply, step_ledger, train_member
 from socflower.clients.saved_training import StateFiles, TrainerState
 from socflower.clients.settings import ReadSettings
 from socflower.errors import ConfigError
@@ -185,7 +185,7 @@ def _train_in_ring(
     end = train_member(
         context, task, ring, model=model, has_model=has_model, data=data, trainer=trainer, state=state.read(),
         departs_at=_departures(message, task).get(task.partitions.index(ring.participant)),
-        on_step=step_ledger(ledger(context) if ledger is not None else None, server_round_of(message)))
+        on_step=step_ledger(ledger(context) if ledger is not None else None, message))
     if end.end is not None:
         state.save(end.end.state, end.mean_loss, in_file=end.outcome.answers)
     return member_reply(message, context, task, end, _weights(model) if end.end is not None else None)

@@ -45,7 +45,10 @@ def train_member(
     trainer: Trainer, state: bytes | None, departs_at: int | None, on_step: Callable[[AppliedStep], None],
 ) -> MemberResult:
     """Open this node's ring port and train as one member, with the arguments of `RingMember`."""
-    node = _require_ring(context)
+    node = ring_node(context.node_config)
+    if node is None:
+        raise ConfigError(f"node {context.node_id}: its node config lacks ring; start the SuperNode with "
+                          "--node-config 'ring=\"host:port\"'")
     kept = context.state.config_records.get(_COMPRESSION_STATE)
     with preempt_switch(context.node_config) as switch, closing(open_port(node, group, ring)) as port:
         end = RingMember(
@@ -106,19 +109,12 @@ def answer_query(message: Message, context: Context) -> Message:
     return Message(RecordDict({STATUS: ConfigRecord(encode(status))}), reply_to=message)
 
 
-def _require_ring(context: Context) -> RingNode:
-    node = ring_node(context.node_config)
-    if node is None:
-        raise ConfigError(f"node {context.node_id}: its node config lacks ring; start the SuperNode with "
-                          "--node-config 'ring=\"host:port\"'")
-    return node
-
-
-def step_ledger(path: Path | None, server_round: int) -> Callable[[AppliedStep], None]:
+def step_ledger(path: Path | None, message: Message) -> Callable[[AppliedStep], None]:
     """Return a function that appends a step to a file as a line of JSON; without a file it does nothing."""
     if path is None:
         return lambda step: None
     path.parent.mkdir(parents=True, exist_ok=True)
+    server_round = int(cast(int, message.content.config_records.get(CONFIG, ConfigRecord()).get(SERVER_ROUND, 0)))
 
     def note(step: AppliedStep) -> None:
         line = {"round": server_round, "step": step.step, "members": step.members, "samples": step.samples,
@@ -127,9 +123,3 @@ def step_ledger(path: Path | None, server_round: int) -> Callable[[AppliedStep],
             stream.write(json.dumps(line) + "\n")
 
     return note
-
-
-def server_round_of(message: Message) -> int:
-    """Return the round of a message, 0 if it has none."""
-    config = message.content.config_records.get(CONFIG, ConfigRecord())
-    return int(cast(int, config.get(SERVER_ROUND, 0)))

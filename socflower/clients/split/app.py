@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
-from numpy.typing import NDArray
 
 from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import answer_query
@@ -75,7 +75,8 @@ def make_split_client_app(
             raise ConfigError(f"split client: the server cut another model ({task.fingerprint[:12]}) than this node's "
                               f"({program.fingerprint()[:12]}); run the same code on both")
         arrays = {name: array.numpy() for name, array in message.content.array_records[ARRAYS].items()}
-        state = SplitState(task, context, _files(context, state_folder))
+        folder = None if state_folder is None else state_folder(context)
+        state = SplitState(task, context, None if folder is None else StateFiles(folder))
         with torch_threads(num_threads):
             if task.address:
                 outcome = train_with_cloud(
@@ -93,20 +94,10 @@ def make_split_client_app(
 
 def _reply(message: Message, outcome: SpanOutcome) -> Message:
     content = RecordDict({
-        ARRAYS: ArrayRecord({name: Array(_contiguous(array)) for name, array in outcome.arrays.items()}),
+        ARRAYS: ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in outcome.arrays.items()}),
         METRICS: MetricRecord({"train-loss": outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples})})
     if outcome.report is not None:
         content[SPLIT_REPORT] = ConfigRecord(outcome.report.encode())
     if outcome.events:
         content[EVENTS] = ConfigRecord({"texts": list(outcome.events)})
     return Message(content, reply_to=message)
-
-
-def _files(context: Context, state_folder: FolderFn | None) -> StateFiles | None:
-    folder = None if state_folder is None else state_folder(context)
-    return None if folder is None else StateFiles(folder)
-
-
-def _contiguous(array: NDArray[Any]) -> NDArray[Any]:
-    return array if array.flags.c_contiguous else array.copy(order="C")
-
