@@ -14,6 +14,7 @@ from socflower.wire.message_keys import (
     ARRAYS,
     ASK,
     ASK_STATUS,
+    ASKED_SOC,
     CONFIG,
     DEPARTURES,
     GROUP,
@@ -82,7 +83,9 @@ def _socs(message: Message, context: Context) -> Sequence[int]:
     """Return the SoCs that a message addresses."""
     records = message.content.config_records
     if GROUP not in records:
-        return (int(context.node_config[PARTITION_ID]),)
+        # Flower's simulation numbers partitions in another order than the nodes that are matched with SoCs.
+        asked = records.get(CONFIG, ConfigRecord()).get(ASKED_SOC)
+        return (int(cast(int, context.node_config[PARTITION_ID] if asked is None else asked)),)
     task = GroupTask.decode(records[GROUP])
     if RING not in records:
         return task.members

@@ -11,6 +11,7 @@ from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.wire.message_keys import (
     ASK,
     ASK_STATUS,
+    ASKED_SOC,
     CONFIG,
     PRICED,
     QUERY_ACTION,
@@ -101,7 +102,8 @@ class NodeRegistry:
         new = sorted(connected - known - self._queried_new_nodes) if self.ring_address_of else []
         self._queried_new_nodes |= set(new)
         if asked := [*away, *new]:
-            ids = grid.push_messages([_status_query(node, server_round) for node in asked])
+            soc_of = {node: soc for soc, node in self._node_of.items()}
+            ids = grid.push_messages([_status_query(node, server_round, soc_of.get(node)) for node in asked])
             self._unanswered |= dict(zip(ids, asked, strict=True))
 
     def hear(self, grid: Grid) -> list[int]:
@@ -120,7 +122,7 @@ class NodeRegistry:
                 break
             if self._unanswered:
                 time.sleep(_PULL_INTERVAL_S)
-        return back
+        return sorted(back)
 
     def _on_reply(self, reply: Message) -> list[int]:
         if not reply.has_content() or STATUS not in reply.content.config_records:
@@ -185,6 +187,8 @@ class NodeRegistry:
         return socs[status.slot] if 0 <= status.slot < len(socs) else None
 
 
-def _status_query(node: int, server_round: int) -> Message:
-    return Message(RecordDict({CONFIG: ConfigRecord({ASK: ASK_STATUS, SERVER_ROUND: server_round, PRICED: True})}),
-                   node, QUERY_TYPE, group_id=str(server_round))
+def _status_query(node: int, server_round: int, soc: int | None = None) -> Message:
+    config = ConfigRecord({ASK: ASK_STATUS, SERVER_ROUND: server_round, PRICED: True})
+    if soc is not None:
+        config[ASKED_SOC] = soc
+    return Message(RecordDict({CONFIG: config}), node, QUERY_TYPE, group_id=str(server_round))

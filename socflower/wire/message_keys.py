@@ -54,6 +54,9 @@ QUERY_ACTION = "socflower"
 
 ASK = "socflower-ask"
 ASK_STATUS, ASK_MODEL = "status", "model"
+ASKED_SOC = "socflower-soc"
+"""The SoC that a status query is for; its node may have another number as its partition."""
+
 STATUS = "socflower-status"
 """The record of the answer to both."""
 

@@ -138,6 +138,7 @@ def test_who_is_away_is_asked_every_round_until_it_is_free() -> None:
         registry.ask(grid, 3)  # type: ignore[arg-type]
         registry.ask(grid, 3)  # type: ignore[arg-type] # not asked twice
         assert [message.metadata.dst_node_id for message in grid.pushed] == [102]
+        assert grid.pushed[0].content["config"]["socflower-soc"] == 2
         assert registry.hear(grid) == back  # type: ignore[arg-type]
     assert registry.present(grid) == tuple(SOCS)  # type: ignore[arg-type]
     grid.pushed = []
