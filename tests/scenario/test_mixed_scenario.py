@@ -21,7 +21,7 @@ from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import PrecisionConfig, Scenario, TrainConfig
 from socflower.scenario.schema.file import from_document, load_scenario, to_document
 from socflower.workloads import load_data
-from socflower.workloads.models import registry
+from socflower.workloads.models import classifiers
 from tests.scenario.small_runs import small
 
 HELD_OUT = 3400
@@ -237,7 +237,7 @@ def gelu_net(*, in_channels: int, image_size: int, num_classes: int) -> nn.Seque
 def test_a_model_that_int8_lacks_an_operator_for_is_refused_before_round_1_and_the_advice_trains_it(
     arithmetic: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:
-    monkeypatch.setitem(registry._BUILDERS, "gelu-net", gelu_net)
+    monkeypatch.setitem(classifiers._BUILDERS, "gelu-net", gelu_net)
     path = tmp_path / "case.toml"
 
     def run(key: str) -> list[Any]:
