@@ -13,9 +13,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from socflower.errors import ConfigError
-from socflower.wire.saved_state import StateKind, StateStore, array_pieces, array_specs, arrays_from, remove_partial
+from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
+from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, remove_partial
 
-_ROUND = StateKind(name="checkpoint", schema=2, remedy="start anew with --fresh")
+_ROUND = StateKind(name="checkpoint", schema=3, remedy="start anew with --fresh")
 _SPANS = StateKind(name="trace of a round", schema=2, remedy="start anew with --fresh")
 _NUM_KEPT = 2  # the newest, and the previous one in case the newest is damaged
 
@@ -83,9 +84,8 @@ class CheckpointFolder:
         """Write the spans of the round, then the checkpoint; remove checkpoints that are no longer kept."""
         if trace_part is not None:
             self._spans.write(checkpoint.server_round, trace_part)
-        state = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)}
-        self._rounds.write(checkpoint.server_round, {**state, "arrays": array_specs(checkpoint.arrays)},
-                           array_pieces(checkpoint.arrays))
+        state = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint) if entry.name != "arrays"}
+        self._rounds.write(checkpoint.server_round, state, pack_arrays(checkpoint.arrays))
 
     def rounds(self) -> list[int]:
         """Return the rounds that have checkpoints, newest first, intact or not."""
@@ -94,7 +94,10 @@ class CheckpointFolder:
     def read(self, server_round: int) -> Checkpoint:
         """Return a checkpoint; `DamagedFile` if the checkpoint or its spans are damaged."""
         state, payload = self._rounds.read(server_round)
-        checkpoint = Checkpoint(**{**state, "arrays": arrays_from(state["arrays"], payload)})
+        try:
+            checkpoint = Checkpoint(**state, arrays=unpack_arrays(payload))
+        except MalformedBytes as error:  # forged; the digest is no signature
+            raise DamagedFile(f"{self._rounds.path(server_round)} is damaged ({error})", _ROUND.remedy) from None
         for _ in self.trace_parts(checkpoint):
             pass
         return checkpoint

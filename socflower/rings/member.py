@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from logging import INFO
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -28,6 +27,7 @@ from socflower.rings.transports.port import RingPort
 from socflower.rings.uplink_turns import Neighbours, UplinkTurns
 from socflower.training.batches import BatchSchedule, Indices
 from socflower.training.trainer import ExchangingSession, SessionResult, Trainer, TrainingSpan
+from socflower.wire.arrays import array_to_bytes, pack_arrays, unpack_arrays
 from socflower.wire.logs import log
 from socflower.wire.message_keys import COMPLETED, LEFT_OUT, NO_MODEL, PREEMPTED, GroupTask, RingOutcome, RingTask
 from socflower.workloads import LabelledData
@@ -368,7 +368,7 @@ class _MemberSession:
         losses = float(torch.stack(self._losses).mean()) if self._losses else 0.0
         digest = hashlib.sha256()
         for parameter in self._model.parameters():
-            digest.update(_to_bytes([parameter]))
+            digest.update(array_to_bytes(parameter.detach().numpy()))
         reports = [json.loads(payload) for payload in self._collective.all_gather(json.dumps({
             "weights": digest.hexdigest(), "steps": self._num_steps, "loss": losses,
             "samples": self._num_own_samples, "counters": [counter.tolist() for counter in counters],
@@ -444,13 +444,9 @@ def _common_tensors(model: nn.Module, num_steps: int) -> list[Tensor]:
 
 
 def _to_bytes(tensors: Sequence[Tensor]) -> bytes:
-    return b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors)
+    return b"".join(pack_arrays({str(index): tensor.detach().numpy() for index, tensor in enumerate(tensors)}))
 
 
 def _load_bytes(tensors: Sequence[Tensor], payload: bytes) -> None:
-    start = 0
-    for tensor in tensors:
-        dtype = tensor.detach().numpy().dtype
-        array = np.frombuffer(payload, dtype, tensor.numel(), start).reshape(tensor.shape)
-        tensor.detach().copy_(torch.from_numpy(array.copy()))
-        start += array.nbytes
+    for tensor, array in zip(tensors, unpack_arrays(memoryview(payload)).values(), strict=True):
+        tensor.detach().copy_(torch.from_numpy(array).reshape(tensor.shape))

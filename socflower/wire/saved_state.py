@@ -7,7 +7,6 @@ is refused by one rule.
 
 import hashlib
 import json
-import math
 import os
 import re
 import threading
@@ -17,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-import numpy as np
 import psutil
 from numpy.typing import NDArray
 
 from socflower import __version__
 from socflower.errors import ConfigError
+from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
 from socflower.wire.folders import FolderLock
 
 T = TypeVar("T")
@@ -81,33 +80,6 @@ def remove_partial(folder: Path) -> None:
         pid = int(match[1])
         if pid == os.getpid() or not psutil.pid_exists(pid):
             partial.unlink(missing_ok=True)
-
-
-# ---------------------------------------------------------------------------------------------- arrays as bytes
-ArraySpecs = list[list[Any]]
-"""Name, type and shape of each array, as JSON values."""
-
-
-def array_specs(arrays: Mapping[str, NDArray[Any]]) -> ArraySpecs:
-    """Return what `arrays_from` needs besides the bytes."""
-    return [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
-
-
-def array_pieces(arrays: Mapping[str, NDArray[Any]]) -> Iterator[memoryview]:
-    """Yield each array's bytes in C order, without a copy if they are in that order."""
-    for array in arrays.values():
-        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def arrays_from(specs: ArraySpecs, payload: memoryview) -> dict[str, NDArray[Any]]:
-    """Return the arrays, as views of `payload`. Raises `ValueError` or `TypeError` where they do not fit."""
-    arrays, start = {}, 0
-    for name, dtype, shape in specs:
-        count = math.prod(shape)
-        array = np.frombuffer(payload, np.dtype(dtype), count, start) if count else np.empty(0, dtype)
-        start += array.nbytes
-        arrays[name] = array.reshape(shape)
-    return arrays
 
 
 # ---------------------------------------------------------------------------------------------- sealed entries
@@ -183,21 +155,20 @@ def read_sealed(path: Path, kind: StateKind, *, owner: str = "", number: int = 0
 
 def to_bytes(kind: str, header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
     """Return `header` (JSON) and `arrays` as bytes that only `from_bytes` of the same `kind` accepts."""
-    return b"".join(seal(_part(kind), {**header, "arrays": array_specs(arrays)}, array_pieces(arrays)))
+    return b"".join(seal(_part(kind), header, pack_arrays(arrays)))
 
 
 def from_bytes(kind: str, saved: bytes) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Return header and arrays, which may be written to; `ConfigError` for damaged bytes or another kind."""
     header, payload = unseal(_part(kind), saved, f"saved {kind}:")
     try:
-        arrays = arrays_from(header.pop("arrays"), payload)
-    except (KeyError, TypeError, ValueError) as error:  # a forged header; the digest is no signature
-        raise DamagedFile(f"saved {kind}: is damaged ({type(error).__name__})", _part(kind).remedy) from None
-    return header, {name: array.copy() for name, array in arrays.items()}
+        return header, unpack_arrays(payload)
+    except MalformedBytes as error:  # forged; the digest is no signature
+        raise DamagedFile(f"saved {kind}: is damaged ({error})", _part(kind).remedy) from None
 
 
 def _part(kind: str) -> StateKind:
-    return StateKind(name=kind, schema=1, remedy="go back to an earlier checkpoint, or start anew")
+    return StateKind(name=kind, schema=2, remedy="go back to an earlier checkpoint, or start anew")
 
 
 # ---------------------------------------------------------------------------------------------- stores

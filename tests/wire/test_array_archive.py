@@ -43,6 +43,6 @@ def test_another_kind_and_pickled_objects_are_refused() -> None:
         from_bytes("queue", to_bytes("error feedback", {}, {}))
     with pytest.raises(TypeError):
         to_bytes("queue", {}, {"x": np.array([object()], object)})
-    forged = b"".join(seal(StateKind(name="queue", schema=1, remedy=""), {"arrays": [["x", "|O", [1]]]}, [bytes(8)]))
+    kind = StateKind(name="queue", schema=2, remedy="")
     with pytest.raises(ConfigError, match="is damaged"):
-        from_bytes("queue", forged)
+        from_bytes("queue", b"".join(seal(kind, {}, [b"\x10\0\0\0" b'[["x","|O",[1]]]', bytes(8)])))

@@ -13,14 +13,15 @@ from google.protobuf.message import DecodeError, Message
 
 from socflower.edgecloud.cloud.session import CloudSession, SessionFactory
 from socflower.edgecloud.cloud.session_store import SessionStore
-from socflower.edgecloud.stream.array_blocks import body_num_bytes, pack_weights, slice_body
 from socflower.edgecloud.stream.credentials import OPERATOR, PLAIN_TEXT, check_token, run_of, run_token
-from socflower.edgecloud.stream.failures import FrameRefused, SplitRefused, StartOver
+from socflower.edgecloud.stream.failures import SplitRefused, StartOver
 from socflower.edgecloud.stream.frame_channel import FrameChannel
-from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, LARGEST_PART_BYTES, Limits
+from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, Limits
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import SocflowerError
+from socflower.wire.arrays import MalformedBytes, pack_arrays
 from socflower.wire.authentication import ServerAuthentication, caller_of
+from socflower.wire.framing import LARGEST_PART_BYTES, body_num_bytes, parts_of
 from socflower.wire.logs import RefusalLog
 from socflower.wire.secure_channel import Address, PeerRefused, Tls, bind_server
 
@@ -109,9 +110,9 @@ class CloudService:
             pieces = [state]
         else:
             batch, weights = session.weights()
-            pieces = [*pack_weights(weights)]
+            pieces = [*pack_arrays(weights)]
         num_bytes = body_num_bytes(pieces)
-        for piece in slice_body(pieces, LARGEST_PART_BYTES):
+        for piece in parts_of(pieces, LARGEST_PART_BYTES):
             yield wire.FetchPart(batch=batch, num_bytes=num_bytes, part=piece).SerializeToString()
 
     def _close(self, message: bytes, context: grpc.ServicerContext) -> bytes:
@@ -163,7 +164,7 @@ class CloudService:
         where = f"run {session.terms.run_id}"
         try:
             admitted = session.admit(self._read_hello(messages, context), context.is_active)
-        except (FrameRefused, SocflowerError) as refused:
+        except (MalformedBytes, SocflowerError) as refused:
             text = str(refused) if isinstance(refused, SocflowerError) else f"{where}: the edge sent {refused}"
             self._log_refusal(context.peer(), "a stream", text)
             yield _refusal(wire.Refusal.REFUSED, text)
@@ -192,14 +193,14 @@ class CloudService:
         timer.start()
         try:
             frame = self._parse_frame(next(messages))
-        except FrameRefused:
+        except MalformedBytes:
             raise
         except Exception:  # gRPC raises a bare one where the stream breaks off
-            raise FrameRefused(f"no greeting within {_HELLO_S:g} s, or broke off") from None
+            raise MalformedBytes(f"no greeting within {_HELLO_S:g} s, or broke off") from None
         finally:
             timer.cancel()
         if frame.WhichOneof("kind") != "hello":
-            raise FrameRefused(f"a {frame.WhichOneof('kind') or 'frame of an unknown kind'} instead of a greeting")
+            raise MalformedBytes(f"a {frame.WhichOneof('kind') or 'frame of an unknown kind'} instead of a greeting")
         return frame.hello
 
     def _read_frames(
@@ -208,7 +209,7 @@ class CloudService:
         try:
             for message in messages:
                 channel.on_frame(stream_id, self._parse_frame(message))
-        except FrameRefused as refused:
+        except MalformedBytes as refused:
             refusals.append(str(refused))
         except Exception:  # gRPC raises a bare one where the stream breaks off
             pass
@@ -216,11 +217,11 @@ class CloudService:
 
     def _parse_frame(self, message: bytes) -> wire.Frame:
         if len(message) > LARGEST_FRAME_BYTES:
-            raise FrameRefused(f"a frame of {len(message)} bytes, where {LARGEST_FRAME_BYTES} are the limit")
+            raise MalformedBytes(f"a frame of {len(message)} bytes, where {LARGEST_FRAME_BYTES} are the limit")
         try:
             return wire.Frame.FromString(message)
         except DecodeError:
-            raise FrameRefused(f"{len(message)} bytes that are no frame") from None
+            raise MalformedBytes(f"{len(message)} bytes that are no frame") from None
 
     # -------------------------------------------------------------------------------------------------------- gRPC
 

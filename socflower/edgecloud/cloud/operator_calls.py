@@ -10,12 +10,13 @@ import grpc
 
 from socflower.edgecloud.cloud.cloud_service import SERVICE
 from socflower.edgecloud.halves import Weights
-from socflower.edgecloud.stream.array_blocks import body_num_bytes, pack_weights, slice_body, unpack_weights
 from socflower.edgecloud.stream.credentials import OPERATOR, PLAIN_TEXT, check_token, run_token
-from socflower.edgecloud.stream.failures import FrameRefused, SplitLost, SplitRefused
-from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, LARGEST_PART_BYTES, PROTOCOL_VERSION
+from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
+from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, PROTOCOL_VERSION
 from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
 from socflower.wire.authentication import ClientAuthentication
+from socflower.wire.framing import LARGEST_PART_BYTES, body_num_bytes, parts_of
 from socflower.wire.secure_channel import Address, PeerNotTrusted, PeerRefused, Tls, failure_of, open_channel
 
 
@@ -50,7 +51,7 @@ def open_session(
     `replace` ends a run of that name first. Raises `SplitRefused` where the cloud refuses it, and `SplitLost` where the
     cloud cannot be reached.
     """
-    pieces = pack_weights(weights) if weights else []
+    pieces = pack_arrays(weights) if weights else []
     opening = wire.Opening(
         version=PROTOCOL_VERSION, run_id=run_id, fingerprint=fingerprint,
         num_parties=num_parties, joined=joined, reverse=reverse, settings=json.dumps(dict(settings or {})),
@@ -58,7 +59,7 @@ def open_session(
 
     def messages() -> Iterator[bytes]:
         yield wire.OpenPart(opening=opening).SerializeToString()
-        for piece in slice_body(pieces, LARGEST_PART_BYTES) if pieces else ():
+        for piece in parts_of(pieces, LARGEST_PART_BYTES) if pieces else ():
             yield wire.OpenPart(part=piece).SerializeToString()
 
     with _open_channel(operator) as channel:
@@ -73,8 +74,8 @@ def fetch_weights(operator: CloudOperator, run_id: str) -> tuple[int, Weights]:
     """
     batch, content = _fetch(operator, run_id, whole_state=False)
     try:
-        return batch, unpack_weights(content)
-    except FrameRefused as refused:
+        return batch, unpack_arrays(content)
+    except MalformedBytes as refused:
         raise SplitRefused(f"the cloud at {operator.address} sends {refused}") from None
 
 

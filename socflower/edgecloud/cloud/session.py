@@ -13,11 +13,12 @@ from socflower.edgecloud.runtime.back_loop import BackLoop
 from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, common_checkpoint
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
 from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
-from socflower.edgecloud.stream.failures import FrameRefused, SplitRefused, StartOver
+from socflower.edgecloud.stream.failures import SplitRefused, StartOver
 from socflower.edgecloud.stream.frame_channel import FrameChannel, Traffic
 from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, Limits
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import SocflowerError
+from socflower.wire.arrays import MalformedBytes
 
 _POLL_S = 0.5
 _LARGEST_BATCH = 1 << 40
@@ -166,7 +167,7 @@ class CloudSession:
             raise channel.failure
         try:
             stream_id = channel.attach(received=hello.received, used=hello.used, credit_bytes=hello.credit_bytes)
-        except FrameRefused as refused:
+        except MalformedBytes as refused:
             raise SplitRefused(f"run {self.terms.run_id}: party {hello.party} opens {refused}") from None
         received, used = channel.received_and_used()
         return Admitted(channel=channel, stream_id=stream_id, welcome=wire.Welcome(

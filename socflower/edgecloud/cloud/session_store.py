@@ -14,17 +14,17 @@ from socflower.edgecloud.cloud.session import (
     terms_from_document,
     terms_to_document,
 )
-from socflower.edgecloud.stream.array_blocks import unpack_weights
-from socflower.edgecloud.stream.failures import FrameRefused, SplitRefused, StartOver
+from socflower.edgecloud.stream.failures import SplitRefused, StartOver
 from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, Limits
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import ConfigError, SocflowerError
+from socflower.wire.arrays import MalformedBytes, unpack_arrays
 from socflower.wire.folders import LOCK_FILE, FolderLock
 from socflower.wire.saved_state import StateKind, read_sealed, seal, write_atomically
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _SESSION_FILE = "session.sealed"
-_SESSION = StateKind(name="session of a split training", schema=2, remedy="open the run anew")
+_SESSION = StateKind(name="session of a split training", schema=3, remedy="open the run anew")
 
 
 class SessionStore:
@@ -87,7 +87,7 @@ class SessionStore:
             except OSError as error:
                 raise SplitRefused(f"run {terms.run_id}: its folder cannot be written ({error.strerror}); make room "
                                    "or give the cloud another one") from None
-            except FrameRefused as refused:
+            except MalformedBytes as refused:
                 raise SplitRefused(f"run {terms.run_id} was opened with {refused}; pack them anew") from None
             with self._lock:
                 self._sessions[terms.run_id] = session
@@ -152,11 +152,11 @@ class SessionStore:
                 document, packed = read_sealed(path, _SESSION)
                 terms = terms_from_document(document)
                 self._sessions[terms.run_id] = self._session(terms, packed)
-            except (SocflowerError, FrameRefused, KeyError, TypeError, ValueError) as error:
+            except (SocflowerError, KeyError, TypeError, ValueError) as error:
                 self._log(f"split cloud: the run in {path.parent} is left out, its files cannot be used ({error})")
 
     def _session(self, terms: SessionTerms, packed: memoryview) -> CloudSession:
-        half = self._factory(terms, unpack_weights(packed) if packed.nbytes else {})
+        half = self._factory(terms, unpack_arrays(packed) if packed.nbytes else {})
         return CloudSession(
             terms, half, folder=self._run_folder(terms.run_id), limits=self._limits, patience_s=self._patience_s,
             gather_s=self._gather_s, log=self._log)

@@ -14,11 +14,12 @@ from google.protobuf.message import DecodeError
 
 from socflower.edgecloud.runtime.checkpoints import Checkpoint
 from socflower.edgecloud.stream.credentials import PLAIN_TEXT, check_token, run_caller
-from socflower.edgecloud.stream.failures import FrameRefused, SplitLost, SplitRefused, StartOver
+from socflower.edgecloud.stream.failures import SplitLost, SplitRefused, StartOver
 from socflower.edgecloud.stream.frame_channel import FrameChannel
 from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, PROTOCOL_VERSION, Limits
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import ConfigError
+from socflower.wire.arrays import MalformedBytes
 from socflower.wire.authentication import ClientAuthentication
 from socflower.wire.secure_channel import (
     Address,
@@ -162,7 +163,7 @@ class EdgeConnection:
             except (SplitRefused, SplitLost, StartOver) as error:
                 channel.fail(error)
                 return
-            except FrameRefused as error:
+            except MalformedBytes as error:
                 call.end()
                 channel.fail(SplitRefused(f"the cloud at {self.address} resumes with {error}"))
                 return
@@ -184,7 +185,7 @@ class EdgeConnection:
                 channel.on_frame(stream_id, frame)
         except grpc.RpcError as error:
             return self._fatal_error(error)
-        except FrameRefused as refused:
+        except MalformedBytes as refused:
             return SplitRefused(f"the cloud at {self.address} sends {refused}")
         except PeerRefused as refused:
             return SplitRefused(f"the cloud at {self.address}: {refused}")

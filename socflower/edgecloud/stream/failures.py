@@ -13,7 +13,3 @@ class SplitLost(SocflowerError):
 
 class StartOver(Exception):
     """Not a failure: the other side or a party has lost its state, so all join again and agree on a checkpoint."""
-
-
-class FrameRefused(Exception):
-    """An invalid frame; the text says what is wrong with it. It ends that stream only."""

@@ -19,10 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from threading import Condition
 
-from socflower.edgecloud.stream.array_blocks import slice_body
-from socflower.edgecloud.stream.failures import FrameRefused, SplitLost
+from socflower.edgecloud.stream.failures import SplitLost
 from socflower.edgecloud.stream.frames import (
-    LARGEST_PART_BYTES,
     Limits,
     Message,
     Packed,
@@ -32,6 +30,8 @@ from socflower.edgecloud.stream.frames import (
     unpack,
 )
 from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.wire.arrays import MalformedBytes
+from socflower.wire.framing import LARGEST_PART_BYTES, parts_of
 
 _KEPT_TRANSFERS = 1024
 
@@ -219,13 +219,13 @@ class FrameChannel:
     def attach(self, *, received: int, used: int, credit_bytes: int) -> int:
         """Replace the current stream by a new one and return its id; the arguments are those of the other end.
 
-        Raises `FrameRefused` for impossible counts.
+        Raises `MalformedBytes` for impossible counts.
         """
         with self._changed:
             oldest = self._unacknowledged[0].number if self._unacknowledged else self._next_number
             if not oldest - 1 <= received < self._next_number or not self._peer_used <= used <= received or \
                     credit_bytes < 1:
-                raise FrameRefused(f"a stream that says it has {received} messages and used {used}, with "
+                raise MalformedBytes(f"a stream that says it has {received} messages and used {used}, with "
                                    f"{credit_bytes} bytes of credit, where {oldest - 1} to {self._next_number - 1} can "
                                    f"be and {self._peer_used} are used")
             self._stream_id += 1
@@ -272,7 +272,7 @@ class FrameChannel:
             yield frame
 
     def on_frame(self, stream_id: int, frame: wire.Frame) -> None:
-        """Process an incoming frame. Raises `FrameRefused` for an invalid one."""
+        """Process an incoming frame. Raises `MalformedBytes` for an invalid one."""
         with self._changed:
             if stream_id != self._stream_id:
                 return
@@ -283,7 +283,7 @@ class FrameChannel:
             elif kind == "part":
                 self._take_part(frame.part)
             else:
-                raise FrameRefused(f"a {kind or 'frame of an unknown kind'} in the middle of a stream")
+                raise MalformedBytes(f"a {kind or 'frame of an unknown kind'} in the middle of a stream")
             self._changed.notify_all()
 
     # ------------------------------------------------------------------------------------------------------- inside
@@ -347,7 +347,7 @@ class FrameChannel:
     def _take_credit(self, credit: wire.Credit) -> None:
         oldest = self._unacknowledged[0].number if self._unacknowledged else self._next_number
         if not oldest - 1 <= credit.received <= self._started or not self._peer_used <= credit.used <= credit.received:
-            raise FrameRefused(f"a credit for {credit.received} messages received and {credit.used} used, where "
+            raise MalformedBytes(f"a credit for {credit.received} messages received and {credit.used} used, where "
                                f"{self._started} were sent")
         now_s = self._clock()
         if credit.received >= oldest or credit.used > self._peer_used:
@@ -384,25 +384,25 @@ class FrameChannel:
 
     def _take_part(self, part: wire.Part) -> None:
         if part.number != self._received + 1:
-            raise FrameRefused(f"a part of message {part.number}, where {self._received + 1} is next")
+            raise MalformedBytes(f"a part of message {part.number}, where {self._received + 1} is next")
         if len(part.body) > LARGEST_PART_BYTES:
-            raise FrameRefused(f"a part of {len(part.body)} bytes, where {LARGEST_PART_BYTES} are the limit")
+            raise MalformedBytes(f"a part of {len(part.body)} bytes, where {LARGEST_PART_BYTES} are the limit")
         if self._arriving is None:
             if part.index != 0 or not part.HasField("head"):
-                raise FrameRefused(f"part {part.index} of message {part.number} before its beginning")
+                raise MalformedBytes(f"part {part.index} of message {part.number} before its beginning")
             check_head(part.head, self.limits)
             cost = cost_bytes(part.head)
             if self._inbox_bytes and self._inbox_bytes + cost > self.limits.credit_bytes:
-                raise FrameRefused(f"a message of {cost} bytes beyond the credit: {self._inbox_bytes} of "
+                raise MalformedBytes(f"a message of {cost} bytes beyond the credit: {self._inbox_bytes} of "
                                    f"{self.limits.credit_bytes} are waiting")
             self.traffic.peak_inbox_bytes = max(self.traffic.peak_inbox_bytes, self._inbox_bytes + cost)
             head, body, index = part.head, bytearray(), 0
         else:
             head, body, index = self._arriving
         if part.index != index or (index and part.HasField("head")):
-            raise FrameRefused(f"part {part.index} of message {part.number}, where part {index} is next")
+            raise MalformedBytes(f"part {part.index} of message {part.number}, where part {index} is next")
         if len(body) + len(part.body) > head.num_bytes or (not part.body and head.num_bytes):
-            raise FrameRefused(f"parts of message {part.number} that do not make up its {head.num_bytes} bytes")
+            raise MalformedBytes(f"parts of message {part.number} that do not make up its {head.num_bytes} bytes")
         body += part.body
         if len(body) > self._most_received or not head.num_bytes:
             # A connection that repeatedly breaks at the same byte makes no progress.
@@ -418,5 +418,5 @@ class FrameChannel:
 
 def _parts(kept: _Unacknowledged, part_bytes: int) -> Iterator[wire.Part]:
     """Yield a message's parts."""
-    for index, piece in enumerate(slice_body(kept.packed.body, part_bytes)):
+    for index, piece in enumerate(parts_of(kept.packed.body, part_bytes)):
         yield wire.Part(number=kept.number, index=index, head=None if index else kept.packed.head, body=piece)

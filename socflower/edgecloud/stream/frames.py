@@ -1,7 +1,7 @@
 """The messages of a stream, and their conversion to and from a head and a body of bytes.
 
 Data from the wire is not trusted: sizes, shapes and numbers are checked before use, and invalid ones raise
-`FrameRefused`.
+`MalformedBytes`.
 """
 
 import hashlib
@@ -12,27 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from socflower.edgecloud.halves import Weights
-from socflower.edgecloud.stream.array_blocks import (
+from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.errors import ConfigError
+from socflower.wire.arrays import (
+    MalformedBytes,
     array_from_bytes,
     array_num_bytes,
     array_to_bytes,
-    body_num_bytes,
-    describe_array,
-    is_valid_shape,
-    pack_weights,
-    unpack_weights,
+    array_type,
+    check_shape,
+    pack_arrays,
+    unpack_arrays,
 )
-from socflower.edgecloud.stream.failures import FrameRefused
-from socflower.edgecloud.stream.messages import split_pb2 as wire
-from socflower.errors import ConfigError
 from socflower.wire.codecs.delta_coding import DeltaMessage
 from socflower.wire.codecs.quantisation import BITS, EncodedTensor, Grouping
+from socflower.wire.framing import LARGEST_PART_BYTES, body_num_bytes
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Increased whenever an older peer would misunderstand a newer one."""
-
-LARGEST_PART_BYTES = 1 << 20
-"""Of a message's body, in one frame."""
 
 LARGEST_FRAME_BYTES = LARGEST_PART_BYTES + (256 << 10)
 """A part and its head: least and largest value of each of some thousand samples at most."""
@@ -143,7 +140,8 @@ def pack(message: Message) -> Packed:
             body.insert(len(body) - isinstance(message.encoded, DeltaFeatures), array_to_bytes(message.labels))
             head.tensor.batch, head.tensor.cut = message.batch, message.cut
             head.tensor.ids_digest, head.tensor.answer_bits = message.ids_digest, message.answer_bits
-            head.tensor.labels.CopyFrom(describe_array(message.labels))
+            head.tensor.labels.dtype = array_type(message.labels, "labels")
+            head.tensor.labels.shape.extend(message.labels.shape)
         case Gradient():
             head.tensor.gradient, head.tensor.batch, head.tensor.loss = True, message.batch, message.loss
             if message.encoded is not None:
@@ -151,7 +149,7 @@ def pack(message: Message) -> Packed:
         case Recut():
             head.recut.cut, head.recut.gives = message.cut, message.weights is not None
             if message.weights is not None:
-                body = [*pack_weights(message.weights)]
+                body = [*pack_arrays(message.weights)]
         case Mark():
             head.mark.batch, head.mark.cut = message.batch, message.cut
         case Goodbye():
@@ -168,21 +166,21 @@ def cost_bytes(head: wire.Head) -> int:
 
 
 def check_head(head: wire.Head, limits: Limits) -> None:
-    """Raise `FrameRefused` for a message that is too large or invalid, before any of it is stored."""
+    """Raise `MalformedBytes` for a message that is too large or invalid, before any of it is stored."""
     kind = head.WhichOneof("kind")
     if kind is None:
-        raise FrameRefused("a message of an unknown kind")
+        raise MalformedBytes("a message of an unknown kind")
     largest = {"tensor": limits.max_tensor_bytes, "recut": limits.max_weights_bytes}.get(kind, 0)
     if head.num_bytes > largest:
-        raise FrameRefused(f"a {kind} of {head.num_bytes} bytes, where {largest} are the limit")
+        raise MalformedBytes(f"a {kind} of {head.num_bytes} bytes, where {largest} are the limit")
     if kind == "tensor" and not head.tensor.gradient and head.tensor.answer_bits not in BITS:
-        raise FrameRefused(f"features that want a gradient at {head.tensor.answer_bits} bits")
+        raise MalformedBytes(f"features that want a gradient at {head.tensor.answer_bits} bits")
     if kind == "tensor" and not head.tensor.gradient and head.tensor.HasField("plain") == head.tensor.HasField("delta"):
-        raise FrameRefused("features that are neither plain nor coded by sample, or both")
+        raise MalformedBytes("features that are neither plain nor coded by sample, or both")
 
 
 def unpack(head: wire.Head, body: memoryview) -> Message:
-    """Return the message of a checked head and its complete body; `FrameRefused` if they do not match."""
+    """Return the message of a checked head and its complete body; `MalformedBytes` if they do not match."""
     kind = head.WhichOneof("kind")
     if kind == "mark":
         return Mark(batch=head.mark.batch, cut=head.mark.cut)
@@ -190,8 +188,8 @@ def unpack(head: wire.Head, body: memoryview) -> Message:
         return Goodbye()
     if kind == "recut":
         if not head.recut.gives and body.nbytes:
-            raise FrameRefused("a move of the cut that gives nothing but has weights")
-        return Recut(cut=head.recut.cut, weights=unpack_weights(body) if head.recut.gives else None)
+            raise MalformedBytes("a move of the cut that gives nothing but has weights")
+        return Recut(cut=head.recut.cut, weights=unpack_arrays(body) if head.recut.gives else None)
     tensor, cursor = head.tensor, _Cursor(body)
     if tensor.gradient:
         gradient = _encoded(tensor.plain, cursor) if tensor.HasField("plain") else None
@@ -201,7 +199,8 @@ def unpack(head: wire.Head, body: memoryview) -> Message:
     plain = _encoded(tensor.plain, cursor) if tensor.HasField("plain") else None
     first = _encoded(delta.first, cursor) if delta.HasField("first") else None
     change = _encoded(delta.change, cursor) if delta.HasField("change") else None
-    labels = array_from_bytes(tensor.labels, cursor.next(array_num_bytes(tensor.labels)))
+    dtype, shape = tensor.labels.dtype, tensor.labels.shape
+    labels = array_from_bytes(dtype, shape, cursor.next(array_num_bytes(dtype, shape)))
     sample_ids = np.frombuffer(cursor.next(8 * delta.num_ids), "<i8").astype(np.int64)
     cursor.require_end()
     return Features(
@@ -221,13 +220,13 @@ class _Cursor:
     def next(self, num_bytes: int) -> memoryview:
         piece = self._body[self._at:self._at + num_bytes]
         if piece.nbytes != num_bytes:
-            raise FrameRefused(f"a tensor whose body of {self._body.nbytes} bytes is too short for what it says")
+            raise MalformedBytes(f"a tensor whose body of {self._body.nbytes} bytes is too short for what it says")
         self._at += num_bytes
         return piece
 
     def require_end(self) -> None:
         if self._at != self._body.nbytes:
-            raise FrameRefused(f"a tensor with {self._body.nbytes - self._at} bytes too many")
+            raise MalformedBytes(f"a tensor with {self._body.nbytes - self._at} bytes too many")
 
 
 def _put_features(tensor: wire.Tensor, encoded: EncodedTensor | DeltaFeatures) -> list[bytes | memoryview]:
@@ -251,10 +250,9 @@ def _put_encoded(target: wire.Encoded, encoded: EncodedTensor) -> bytes | memory
 
 
 def _encoded(source: wire.Encoded, cursor: _Cursor) -> EncodedTensor:
-    if not is_valid_shape(source.shape):
-        raise FrameRefused(f"a tensor of shape {list(source.shape[:5])}")
+    check_shape(source.shape)
     try:
         return EncodedTensor(bits=source.bits, shape=tuple(source.shape), low=tuple(source.low),
                              high=tuple(source.high), payload=cursor.next(source.num_bytes))
     except ConfigError as error:
-        raise FrameRefused(str(error)) from None
+        raise MalformedBytes(str(error)) from None

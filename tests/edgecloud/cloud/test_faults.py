@@ -23,6 +23,7 @@ from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
 from socflower.edgecloud.stream.credentials import run_caller, run_token
 from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
+from socflower.edgecloud.stream.frames import PROTOCOL_VERSION
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.engines.deployment.flower_processes import free_ports
 from socflower.wire.authentication import ClientAuthentication
@@ -255,8 +256,8 @@ def test_a_cloud_that_takes_but_never_answers_ends_in_a_line() -> None:
 
 
 def hello(**changes: Any) -> wire.Frame:
-    settings = {"version": 1, "fingerprint": FINGERPRINT, "incarnation": "x", "front": True, "num_batches": 5,
-                "credit_bytes": 1 << 20, "barriers": [wire.Barrier(batch=0)], **changes}
+    settings = {"version": PROTOCOL_VERSION, "fingerprint": FINGERPRINT, "incarnation": "x", "front": True,
+                "num_batches": 5, "credit_bytes": 1 << 20, "barriers": [wire.Barrier(batch=0)], **changes}
     return wire.Frame(hello=wire.Hello(**settings))
 
 
@@ -301,7 +302,8 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "garbage": ([b"\xff\xfe\xfd garbage"], "bytes that are no frame"),
     "empty": ([b""], "a frame of an unknown kind instead of a greeting"),
     "no hello": ([part()], "a part instead of a greeting"),
-    "version": ([hello(version=7)], "the cloud speaks version 1 of the split protocol, the edge 7"),
+    "older version": ([hello(version=1)], "the cloud speaks version 2 of the split protocol, the edge 1; install"),
+    "newer version": ([hello(version=7)], "the cloud speaks version 2 of the split protocol, the edge 7"),
     "span": ([hello(first_batch=1 << 60)], "a span up to batch"),
     "later garbage": ([hello(), b"\xff\xfe\xfd garbage"], "bytes that are no frame"),
     "second hello": ([hello(), hello()], "a hello in the middle of a stream"),
@@ -329,7 +331,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
         "are no range"),
     "labels of objects": ([hello(), part(head=features(labels=wire.Block(dtype="object", shape=[0])), body=b"\0" * 24)],
                           "an array of type 'object'"),
-    "weights": ([hello(), part(head=WEIGHTS, body=b"\xff\xff\xff\x7f")], "not what their index says|cannot be"),
+    "weights": ([hello(), part(head=WEIGHTS, body=b"\xff\xff\xff\x7f")], "arrays without an index"),
     "credit": ([hello(), wire.Frame(credit=wire.Credit(received=5, used=5))], "a credit for 5 messages received"),
 }
 

@@ -20,9 +20,9 @@ from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_front
-from socflower.edgecloud.stream.array_blocks import pack_weights, unpack_weights
 from socflower.edgecloud.stream.credentials import run_token
 from socflower.errors import ConfigError
+from socflower.wire.arrays import pack_arrays, unpack_arrays
 
 SIZES = (6, 7, 5, 4, 3)
 NUM_LAYERS = len(SIZES) - 1
@@ -71,13 +71,13 @@ class Layers:
         return moving
 
     def save(self) -> bytes:
-        return b"".join(pack_weights({**self.weights(), **{f"layer{layer}::speed": self.speed[layer]
+        return b"".join(pack_arrays({**self.weights(), **{f"layer{layer}::speed": self.speed[layer]
                                                           for layer in sorted(self.speed)}}))
 
     def restore(self, saved: bytes) -> None:
         self.weight.clear()
         self.speed.clear()
-        self._put(unpack_weights(memoryview(saved)))
+        self._put(unpack_arrays(memoryview(saved)))
 
 
 class Front(Layers):
@@ -187,7 +187,7 @@ def make_half(terms: SessionTerms, weights: Weights) -> CloudHalf:
         return HostedFront(half=Front(labels=False, pause_s=settings.get("pause_s", 0.0)), plan=plan)
     back = Back(pause_s=settings.get("pause_s", 0.0), fails_at=settings.get("fails_at", -1))
     if weights:
-        back.restore(b"".join(pack_weights(weights)))
+        back.restore(b"".join(pack_arrays(weights)))
     return back
 
 

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.edgecloud.stream.failures import FrameRefused, SplitLost, StartOver
+from socflower.edgecloud.stream.failures import SplitLost, StartOver
 from socflower.edgecloud.stream.frame_channel import FrameChannel
 from socflower.edgecloud.stream.frames import Goodbye, Limits, Mark, Recut, cost_bytes, pack
 from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import ConfigError
+from socflower.wire.arrays import MalformedBytes
 from tests.edgecloud.stream.memory_line import MemoryLine
 
 
@@ -129,7 +130,7 @@ def test_a_stream_that_is_over_brings_nothing_any_more() -> None:
 
 @pytest.mark.parametrize(("received", "used"), [(1, 0), (0, 1), (3, 3)])
 def test_a_stream_that_claims_what_cannot_be_is_refused(received: int, used: int) -> None:
-    with pytest.raises(FrameRefused, match="a stream that says it has"):
+    with pytest.raises(MalformedBytes, match="a stream that says it has"):
         channel().attach(received=received, used=used, credit_bytes=1)
 
 
@@ -139,7 +140,7 @@ def test_more_than_the_credit_is_refused() -> None:
     packed = pack(layers(0, 1500))
     body = b"".join(packed.body)
     near.on_frame(stream_id, wire.Frame(part=wire.Part(number=1, head=packed.head, body=body)))
-    with pytest.raises(FrameRefused, match="beyond the credit"):
+    with pytest.raises(MalformedBytes, match="beyond the credit"):
         near.on_frame(stream_id, wire.Frame(part=wire.Part(number=2, head=packed.head, body=body)))
 
 

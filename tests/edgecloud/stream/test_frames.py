@@ -1,6 +1,5 @@
-"""Messages as bytes and back, and weights as bytes and back."""
+"""Messages as bytes and back."""
 
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -9,8 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from socflower.edgecloud.stream.array_blocks import body_num_bytes, pack_weights, slice_body, unpack_weights
-from socflower.edgecloud.stream.failures import FrameRefused
 from socflower.edgecloud.stream.frames import (
     DeltaFeatures,
     Features,
@@ -26,6 +23,7 @@ from socflower.edgecloud.stream.frames import (
     unpack,
 )
 from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.wire.arrays import MalformedBytes
 from socflower.wire.codecs.delta_coding import DeltaReceiver, DeltaSender
 from socflower.wire.codecs.quantisation import decode, encode
 
@@ -40,23 +38,6 @@ def across(message: Message) -> Any:
     head = wire.Head.FromString(packed.head.SerializeToString())
     check_head(head, Limits())
     return unpack(head, memoryview(b"".join(packed.body)))
-
-
-@given(weights=st.dictionaries(st.text(max_size=5), ARRAYS, max_size=4))
-def test_weights_come_out_as_they_went_in(weights: dict[str, Any]) -> None:
-    found = unpack_weights(memoryview(b"".join(pack_weights(weights))))
-    assert found.keys() == weights.keys()
-    for name, array in weights.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape) and found[name].flags.writeable
-        assert found[name].tobytes() == array.tobytes()
-
-
-@given(pieces=st.lists(st.binary(max_size=20)), slice_bytes=st.integers(1, 15))
-def test_slices_are_the_whole_in_order(pieces: list[bytes], slice_bytes: int) -> None:
-    slices = list(slice_body(pieces, slice_bytes))
-    assert b"".join(slices) == b"".join(pieces) and body_num_bytes(slices) == body_num_bytes(pieces)
-    assert all(len(piece) == slice_bytes for piece in slices[:-1]) and len(slices) >= 1
-    assert len(slices[-1]) <= slice_bytes and (slices[-1] or len(slices) == 1)
 
 
 @given(features=FLOATS, labels=ARRAYS, bits=st.sampled_from([2, 4, 8, 16, 32]),
@@ -95,17 +76,6 @@ def test_orders_of_samples_have_digests_of_their_own() -> None:
     assert digest_of_ids(np.array([1, 2])) != digest_of_ids(np.array([2, 1]))
 
 
-def test_arrays_of_objects_do_not_travel() -> None:
-    with pytest.raises(TypeError, match="elements of type object do not travel"):
-        pack_weights({"w": np.array([None])})
-
-
-@given(garbage=st.binary(max_size=60))
-def test_garbage_is_no_weights(garbage: bytes) -> None:
-    with suppress(FrameRefused):
-        assert unpack_weights(memoryview(garbage)) is not None
-
-
 @given(head=st.binary(max_size=60), body=st.binary(max_size=40))
 def test_garbage_is_a_message_or_refused_and_nothing_else(head: bytes, body: bytes) -> None:
     try:
@@ -115,5 +85,5 @@ def test_garbage_is_a_message_or_refused_and_nothing_else(head: bytes, body: byt
     try:
         check_head(parsed, Limits())
         unpack(parsed, memoryview(body))
-    except FrameRefused as refused:
+    except MalformedBytes as refused:
         assert "\n" not in str(refused)

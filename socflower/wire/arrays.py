@@ -1,0 +1,95 @@
+"""Arrays as bytes, in messages and in files: without pickle, which could execute code."""
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_INDEX_LENGTH = struct.Struct("<I")
+_LONGEST_INDEX_BYTES = 16 << 20
+_DTYPES = {name: np.dtype(name) for name in (
+    "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")}
+_LARGEST_RANK = 16
+_MOST_ELEMENTS = 1 << 40
+
+
+class MalformedBytes(ValueError):
+    """Bytes from a peer or a file that are not what they should be; the text, one line, says what is wrong."""
+
+
+def array_to_bytes(array: NDArray[Any]) -> memoryview:
+    """Return an array's elements in C order, little-endian; a view if the array already has this layout."""
+    # ascontiguousarray would make a vector of a scalar, hence the reshape.
+    flat: NDArray[Any] = np.ascontiguousarray(array).reshape(-1)
+    return flat.astype(flat.dtype.newbyteorder("<"), copy=False).view(np.uint8).data if flat.size else memoryview(b"")
+
+
+def array_type(array: NDArray[Any], name: str = "array") -> str:
+    """Return the name of an array's type. Raises `TypeError` for elements that are no numbers."""
+    found: str = array.dtype.newbyteorder("=").name
+    if found not in _DTYPES:
+        raise TypeError(f"{name}: elements of type {array.dtype} do not travel")
+    return found
+
+
+def array_num_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Return the size of an array in bytes; `MalformedBytes` for an invalid type or shape."""
+    if dtype not in _DTYPES:
+        raise MalformedBytes(f"an array of type {dtype[:40]!r}")
+    check_shape(shape)
+    return _DTYPES[dtype].itemsize * math.prod(shape)
+
+
+def check_shape(shape: Sequence[int]) -> None:
+    """Raise `MalformedBytes` if no array has that shape; also for one without elements, whose sizes bound nothing."""
+    if len(shape) > _LARGEST_RANK or not all(type(size) is int and size >= 0 for size in shape) \
+            or math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:
+        raise MalformedBytes(f"a tensor of shape {str(list(shape[:5]))[:80]}")
+
+
+def array_from_bytes(dtype: str, shape: Sequence[int], body: memoryview) -> NDArray[Any]:
+    """Return the array; it shares memory with `body`, which has exactly its bytes (else `MalformedBytes`)."""
+    if array_num_bytes(dtype, shape) != body.nbytes:
+        raise MalformedBytes(f"{body.nbytes} bytes for an array {tuple(shape)} of {dtype}")
+    flat = np.frombuffer(body, _DTYPES[dtype].newbyteorder("<"))
+    return flat.reshape(tuple(shape)).astype(_DTYPES[dtype], copy=False)
+
+
+def pack_arrays(arrays: Mapping[str, NDArray[Any]]) -> list[memoryview]:
+    """Return named arrays as pieces of bytes: an index of names, types and shapes, then the elements, not copied.
+
+    Raises `TypeError` for arrays of other than numbers.
+    """
+    index = json.dumps([[name, array_type(array, name), array.shape] for name, array in arrays.items()]).encode()
+    return [memoryview(_INDEX_LENGTH.pack(len(index)) + index), *map(array_to_bytes, arrays.values())]
+
+
+def unpack_arrays(body: memoryview) -> dict[str, NDArray[Any]]:
+    """Return what `pack_arrays` packed, as arrays that may be written to; `MalformedBytes` for anything else.
+
+    Types, shapes and sizes are checked before anything is allocated: the arrays have as many bytes as `body` at most.
+    """
+    length = _INDEX_LENGTH.unpack_from(body)[0] if body.nbytes >= _INDEX_LENGTH.size else math.inf
+    if length > min(body.nbytes - _INDEX_LENGTH.size, _LONGEST_INDEX_BYTES):
+        raise MalformedBytes("arrays without an index")
+    start = _INDEX_LENGTH.size + int(length)
+    try:
+        index = [(name, dtype, shape, array_num_bytes(dtype, shape))
+                 for name, dtype, shape in json.loads(bytes(body[_INDEX_LENGTH.size:start]))]
+        if len({name for name, *_ in index if isinstance(name, str)}) != len(index):
+            raise MalformedBytes("arrays of which two have one name, or one has none")
+    except MalformedBytes:
+        raise
+    except (ValueError, TypeError, RecursionError):
+        raise MalformedBytes("arrays whose index cannot be read") from None
+    if start + sum(num_bytes for *_, num_bytes in index) != body.nbytes:
+        raise MalformedBytes(f"{body.nbytes} bytes of arrays, which is not what their index says")
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, dtype, shape, num_bytes in index:
+        arrays[name] = array_from_bytes(dtype, shape, body[start:start + num_bytes]).copy()
+        start += num_bytes
+    return arrays
