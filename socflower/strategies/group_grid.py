@@ -240,7 +240,7 @@ class _RingExchange:
             for message_id, soc in list(group.waiting.items()):
                 if node_of[soc] not in connected:
                     del group.waiting[message_id]
-                    group.progress.event("member-lost", f"SoC {soc}: its node {node_of[soc]} is gone")
+                    group.progress.on_loss(f"SoC {soc}: its node {node_of[soc]} is gone")
             group.fetching = {message_id: soc for message_id, soc in group.fetching.items()
                               if node_of[soc] in connected}
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from logging import WARNING
 from typing import cast
 
 from flwr.app import ConfigRecord, Message
+from flwr.supercore import log
 
 from socflower.errors import TrainingFailed
 from socflower.strategies.replies import (
@@ -46,6 +48,7 @@ class GroupProgress:
     events: list[ReplyEvent] = field(default_factory=list)
     away: set[int] = field(default_factory=set)  # SoCs that left or were dropped by their ring
     _departures: set[int] = field(default_factory=set)  # SoCs whose departure is an event already
+    _losses: list[str] = field(default_factory=list)  # of members, that are no events yet
 
     def where(self, soc: int) -> str:
         """Return how a member is called in events."""
@@ -57,8 +60,12 @@ class GroupProgress:
             event = failure_event(reply, self.group_id, self.where(soc))
             if event.kind == "client-raised" and not self.tolerate_errors:
                 raise TrainingFailed(event.text)
-            # The others continue: the work is lost only if no member answers with it, which is a separate event.
-            self.event("member-lost", event.text.removeprefix(f"group {self.group_id}, "))
+            text = event.text.removeprefix(f"group {self.group_id}, ")
+            if event.kind == "client-raised":
+                # The others continue: the work is lost only if no member answers with it, which is a separate event.
+                self.event("member-lost", text)
+            else:
+                self.on_loss(text)
             return
         outcome = outcome_of(reply)
         if outcome is None:
@@ -75,8 +82,18 @@ class GroupProgress:
         elif outcome.outcome == LEFT_OUT:
             self.event("left-out", f"SoC {soc} joined too late, or was silent; its ring continued without it")
 
+    def on_loss(self, text: str) -> None:
+        """Record that a member is lost.
+
+        It is an event only if no model comes. A member that answers says whom its ring has lost; whether Flower has
+        noticed that by then depends on its timing.
+        """
+        log(WARNING, "group %d: %s", self.group_id, text)
+        self._losses.append(text)
+
     def begin_again(self, members: tuple[int, ...]) -> None:
         """Record that these members are asked again, and that the others are lost."""
+        self._tell_losses()
         self.away |= set(self.members) - set(members)
         self.members, self.completed, self.without_model = members, {}, set()
 
@@ -100,7 +117,14 @@ class GroupProgress:
 
     def notes(self) -> RoundNotes:
         """Return what a reply has to tell of the group besides its model."""
+        if self.model is None:
+            self._tell_losses()
         return make_notes(self.events, self.away, [self.group_id] if self.leader_replaced else [])
+
+    def _tell_losses(self) -> None:
+        for text in self._losses:
+            self.event("member-lost", text)
+        self._losses.clear()
 
     def _record_departure(self, soc: int) -> None:
         """Record a departure once: both the member that leaves and those that stay may report it."""
