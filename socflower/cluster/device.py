@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,10 +76,9 @@ class Processor:
     shares: str = ""  # the processor with the same silicon; the two cannot run at the same time
 
     def __post_init__(self) -> None:
-        for key, value in (("flops_per_s", self.flops_per_s), ("active_w", self.active_w),
-                           *self.flops_per_s_by_model.items()):
-            if not value > 0:
-                raise ConfigError(f"processor {self.name}: {key} must be above 0, got {value}")
+        require_range(f"processor {self.name}", above=0, flops_per_s=self.flops_per_s, active_w=self.active_w)
+        for model, rate in self.flops_per_s_by_model.items():
+            require_range(f"processor {self.name}, model {model}", above=0, flops_per_s=rate)
 
     def rate(self, model_name: str) -> float:
         """Return the sustained FLOP/s on a model, measured where the catalogue has a measurement."""
@@ -101,12 +100,10 @@ class Device:
     def __post_init__(self) -> None:
         if not self.processors:
             raise ConfigError(f"device {self.name}: has no processor; give at least [processor.cpu]")
-        for key in ("memory_bytes", "memory_bytes_per_s"):
-            if not getattr(self, key) > 0:
-                raise ConfigError(f"device {self.name}: {key} must be above 0, got {getattr(self, key)}")
-        for key in ("idle_w", "network_w", "layer_overhead_s"):
-            if not getattr(self, key) >= 0:
-                raise ConfigError(f"device {self.name}: {key} must not be negative, got {getattr(self, key)}")
+        require_range(f"device {self.name}", above=0, memory_bytes=self.memory_bytes,
+                      memory_bytes_per_s=self.memory_bytes_per_s)
+        require_range(f"device {self.name}", least=0, idle_w=self.idle_w, network_w=self.network_w,
+                      layer_overhead_s=self.layer_overhead_s)
         for name, processor in self.processors.items():
             if not processor.shares:
                 continue

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from socflower.cluster.device import Device
 from socflower.cluster.task_graph import Endpoint
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 
 class Tier(StrEnum):
@@ -32,9 +32,8 @@ class Board:
     def __post_init__(self) -> None:
         if self.num_slots < 1:
             raise ConfigError(f"board: needs at least one SoC slot, got {self.num_slots}")
-        for key in ("soc_bytes_per_s", "uplink_bytes_per_s"):
-            if not getattr(self, key) > 0:
-                raise ConfigError(f"board: {key} must be above 0, got {getattr(self, key)}")
+        require_range("board", above=0, soc_bytes_per_s=self.soc_bytes_per_s,
+                      uplink_bytes_per_s=self.uplink_bytes_per_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +52,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.boards:
             raise ConfigError("cluster: needs at least one board")
-        if not self.hub_bytes_per_s > 0:
-            raise ConfigError(f"cluster: hub_bytes_per_s must be above 0, got {self.hub_bytes_per_s}")
+        require_range("cluster", above=0, hub_bytes_per_s=self.hub_bytes_per_s)
         if not self.message_s >= 0:
             raise ConfigError(f"cluster: message_s must not be negative, got {self.message_s}")
 

@@ -32,9 +32,7 @@ class SyncInterval:
 
 def group_steps_per_epoch(num_samples: int, num_groups: int, batch_size: int) -> int:
     """Return ceil(ceil(n / N) / batch): all groups take the same number of steps, even with less data."""
-    for name, value in (("num_samples", num_samples), ("num_groups", num_groups), ("batch_size", batch_size)):
-        if value < 1:
-            raise ConfigError(f"schedule: {name} must be 1 or more, got {value}")
+    require_range("schedule", least=1, num_samples=num_samples, num_groups=num_groups, batch_size=batch_size)
     most_samples = -(-num_samples // num_groups)
     return -(-most_samples // batch_size)
 
@@ -162,10 +160,8 @@ class _IntervalCursor:
 def _cursor(num_epochs: int, steps_per_epoch: int, interval_epochs: float | str, initial: float, doubling_epochs: int,
             maximum: float) -> _IntervalCursor:
     """Return a cursor at the start of a training; `ConfigError` for invalid values."""
-    for name, value in (("epochs", num_epochs), ("steps_per_epoch", steps_per_epoch),
-                        ("doubling_epochs", doubling_epochs)):
-        if value < 1:
-            raise ConfigError(f"schedule: {name} must be 1 or more, got {value}")
+    require_range("schedule", least=1, epochs=num_epochs, steps_per_epoch=steps_per_epoch,
+                  doubling_epochs=doubling_epochs)
     shortest, longest = _lengths(interval_epochs, initial, maximum)
     if 2 * longest * steps_per_epoch < 1:
         shortest = longest = Fraction(1, steps_per_epoch)  # also one step each, without hundreds of digits

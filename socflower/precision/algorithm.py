@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 
 class Rounding(IntEnum):
@@ -70,8 +70,7 @@ class Fp32Update:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.momentum < 1.0:
-            raise ConfigError(f"fp32 update: momentum must be in [0, 1), got {self.momentum}")
+        require_range("fp32 update", least=0.0, below=1.0, momentum=self.momentum)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.training.batch_statistics import MemberBuffers, depends_on_batch
 from socflower.training.sum_order import RingOrderSum
 from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_trained_parameters
@@ -31,12 +31,9 @@ def sgd(learning_rate: float = 0.01, momentum: float = 0.9, weight_decay: float 
 
     Raises `ConfigError` for a learning rate that is not positive and finite, and for a momentum outside [0, 1).
     """
-    if not 0.0 < learning_rate < math.inf:
-        raise ConfigError(f"sgd: learning_rate = {learning_rate} must be above 0 and finite, such as 0.01")
-    if not 0.0 <= momentum < 1.0:
-        raise ConfigError(f"sgd: momentum = {momentum} must be 0 or more and below 1, such as 0.9")
-    if not 0.0 <= weight_decay < math.inf:
-        raise ConfigError(f"sgd: weight_decay = {weight_decay} must be 0 or more and finite, such as 5e-4")
+    require_range("sgd", above=0.0, advice="such as 0.01", learning_rate=learning_rate)
+    require_range("sgd", least=0.0, below=1.0, advice="such as 0.9", momentum=momentum)
+    require_range("sgd", least=0.0, advice="such as 5e-4", weight_decay=weight_decay)
     return partial(torch.optim.SGD, lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
 
 

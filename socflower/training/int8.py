@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.training.batch_statistics import require_batch_statistics
@@ -41,8 +41,7 @@ class Int8Trainer:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"Int8Trainer: schedule = {self.schedule!r}; use one of {', '.join(SCHEDULES)}")
-        if not 0.0 < self.learning_rate < math.inf:
-            raise ConfigError(f"Int8Trainer: learning_rate = {self.learning_rate} must be above 0 and finite")
+        require_range("Int8Trainer", above=0.0, learning_rate=self.learning_rate)
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "Int8Session":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 _Values = TypeVar("_Values")
 _EMPTY: tuple[Any, ...] = ((), "", b"")
@@ -175,9 +175,7 @@ class RingTask:
     rebalance_steps: int = 0  # shares follow measured capacities every so many steps, if data are dealt; 0: never
 
     def __post_init__(self) -> None:
-        if self.rebalance_steps < 0:
-            raise ConfigError(f"ring: rebalance_steps = {self.rebalance_steps} must be a number of steps, or 0 for "
-                              "shares that stay")
+        require_range("ring", least=0, advice="or 0 for shares that stay", rebalance_steps=self.rebalance_steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,8 +243,7 @@ class HeatReport:
     notes: tuple[str, ...] = ()  # sensor errors, one line each
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.share <= 1.0:
-            raise ConfigError(f"heat record: share = {self.share} must lie above 0 and not above 1")
+        require_range("heat record", above=0.0, most=1.0, share=self.share)
         for key in ("clock_factor", "battery_fraction", "user_load"):
             value = getattr(self, key)
             if value is not None and not 0.0 <= value <= 1.0:

@@ -71,8 +71,8 @@ def test_sums_of_a_profile() -> None:
 
 
 @pytest.mark.parametrize(("changes", "says"), [
-    ({"processors": {}}, "has no processor"), ({"memory_bytes": 0.0}, "memory_bytes must be above 0, got 0"),
-    ({"idle_w": -1.0}, "idle_w must not be negative, got -1"),
+    ({"processors": {}}, "has no processor"), ({"memory_bytes": 0.0}, "memory_bytes = 0.0 must be above 0"),
+    ({"idle_w": -1.0}, "idle_w = -1.0 must be 0 or more"),
 ])
 def test_impossible_devices_are_refused(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -80,7 +80,7 @@ def test_impossible_devices_are_refused(changes: dict[str, object], says: str) -
 
 
 def test_impossible_processors_and_models_are_refused() -> None:
-    with pytest.raises(ConfigError, match="flops_per_s must be above 0, got 0"):
+    with pytest.raises(ConfigError, match=r"flops_per_s = 0.0 must be above 0"):
         Processor(name="cpu", flops_per_s=0.0, active_w=1.0)
     with pytest.raises(ConfigError, match="no processor 'npu'; it has cpu"):
         machine().processor("npu")

@@ -233,7 +233,7 @@ WORK = st.tuples(SECONDS, SECONDS, SECONDS, SECONDS, st.floats(0.0, 5.0), st.flo
 def both(work: tuple[float, ...]) -> StepCost:
     forward_s, backward_s, npu_forward_s, npu_backward_s, merge_s, update_s = work
     npu = ProcessorCost(processor="npu", forward_s=npu_forward_s, backward_s=npu_backward_s)
-    return StepCost(forward_s=forward_s, backward_s=backward_s, update_s=update_s, processor="cpu", beside=(npu,),
+    return StepCost(forward_s=forward_s, backward_s=backward_s, update_s=update_s, processor="cpu", concurrent=(npu,),
                     merge_s=merge_s)
 
 

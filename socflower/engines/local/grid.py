@@ -14,7 +14,7 @@ from socflower.engines.local.flower_internals import Run, begin_run
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.workers import ClientAppSource, InProcessWorkers, ProcessWorkers, Work
 from socflower.engines.names import num_cores
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 
 NodeConfigs: TypeAlias = Sequence[Mapping[str, str | int | float | bool]]
 
@@ -88,8 +88,7 @@ class LocalGrid(EngineGrid):
         self, client_app: ClientAppSource, num_nodes: int, *, run_config: UserConfig | None = None,
         num_workers: int | None = None, messages: MessageLog | None = None,
     ) -> None:
-        if num_nodes < 1:
-            raise ConfigError(f"local engine: num_nodes must be 1 or more, got {num_nodes}")
+        require_range("local engine", least=1, num_nodes=num_nodes)
         super().__init__([{}] * num_nodes, run_config)
         count = num_cores() if num_workers is None else num_workers
         self._workers = ProcessWorkers(client_app, count) if count else InProcessWorkers(client_app)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from socflower.errors import ConfigError
+from socflower.errors import require_range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,8 +20,7 @@ class RescalingPolicy:
     warm_up_batches: int = 100
 
     def __post_init__(self) -> None:
-        if self.warm_up_batches < 1:
-            raise ConfigError(f"rescaling: warm_up_batches must be 1 or more, got {self.warm_up_batches}")
+        require_range("rescaling", least=1, warm_up_batches=self.warm_up_batches)
 
 
 class ScaleTracker:

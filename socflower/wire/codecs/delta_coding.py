@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.quantisation import EncodedTensor, Floats, Grouping, decode, encode
 from socflower.wire.saved_state import from_bytes, to_bytes
 
@@ -60,8 +60,7 @@ class DeltaEnd:
     """
 
     def __init__(self, *, max_bytes: int, grouping: Grouping = "tensor") -> None:
-        if max_bytes < 0:
-            raise ConfigError(f"delta coding: max_bytes = {max_bytes} must be 0 or more")
+        require_range("delta coding", least=0, max_bytes=max_bytes)
         self._max_bytes, self._grouping = max_bytes, grouping
         self._held: dict[int, NDArray[Any]] = {}  # by sample, the one unused for longest first
         self._shape: tuple[int, ...] = ()  # of one sample

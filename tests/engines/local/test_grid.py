@@ -139,7 +139,7 @@ def test_a_node_that_never_answers_is_given_up_on_and_the_next_round_is_whole(pr
 def test_unknown_nodes_and_impossible_sizes_are_refused(in_process: LocalGrid) -> None:
     with pytest.raises(ConfigError, match="unknown node 7"):
         in_process.push_messages([message(7)])
-    with pytest.raises(ConfigError, match="num_nodes must be 1 or more, got 0"):
+    with pytest.raises(ConfigError, match="num_nodes = 0 must be 1 or more"):
         LocalGrid(apps_for_tests.app, 0, num_workers=0)
     with pytest.raises(ConfigError, match="num_workers=0"):
         LocalGrid(apps_for_tests.app, 2, num_workers=1)

@@ -170,5 +170,5 @@ def test_an_exponent_out_of_bounds_is_failed_training(exponent):
 
 @pytest.mark.parametrize("warm_up", [0, -1])
 def test_a_policy_refuses_no_warm_up(warm_up):
-    with pytest.raises(ConfigError, match=f"warm_up_batches must be 1 or more, got {warm_up}"):
+    with pytest.raises(ConfigError, match=f"warm_up_batches = {warm_up} must be 1 or more"):
         RescalingPolicy(warm_up_batches=warm_up)
