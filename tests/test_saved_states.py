@@ -21,9 +21,8 @@ from socflower.clients.split.saved_halves import SplitState
 from socflower.edgecloud.cloud.session_store import SessionStore
 from socflower.edgecloud.runtime.checkpoints import Checkpoint as HalfCheckpoint
 from socflower.edgecloud.runtime.checkpoints import CheckpointStore, SavedHalf
-from socflower.edgecloud.stream.failures import SplitRefused
-from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, Limits
-from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.edgecloud.stream import split_pb2 as wire
+from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, Limits, SplitRefused
 from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
 from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError, SocflowerError

@@ -17,8 +17,10 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from socflower.wire.framing import LARGEST_PART_BYTES, Assembly, check_size
+
 MIN_CHUNK_BYTES = 1 << 18
-MAX_CHUNK_BYTES = 1 << 20
+MAX_CHUNK_BYTES = LARGEST_PART_BYTES
 """Size limits of one message. Large ones cost least per byte; small ones overlap better if a part is short."""
 SEND_AHEAD = 4
 """Chunks sent before the first is received. A link has to buffer this many, or all members could block in `send`."""
@@ -69,11 +71,16 @@ def all_reduce(buffer: _Array, rank: int, size: int, links: Links) -> None:
 
 
 def all_gather(own: bytes, rank: int, size: int, links: Links) -> list[bytes]:
-    """Return every member's bytes, by rank; lengths may differ. Every member calls it."""
+    """Return every member's bytes, by rank; lengths may differ. Every member calls it.
+
+    Raises `MalformedBytes` for a length that no payload may have, as `broadcast` does.
+    """
     lengths = np.zeros(size, np.int64)
     lengths[rank] = len(own)
     all_reduce(lengths, rank, size, links)
-    payloads = [np.frombuffer(own, np.uint8) if member == rank else np.empty(int(length), np.uint8)
+    for length in lengths:
+        check_size(int(length), "a payload")
+    payloads = [np.frombuffer(own, np.uint8) if member == rank else np.empty(length, np.uint8)
                 for member, length in enumerate(lengths)]
     longest = max(payload.nbytes for payload in payloads)
 
@@ -103,14 +110,13 @@ def broadcast(payload: bytes | None, source: int, rank: int, size: int, links: L
     head = links.receive(8)
     if not is_last:
         links.send(head)
-    length = int(np.frombuffer(head, np.int64)[0])
-    chunks = []
-    for start in range(0, length, MAX_CHUNK_BYTES):
-        chunk = links.receive(min(MAX_CHUNK_BYTES, length - start))
+    arriving = Assembly(int(np.frombuffer(head, np.int64)[0]), "a payload")
+    while arriving.missing_bytes:
+        chunk = links.receive(min(MAX_CHUNK_BYTES, arriving.missing_bytes))
         if not is_last:
             links.send(chunk)
-        chunks.append(chunk)
-    return b"".join(chunks)
+        arriving.add(chunk)
+    return bytes(arriving.whole())
 
 
 def chunk_bytes(part_bytes: int) -> int:

@@ -1,9 +1,17 @@
-"""Messages cut into parts of bounded size, and put together again within a limit."""
+"""Bodies of bytes cut into parts of bounded size, and put together again within a limit."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+from socflower.wire.arrays import MalformedBytes
 
 LARGEST_PART_BYTES = 1 << 20
-"""Of a message, in one part: large parts cost least per byte, but keep what else uses the connection waiting."""
+"""Of a body, in one part: large parts cost least per byte, but keep what else uses the connection waiting."""
+
+LARGEST_FRAME_BYTES = LARGEST_PART_BYTES + (256 << 10)
+"""A part and its message's head: least and largest value of each of some thousand samples at most."""
+
+LARGEST_BODY_BYTES = 4 << 30
+"""Where no smaller limit is set."""
 
 
 def body_num_bytes(pieces: Iterable[bytes | memoryview]) -> int:
@@ -11,7 +19,7 @@ def body_num_bytes(pieces: Iterable[bytes | memoryview]) -> int:
     return sum(memoryview(piece).nbytes for piece in pieces)
 
 
-def parts_of(pieces: Sequence[bytes | memoryview], part_bytes: int) -> Iterable[bytes]:
+def parts_of(pieces: Sequence[bytes | memoryview], part_bytes: int) -> Iterator[bytes]:
     """Yield a body in parts of `part_bytes`, the last one shorter; one empty part for an empty body."""
     pending: list[memoryview] = []
     pending_bytes, anything = 0, False
@@ -28,3 +36,38 @@ def parts_of(pieces: Sequence[bytes | memoryview], part_bytes: int) -> Iterable[
                 pending, pending_bytes = [], 0
     if pending or not anything:
         yield b"".join(pending)
+
+
+def check_size(num_bytes: int, what: str, most_bytes: int = LARGEST_BODY_BYTES) -> None:
+    """Raise `MalformedBytes` if `what`, of an announced size, is too large; before anything is allocated for it."""
+    if not 0 <= num_bytes <= most_bytes:
+        raise MalformedBytes(f"{what} of {num_bytes} bytes, where {most_bytes} are the limit")
+
+
+class Assembly:
+    """A body of `num_bytes`, put together from its parts in order; memory grows only with what has arrived.
+
+    `what` names it in errors. Raises `MalformedBytes` where it is larger than `most_bytes`.
+    """
+
+    def __init__(self, num_bytes: int, what: str, *, most_bytes: int = LARGEST_BODY_BYTES) -> None:
+        check_size(num_bytes, what, most_bytes)
+        self.num_bytes, self._what = num_bytes, what
+        self._body = bytearray()
+
+    @property
+    def missing_bytes(self) -> int:
+        """How many bytes have not arrived yet."""
+        return self.num_bytes - len(self._body)
+
+    def add(self, part: bytes | memoryview) -> None:
+        """Take the next part; `MalformedBytes` for an empty one, and for more bytes than are missing."""
+        if len(part) > self.missing_bytes or (self.num_bytes and not len(part)):
+            raise MalformedBytes(f"{self._what} in parts that do not make up its {self.num_bytes} bytes")
+        self._body += part
+
+    def whole(self) -> memoryview:
+        """Return the complete body, read-only; `MalformedBytes` if it is not complete."""
+        if self.missing_bytes:
+            raise MalformedBytes(f"{self._what} that broke off after {len(self._body)} of {self.num_bytes} bytes")
+        return memoryview(self._body).toreadonly()

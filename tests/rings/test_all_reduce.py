@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from socflower.rings import all_reduce as ring_algorithm
 from socflower.rings.all_reduce import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, SEND_AHEAD, chunk_bytes
 from socflower.training.sum_order import sum_in_ring_order
+from socflower.wire.arrays import MalformedBytes
 
 PATIENCE_S = 30.0
 
@@ -141,3 +142,18 @@ def test_a_broadcast_reaches_everybody_from_every_source(size: int, length: int)
 def test_one_process_can_sum_as_a_ring_does(size: int, length: int, seed: int) -> None:
     buffers = list(np.random.default_rng(seed).standard_normal((size, length)).astype(np.float32))
     assert np.array_equal(sum_in_ring_order(buffers), in_ring_order(buffers))
+
+
+@pytest.mark.parametrize("length", [-1, 1 << 40, 1 << 62])
+def test_a_length_that_no_payload_has_is_refused_before_anything_is_allocated(length: int) -> None:
+    to_next, arriving = Queue[bytes](), Queue[bytes]()
+    links = BoundedLinks(to_next, arriving)
+    arriving.put(np.int64(length).tobytes())
+    with pytest.raises(MalformedBytes, match=rf"^a payload of {length} bytes, where {4 << 30} are the limit$"):
+        ring_algorithm.broadcast(None, 1, 0, 2, links)
+    # Two members sum lengths in two parts: the sum of the first's comes back from the other.
+    own = np.int64(0).tobytes()
+    for lengths in (own, np.int64(length).tobytes()):
+        arriving.put(lengths)
+    with pytest.raises(MalformedBytes, match=r"^a payload of"):
+        ring_algorithm.all_gather(b"", 0, 2, links)

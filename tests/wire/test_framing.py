@@ -1,9 +1,11 @@
 """Bytes in parts and whole again."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.wire.framing import body_num_bytes, parts_of
+from socflower.wire.arrays import MalformedBytes
+from socflower.wire.framing import Assembly, body_num_bytes, parts_of
 
 
 @given(pieces=st.lists(st.binary(max_size=20)), part_bytes=st.integers(1, 15))
@@ -12,3 +14,22 @@ def test_parts_are_the_whole_in_order(pieces: list[bytes], part_bytes: int) -> N
     assert b"".join(parts) == b"".join(pieces) and body_num_bytes(parts) == body_num_bytes(pieces)
     assert all(len(piece) == part_bytes for piece in parts[:-1]) and len(parts) >= 1
     assert len(parts[-1]) <= part_bytes and (parts[-1] or len(parts) == 1)
+
+
+@given(body=st.binary(max_size=60), part_bytes=st.integers(1, 15))
+def test_what_was_cut_is_whole_again_and_only_then(body: bytes, part_bytes: int) -> None:
+    arriving = Assembly(len(body), "a letter")
+    for part in parts_of([body], part_bytes):
+        if arriving.missing_bytes:
+            with pytest.raises(MalformedBytes, match=rf"a letter that broke off after \d+ of {len(body)} bytes"):
+                arriving.whole()
+        arriving.add(part)
+    assert bytes(arriving.whole()) == body and arriving.whole().readonly
+    with pytest.raises(MalformedBytes, match="do not make up its"):
+        arriving.add(b"x")
+
+
+@pytest.mark.parametrize("num_bytes", [-1, 11, 1 << 62])
+def test_too_large_a_body_is_refused_before_it_arrives(num_bytes: int) -> None:
+    with pytest.raises(MalformedBytes, match=rf"^a letter of {num_bytes} bytes, where 10 are the limit$"):
+        Assembly(num_bytes, "a letter", most_bytes=10)

@@ -20,9 +20,9 @@ import pytest
 
 from socflower.edgecloud.cloud.cloud_service import SERVICE, CloudService
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, open_session, session_status
+from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import OPERATOR as OPERATOR_NAME
 from socflower.edgecloud.stream.credentials import run_caller, run_token
-from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import ConfigError
 from socflower.rings.transports.port import RingPort
 from socflower.wire.authentication import ClientAuthentication, ForgedAnswer, ServerAuthentication

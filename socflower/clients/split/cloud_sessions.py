@@ -16,8 +16,9 @@ from socflower.edgecloud.cloud.session import CloudHalf, HostedFront, SessionFac
 from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.program import Arrays, SplitProgram, without_prefix
 from socflower.edgecloud.samples import Samples
-from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
+from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.errors import ConfigError
+from socflower.wire.frame_channel import StreamLost
 from socflower.wire.split_message_keys import JOINED, OWN, TURNS, SplitTask
 
 CloudSamplesFn: TypeAlias = Callable[[int, int], Samples]
@@ -66,7 +67,7 @@ class CloudClient:
     """The sessions of one training in one cloud, for `SplitReplay`.
 
     `name` is the prefix of the sessions' names, which keeps trainings apart; random by default. Calls are retried for
-    `patience_s` if the cloud does not answer, since it may be restarting. Raises `SplitLost` if it still does not
+    `patience_s` if the cloud does not answer, since it may be restarting. Raises `StreamLost` if it still does not
     answer, and `SplitRefused` if the cloud refuses a request.
     """
 
@@ -116,7 +117,7 @@ class CloudClient:
     def close(self) -> None:
         """Close all sessions. Their results are fetched by now, so an unreachable cloud is ignored."""
         for run in list(self._open):
-            with suppress(SplitLost, SplitRefused):
+            with suppress(StreamLost, SplitRefused):
                 close_session(self._operator, run)
             del self._open[run]
 
@@ -125,7 +126,7 @@ class CloudClient:
         while True:
             try:
                 return call()
-            except SplitLost:
+            except StreamLost:
                 if time.monotonic() + _PAUSE_S > deadline_s:
                     raise
                 time.sleep(_PAUSE_S)

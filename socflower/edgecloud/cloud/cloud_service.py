@@ -13,15 +13,13 @@ from google.protobuf.message import DecodeError, Message
 
 from socflower.edgecloud.cloud.session import CloudSession, SessionFactory
 from socflower.edgecloud.cloud.session_store import SessionStore
+from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import OPERATOR, PLAIN_TEXT, check_token, run_of, run_token
-from socflower.edgecloud.stream.failures import SplitRefused, StartOver
-from socflower.edgecloud.stream.frame_channel import FrameChannel
-from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, Limits
-from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.edgecloud.stream.frames import Limits, SplitChannel, SplitRefused, StartOver
 from socflower.errors import SocflowerError
 from socflower.wire.arrays import MalformedBytes, pack_arrays
 from socflower.wire.authentication import ServerAuthentication, caller_of
-from socflower.wire.framing import LARGEST_PART_BYTES, body_num_bytes, parts_of
+from socflower.wire.framing import LARGEST_FRAME_BYTES, LARGEST_PART_BYTES, Assembly, body_num_bytes, parts_of
 from socflower.wire.logs import RefusalLog
 from socflower.wire.secure_channel import Address, PeerRefused, Tls, bind_server
 
@@ -86,18 +84,21 @@ class CloudService:
     def _open(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         self._require_operator(context)
         opening: wire.Opening | None = None
-        packed = bytearray()
-        for message in messages:
-            part = self._parse(wire.OpenPart, message)
+        try:
+            for message in messages:
+                part = self._parse(wire.OpenPart, message)
+                if opening is None:
+                    opening = part.opening
+                    self._sessions.check(opening)  # before its weights are waited for
+                    packed = Assembly(opening.num_bytes, "weights", most_bytes=opening.num_bytes)
+                else:
+                    packed.add(part.part)
             if opening is None:
-                opening = part.opening
-                self._sessions.check(opening)  # before its weights are waited for
-            packed += part.part
-            if len(packed) > opening.num_bytes:
-                raise SplitRefused(f"run {opening.run_id}: more bytes of weights than it was opened with; open it anew")
-        if opening is None or len(packed) != opening.num_bytes:
-            raise SplitRefused("a run was opened by halves: its weights broke off; open it anew")
-        self._sessions.open(opening, memoryview(packed))
+                raise MalformedBytes("no opening")
+            weights = packed.whole()
+        except MalformedBytes as refused:
+            raise SplitRefused(f"a run was opened with {refused}; open it anew") from None
+        self._sessions.open(opening, weights)
         return wire.Opened().SerializeToString()
 
     def _fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -204,7 +205,7 @@ class CloudService:
         return frame.hello
 
     def _read_frames(
-        self, channel: FrameChannel, stream_id: int, messages: Iterator[bytes], refusals: list[str],
+        self, channel: SplitChannel, stream_id: int, messages: Iterator[bytes], refusals: list[str],
     ) -> None:
         try:
             for message in messages:

@@ -1,23 +1,25 @@
 """The calls that a run's manager makes to the cloud: open a session, fetch its weights, close it, get its status."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from socflower.edgecloud.cloud.cloud_service import SERVICE
 from socflower.edgecloud.halves import Weights
+from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import OPERATOR, PLAIN_TEXT, check_token, run_token
-from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
-from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, PROTOCOL_VERSION
-from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, SplitRefused
 from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
 from socflower.wire.authentication import ClientAuthentication
-from socflower.wire.framing import LARGEST_PART_BYTES, body_num_bytes, parts_of
+from socflower.wire.frame_channel import StreamLost
+from socflower.wire.framing import LARGEST_FRAME_BYTES, LARGEST_PART_BYTES, Assembly, body_num_bytes, parts_of
 from socflower.wire.secure_channel import Address, PeerNotTrusted, PeerRefused, Tls, failure_of, open_channel
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +50,8 @@ def open_session(
 ) -> str:
     """Open a run: `weights` and `settings` go to the cloud's factory. Return the token of the run's edges.
 
-    `replace` ends a run of that name first. Raises `SplitRefused` where the cloud refuses it, and `SplitLost` where the
-    cloud cannot be reached.
+    `replace` ends a run of that name first. Raises `SplitRefused` where the cloud refuses it, and `StreamLost`
+    where the cloud cannot be reached.
     """
     pieces = pack_arrays(weights) if weights else []
     opening = wire.Opening(
@@ -70,13 +72,10 @@ def open_session(
 def fetch_weights(operator: CloudOperator, run_id: str) -> tuple[int, Weights]:
     """Return the number of batches that the cloud's half was trained on, and its weights.
 
-    Raises `SplitRefused` while a span runs, and for a run that is not open; `SplitLost` if the cloud cannot be reached.
+    Raises `SplitRefused` while a span runs, and for a run that is not open; `StreamLost` if the cloud cannot be
+    reached.
     """
-    batch, content = _fetch(operator, run_id, whole_state=False)
-    try:
-        return batch, unpack_arrays(content)
-    except MalformedBytes as refused:
-        raise SplitRefused(f"the cloud at {operator.address} sends {refused}") from None
+    return _fetch(operator, run_id, unpack_arrays, whole_state=False)
 
 
 def fetch_state(operator: CloudOperator, run_id: str) -> tuple[int, bytes]:
@@ -84,8 +83,7 @@ def fetch_state(operator: CloudOperator, run_id: str) -> tuple[int, bytes]:
 
     Raises what `fetch_weights` raises.
     """
-    batch, content = _fetch(operator, run_id, whole_state=True)
-    return batch, bytes(content)
+    return _fetch(operator, run_id, bytes, whole_state=True)
 
 
 def close_session(operator: CloudOperator, run_id: str, *, forget: bool = True) -> None:
@@ -104,18 +102,20 @@ def session_status(operator: CloudOperator, run_id: str = "") -> list[dict[str, 
         return sessions
 
 
-def _fetch(operator: CloudOperator, run_id: str, *, whole_state: bool) -> tuple[int, memoryview]:
-    content, expected, batch = bytearray(), 0, 0
+def _fetch(
+    operator: CloudOperator, run_id: str, read: Callable[[memoryview], T], *, whole_state: bool,
+) -> tuple[int, T]:
+    content: Assembly | None = None
     with _open_channel(operator) as channel:
         for message in channel.unary_stream(f"/{SERVICE}/Fetch")(
             wire.FetchRequest(run_id=run_id, whole_state=whole_state).SerializeToString(), timeout=operator.timeout_s,
         ):
             part = wire.FetchPart.FromString(message)
-            content += part.part
-            batch, expected = part.batch, part.num_bytes
-    if len(content) != expected:
-        raise SplitLost(f"the cloud at {operator.address} sent {len(content)} of {expected} bytes; fetch again")
-    return batch, memoryview(content)
+            content = content or Assembly(part.num_bytes, "a half")
+            content.add(part.part)
+        if content is None:
+            raise MalformedBytes("no half")
+        return part.batch, read(content.whole())
 
 
 @contextmanager
@@ -127,10 +127,12 @@ def _open_channel(operator: CloudOperator) -> Iterator[grpc.Channel]:
         yield ClientAuthentication(OPERATOR, operator.token.encode(), tls=operator.tls is not None).on(channel)
     except PeerRefused as refused:
         raise SplitRefused(f"the cloud at {operator.address}: {refused}") from None
+    except MalformedBytes as malformed:
+        raise SplitRefused(f"the cloud at {operator.address} sends {malformed}") from None
     except grpc.RpcError as error:
         failure = failure_of(f"the cloud at {operator.address}", error)
         if isinstance(failure, PeerRefused | PeerNotTrusted):
             raise SplitRefused(str(failure)) from None
-        raise SplitLost(f"{failure}; see that `socflower cloud serve` runs there") from None
+        raise StreamLost(f"{failure}; see that `socflower cloud serve` runs there") from None
     finally:
         channel.close()

@@ -13,12 +13,18 @@ from socflower.edgecloud.runtime.back_loop import BackLoop
 from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, common_checkpoint
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
 from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
-from socflower.edgecloud.stream.failures import SplitRefused, StartOver
-from socflower.edgecloud.stream.frame_channel import FrameChannel, Traffic
-from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, Limits
-from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.edgecloud.stream import split_pb2 as wire
+from socflower.edgecloud.stream.frames import (
+    PROTOCOL_VERSION,
+    Limits,
+    SplitChannel,
+    SplitMessages,
+    SplitRefused,
+    StartOver,
+)
 from socflower.errors import SocflowerError
 from socflower.wire.arrays import MalformedBytes
+from socflower.wire.frame_channel import Traffic
 
 _POLL_S = 0.5
 _LARGEST_BATCH = 1 << 40
@@ -62,7 +68,7 @@ class _WaitingEdge:
 class Admitted:
     """What an edge's stream needs to continue."""
 
-    channel: FrameChannel
+    channel: SplitChannel
     stream_id: int
     welcome: wire.Welcome
 
@@ -73,7 +79,7 @@ class _Training:
 
     epoch_id: str
     connection_ids: list[str]
-    channels: list[FrameChannel]
+    channels: list[SplitChannel]
 
 
 class CloudSession:
@@ -294,8 +300,9 @@ class CloudSession:
         self._state.restore(place, restore_codec=restore_codec)
         training = _Training(
             epoch_id=secrets.token_hex(8), connection_ids=[hello.incarnation for hello in hellos],
-            channels=[FrameChannel(f"party {party}" if terms.num_parties > 1 else "the edge", limits=self._limits,
-                                   patience_s=self._patience_s) for party in range(terms.num_parties)])
+            channels=[SplitChannel(f"party {party}" if terms.num_parties > 1 else "the edge",
+                                   SplitMessages(self._limits), limits=self._limits, patience_s=self._patience_s)
+                      for party in range(terms.num_parties)])
         with self._changed:
             self._training = training
             self._state.epoch_id = training.epoch_id

@@ -14,9 +14,8 @@ from socflower.edgecloud.cloud.session import (
     terms_from_document,
     terms_to_document,
 )
-from socflower.edgecloud.stream.failures import SplitRefused, StartOver
-from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, Limits
-from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.edgecloud.stream import split_pb2 as wire
+from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, Limits, SplitRefused, StartOver
 from socflower.errors import ConfigError, SocflowerError
 from socflower.wire.arrays import MalformedBytes, unpack_arrays
 from socflower.wire.folders import LOCK_FILE, FolderLock

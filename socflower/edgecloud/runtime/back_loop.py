@@ -9,9 +9,16 @@ from numpy.typing import NDArray
 from socflower.edgecloud.halves import Array, BackHalf
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver
 from socflower.edgecloud.runtime.half_state import HalfState
-from socflower.edgecloud.stream.failures import SplitRefused
-from socflower.edgecloud.stream.frame_channel import FrameChannel
-from socflower.edgecloud.stream.frames import Features, Goodbye, Gradient, Mark, Message, Recut
+from socflower.edgecloud.stream.frames import (
+    Features,
+    Goodbye,
+    Gradient,
+    Mark,
+    Message,
+    Recut,
+    SplitChannel,
+    SplitRefused,
+)
 from socflower.wire.codecs.quantisation import encode
 
 
@@ -25,7 +32,7 @@ class BackLoop:
     The loop waits for credit before it sends a gradient, so a peer that does not read cannot fill the memory.
     """
 
-    def __init__(self, state: HalfState[BackHalf], channels: Sequence[FrameChannel], *, joined: bool = False) -> None:
+    def __init__(self, state: HalfState[BackHalf], channels: Sequence[SplitChannel], *, joined: bool = False) -> None:
         self._state, self._half, self._report = state, state.half, state.report
         self._channels, self._joined = tuple(channels), joined
         self._receivers = tuple(FeatureReceiver(channel.peer) for channel in channels)

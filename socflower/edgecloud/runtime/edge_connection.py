@@ -13,14 +13,21 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from socflower.edgecloud.runtime.checkpoints import Checkpoint
+from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import PLAIN_TEXT, check_token, run_caller
-from socflower.edgecloud.stream.failures import SplitLost, SplitRefused, StartOver
-from socflower.edgecloud.stream.frame_channel import FrameChannel
-from socflower.edgecloud.stream.frames import LARGEST_FRAME_BYTES, PROTOCOL_VERSION, Limits
-from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.edgecloud.stream.frames import (
+    PROTOCOL_VERSION,
+    Limits,
+    SplitChannel,
+    SplitMessages,
+    SplitRefused,
+    StartOver,
+)
 from socflower.errors import ConfigError
 from socflower.wire.arrays import MalformedBytes
 from socflower.wire.authentication import ClientAuthentication
+from socflower.wire.frame_channel import StreamLost
+from socflower.wire.framing import LARGEST_FRAME_BYTES
 from socflower.wire.secure_channel import (
     Address,
     HandlerFailed,
@@ -60,7 +67,7 @@ class _Call:
 
     grpc_channel: grpc.Channel
     replies: Any
-    outgoing: "SimpleQueue[tuple[FrameChannel, int] | None]"
+    outgoing: "SimpleQueue[tuple[SplitChannel, int] | None]"
 
     def end(self) -> None:
         self.outgoing.put(None)
@@ -95,24 +102,25 @@ class EdgeConnection:
         self._heartbeat_s, self._patience_s = heartbeat_s, patience_s
         self._connection_id = secrets.token_hex(8)
         self._closed = Event()
-        self._channel: FrameChannel | None = None
+        self._channel: SplitChannel | None = None
         # Not part of the training: it only keeps many edges from dialling at the same time after an outage.
         self._jitter = random.Random()
 
     def join(
         self, *, front: bool, first_batch: int, num_batches: int, checkpoints: Sequence[Checkpoint],
-    ) -> tuple[FrameChannel, JoinTerms]:
+    ) -> tuple[SplitChannel, JoinTerms]:
         """Wait for all parties; return a channel to the cloud's half and where the span begins.
 
         `checkpoints` are those from which this side can start. The channel reconnects until it is ended by
-        `end_channel`. Raises `SplitRefused` and `SplitLost`.
+        `end_channel`. Raises `SplitRefused` and `StreamLost`.
         """
         hello = wire.Hello(
             version=PROTOCOL_VERSION, fingerprint=self._fingerprint, party=self.party, incarnation=self._connection_id,
             front=front, first_batch=first_batch, num_batches=num_batches, credit_bytes=self._limits.credit_bytes,
             barriers=[wire.Barrier(lineage=place.epoch_id, batch=place.batch) for place in checkpoints])
         call, welcome = self._dial_until(hello, lambda: False)
-        channel = FrameChannel(f"the cloud at {self.address}", limits=self._limits, patience_s=self._patience_s)
+        channel = SplitChannel(f"the cloud at {self.address}", SplitMessages(self._limits), limits=self._limits,
+                               patience_s=self._patience_s)
         stream_id = channel.attach(received=0, used=0, credit_bytes=max(1, welcome.credit_bytes))
         call.outgoing.put((channel, stream_id))
         self._channel = channel
@@ -127,22 +135,23 @@ class EdgeConnection:
             epoch_id=welcome.lineage, cut=welcome.cut, restore_codec=welcome.restore_codec,
             start=Checkpoint(batch=welcome.start.batch, epoch_id=welcome.start.lineage))
 
-    def end_channel(self, channel: FrameChannel) -> None:
+    def end_channel(self, channel: SplitChannel) -> None:
         """End a channel, after waiting a moment for sent messages to arrive if nothing has failed."""
         if channel.failure is None:
             channel.flush(_FLUSH_TIMEOUT_S)
-        channel.fail(SplitLost("this channel was left"))
+        channel.fail(StreamLost("this channel was left"))
 
     def close(self) -> None:
-        """Stop dialling and end the channel: loops get `SplitLost`. Shapers are closed by their owner."""
+        """Stop dialling and end the channel: loops get `StreamLost`. Shapers are closed by their owner."""
         self._closed.set()
         channel = self._channel
         if channel is not None:
-            channel.fail(SplitLost(f"run {self.run_id}: the connection to the cloud at {self.address} was closed here"))
+            channel.fail(StreamLost(f"run {self.run_id}: the connection to the cloud at {self.address} was closed "
+                                    "here"))
 
     # ------------------------------------------------------------------------------------------------------- inside
 
-    def _maintain(self, call: _Call, channel: FrameChannel, stream_id: int, resuming: wire.Hello) -> None:
+    def _maintain(self, call: _Call, channel: SplitChannel, stream_id: int, resuming: wire.Hello) -> None:
         """Read a channel's streams, one after the other, until it fails or is ended."""
         while True:
             watch = Thread(target=self._end_call_on_detach, args=(call, channel, stream_id), daemon=True)
@@ -160,7 +169,7 @@ class EdgeConnection:
                 stream_id = channel.attach(
                     received=welcome.received, used=welcome.used, credit_bytes=max(1, welcome.credit_bytes))
                 call.outgoing.put((channel, stream_id))
-            except (SplitRefused, SplitLost, StartOver) as error:
+            except (SplitRefused, StreamLost, StartOver) as error:
                 channel.fail(error)
                 return
             except MalformedBytes as error:
@@ -168,12 +177,12 @@ class EdgeConnection:
                 channel.fail(SplitRefused(f"the cloud at {self.address} resumes with {error}"))
                 return
 
-    def _end_call_on_detach(self, call: _Call, channel: FrameChannel, stream_id: int) -> None:
+    def _end_call_on_detach(self, call: _Call, channel: SplitChannel, stream_id: int) -> None:
         """End a call when its stream is detached, even while its reader is waiting."""
         channel.wait_detached(stream_id)
         call.end()
 
-    def _read_stream(self, call: _Call, channel: FrameChannel, stream_id: int) -> Exception | None:
+    def _read_stream(self, call: _Call, channel: SplitChannel, stream_id: int) -> Exception | None:
         """Read a stream to its end; return the error if dialling again would not help, or None."""
         try:
             for content in call.replies:
@@ -194,39 +203,39 @@ class EdgeConnection:
         return None
 
     def _dial_until(self, hello: wire.Hello, is_over: Callable[[], bool]) -> tuple[_Call, wire.Welcome]:
-        """Dial until the cloud answers, and return its welcome; `SplitLost` after `give_up_s` without."""
+        """Dial until the cloud answers, and return its welcome; `StreamLost` after `give_up_s` without."""
         began_s, pause_s, why = time.monotonic(), _FIRST_PAUSE_S, "it was not dialled: the connection was closed here"
         while True:
             if self._closed.is_set():
-                raise SplitLost(f"run {self.run_id}: the cloud at {self.address} is out of reach ({why}); make another "
-                                "connection")
+                raise StreamLost(f"run {self.run_id}: the cloud at {self.address} is out of reach ({why}); make "
+                                 "another connection")
             call = self._dial(hello)
             try:
                 return call, self._welcome(call)
-            except SplitLost as lost:
+            except StreamLost as lost:
                 call.end()
                 why = str(lost)
             except BaseException:
                 call.end()
                 raise
             if is_over() or self._closed.is_set() or time.monotonic() + pause_s > began_s + self.give_up_s:
-                raise SplitLost(f"run {self.run_id}: the cloud at {self.address} is out of reach, after trying for "
-                                f"{time.monotonic() - began_s:.0f} s ({why}); see to the line and the cloud, then "
-                                "start the span again")
+                raise StreamLost(f"run {self.run_id}: the cloud at {self.address} is out of reach, after trying for "
+                                 f"{time.monotonic() - began_s:.0f} s ({why}); see to the line and the cloud, then "
+                                 "start the span again")
             self._closed.wait(pause_s * self._jitter.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _dial(self, hello: wire.Hello) -> _Call:
         grpc_channel = open_channel(self.address, self._credentials, heartbeat_s=self._heartbeat_s,
                                     max_message_bytes=4 * LARGEST_FRAME_BYTES)
-        outgoing: SimpleQueue[tuple[FrameChannel, int] | None] = SimpleQueue()
+        outgoing: SimpleQueue[tuple[SplitChannel, int] | None] = SimpleQueue()
         authentication = ClientAuthentication(run_caller(self.run_id), self._token, tls=self._credentials is not None)
         replies = authentication.on(grpc_channel).stream_stream(_METHOD)(
             self._outgoing(wire.Frame(hello=hello), outgoing))
         return _Call(grpc_channel, replies, outgoing)
 
     def _outgoing(
-        self, hello: wire.Frame, outgoing: "SimpleQueue[tuple[FrameChannel, int] | None]",
+        self, hello: wire.Frame, outgoing: "SimpleQueue[tuple[SplitChannel, int] | None]",
     ) -> Iterator[bytes]:
         yield hello.SerializeToString()
         following = outgoing.get()
@@ -244,9 +253,9 @@ class EdgeConnection:
         try:
             frame = self._parse(next(call.replies))
         except StopIteration:
-            raise SplitLost("it hung up") from None
+            raise StreamLost("it hung up") from None
         except grpc.RpcError as error:
-            raise self._fatal_error(error) or SplitLost(str(failure_of("it", error))) from None
+            raise self._fatal_error(error) or StreamLost(str(failure_of("it", error))) from None
         except PeerRefused as refused:
             raise SplitRefused(f"the cloud at {self.address}: {refused}") from None
         finally:

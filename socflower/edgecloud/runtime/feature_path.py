@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from socflower.edgecloud.halves import Array
-from socflower.edgecloud.stream.failures import SplitRefused
-from socflower.edgecloud.stream.frames import DeltaFeatures, Features
+from socflower.edgecloud.stream.frames import DeltaFeatures, Features, SplitRefused
 from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.delta_coding import DeltaReceiver, DeltaSender
 from socflower.wire.codecs.error_feedback import ErrorFeedback, Form, Scale

@@ -12,11 +12,20 @@ from socflower.edgecloud.plan.timeline_servers import Decider
 from socflower.edgecloud.runtime.feature_path import EXACT, FeatureCoding, FeatureSender
 from socflower.edgecloud.runtime.half_state import HalfState, Move
 from socflower.edgecloud.runtime.replay_window import ReplayWindow
-from socflower.edgecloud.stream.failures import SplitRefused
-from socflower.edgecloud.stream.frame_channel import FrameChannel, Transfer
-from socflower.edgecloud.stream.frames import Features, Goodbye, Gradient, Mark, Message, Recut, digest_of_ids
+from socflower.edgecloud.stream.frames import (
+    Features,
+    Goodbye,
+    Gradient,
+    Mark,
+    Message,
+    Recut,
+    SplitChannel,
+    SplitRefused,
+    digest_of_ids,
+)
 from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.quantisation import decode
+from socflower.wire.frame_channel import Transfer
 
 _MAX_TRANSFERS = 100_000  # in a report
 
@@ -102,11 +111,11 @@ class FrontLoop:
     back half are idle, and take up to 1.7 times as long as F26 predicts (see `cost_model.training_s`). There is no
     forward pass while another batch waits for the link: it would not arrive sooner, take memory, and be staler. So the
     features of at most one batch wait here, besides those in flight. The loop never waits for room, so it always reads
-    (see `frame_channel`). Errors are raised as they occur: `SplitLost`, `SplitRefused`, `StartOver`, and `ConfigError`
+    (see `frame_channel`). Errors are raised as they occur: `StreamLost`, `SplitRefused`, `StartOver`, and `ConfigError`
     of the half.
     """
 
-    def __init__(self, state: HalfState[FrontHalf], channel: FrameChannel, plan: FrontPlan) -> None:
+    def __init__(self, state: HalfState[FrontHalf], channel: SplitChannel, plan: FrontPlan) -> None:
         self._state, self._half, self._report = state, state.half, state.report
         self._channel, self._plan = channel, plan
         self._split_plan = state.split_plan or plan.split_plan

@@ -11,7 +11,7 @@ from typing import Generic, Literal, TypeVar
 from socflower.edgecloud.halves import Half
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, SavedHalf
-from socflower.edgecloud.stream.frame_channel import Traffic, Transfer
+from socflower.wire.frame_channel import Traffic, Transfer
 
 HalfT = TypeVar("HalfT", bound=Half)
 

@@ -12,9 +12,9 @@ from socflower.edgecloud.runtime.checkpoints import CheckpointStore
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
 from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
-from socflower.edgecloud.stream.failures import SplitLost, SplitRefused, StartOver
-from socflower.edgecloud.stream.frame_channel import FrameChannel
+from socflower.edgecloud.stream.frames import SplitChannel, SplitRefused, StartOver
 from socflower.errors import require_range
+from socflower.wire.frame_channel import StreamLost
 
 _PAUSE_S = 0.1
 
@@ -43,7 +43,7 @@ def train_front(
     `half` must be in the state before `span.first_batch`; on return it is trained on the span, and both halves are
     saved. With a `folder`, checkpoints are stored there, from which an edge that was killed continues: called again
     with the same arguments it restores `half`, and `first_batch` of the report tells from where. Raises `SplitRefused`,
-    `SplitLost`, and whatever the half raises.
+    `StreamLost`, and whatever the half raises.
     """
     state = HalfState(half, _store(connection, folder, "front"), span.first_batch)
     return _train(connection, state, span, lambda channel, first: FrontLoop(state, channel, plan).run(first, span.stop),
@@ -62,12 +62,12 @@ def _store(connection: EdgeConnection, folder: Path | None, side: str) -> Checkp
     return CheckpointStore(folder, f"{connection.run_id}, party {connection.party}, {side} half")
 
 
-def _train(connection: EdgeConnection, state: HalfState[Any], span: Span, drive: Callable[[FrameChannel, int], None], *,
+def _train(connection: EdgeConnection, state: HalfState[Any], span: Span, drive: Callable[[SplitChannel, int], None], *,
            front: bool) -> LoopReport:
     """Join and drive the half from the agreed checkpoint on, again after every `StartOver`."""
     report = state.report
     while True:
-        channel: FrameChannel | None = None
+        channel: SplitChannel | None = None
         try:
             channel, terms = connection.join(front=front, first_batch=span.first_batch, num_batches=span.num_batches,
                                              checkpoints=state.checkpoints())
@@ -84,7 +84,7 @@ def _train(connection: EdgeConnection, state: HalfState[Any], span: Span, drive:
         except StartOver:
             report.num_rollbacks += 1
             if time.monotonic() > state.checkpoint_s + connection.give_up_s:
-                raise SplitLost(f"run {connection.run_id}: had to begin anew again and again for "
+                raise StreamLost(f"run {connection.run_id}: had to begin anew again and again for "
                                 f"{connection.give_up_s:g} s; see whether another edge uses the same party number"
                                 ) from None
             time.sleep(_PAUSE_S)

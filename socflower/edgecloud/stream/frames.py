@@ -1,19 +1,22 @@
-"""The messages of a stream, and their conversion to and from a head and a body of bytes.
+"""The messages of split training, and their conversion to and from a head and a body of bytes.
 
 Data from the wire is not trusted: sizes, shapes and numbers are checked before use, and invalid ones raise
 `MalformedBytes`.
 """
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from socflower.edgecloud.halves import Weights
-from socflower.edgecloud.stream.messages import split_pb2 as wire
-from socflower.errors import ConfigError
+from socflower.edgecloud.stream import split_pb2 as wire
+from socflower.errors import ConfigError, SocflowerError
 from socflower.wire.arrays import (
     MalformedBytes,
     array_from_bytes,
@@ -26,17 +29,19 @@ from socflower.wire.arrays import (
 )
 from socflower.wire.codecs.delta_coding import DeltaMessage
 from socflower.wire.codecs.quantisation import BITS, EncodedTensor, Grouping
-from socflower.wire.framing import LARGEST_PART_BYTES, body_num_bytes
+from socflower.wire.frame_channel import ChannelLimits, FrameChannel
+from socflower.wire.framing import check_size
 
 PROTOCOL_VERSION = 2
 """Increased whenever an older peer would misunderstand a newer one."""
 
-LARGEST_FRAME_BYTES = LARGEST_PART_BYTES + (256 << 10)
-"""A part and its head: least and largest value of each of some thousand samples at most."""
+
+class SplitRefused(SocflowerError):
+    """The other side refused, or sent something invalid: retrying would not help."""
 
 
-_MESSAGE_BYTES = 1024
-"""The cost of a message in addition to its body, so that many small ones are bounded too."""
+class StartOver(Exception):
+    """Not a failure: the other side or a party has lost its state, so all join again and agree on a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,31 +102,15 @@ class Goodbye:
 
 
 Message: TypeAlias = Features | Gradient | Recut | Mark | Goodbye
+SplitChannel: TypeAlias = FrameChannel[Message]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class Limits(ChannelLimits):
     """Limits on what a side sends in one part and accepts, in bytes."""
 
-    part_bytes: int = 256 << 10  # of the messages that it sends
-    credit_bytes: int = 64 << 20  # of messages that it has not worked off
     max_tensor_bytes: int = 256 << 20
     max_weights_bytes: int = 4 << 30
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.part_bytes <= LARGEST_PART_BYTES:
-            raise ConfigError(f"split stream: part_bytes = {self.part_bytes} must be from 1 to {LARGEST_PART_BYTES}")
-        for key in ("credit_bytes", "max_tensor_bytes", "max_weights_bytes"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"split stream: {key} = {getattr(self, key)} must be 1 or more")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Packed:
-    """An encoded message: its head, and its body in pieces that are not copied before they are sent."""
-
-    head: wire.Head
-    body: list[bytes | memoryview] = field(default_factory=list)
 
 
 def digest_of_ids(sample_ids: NDArray[np.int64]) -> bytes:
@@ -129,58 +118,60 @@ def digest_of_ids(sample_ids: NDArray[np.int64]) -> bytes:
     return hashlib.sha256(array_to_bytes(np.asarray(sample_ids, np.int64))).digest()[:16]
 
 
-def pack(message: Message) -> Packed:
-    """Return a message's head and body. Raises `TypeError` for arrays of a type that does not travel."""
-    body: list[bytes | memoryview] = []
-    head = wire.Head()
-    match message:
-        case Features():
-            body = _put_features(head.tensor, message.encoded)
-            # Ids come last, so that labels lie between.
-            body.insert(len(body) - isinstance(message.encoded, DeltaFeatures), array_to_bytes(message.labels))
-            head.tensor.batch, head.tensor.cut = message.batch, message.cut
-            head.tensor.ids_digest, head.tensor.answer_bits = message.ids_digest, message.answer_bits
-            head.tensor.labels.dtype = array_type(message.labels, "labels")
-            head.tensor.labels.shape.extend(message.labels.shape)
-        case Gradient():
-            head.tensor.gradient, head.tensor.batch, head.tensor.loss = True, message.batch, message.loss
-            if message.encoded is not None:
-                body = [_put_encoded(head.tensor.plain, message.encoded)]
-        case Recut():
-            head.recut.cut, head.recut.gives = message.cut, message.weights is not None
-            if message.weights is not None:
-                body = [*pack_arrays(message.weights)]
-        case Mark():
-            head.mark.batch, head.mark.cut = message.batch, message.cut
-        case Goodbye():
-            head.goodbye.SetInParent()
-    head.num_bytes = body_num_bytes(body)
-    return Packed(head=head, body=body)
+class SplitMessages:
+    """The messages of split training for a channel with these limits."""
+
+    frame = wire.Frame
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+
+    def encode(self, message: Message) -> tuple[bytes, list[bytes | memoryview]]:
+        """Return a message's head and body. Raises `TypeError` for arrays of a type that does not travel."""
+        body: list[bytes | memoryview] = []
+        head = wire.Head()
+        match message:
+            case Features():
+                body = _put_features(head.tensor, message.encoded)
+                # Ids come last, so that labels lie between.
+                body.insert(len(body) - isinstance(message.encoded, DeltaFeatures), array_to_bytes(message.labels))
+                head.tensor.batch, head.tensor.cut = message.batch, message.cut
+                head.tensor.ids_digest, head.tensor.answer_bits = message.ids_digest, message.answer_bits
+                head.tensor.labels.dtype = array_type(message.labels, "labels")
+                head.tensor.labels.shape.extend(message.labels.shape)
+            case Gradient():
+                head.tensor.gradient, head.tensor.batch, head.tensor.loss = True, message.batch, message.loss
+                if message.encoded is not None:
+                    body = [_put_encoded(head.tensor.plain, message.encoded)]
+            case Recut():
+                head.recut.cut, head.recut.gives = message.cut, message.weights is not None
+                if message.weights is not None:
+                    body = [*pack_arrays(message.weights)]
+            case Mark():
+                head.mark.batch, head.mark.cut = message.batch, message.cut
+            case Goodbye():
+                head.goodbye.SetInParent()
+        return head.SerializeToString(), body
+
+    def begin(self, head: bytes, num_bytes: int) -> Callable[[memoryview], Message]:
+        """Return what makes the message of its body; `MalformedBytes` if it is too large or invalid."""
+        try:
+            parsed = wire.Head.FromString(head)
+        except DecodeError:
+            raise MalformedBytes("a message whose head cannot be read") from None
+        kind, tensor = parsed.WhichOneof("kind"), parsed.tensor
+        if kind is None:
+            raise MalformedBytes("a message of an unknown kind")
+        largest = {"tensor": self._limits.max_tensor_bytes, "recut": self._limits.max_weights_bytes}.get(kind, 0)
+        check_size(num_bytes, f"a {kind}", largest)
+        if kind == "tensor" and not tensor.gradient and tensor.answer_bits not in BITS:
+            raise MalformedBytes(f"features that want a gradient at {tensor.answer_bits} bits")
+        if kind == "tensor" and not tensor.gradient and tensor.HasField("plain") == tensor.HasField("delta"):
+            raise MalformedBytes("features that are neither plain nor coded by sample, or both")
+        return partial(_decode, parsed)
 
 
-def cost_bytes(head: wire.Head) -> int:
-    """Return the bytes that a message takes of its receiver's credit."""
-    tensor = head.tensor
-    num_ranges = len(tensor.plain.low) + len(tensor.delta.first.low) + len(tensor.delta.change.low)
-    return int(head.num_bytes) + 16 * num_ranges + _MESSAGE_BYTES
-
-
-def check_head(head: wire.Head, limits: Limits) -> None:
-    """Raise `MalformedBytes` for a message that is too large or invalid, before any of it is stored."""
-    kind = head.WhichOneof("kind")
-    if kind is None:
-        raise MalformedBytes("a message of an unknown kind")
-    largest = {"tensor": limits.max_tensor_bytes, "recut": limits.max_weights_bytes}.get(kind, 0)
-    if head.num_bytes > largest:
-        raise MalformedBytes(f"a {kind} of {head.num_bytes} bytes, where {largest} are the limit")
-    if kind == "tensor" and not head.tensor.gradient and head.tensor.answer_bits not in BITS:
-        raise MalformedBytes(f"features that want a gradient at {head.tensor.answer_bits} bits")
-    if kind == "tensor" and not head.tensor.gradient and head.tensor.HasField("plain") == head.tensor.HasField("delta"):
-        raise MalformedBytes("features that are neither plain nor coded by sample, or both")
-
-
-def unpack(head: wire.Head, body: memoryview) -> Message:
-    """Return the message of a checked head and its complete body; `MalformedBytes` if they do not match."""
+def _decode(head: wire.Head, body: memoryview) -> Message:
     kind = head.WhichOneof("kind")
     if kind == "mark":
         return Mark(batch=head.mark.batch, cut=head.mark.cut)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from socflower.rings import all_reduce as ring_algorithm
 from socflower.rings.collective import POLL_INTERVAL_S, Collective, PeerLost, Poll, no_poll
+from socflower.wire.arrays import MalformedBytes
 
 _Result = TypeVar("_Result")
 
@@ -101,6 +102,9 @@ class _Operation(Generic[_Result]):
             if failed:
                 raise PeerLost(str(failed))
             self._result = self._operation()
+        except MalformedBytes as malformed:  # a neighbour's mistake
+            self._failure = PeerLost(f"the ring carries {malformed}")
+            return self._failure
         except BaseException as failure:
             self._failure = failure
             return failure if isinstance(failure, PeerLost) else PeerLost(f"an operation failed: {failure}")

@@ -17,9 +17,10 @@ from socflower.edgecloud.links.bandwidth_profile import LinkRates
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.program import SplitProgram
 from socflower.edgecloud.stream.credentials import new_token
-from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
+from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.strategies.split_replay import SplitReplay
+from socflower.wire.frame_channel import StreamLost
 from socflower.wire.split_message_keys import SPLIT, SplitTask
 from tests.clients.split.clouds import Cloud, edge_app, start, strategy_of
 from tests.clients.split.models import (
@@ -303,7 +304,7 @@ def test_a_cloud_that_is_not_there_is_one_line() -> None:
     program = layered()
     with Cloud(program) as cloud:
         client = cloud.client(patience_s=1.0)
-    with pytest.raises(SplitLost, match="cannot be reached") as caught:
+    with pytest.raises(StreamLost, match="cannot be reached") as caught:
         client.open(SplitTask(**task_settings(fingerprint=program.fingerprint())), {})
     assert "\n" not in str(caught.value)
 

@@ -25,11 +25,12 @@ import numpy as np
 import torch
 
 from socflower.edgecloud.cloud.operator_calls import session_status
+from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import new_token, run_caller
-from socflower.edgecloud.stream.messages import split_pb2 as wire
 from socflower.errors import SocflowerError
 from socflower.wire.authentication import ClientAuthentication
 from socflower.wire.certificates import HostCertificate, write_certificates
+from socflower.wire.framing_pb2 import Part
 from socflower.wire.secure_channel import Tls
 from socflower.wire.split_message_keys import SplitTask
 from tests.edgecloud.cloud.processes import CloudSide, EdgeSide, open_run, undisturbed
@@ -218,7 +219,8 @@ def strangers(folder: Path, window: int) -> Row:
 
 
 def _bad_streams(task: SplitTask) -> Iterator[tuple[str, list[bytes], str]]:
-    part = wire.Frame(part=wire.Part(number=2, head=wire.Head(mark=wire.Mark(batch=0, cut=1)))).SerializeToString()
+    head = wire.Head(mark=wire.Mark(batch=0, cut=1)).SerializeToString()
+    part = wire.Frame(part=Part(number=2, head=head)).SerializeToString()
     yield "garbage", [os.urandom(100)], task.token
     yield "oversized frame", [b"\x2a" + b"\0" * (3 << 20)], task.token
     yield "frame beyond what gRPC takes", [b"\0" * (9 << 20)], task.token

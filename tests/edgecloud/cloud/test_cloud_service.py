@@ -23,9 +23,9 @@ from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
 from socflower.edgecloud.stream.credentials import run_token
-from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
-from socflower.edgecloud.stream.frames import Limits
+from socflower.edgecloud.stream.frames import Limits, SplitRefused
 from socflower.errors import ConfigError
+from socflower.wire.frame_channel import StreamLost
 from tests.edgecloud.runtime.numpy_halves import (
     FINGERPRINT,
     OPERATOR,
@@ -314,7 +314,7 @@ def test_what_a_manager_asks_in_vain_is_refused_in_a_line(cloud: Cloud) -> None:
     with pytest.raises(ConfigError, match="means every interface"):
         CloudService("0.0.0.0:0", make_half, operator_token=OPERATOR)
     nobody = CloudOperator(address="127.0.0.1:9", token=OPERATOR, timeout_s=2.0)
-    with pytest.raises(SplitLost, match="cannot be reached"):
+    with pytest.raises(StreamLost, match="cannot be reached"):
         session_status(nobody)
 
 

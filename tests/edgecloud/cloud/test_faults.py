@@ -21,12 +21,13 @@ from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
+from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import run_caller, run_token
-from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
-from socflower.edgecloud.stream.frames import PROTOCOL_VERSION
-from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, SplitRefused
 from socflower.engines.deployment.flower_processes import free_ports
 from socflower.wire.authentication import ClientAuthentication
+from socflower.wire.frame_channel import StreamLost
+from socflower.wire.framing_pb2 import Credit, Part
 from tests.edgecloud.runtime.numpy_halves import (
     FINGERPRINT,
     OPERATOR,
@@ -233,7 +234,7 @@ def test_a_cloud_that_hangs_is_noticed_by_its_heartbeat(processes: Processes, tm
     cloud = processes.cloud(port, tmp_path / "cloud")
     open_run(CloudOperator(address=f"127.0.0.1:{port}", token=OPERATOR))
     try:
-        with pytest.raises(SplitLost, match="out of reach"):
+        with pytest.raises(StreamLost, match="out of reach"):
             train_front(connect(port, heartbeat_s=0.8, give_up_s=0.5), Front(), Span(first_batch=0, num_batches=3000),
                         FrontPlan(split_plan=SplitPlan(cut=1), progress=lambda done: os.kill(
                             cloud.pid, signal.SIGSTOP) if done.batch == 3 else None))
@@ -245,7 +246,7 @@ def test_a_cloud_that_takes_but_never_answers_ends_in_a_line() -> None:
     service = CloudService("127.0.0.1:0", make_half, operator_token=OPERATOR)
     try:
         open_run(CloudOperator(address=service.address, token=OPERATOR), settings={"pause_s": 1.5})
-        with pytest.raises(SplitLost, match=r"sends no gradient of batch 0 for 0.5 s") as lost:
+        with pytest.raises(StreamLost, match=r"sends no gradient of batch 0 for 0.5 s") as lost:
             train_front(connect(service.port, patience_s=0.5), Front(), Span(first_batch=0, num_batches=2), PLAN)
         assert "\n" not in str(lost.value)
     finally:
@@ -263,13 +264,14 @@ def hello(**changes: Any) -> wire.Frame:
 
 def part(**changes: Any) -> wire.Frame:
     head = changes.pop("head", wire.Head(mark=wire.Mark(batch=0, cut=1)))
-    return wire.Frame(part=wire.Part(**{"number": 1, "head": head, **changes}))
+    content = head.SerializeToString() if head is not None else None
+    return wire.Frame(part=Part(**{"number": 1, "head": content, **changes}))
 
 
-def features(**changes: Any) -> wire.Head:
+def tensor(body: bytes = b"\0" * 24, **changes: Any) -> wire.Frame:
     plain = wire.Encoded(**{"bits": 32, "shape": [2, 3], "num_bytes": 24, **changes.pop("plain", {})})
-    return wire.Head(**{"num_bytes": 24, "tensor": wire.Tensor(**{
-        "plain": plain, "cut": 1, "answer_bits": 32, "labels": wire.Block(dtype="float32", shape=[0]), **changes})})
+    return part(num_bytes=24, body=body, head=wire.Head(tensor=wire.Tensor(**{
+        "plain": plain, "cut": 1, "answer_bits": 32, "labels": wire.Block(dtype="float32", shape=[0]), **changes})))
 
 
 def converse(port: int, frames: list[Any], *, token: str = run_token(OPERATOR, "run")) -> str:
@@ -297,7 +299,7 @@ def converse(port: int, frames: list[Any], *, token: str = run_token(OPERATOR, "
     return "no refusal"
 
 
-WEIGHTS = wire.Head(num_bytes=4, recut=wire.Recut(cut=0, gives=True))
+WEIGHTS = wire.Head(recut=wire.Recut(cut=0, gives=True))
 BAD: dict[str, tuple[list[Any], str]] = {
     "garbage": ([b"\xff\xfe\xfd garbage"], "bytes that are no frame"),
     "empty": ([b""], "a frame of an unknown kind instead of a greeting"),
@@ -311,28 +313,28 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "large part": ([hello(), part(body=b"\0" * ((1 << 20) + 1))], "a part of 1048577 bytes, where"),
     "out of order": ([hello(), part(number=2)], "a part of message 2, where 1 is next"),
     "middle first": ([hello(), part(index=1)], "part 1 of message 1 before its beginning"),
-    "parts swapped": ([hello(), part(head=features(), body=b"\0" * 4), part(index=2, head=None, body=b"\0" * 4)],
+    "parts swapped": ([hello(), tensor(body=b"\0" * 4), part(index=2, head=None, body=b"\0" * 4)],
                       "part 2 of message 1, where part 1 is next"),
-    "too much": ([hello(), part(head=features(), body=b"\0" * 25)], "do not make up its 24 bytes"),
-    "too large a tensor": ([hello(), part(head=wire.Head(num_bytes=1 << 50, tensor=wire.Tensor()))],
+    "too much": ([hello(), tensor(body=b"\0" * 25)], "do not make up its 24 bytes"),
+    "too large a tensor": ([hello(), part(num_bytes=1 << 50, head=wire.Head(tensor=wire.Tensor()))],
                            "a tensor of 1125899906842624 bytes, where 268435456 are the limit"),
-    "too large weights": ([hello(), part(head=wire.Head(num_bytes=1 << 50, recut=wire.Recut()))], "a recut of"),
-    "a mark with a body": ([hello(), part(head=wire.Head(num_bytes=9, mark=wire.Mark()))], "a mark of 9 bytes"),
+    "too large weights": ([hello(), part(num_bytes=1 << 50, head=wire.Head(recut=wire.Recut()))], "a recut of"),
+    "a mark with a body": ([hello(), part(num_bytes=9, head=wire.Head(mark=wire.Mark()))], "a mark of 9 bytes"),
     "no kind": ([hello(), part(head=wire.Head())], "a message of an unknown kind"),
-    "shape": ([hello(), part(head=features(plain={"shape": [2, 4]}), body=b"\0" * 24)], "24 bytes of payload"),
-    "huge shape": ([hello(), part(head=features(plain={"shape": [0, 1 << 60]}), body=b"\0" * 24)], "a tensor of shape"),
-    "short": ([hello(), part(head=features(plain={"num_bytes": 99}), body=b"\0" * 24)], "too short for what it says"),
-    "long": ([hello(), part(head=features(plain={"num_bytes": 16, "shape": [4]}), body=b"\0" * 24)],
+    "shape": ([hello(), tensor(plain={"shape": [2, 4]})], "24 bytes of payload"),
+    "huge shape": ([hello(), tensor(plain={"shape": [0, 1 << 60]})], "a tensor of shape"),
+    "short": ([hello(), tensor(plain={"num_bytes": 99})], "too short for what it says"),
+    "long": ([hello(), tensor(plain={"num_bytes": 16, "shape": [4]})],
              "8 bytes too many"),
-    "bits": ([hello(), part(head=features(plain={"bits": 7}), body=b"\0" * 24)], "bits = 7 is unknown"),
-    "answer bits": ([hello(), part(head=features(answer_bits=3), body=b"\0" * 24)], "want a gradient at 3 bits"),
-    "low above high": ([hello(), part(head=features(
-        plain={"bits": 8, "num_bytes": 24, "shape": [24], "low": [2.0], "high": [1.0]}), body=b"\0" * 24)],
+    "bits": ([hello(), tensor(plain={"bits": 7})], "bits = 7 is unknown"),
+    "answer bits": ([hello(), tensor(answer_bits=3)], "want a gradient at 3 bits"),
+    "low above high": ([hello(), tensor(
+        plain={"bits": 8, "num_bytes": 24, "shape": [24], "low": [2.0], "high": [1.0]})],
         "are no range"),
-    "labels of objects": ([hello(), part(head=features(labels=wire.Block(dtype="object", shape=[0])), body=b"\0" * 24)],
+    "labels of objects": ([hello(), tensor(labels=wire.Block(dtype="object", shape=[0]))],
                           "an array of type 'object'"),
-    "weights": ([hello(), part(head=WEIGHTS, body=b"\xff\xff\xff\x7f")], "arrays without an index"),
-    "credit": ([hello(), wire.Frame(credit=wire.Credit(received=5, used=5))], "a credit for 5 messages received"),
+    "weights": ([hello(), part(num_bytes=4, head=WEIGHTS, body=b"\xff\xff\xff\x7f")], "arrays without an index"),
+    "credit": ([hello(), wire.Frame(credit=Credit(received=5, used=5))], "a credit for 5 messages received"),
 }
 
 

@@ -13,7 +13,8 @@ from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weight
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
-from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
+from socflower.edgecloud.stream.frames import SplitRefused
+from socflower.wire.frame_channel import StreamLost
 from tests.edgecloud.runtime.numpy_halves import (
     FINGERPRINT,
     OPERATOR,
@@ -107,13 +108,13 @@ def test_a_line_that_is_down_for_a_while_is_waited_for(service: CloudService) ->
 def test_a_line_that_stays_down_ends_in_a_line(service: CloudService) -> None:
     open_run(service, "gone", settings={"pause_s": 0.01})
     line = BreakingLine(service.port)
-    with pytest.raises(SplitLost, match=r"run gone: the cloud at .* is out of reach, after trying") as lost:
+    with pytest.raises(StreamLost, match=r"run gone: the cloud at .* is out of reach, after trying") as lost:
         train_front(connect(line.port, "gone", give_up_s=0.5), Front(), Span(first_batch=0, num_batches=4000),
                     FrontPlan(split_plan=SplitPlan(cut=1),
                               progress=lambda done: line.down() if done.batch == 3 else None))
     line.close()
     assert "\n" not in str(lost.value)
-    with pytest.raises(SplitLost, match="out of reach"):
+    with pytest.raises(StreamLost, match="out of reach"):
         train_front(connect(line.port, "gone", give_up_s=0.3), Front(), Span(first_batch=0, num_batches=4), FrontPlan(
             split_plan=SplitPlan(cut=1)))
 

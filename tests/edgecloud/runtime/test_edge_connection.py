@@ -15,8 +15,8 @@ from socflower.edgecloud.links.shaping import TokenBucket
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_front
-from socflower.edgecloud.stream.failures import SplitLost
 from socflower.errors import ConfigError
+from socflower.wire.frame_channel import StreamLost
 from tests.edgecloud.runtime.numpy_halves import (
     FINGERPRINT,
     OPERATOR,
@@ -116,10 +116,10 @@ def test_a_connection_that_is_closed_here_ends_its_span() -> None:
     service, _ = serve()
     connection = connect(service.port)
     try:
-        with pytest.raises(SplitLost, match="was closed here"):
+        with pytest.raises(StreamLost, match="was closed here"):
             train_front(connection, Front(), Span(first_batch=0, num_batches=4000), FrontPlan(
                 split_plan=SplitPlan(cut=1), progress=lambda done: connection.close() if done.batch == 3 else None))
-        with pytest.raises(SplitLost, match=r"was not dialled: .* closed here"):
+        with pytest.raises(StreamLost, match=r"was not dialled: .* closed here"):
             train_front(connection, Front(), Span(first_batch=0, num_batches=4),
                         FrontPlan(split_plan=SplitPlan(cut=1)))
     finally:
@@ -131,7 +131,7 @@ def test_a_peer_that_answers_a_greeting_with_nothing_is_waited_for_only_so_long(
     service, operator = serve()
     open_session(operator, run_id="pair", fingerprint=FINGERPRINT, num_parties=2)
     try:
-        with pytest.raises(SplitLost, match="out of reach"):
+        with pytest.raises(StreamLost, match="out of reach"):
             train_front(connect(service.port, "pair", patience_s=0.3, give_up_s=0.3), Front(),
                         Span(first_batch=0, num_batches=4), FrontPlan(split_plan=SplitPlan(cut=1)))
     finally:

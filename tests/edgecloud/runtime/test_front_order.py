@@ -13,10 +13,10 @@ from socflower.edgecloud.runtime.back_loop import BackLoop
 from socflower.edgecloud.runtime.checkpoints import CheckpointStore
 from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontLoop, FrontPlan
 from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
-from socflower.edgecloud.stream.frame_channel import FrameChannel, Transfer
-from socflower.edgecloud.stream.frames import Limits
+from socflower.edgecloud.stream.frames import Limits, SplitChannel, SplitMessages
+from socflower.wire.frame_channel import Transfer
 from tests.edgecloud.runtime.numpy_halves import Back, Front
-from tests.edgecloud.stream.memory_line import MemoryLine, lags
+from tests.wire.memory_line import MemoryLine, lags
 
 WINDOW = 3
 
@@ -31,7 +31,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 class Recording(Front):
     """Notes what it does, and does its first update only when the gradients of a full window have come."""
 
-    def __init__(self, channel: FrameChannel) -> None:
+    def __init__(self, channel: SplitChannel) -> None:
         super().__init__()
         self.channel = channel
         self.order: list[tuple[str, int]] = []
@@ -62,7 +62,8 @@ class Late(Back):
 
 
 def train(plan: FrontPlan, num_batches: int, longest_s: float = 0.0) -> tuple[Recording, LoopReport]:
-    near, far = (FrameChannel(name, limits=Limits(), patience_s=20) for name in ("the cloud", "the edge"))
+    near, far = (SplitChannel(name, SplitMessages(Limits()), limits=Limits(), patience_s=20)
+                 for name in ("the cloud", "the edge"))
     line = MemoryLine(near, far, lag_s=lags(1, longest_s))
     front = Recording(near)
     state = HalfState(front, CheckpointStore(None, "test"))
@@ -97,7 +98,8 @@ def test_every_transfer_is_shown_to_a_decision_once() -> None:
 
 def test_no_batch_goes_forward_while_another_waits_for_the_link() -> None:
     """However wide the window: what would wait for the link takes no memory, and its weights are not older."""
-    near, far = (FrameChannel(name, limits=Limits(), patience_s=20) for name in ("the cloud", "the edge"))
+    near, far = (SplitChannel(name, SplitMessages(Limits()), limits=Limits(), patience_s=20)
+                 for name in ("the cloud", "the edge"))
     longest = []
 
     class Counting(Front):

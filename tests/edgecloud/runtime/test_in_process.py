@@ -16,7 +16,7 @@ from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front import Samples
 from socflower.edgecloud.runtime.half_state import LoopReport
 from socflower.edgecloud.runtime.in_process import run_actions
-from socflower.edgecloud.stream.failures import SplitRefused
+from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.errors import ConfigError
 from socflower.wire.codecs.error_feedback import Form
 from tests.edgecloud.runtime.split_training import (

@@ -14,21 +14,20 @@ from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore,
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
 from socflower.edgecloud.runtime.half_state import HalfState, LoopReport, mean_loss
-from socflower.edgecloud.stream.failures import SplitRefused
-from socflower.edgecloud.stream.frame_channel import FrameChannel
-from socflower.edgecloud.stream.frames import Gradient, Limits, Mark
+from socflower.edgecloud.stream.frames import Gradient, Limits, Mark, SplitChannel, SplitMessages, SplitRefused
 from socflower.errors import ConfigError
 from socflower.wire.codecs.quantisation import encode
 from tests.edgecloud.runtime.numpy_halves import Back, Front, local_training, same
-from tests.edgecloud.stream.memory_line import MemoryLine, lags
+from tests.wire.memory_line import MemoryLine, lags
 
 
-def channels() -> tuple[FrameChannel, FrameChannel]:
-    return (FrameChannel("the cloud", limits=Limits(), patience_s=20), FrameChannel("the edge", limits=Limits(),
-                                                                                    patience_s=20))
+def channels() -> tuple[SplitChannel, SplitChannel]:
+    limits = Limits()
+    return (SplitChannel("the cloud", SplitMessages(limits), limits=limits, patience_s=20),
+            SplitChannel("the edge", SplitMessages(limits), limits=limits, patience_s=20))
 
 
-def front_loop(front: Front, channel: FrameChannel, plan: FrontPlan, store: CheckpointStore | None = None) -> FrontLoop:
+def front_loop(front: Front, channel: SplitChannel, plan: FrontPlan, store: CheckpointStore | None = None) -> FrontLoop:
     return FrontLoop(HalfState(front, store or CheckpointStore(None, "test")), channel, plan)
 
 

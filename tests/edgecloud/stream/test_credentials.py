@@ -10,9 +10,10 @@ from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weight
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_front
-from socflower.edgecloud.stream.failures import SplitLost, SplitRefused
+from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.errors import ConfigError
 from socflower.wire.certificates import write_certificates
+from socflower.wire.frame_channel import StreamLost
 from socflower.wire.secure_channel import Tls
 from tests.edgecloud.runtime.numpy_halves import (
     FINGERPRINT,
@@ -50,7 +51,7 @@ def test_with_certificates_on_both_sides_training_goes_on_as_without(certificate
         front = Front()
         train_front(connect(service.port, tls=tls), front, Span(first_batch=0, num_batches=5), PLAN)
         assert same(front.weights(), fetch_weights(operator, "run")[1], wanted=local_training(5))
-        with pytest.raises((SplitRefused, SplitLost)) as failed:  # TLS 1.3 tells an edge without one late, if at all
+        with pytest.raises((SplitRefused, StreamLost)) as failed:  # TLS 1.3 tells an edge without one late, if at all
             train_front(connect(service.port, tls=Tls(ca=own.ca), give_up_s=0.5), Front(),
                         Span(first_batch=0, num_batches=5), PLAN)
         assert "\n" not in str(failed.value)

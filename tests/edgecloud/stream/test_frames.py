@@ -17,12 +17,10 @@ from socflower.edgecloud.stream.frames import (
     Mark,
     Message,
     Recut,
-    check_head,
+    SplitMessages,
     digest_of_ids,
-    pack,
-    unpack,
 )
-from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.errors import ConfigError
 from socflower.wire.arrays import MalformedBytes
 from socflower.wire.codecs.delta_coding import DeltaReceiver, DeltaSender
 from socflower.wire.codecs.quantisation import decode, encode
@@ -34,10 +32,10 @@ FLOATS = arrays.arrays(np.float32, arrays.array_shapes(max_dims=3, max_side=5),
 
 
 def across(message: Message) -> Any:
-    packed = pack(message)
-    head = wire.Head.FromString(packed.head.SerializeToString())
-    check_head(head, Limits())
-    return unpack(head, memoryview(b"".join(packed.body)))
+    kinds = SplitMessages(Limits())
+    head, pieces = kinds.encode(message)
+    body = b"".join(pieces)
+    return kinds.begin(head, len(body))(memoryview(body))
 
 
 @given(features=FLOATS, labels=ARRAYS, bits=st.sampled_from([2, 4, 8, 16, 32]),
@@ -79,11 +77,12 @@ def test_orders_of_samples_have_digests_of_their_own() -> None:
 @given(head=st.binary(max_size=60), body=st.binary(max_size=40))
 def test_garbage_is_a_message_or_refused_and_nothing_else(head: bytes, body: bytes) -> None:
     try:
-        parsed = wire.Head.FromString(head)
-    except Exception:
-        return
-    try:
-        check_head(parsed, Limits())
-        unpack(parsed, memoryview(body))
+        SplitMessages(Limits()).begin(head, len(body))(memoryview(body))
     except MalformedBytes as refused:
         assert "\n" not in str(refused)
+
+
+@pytest.mark.parametrize("limits", [{"max_tensor_bytes": 0}, {"max_weights_bytes": 0}, {"credit_bytes": 0}])
+def test_limits_that_cannot_be_are_refused(limits: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(limits))):
+        Limits(**limits)

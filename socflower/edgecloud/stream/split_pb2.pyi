@@ -1,3 +1,4 @@
+from socflower.wire import framing_pb2 as _framing_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -7,10 +8,9 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Opening(_message.Message):
-    __slots__ = ("version", "run_id", "token_digest", "fingerprint", "num_parties", "joined", "reverse", "settings", "num_bytes", "replace")
+    __slots__ = ("version", "run_id", "fingerprint", "num_parties", "joined", "reverse", "settings", "num_bytes", "replace")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_PARTIES_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
@@ -20,7 +20,6 @@ class Opening(_message.Message):
     REPLACE_FIELD_NUMBER: _ClassVar[int]
     version: int
     run_id: str
-    token_digest: bytes
     fingerprint: str
     num_parties: int
     joined: bool
@@ -28,7 +27,7 @@ class Opening(_message.Message):
     settings: str
     num_bytes: int
     replace: bool
-    def __init__(self, version: _Optional[int] = ..., run_id: _Optional[str] = ..., token_digest: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., num_parties: _Optional[int] = ..., joined: bool = ..., reverse: bool = ..., settings: _Optional[str] = ..., num_bytes: _Optional[int] = ..., replace: bool = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., run_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., num_parties: _Optional[int] = ..., joined: bool = ..., reverse: bool = ..., settings: _Optional[str] = ..., num_bytes: _Optional[int] = ..., replace: bool = ...) -> None: ...
 
 class OpenPart(_message.Message):
     __slots__ = ("opening", "part")
@@ -94,9 +93,9 @@ class Frame(_message.Message):
     hello: Hello
     welcome: Welcome
     refusal: Refusal
-    credit: Credit
-    part: Part
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
+    credit: _framing_pb2.Credit
+    part: _framing_pb2.Part
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., credit: _Optional[_Union[_framing_pb2.Credit, _Mapping]] = ..., part: _Optional[_Union[_framing_pb2.Part, _Mapping]] = ...) -> None: ...
 
 class Barrier(_message.Message):
     __slots__ = ("lineage", "batch")
@@ -166,49 +165,17 @@ class Refusal(_message.Message):
     text: str
     def __init__(self, code: _Optional[_Union[Refusal.Code, str]] = ..., text: _Optional[str] = ...) -> None: ...
 
-class Credit(_message.Message):
-    __slots__ = ("received", "used", "transfers")
-    RECEIVED_FIELD_NUMBER: _ClassVar[int]
-    USED_FIELD_NUMBER: _ClassVar[int]
-    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
-    received: int
-    used: int
-    transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
-    def __init__(self, received: _Optional[int] = ..., used: _Optional[int] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ...) -> None: ...
-
-class Transfer(_message.Message):
-    __slots__ = ("num_bytes", "seconds")
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    num_bytes: int
-    seconds: float
-    def __init__(self, num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
-
-class Part(_message.Message):
-    __slots__ = ("number", "index", "head", "body")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    HEAD_FIELD_NUMBER: _ClassVar[int]
-    BODY_FIELD_NUMBER: _ClassVar[int]
-    number: int
-    index: int
-    head: Head
-    body: bytes
-    def __init__(self, number: _Optional[int] = ..., index: _Optional[int] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., body: _Optional[bytes] = ...) -> None: ...
-
 class Head(_message.Message):
-    __slots__ = ("num_bytes", "tensor", "recut", "mark", "goodbye")
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("tensor", "recut", "mark", "goodbye")
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     RECUT_FIELD_NUMBER: _ClassVar[int]
     MARK_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
-    num_bytes: int
     tensor: Tensor
     recut: Recut
     mark: Mark
     goodbye: Goodbye
-    def __init__(self, num_bytes: _Optional[int] = ..., tensor: _Optional[_Union[Tensor, _Mapping]] = ..., recut: _Optional[_Union[Recut, _Mapping]] = ..., mark: _Optional[_Union[Mark, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    def __init__(self, tensor: _Optional[_Union[Tensor, _Mapping]] = ..., recut: _Optional[_Union[Recut, _Mapping]] = ..., mark: _Optional[_Union[Mark, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("gradient", "batch", "cut", "plain", "loss", "answer_bits", "ids_digest", "labels", "delta")
@@ -265,20 +232,12 @@ class Delta(_message.Message):
     def __init__(self, count: _Optional[int] = ..., digest: _Optional[bytes] = ..., first: _Optional[_Union[Encoded, _Mapping]] = ..., change: _Optional[_Union[Encoded, _Mapping]] = ..., num_ids: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., by_sample: bool = ...) -> None: ...
 
 class Block(_message.Message):
-    __slots__ = ("name", "dtype", "shape")
-    NAME_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("dtype", "shape")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
-    name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class Blocks(_message.Message):
-    __slots__ = ("blocks",)
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    blocks: _containers.RepeatedCompositeFieldContainer[Block]
-    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
+    def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Recut(_message.Message):
     __slots__ = ("cut", "gives")

@@ -5,35 +5,72 @@ takes outgoing frames from `frames`, and passes incoming ones to `on_frame`. Whe
 the other end reports how many messages it has, and sending continues from there. A message that was interrupted is sent
 again from its beginning. The training loops do not see this.
 
+What the messages are is a parameter, `MessageKinds`.
+
 Memory is bounded on both sides. Received messages that are not processed yet take at most the credit that this end
 gave, or are one single message of any size: a message is sent if no earlier one waits at the other end, or if all of it
-fits into the credit. Sent messages kept here are bounded by the replay window (F23) in a front half, and in a back half
-by `send(..., wait_for_room=True)`. A front half must not wait for room: two ends that wait for each other to read would
-deadlock.
+fits into the credit. Sent messages kept here are bounded by `send(..., wait_for_room=True)` at one end, and at the
+other by what uses the channel (in split training by the replay window, F23): two ends that wait for each other to read
+would deadlock.
 """
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from threading import Condition
+from typing import Any, Generic, Protocol, TypeVar
 
-from socflower.edgecloud.stream.failures import SplitLost
-from socflower.edgecloud.stream.frames import (
-    Limits,
-    Message,
-    Packed,
-    check_head,
-    cost_bytes,
-    pack,
-    unpack,
-)
-from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.errors import ConfigError, SocflowerError
 from socflower.wire.arrays import MalformedBytes
-from socflower.wire.framing import LARGEST_PART_BYTES, parts_of
+from socflower.wire.framing import LARGEST_PART_BYTES, Assembly, body_num_bytes, parts_of
+from socflower.wire.framing_pb2 import Credit, Part
+from socflower.wire.framing_pb2 import Transfer as TransferReport
 
+M = TypeVar("M")
 _KEPT_TRANSFERS = 1024
+
+
+class StreamLost(SocflowerError):
+    """The other end was gone, silent or unreachable for longer than the timeout."""
+
+
+class MessageKinds(Protocol[M]):
+    """The messages of one use of the channel, as bytes. What comes in is not trusted."""
+
+    frame: type[Any]  # a protobuf message with a oneof `kind`, of which `credit` and `part` are those of framing.proto
+
+    def encode(self, message: M) -> tuple[bytes, Sequence[bytes | memoryview]]:
+        """Return a message's head, and its body in pieces that are not copied before they are sent."""
+        ...
+
+    def begin(self, head: bytes, num_bytes: int) -> Callable[[memoryview], M]:
+        """Return what makes the message of its complete body, of `num_bytes`; it may raise `MalformedBytes`.
+
+        Raises it here for a message that is too large or invalid, before any of its body is stored.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChannelLimits:
+    """Limits on what a side sends in one part and accepts, in bytes."""
+
+    part_bytes: int = 256 << 10  # of the messages that it sends
+    credit_bytes: int = 64 << 20  # of messages that it has not worked off
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value, most = getattr(self, entry.name), LARGEST_PART_BYTES if entry.name == "part_bytes" else math.inf
+            if not 1 <= value <= most:
+                raise ConfigError(f"stream: {entry.name} = {value} must be "
+                                  f"{'1 or more' if most == math.inf else f'from 1 to {most}'}")
+
+
+def cost_bytes(head: bytes, num_bytes: int) -> int:
+    """Return the bytes that a message takes of its receiver's credit; many small ones are bounded too."""
+    return len(head) + num_bytes + 1024
 
 
 @dataclass(slots=True)
@@ -41,13 +78,31 @@ class _Unacknowledged:
     """A sent message that the other end has not acknowledged."""
 
     number: int
-    packed: Packed
+    head: bytes
+    body: Sequence[bytes | memoryview]
+    num_bytes: int
     began_s: float = math.nan  # when its first part went out on the present stream
     sent_bytes: int = 0
 
     @property
     def cost_bytes(self) -> int:
-        return cost_bytes(self.packed.head)
+        return cost_bytes(self.head, self.num_bytes)
+
+    def parts(self, part_bytes: int) -> Iterator[Part]:
+        """Yield the message in parts."""
+        for index, piece in enumerate(parts_of(self.body, part_bytes)):
+            yield Part(number=self.number, index=index, body=piece) if index else \
+                Part(number=self.number, head=self.head, num_bytes=self.num_bytes, body=piece)
+
+
+@dataclass(slots=True)
+class _Arriving(Generic[M]):
+    """A message of which not all parts have been received."""
+
+    decode: Callable[[memoryview], M]
+    body: Assembly
+    cost_bytes: int
+    next_index: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,18 +133,19 @@ class Traffic:
             setattr(self, entry.name, max(own, more) if entry.name.startswith("peak_") else own + more)
 
 
-class FrameChannel:
+class FrameChannel(Generic[M]):
     """One end of the channel, safe between threads. Loops call `send`, `receive`, `poll` and `flush`, streams the rest.
 
-    `patience_s` is how long `receive`, and `send` where it waits for room, wait without progress; then they raise
-    `SplitLost`. `peer` names the other end in such messages.
+    `kinds` are the messages. `patience_s` is how long `receive`, and `send` where it waits for room, wait without
+    progress; then they raise `StreamLost`. `peer` names the other end in such messages.
     """
 
-    def __init__(self, peer: str, *, limits: Limits, patience_s: float = 900.0,
+    def __init__(self, peer: str, kinds: MessageKinds[M], *, limits: ChannelLimits, patience_s: float = 900.0,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self.peer = peer
         self.limits = limits
         self.traffic = Traffic()
+        self._kinds = kinds
         self._patience_s = patience_s
         self._clock = clock
         self._changed = Condition()
@@ -107,11 +163,11 @@ class FrameChannel:
         self._unused_by_peer: deque[tuple[int, int]] = deque()  # numbers and costs of what the peer has not worked off
         self._free_s = -math.inf  # when the link was last seen free of what was sent
         # As receiver.
-        self._inbox: deque[tuple[int, Message]] = deque()  # costs
+        self._inbox: deque[tuple[int, M]] = deque()  # costs
         self._inbox_bytes = 0
         self._received = 0
         self._used = 0
-        self._arriving: tuple[wire.Head, bytearray, int] | None = None  # head, body so far, index of the next part
+        self._arriving: _Arriving[M] | None = None
         self._most_received = 0  # bytes of the message that is arriving, on whichever stream most of it came
         self._last_credit = (0, 0)
         self._unreported_transfers: deque[Transfer] = deque(maxlen=_KEPT_TRANSFERS)
@@ -119,19 +175,20 @@ class FrameChannel:
 
     # ------------------------------------------------------------------------------------------------- for the loops
 
-    def send(self, message: Message, *, wait_for_room: bool = False) -> None:
+    def send(self, message: M, *, wait_for_room: bool = False) -> None:
         """Queue a message; `wait_for_room` until the unacknowledged messages fit into the credit.
 
-        The arrays in the message must not change any more. Raises what `fail` was given, and `SplitLost`.
+        The arrays in the message must not change any more. Raises what `fail` was given, and `StreamLost`.
         """
-        packed = pack(message)
+        head, body = self._kinds.encode(message)
+        num_bytes = body_num_bytes(body)
         with self._changed:
             began_s = self._clock()
             while wait_for_room and self._unacknowledged and \
-                    self._unacknowledged_bytes + cost_bytes(packed.head) > self.limits.credit_bytes:
+                    self._unacknowledged_bytes + cost_bytes(head, num_bytes) > self.limits.credit_bytes:
                 self._wait(began_s, "takes nothing of what it is sent")
             self._raise_failure()
-            kept = _Unacknowledged(self._next_number, packed)
+            kept = _Unacknowledged(self._next_number, head, body, num_bytes)
             self._next_number += 1
             self._unacknowledged.append(kept)
             self._unacknowledged_bytes += kept.cost_bytes
@@ -139,19 +196,19 @@ class FrameChannel:
             self.traffic.peak_kept_messages = max(self.traffic.peak_kept_messages, len(self._unacknowledged))
             self._changed.notify_all()
 
-    def poll(self) -> Message | None:
+    def poll(self) -> M | None:
         """Return the next message if there is one. Raises what `fail` was given."""
         with self._changed:
             self._raise_failure()
             return self._pop() if self._inbox else None
 
-    def receive(self, what: str = "message") -> Message:
-        """Return the next message, waiting for it. Raises what `fail` was given, and `SplitLost`."""
+    def receive(self, what: str = "message") -> M:
+        """Return the next message, waiting for it. Raises what `fail` was given, and `StreamLost`."""
         message = self._wait_for_message(what, lambda: False)
         assert message is not None
         return message
 
-    def receive_or_idle(self, what: str = "message") -> Message | None:
+    def receive_or_idle(self, what: str = "message") -> M | None:
         """Return the next message, or None as soon as `is_idle`, waiting for either. Raises as `receive` does."""
         return self._wait_for_message(what, self._all_started)
 
@@ -244,34 +301,36 @@ class FrameChannel:
             self._changed.notify_all()
             return self._stream_id
 
-    def frames(self, stream_id: int) -> Iterator[wire.Frame]:
+    def frames(self, stream_id: int) -> Iterator[Any]:
         """Yield outgoing frames until another stream is attached or this one is detached."""
-        parts: Iterator[wire.Part] | None = None
+        parts: Iterator[Part] | None = None
         sending: _Unacknowledged | None = None
         while True:
             with self._changed:
-                frame: wire.Frame | None = None
+                frame: Any = None
                 while frame is None:
                     if stream_id != self._stream_id:
                         return
-                    frame = self._credit_due()
-                    if frame is None and parts is None:
+                    credit = self._credit_due()
+                    if credit is None and parts is None:
                         sending = self._start_next()
-                        parts = _parts(sending, self.limits.part_bytes) if sending is not None else None
-                    if frame is None and parts is not None and sending is not None:
+                        parts = sending.parts(self.limits.part_bytes) if sending is not None else None
+                    if credit is not None:
+                        frame = self._kinds.frame(credit=credit)
+                    elif parts is not None and sending is not None:
                         part = next(parts, None)
                         if part is None:
                             parts = sending = None
                             continue
-                        frame = wire.Frame(part=part)
+                        frame = self._kinds.frame(part=part)
                         sending.sent_bytes += frame.ByteSize()
-                    elif frame is None:
+                    else:
                         # Notified on every change; without one there is nothing to send.
                         self._changed.wait()
                 self.traffic.sent_bytes += frame.ByteSize()
             yield frame
 
-    def on_frame(self, stream_id: int, frame: wire.Frame) -> None:
+    def on_frame(self, stream_id: int, frame: Any) -> None:
         """Process an incoming frame. Raises `MalformedBytes` for an invalid one."""
         with self._changed:
             if stream_id != self._stream_id:
@@ -293,7 +352,7 @@ class FrameChannel:
         left_s = max(began_s, self._progress_s) + self._patience_s - self._clock()
         if left_s <= 0:
             state = "" if self._attached else " and has no stream"
-            raise SplitLost(f"{self.peer} {complaint}{state} for {self._patience_s:g} s; see whether it still works, "
+            raise StreamLost(f"{self.peer} {complaint}{state} for {self._patience_s:g} s; see whether it still works, "
                             "and start the span again")
         self._changed.wait(left_s)
 
@@ -301,7 +360,7 @@ class FrameChannel:
         if self._failure is not None:
             raise self._failure
 
-    def _wait_for_message(self, what: str, enough: Callable[[], bool]) -> Message | None:
+    def _wait_for_message(self, what: str, enough: Callable[[], bool]) -> M | None:
         with self._changed:
             began_s = self._clock()
             while not self._inbox and not enough():
@@ -312,7 +371,7 @@ class FrameChannel:
     def _all_started(self) -> bool:
         return not self._unacknowledged or self._unacknowledged[-1].number <= self._started
 
-    def _pop(self) -> Message:
+    def _pop(self) -> M:
         cost, message = self._inbox.popleft()
         self._inbox_bytes -= cost
         self._used += 1
@@ -334,17 +393,17 @@ class FrameChannel:
             return kept
         return None
 
-    def _credit_due(self) -> wire.Frame | None:
+    def _credit_due(self) -> Credit | None:
         counts = (self._received, self._used)
         if counts == self._last_credit and not self._unreported_transfers:
             return None
         self._last_credit = counts
-        transfers = [wire.Transfer(num_bytes=transfer.num_bytes, seconds=transfer.seconds)
+        transfers = [TransferReport(num_bytes=transfer.num_bytes, seconds=transfer.seconds)
                      for transfer in self._unreported_transfers]
         self._unreported_transfers.clear()
-        return wire.Frame(credit=wire.Credit(received=counts[0], used=counts[1], transfers=transfers))
+        return Credit(received=counts[0], used=counts[1], transfers=transfers)
 
-    def _take_credit(self, credit: wire.Credit) -> None:
+    def _take_credit(self, credit: Credit) -> None:
         oldest = self._unacknowledged[0].number if self._unacknowledged else self._next_number
         if not oldest - 1 <= credit.received <= self._started or not self._peer_used <= credit.used <= credit.received:
             raise MalformedBytes(f"a credit for {credit.received} messages received and {credit.used} used, where "
@@ -382,41 +441,38 @@ class FrameChannel:
         while self._unused_by_peer and self._unused_by_peer[0][0] <= used:
             self._unused_by_peer.popleft()
 
-    def _take_part(self, part: wire.Part) -> None:
+    def _take_part(self, part: Part) -> None:
         if part.number != self._received + 1:
             raise MalformedBytes(f"a part of message {part.number}, where {self._received + 1} is next")
         if len(part.body) > LARGEST_PART_BYTES:
             raise MalformedBytes(f"a part of {len(part.body)} bytes, where {LARGEST_PART_BYTES} are the limit")
-        if self._arriving is None:
+        arriving = self._arriving
+        if arriving is None:
             if part.index != 0 or not part.HasField("head"):
                 raise MalformedBytes(f"part {part.index} of message {part.number} before its beginning")
-            check_head(part.head, self.limits)
-            cost = cost_bytes(part.head)
-            if self._inbox_bytes and self._inbox_bytes + cost > self.limits.credit_bytes:
-                raise MalformedBytes(f"a message of {cost} bytes beyond the credit: {self._inbox_bytes} of "
-                                   f"{self.limits.credit_bytes} are waiting")
-            self.traffic.peak_inbox_bytes = max(self.traffic.peak_inbox_bytes, self._inbox_bytes + cost)
-            head, body, index = part.head, bytearray(), 0
-        else:
-            head, body, index = self._arriving
-        if part.index != index or (index and part.HasField("head")):
-            raise MalformedBytes(f"part {part.index} of message {part.number}, where part {index} is next")
-        if len(body) + len(part.body) > head.num_bytes or (not part.body and head.num_bytes):
-            raise MalformedBytes(f"parts of message {part.number} that do not make up its {head.num_bytes} bytes")
-        body += part.body
-        if len(body) > self._most_received or not head.num_bytes:
+            arriving = self._arriving = self._begin(part)
+        if part.index != arriving.next_index or (part.index and part.HasField("head")):
+            raise MalformedBytes(f"part {part.index} of message {part.number}, where part {arriving.next_index} is "
+                                 "next")
+        arriving.body.add(part.body)
+        arriving.next_index += 1
+        arrived_bytes = arriving.body.num_bytes - arriving.body.missing_bytes
+        if arrived_bytes > self._most_received or not arriving.body.num_bytes:
             # A connection that repeatedly breaks at the same byte makes no progress.
-            self._most_received, self._progress_s = len(body), self._clock()
-        self._arriving = (head, body, index + 1)
-        if len(body) == head.num_bytes:
+            self._most_received, self._progress_s = arrived_bytes, self._clock()
+        if not arriving.body.missing_bytes:
             self._arriving, self._most_received = None, 0
-            message = unpack(head, memoryview(body).toreadonly())
+            message = arriving.decode(arriving.body.whole())
             self._received += 1
-            self._inbox.append((cost_bytes(head), message))
-            self._inbox_bytes += cost_bytes(head)
+            self._inbox.append((arriving.cost_bytes, message))
+            self._inbox_bytes += arriving.cost_bytes
 
-
-def _parts(kept: _Unacknowledged, part_bytes: int) -> Iterator[wire.Part]:
-    """Yield a message's parts."""
-    for index, piece in enumerate(parts_of(kept.packed.body, part_bytes)):
-        yield wire.Part(number=kept.number, index=index, head=None if index else kept.packed.head, body=piece)
+    def _begin(self, part: Part) -> _Arriving[M]:
+        decode = self._kinds.begin(part.head, part.num_bytes)
+        cost = cost_bytes(part.head, part.num_bytes)
+        if self._inbox_bytes and self._inbox_bytes + cost > self.limits.credit_bytes:
+            raise MalformedBytes(f"a message of {cost} bytes beyond the credit: {self._inbox_bytes} of "
+                                 f"{self.limits.credit_bytes} are waiting")
+        self.traffic.peak_inbox_bytes = max(self.traffic.peak_inbox_bytes, self._inbox_bytes + cost)
+        # `begin` has seen to the limit.
+        return _Arriving(decode, Assembly(part.num_bytes, f"message {part.number}", most_bytes=part.num_bytes), cost)

@@ -4,15 +4,15 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from socflower.edgecloud.stream.frame_channel import FrameChannel
-from socflower.edgecloud.stream.messages import split_pb2 as wire
+from socflower.wire.frame_channel import FrameChannel
 
 
 class MemoryLine:
     """Joins `near` and `far` until `close`; the i-th stream breaks after `breaks[i]` frames, the last one never."""
 
-    def __init__(self, near: FrameChannel, far: FrameChannel, *, breaks: Sequence[int] = (),
+    def __init__(self, near: FrameChannel[Any], far: FrameChannel[Any], *, breaks: Sequence[int] = (),
                  lag_s: Callable[[], float] = lambda: 0.0) -> None:
         self._near, self._far, self._breaks, self._lag_s = near, far, list(breaks), lag_s
         self.num_streams = 0
@@ -44,14 +44,14 @@ class MemoryLine:
             for pump in pumps:
                 pump.join()
 
-    def _pump(self, source: FrameChannel, out: int, sink: FrameChannel, into: int, budget: list[int]) -> None:
+    def _pump(self, source: FrameChannel[Any], out: int, sink: FrameChannel[Any], into: int, budget: list[int]) -> None:
         try:
             for frame in source.frames(out):
                 budget[0] -= 1
                 if budget[0] < 0:
                     break
                 time.sleep(self._lag_s())
-                sink.on_frame(into, wire.Frame.FromString(frame.SerializeToString()))
+                sink.on_frame(into, type(frame).FromString(frame.SerializeToString()))
         except Exception as error:
             self.failures.append(error)
         source.detach(out)

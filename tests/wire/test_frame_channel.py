@@ -1,0 +1,190 @@
+"""Messages over streams that break anywhere: in order, each once, and never more waiting than the credit allows."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from socflower.edgecloud.stream.split_pb2 import Frame
+from socflower.errors import ConfigError
+from socflower.wire.arrays import MalformedBytes
+from socflower.wire.frame_channel import ChannelLimits, FrameChannel, StreamLost, cost_bytes
+from socflower.wire.framing import check_size
+from socflower.wire.framing_pb2 import Part
+from tests.wire.memory_line import MemoryLine
+
+
+@dataclass(frozen=True)
+class Note:
+    """The messages of these tests: their number is the head, their text the body."""
+
+    number: int
+    text: bytes = b""
+
+
+class Notes:
+    frame = Frame
+
+    def encode(self, message: Note) -> tuple[bytes, list[bytes | memoryview]]:
+        return b"%d" % message.number, [message.text[:7], message.text[7:]]
+
+    def begin(self, head: bytes, num_bytes: int) -> Callable[[memoryview], Note]:
+        check_size(num_bytes, "a note", 10_000)
+        if not head.isdigit():
+            raise MalformedBytes("a note without a number")
+        return lambda body: Note(int(head), bytes(body))
+
+
+def channel(**limits: int) -> FrameChannel[Note]:
+    return FrameChannel("the peer", Notes(), limits=ChannelLimits(**limits), patience_s=20)
+
+
+def part(number: int, head: str | None, body: bytes, num_bytes: int | None = None, index: int = 0) -> Any:
+    return Frame(part=Part(number=number, index=index, head=None if head is None else head.encode(), body=body,
+                           num_bytes=len(body) if num_bytes is None else num_bytes))
+
+
+def note(number: int, size: int) -> Note:
+    return Note(number, bytes([number]) * size)
+
+
+@settings(max_examples=40)
+@given(sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=20), breaks=st.lists(st.integers(0, 25), max_size=5),
+       part_bytes=st.integers(1, 999), credit_bytes=st.integers(1, 6000))
+def test_each_message_arrives_once_and_in_order_wherever_streams_break(
+    sizes: list[int], breaks: list[int], part_bytes: int, credit_bytes: int,
+) -> None:
+    # Parts of single bytes would take long where messages are large.
+    part_bytes = max(part_bytes, max(sizes) // 20)
+    near, far = channel(part_bytes=part_bytes), channel(credit_bytes=credit_bytes)
+    line = MemoryLine(near, far, breaks=breaks)
+    for number, size in enumerate(sizes):
+        near.send(note(number, size))
+        far.send(Note(number))
+    for number, size in enumerate(sizes):
+        assert far.receive() == note(number, size)
+        assert near.receive() == Note(number)
+    assert near.poll() is None and far.poll() is None
+    assert near.flush(20) and far.flush(20)
+    line.close()
+    # One message goes whatever its size; more only within the credit.
+    assert far.traffic.peak_inbox_bytes <= max(credit_bytes, cost_bytes(b"19", max(sizes)))
+
+
+def test_one_who_waits_for_room_waits_until_there_is_some() -> None:
+    near, far = channel(credit_bytes=5000), channel(credit_bytes=1)
+    sent = threading.Event()
+
+    def send() -> None:
+        for number in range(10):
+            near.send(note(number, 900), wait_for_room=True)
+        sent.set()
+
+    threading.Thread(target=send, daemon=True).start()
+    line = MemoryLine(near, far)
+    assert not sent.wait(0.2)  # the other end takes nothing, and so there is no room
+    assert [far.receive().number for _ in range(10)] == list(range(10))
+    assert sent.wait(20) and near.traffic.peak_kept_bytes <= 5000
+    line.close()
+
+
+def test_transfers_are_measured_at_both_ends() -> None:
+    near, far = channel(), channel()
+    line = MemoryLine(near, far, lag_s=lambda: 0.02)
+    near.send(note(1, 5000))
+    far.receive()
+    assert near.flush(20)
+    line_seen = near.transfers()
+    assert [transfer.sent for transfer in line_seen] == [True] and near.transfers() == ()
+    assert line_seen[0].num_bytes > 5000 and line_seen[0].seconds >= 0.02
+    # The receiver hears of it with the sender's next word.
+    near.send(Note(3))
+    far.receive()
+    seen = far.transfers()
+    assert [transfer.sent for transfer in seen] == [False] and seen[0].seconds == line_seen[0].seconds
+    line.close()
+
+
+def test_what_is_under_way_is_known() -> None:
+    near = channel()
+    assert near.in_flight() is None
+    near.send(note(1, 5000))
+    assert near.in_flight() is None  # in line, but there is no stream
+    frames = near.frames(near.attach(received=0, used=0, credit_bytes=1))
+    next(frames)
+    in_flight = near.in_flight()
+    assert in_flight is not None and in_flight[1] > 5000
+
+
+def test_patience_has_an_end_and_a_line() -> None:
+    impatient = FrameChannel("the peer", Notes(), limits=ChannelLimits(credit_bytes=1), patience_s=0.05)
+    with pytest.raises(StreamLost, match=r"the peer sends no letter and has no stream for 0.05 s; see"):
+        impatient.receive("letter")
+    impatient.send(Note(3), wait_for_room=True)
+    with pytest.raises(StreamLost, match="the peer takes nothing of what it is sent"):
+        impatient.send(Note(3), wait_for_room=True)
+
+
+def test_a_channel_that_failed_says_so_to_all() -> None:
+    broken = channel()
+    stream_id = broken.attach(received=0, used=0, credit_bytes=1)
+    frames: Iterator[Frame] = broken.frames(stream_id)
+    broken.fail(KeyError())
+    broken.fail(StreamLost("second"))
+    for act in (broken.receive, broken.poll, lambda: broken.send(Note(3))):
+        with pytest.raises(KeyError):
+            act()
+    assert list(frames) == [] and isinstance(broken.failure, KeyError)
+
+
+def test_a_stream_that_is_over_brings_nothing_any_more() -> None:
+    near = channel()
+    old = near.attach(received=0, used=0, credit_bytes=1)
+    new = near.attach(received=0, used=0, credit_bytes=1)
+    frame = Frame(part=Part(number=1, head=b"3"))
+    near.on_frame(old, frame)
+    assert near.poll() is None
+    near.on_frame(new, frame)
+    assert near.poll() == Note(3)
+
+
+@pytest.mark.parametrize(("received", "used"), [(1, 0), (0, 1), (3, 3)])
+def test_a_stream_that_claims_what_cannot_be_is_refused(received: int, used: int) -> None:
+    with pytest.raises(MalformedBytes, match="a stream that says it has"):
+        channel().attach(received=received, used=used, credit_bytes=1)
+
+
+def test_more_than_the_credit_is_refused() -> None:
+    near = channel(credit_bytes=3000)
+    stream_id = near.attach(received=0, used=0, credit_bytes=1)
+    near.on_frame(stream_id, part(1, "1", bytes(1500)))
+    with pytest.raises(MalformedBytes, match="a message of 2525 bytes beyond the credit"):
+        near.on_frame(stream_id, part(2, "1", bytes(1500)))
+
+
+@pytest.mark.parametrize(("frame", "why"), [
+    (part(1, "one", b""), "a note without a number"),
+    (part(1, "1", b"x", num_bytes=10_001), "a note of 10001 bytes, where 10000 are the limit"),
+    (part(1, "1", b"x", num_bytes=1 << 60), "a note of .* bytes, where 10000 are the limit"),
+    (part(1, "1", b"xx", num_bytes=1), "message 1 in parts that do not make up its 1 bytes"),
+    (part(1, "1", b"", num_bytes=1), "message 1 in parts that do not make up its 1 bytes"),
+    (part(2, "1", b""), "a part of message 2, where 1 is next"),
+    (part(1, None, b""), "part 0 of message 1 before its beginning"),
+    (part(1, "1", b"", index=1), "part 1 of message 1 before its beginning"),
+    (Frame(), "a frame of an unknown kind in the middle of a stream"),
+])
+def test_frames_that_no_peer_sends_are_refused_in_one_line(frame: Any, why: str) -> None:
+    near = channel()
+    with pytest.raises(MalformedBytes, match=why) as refused:
+        near.on_frame(near.attach(received=0, used=0, credit_bytes=1), frame)
+    assert "\n" not in str(refused.value) and near.poll() is None
+
+
+@pytest.mark.parametrize("limits", [{"part_bytes": 0}, {"part_bytes": (1 << 20) + 1}, {"credit_bytes": 0}])
+def test_limits_that_cannot_be_are_refused(limits: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(limits))):
+        ChannelLimits(**limits)
