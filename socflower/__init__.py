@@ -30,7 +30,7 @@ _EXPORTS = {
     "training.mixed_precision": ("MixedPrecisionTrainer",),
     "training.group": ("train_group",),
     "precision.int8.model": ("EngineSettings", "Int8Model", "StepResult"),
-    "precision.int8.rescaling": ("RescalingPolicy",),
+    "precision.int8.requantisation": ("RescalingPolicy",),
     "precision.int8.batch_splitting": ("best_blocks", "profile_batch_blocks"),
     "precision.algorithm": (
         "ADAPTIVE_FIXED_POINT", "NITI", "Fp32Update", "IntegerUpdate", "TrainingAlgorithm", "int8_algorithm",

@@ -28,7 +28,7 @@ from socflower.precision.accelerator import Int8Backend as Int8Backend, NativeIn
 from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT as ADAPTIVE_FIXED_POINT, NITI as NITI, Fp32Update as Fp32Update, IntegerUpdate as IntegerUpdate, TrainingAlgorithm as TrainingAlgorithm, int8_algorithm as int8_algorithm
 from socflower.precision.int8.batch_splitting import best_blocks as best_blocks, profile_batch_blocks as profile_batch_blocks
 from socflower.precision.int8.model import EngineSettings as EngineSettings, Int8Model as Int8Model, StepResult as StepResult
-from socflower.precision.int8.rescaling import RescalingPolicy as RescalingPolicy
+from socflower.precision.int8.requantisation import RescalingPolicy as RescalingPolicy
 from socflower.precision.operator_costs import profile_operators as profile_operators
 from socflower.precision.processor_costs import Int8Pricing as Int8Pricing, MixedPricing as MixedPricing
 from socflower.rings.settings import RingSettings as RingSettings

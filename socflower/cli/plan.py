@@ -47,7 +47,7 @@ def plan(
 
 
 def _plan_split(scenario: Any, as_json: bool) -> None:
-    from socflower.scenario.split_planning import plan_split
+    from socflower.scenario.planning import plan_split
 
     with prints_to_stderr():
         document = plan_split(scenario)

@@ -3,7 +3,7 @@
 from socflower.precision.accelerator import Int8Backend, NativeInt8Backend
 from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT, ALGORITHMS, NITI, TrainingAlgorithm, int8_algorithm
 from socflower.precision.int8.model import EngineSettings, Int8Model, StepResult
-from socflower.precision.int8.rescaling import RescalingPolicy
+from socflower.precision.int8.requantisation import RescalingPolicy
 from socflower.precision.mixed_precision import MIXING_RULES
 
 __all__ = [

@@ -14,7 +14,7 @@ from socflower.precision.algorithm import NITI, TrainingAlgorithm
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.batch_splitting import median_seconds
 from socflower.precision.int8.model import EngineSettings, Int8Model
-from socflower.precision.int8.rescaling import RescalingPolicy
+from socflower.precision.int8.requantisation import RescalingPolicy
 from socflower.precision.placement import OperatorLatency, OperatorPlacement, place
 
 

@@ -20,7 +20,7 @@ from socflower.cluster.cost_model import UPDATE_PASSES
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision import EngineSettings, Int8Model
 from socflower.precision.int8.batch_splitting import best_blocks, median_seconds, profile_batch_blocks
-from socflower.precision.int8.rescaling import RescalingPolicy
+from socflower.precision.int8.requantisation import RescalingPolicy
 from socflower.precision.operator_costs import profile_operators
 from socflower.profiling.power_meter import PowerMeter, mean_watts
 from socflower.wire.saved_state import write_atomically

@@ -14,7 +14,7 @@ from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.strategies.group_replies import GroupProgress, attach_notes, make_notes, no_model
 from socflower.strategies.node_registry import QUERY_TYPE
 from socflower.strategies.replies import ReplyEvent, failure_event
-from socflower.strategies.rings import new_token
+from socflower.strategies.round import new_token
 from socflower.wire.message_keys import (
     ARRAYS,
     ASK,

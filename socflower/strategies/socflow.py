@@ -36,8 +36,7 @@ from socflower.strategies.mixed_replies import client_events, group_id_of, mean_
 from socflower.strategies.records import aggregate_records
 from socflower.strategies.replies import ReplyEvent, heat_events
 from socflower.strategies.resuming import PlannedRounds
-from socflower.strategies.rings import ring_tasks
-from socflower.strategies.round import IN_PROCESS, Round
+from socflower.strategies.round import IN_PROCESS, Round, ring_tasks
 from socflower.strategies.round_planner import RoundPlanner
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule, refuse_unknown
 from socflower.wire.message_keys import (

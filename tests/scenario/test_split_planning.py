@@ -6,9 +6,9 @@ import pytest
 
 from socflower.cli import main as cli
 from socflower.errors import ConfigError
+from socflower.scenario.planning import plan_split
 from socflower.scenario.schema.file import load_scenario
 from socflower.scenario.split_measuring import measure_split, measured_costs
-from socflower.scenario.split_planning import plan_split
 from socflower.scenario.split_setting import SplitSetting
 
 SPLIT = """# Does it pay?

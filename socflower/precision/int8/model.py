@@ -26,8 +26,7 @@ from socflower.precision.int8.operators import Step
 from socflower.precision.int8.parameters import Parameters, Vector, Weight, export_parameters, import_parameters
 from socflower.precision.int8.program import Fp32Factory, Program
 from socflower.precision.int8.region_cache import RegionCache
-from socflower.precision.int8.requantisation import MAX_EXPONENT, Int8Array
-from socflower.precision.int8.rescaling import RescalingPolicy, ScaleTracker
+from socflower.precision.int8.requantisation import MAX_EXPONENT, Int8Array, RescalingPolicy, ScaleTracker
 
 if TYPE_CHECKING:
     import torch

@@ -21,8 +21,14 @@ from socflower.precision.algorithm import Rounding, TrainingAlgorithm
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.fixed_point import channel_stride, scaled_integers
 from socflower.precision.int8.parameters import Parameters, Weight
-from socflower.precision.int8.requantisation import Int8Array, Int32Array, round_elementwise, round_product
-from socflower.precision.int8.rescaling import RescalingPolicy, ScaleTracker
+from socflower.precision.int8.requantisation import (
+    Int8Array,
+    Int32Array,
+    RescalingPolicy,
+    ScaleTracker,
+    round_elementwise,
+    round_product,
+)
 from socflower.precision.int8.updates import update_vector, update_weight
 
 MAX_ADD_SHIFT = 20

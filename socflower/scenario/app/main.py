@@ -23,8 +23,7 @@ from socflower.engines.app_files import NUM_NODES_KEY, RUN_FOLDER_KEY
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import SocflowerError
 from socflower.scenario.app.group_training import train
-from socflower.scenario.app.split_edges import split_client_app
-from socflower.scenario.app.split_training import train_split
+from socflower.scenario.app.split_training import split_client_app, train_split
 from socflower.scenario.arithmetic import initial_model, trainer, training_data
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import Scenario

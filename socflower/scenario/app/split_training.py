@@ -1,27 +1,90 @@
-"""The ServerApp of a split scenario: builds edges, cloud, links and strategy, and returns the outcome."""
+"""A split scenario as an app: what the edges are made of, and the ServerApp with cloud, links and strategy."""
 
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Context
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from socflower.clients.split.app import make_split_client_app
 from socflower.clients.split.cloud_sessions import CloudClient
+from socflower.clients.split.in_process import SplitSettings
+from socflower.clients.split.remote_cloud import CloudLink, cloud_link
 from socflower.edgecloud.cloud.operator_calls import CloudOperator
+from socflower.edgecloud.program import SplitProgram
+from socflower.edgecloud.samples import Samples
 from socflower.edgecloud.stream.credentials import read_token
 from socflower.engines.run_folder import RunFolder
-from socflower.errors import TrainingFailed
+from socflower.errors import ConfigError, TrainingFailed
 from socflower.scenario.app.round_record import RoundRecord, event_documents
 from socflower.scenario.app.split_result import SplitHistory, cut_text, staleness_of
 from socflower.scenario.prepared_run import PreparedRun
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import from_document
 from socflower.scenario.split_models import Score
 from socflower.scenario.split_setting import SplitSetting
 from socflower.sim import EventClock, Trace
 from socflower.strategies.split_replay import SplitReplay
+from socflower.wire.codecs.error_feedback import Form
+from socflower.wire.message_keys import PARTITION_ID
 from socflower.wire.secure_channel import Tls
+
+FolderOf: TypeAlias = Callable[[Context], RunFolder]
+
+DELTA_BYTES = 512 << 20
+"""Memory limit of delta coding for the samples' last features, at each end."""
+
+
+def split_client_app(folder_of: FolderOf) -> ClientApp:
+    """Return the ClientApp of the edges of the scenario in a run's folder."""
+
+    def program(context: Context) -> SplitProgram:
+        return _setting(folder_of(context)).workload.program
+
+    def samples(context: Context, party: int, num_parties: int) -> Samples:
+        return _setting(folder_of(context)).workload.samples(party)
+
+    def cloud_samples(context: Context, party: int, num_parties: int) -> Samples:
+        known = _setting(folder_of(context)).workload.cloud_samples(party)
+        if known is None:
+            raise ConfigError("split scenario: this workload has nothing in the cloud but features")
+        return known
+
+    def settings(context: Context) -> SplitSettings:
+        return split_settings(_setting(folder_of(context)))
+
+    def link(context: Context) -> CloudLink:
+        folder = folder_of(context)
+        setting, edge = _setting(folder), int(context.node_config[PARTITION_ID])
+        own = cloud_link(context)
+        # On one machine the connection is slowed down to the scenario's link; between machines it is not.
+        return replace(own, decider=setting.decision_engine(edge),
+                       bandwidth_profile=setting.links[edge] if folder.read_cloud() is not None else None)
+
+    return make_split_client_app(
+        program, samples, cloud_samples_fn=cloud_samples, settings_fn=settings, link_fn=link,
+        state_folder=lambda context: folder_of(context).clients_folder(context.node_config))
+
+
+def split_settings(setting: SplitSetting) -> SplitSettings:
+    """Return the scenario's settings for the coding of features and gradients."""
+    scenario: Scenario = setting.scenario
+    table, ours = scenario.split, scenario.strategy.name == "split-replay"
+    feedback = cast(Form, table.error_feedback) if ours and not table.delta else "none"
+    return SplitSettings(
+        feedback=feedback, delta_bytes=DELTA_BYTES if ours and table.delta else 0,
+        window=setting.schedule)
+
+
+@cache
+def _setting(folder: RunFolder) -> SplitSetting:
+    return SplitSetting(from_document(folder.read_scenario()))
 
 
 def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
@@ -96,4 +159,3 @@ def _cloud(folder: RunFolder, setting: SplitSetting) -> CloudClient | None:
     tls = Tls(ca=Path(address.ca)) if address.ca else None
     operator = CloudOperator(address=address.address, token=read_token(Path(address.token_file)), tls=tls)
     return CloudClient(operator, setting.workload.program)
-

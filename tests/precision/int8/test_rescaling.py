@@ -11,8 +11,14 @@ from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision.algorithm import Rounding
 from socflower.precision.int8.operators import add_tensors
-from socflower.precision.int8.requantisation import MAX_EXPONENT, ZERO_EXPONENT, round_elementwise, round_product
-from socflower.precision.int8.rescaling import RescalingPolicy, ScaleTracker
+from socflower.precision.int8.requantisation import (
+    MAX_EXPONENT,
+    ZERO_EXPONENT,
+    RescalingPolicy,
+    ScaleTracker,
+    round_elementwise,
+    round_product,
+)
 from tests.precision import numpy_kernels as nk
 from tests.precision.numpy_engine import Tracker, aligned_sum
 
