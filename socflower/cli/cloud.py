@@ -97,15 +97,19 @@ def status(
     address: Annotated[str, typer.Argument(help="HOST:PORT of the cloud.", show_default=False)],
     token_file: Token = Path("cloud-token"),
     ca: Annotated[Path | None, typer.Option(help="PEM file of the authority that signed its certificate.")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="PEM file to show to a cloud that was started with "
+                                                          "--ca.")] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM file of the key of --certificate.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Plain text beyond private addresses too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
 ) -> None:
     """Show the sessions of a cloud: their progress, connected edges and last error."""
-    refuse_unread(context, {"insecure": "is for plain text, and --ca was given"} if ca else {})
+    refuse_unread(context, {"insecure": "is for plain text, and PEM files were given"} if ca or certificate else {})
     from socflower.scenario.app.split_cloud import cloud_status, status_table
     from socflower.wire.secure_channel import Tls
 
-    sessions = cloud_status(address, token_file, Tls(ca=ca) if ca else None, insecure=insecure)
+    tls = Tls(ca, certificate, key) if ca or certificate or key else None
+    sessions = cloud_status(address, token_file, tls, insecure=insecure)
     if as_json:
         print_json({"schema": 1, "sessions": sessions})
     else:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
 from socflower.wire.saved_state import write_atomically
+from socflower.wire.secure_channel import Tls
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +25,22 @@ class CloudAddress:
 
     address: str  # host:port
     token_file: str  # of the operator's token
-    ca: str = ""  # PEM file of the authority that signed its certificate; plain text without
+    ca: str = ""  # PEM file of the authority that signed its certificate
+    certificate: str = ""  # PEM file of the ServerApp's own, with its key, for a cloud that requires one
+    key: str = ""
 
     @classmethod
     def from_environment(cls) -> "CloudAddress | None":
-        """Return the address in a SuperLink's environment: SOCFLOWER_CLOUD, _CLOUD_TOKEN_FILE and _CLOUD_CA."""
-        address, token_file, ca = (os.environ.get(f"SOCFLOWER_CLOUD{end}", "") for end in ("", "_TOKEN_FILE", "_CA"))
-        return cls(address, token_file, ca) if address else None
+        """Return the address in a SuperLink's environment, by `SOCFLOWER_CLOUD` and names that begin with it."""
+        address, *files = (os.environ.get(f"SOCFLOWER_CLOUD{end}", "")
+                           for end in ("", "_TOKEN_FILE", "_CA", "_CERTIFICATE", "_KEY"))
+        return cls(address, *files) if address else None
+
+    @property
+    def tls(self) -> Tls | None:
+        """The PEM files, or None for plain text; `ConfigError` for a certificate without its key."""
+        files = [Path(name) if name else None for name in (self.ca, self.certificate, self.key)]
+        return Tls(*files) if any(files) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,9 @@ def _open_channel(operator: CloudOperator) -> Iterator[grpc.Channel]:
         failure = failure_of(f"the cloud at {operator.address}", error)
         if isinstance(failure, PeerRefused | PeerNotTrusted):
             raise SplitRefused(str(failure)) from None
-        raise StreamLost(f"{failure}; see that `socflower cloud serve` runs there") from None
+        # A server that requires certificates hangs up on those who show none, without a reason.
+        shows = operator.tls is None or operator.tls.certificate is not None
+        raise StreamLost(f"{failure}; see that `socflower cloud serve` runs there"
+                         f"{'' if shows else ', and give certificate and key if it was started with --ca'}") from None
     finally:
         channel.close()

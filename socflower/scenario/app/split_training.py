@@ -33,7 +33,6 @@ from socflower.sim import EventClock, Trace
 from socflower.strategies.split_replay import SplitReplay
 from socflower.wire.codecs.error_feedback import Form
 from socflower.wire.message_keys import PARTITION_ID
-from socflower.wire.secure_channel import Tls
 
 FolderOf: TypeAlias = Callable[[Context], RunFolder]
 
@@ -156,6 +155,6 @@ def _cloud(folder: RunFolder, setting: SplitSetting) -> CloudClient | None:
     address = folder.read_cloud()
     if address is None:
         return None
-    tls = Tls(ca=Path(address.ca)) if address.ca else None
-    operator = CloudOperator(address=address.address, token=read_token(Path(address.token_file)), tls=tls)
+    token = read_token(Path(address.token_file))
+    operator = CloudOperator(address=address.address, token=token, tls=address.tls)
     return CloudClient(operator, setting.workload.program)

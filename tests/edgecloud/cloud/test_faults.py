@@ -347,6 +347,16 @@ def attacked() -> Iterator[tuple[CloudService, list[str]]]:
     service.close()
 
 
+def test_a_manager_of_an_older_version_is_refused_in_one_line(
+    attacked: tuple[CloudService, list[str]], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("socflower.edgecloud.cloud.operator_calls.PROTOCOL_VERSION", PROTOCOL_VERSION - 1)
+    with pytest.raises(SplitRefused, match=rf"speaks version {PROTOCOL_VERSION} of .*, the manager "
+                                           rf"{PROTOCOL_VERSION - 1}; install the same socflower on both$") as refused:
+        open_run(CloudOperator(address=attacked[0].address, token=OPERATOR), run_id="another")
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_a_frame_that_no_edge_sends_ends_its_stream_with_a_line(
     attacked: tuple[CloudService, list[str]], name: str,

@@ -8,18 +8,28 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
-from socflower.clients.split.cloud_sessions import CloudClient
+from socflower.clients.split.cloud_sessions import CloudClient, session_factory
+from socflower.edgecloud.cloud.cloud_service import CloudService
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, session_status
+from socflower.edgecloud.program import SplitProgram
 from socflower.edgecloud.stream.credentials import new_token
+from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.engines.deployment.flower_processes import free_ports
+from socflower.engines.run_folder import CloudAddress, RunFolder
 from socflower.errors import ConfigError
 from socflower.scenario.app.split_cloud import read_or_create_token, status_table
+from socflower.scenario.app.split_training import _cloud
 from socflower.wire.certificates import write_certificates
+from socflower.wire.frame_channel import StreamLost
+from socflower.wire.secure_channel import Tls
 from socflower.wire.split_message_keys import SplitTask
 from tests.clients.split.models import layered, task_settings
 from tests.command_line import Ran, Socflower
@@ -143,6 +153,47 @@ def test_a_scenario_is_served_by_tls_and_an_edge_without_the_authority_is_told(
     plain = socflower("cloud", "status", address, *token)
     assert plain.status == 2 and address in one_line(plain)
     assert serving.end(signal.SIGTERM) == 0
+
+
+def test_a_cloud_that_requires_certificates_is_reached_with_one_and_without_refused_in_a_line(
+    tmp_path: Path, socflower: Socflower, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = write_certificates(tmp_path / "own", ["127.0.0.1"])["127.0.0.1"]
+    token_file, token = tmp_path / "token", new_token()
+    token_file.write_text(token)
+    program = layered()
+    service = CloudService("127.0.0.1:0", session_factory(program), operator_token=token,
+                           tls=Tls(own.ca, own.certificate, own.key))
+    with closing(service):
+        status = ("cloud", "status", service.address, "--token-file", token_file, "--ca", own.ca)
+        shown = ("--certificate", own.certificate, "--key", own.key)
+        ran = socflower(*status, *shown, "--json")
+        assert (ran.status, json.loads(ran.out)["sessions"]) == (0, [])
+        for arguments, says in (((), "give certificate and key if it was started with --ca"),
+                                (shown[:2], "a certificate needs its key")):
+            refused = socflower(*status, *arguments)
+            assert refused.status == 2 and says in one_line(refused)
+
+        task = SplitTask(**task_settings(fingerprint=program.fingerprint()))
+        for name, value in (("", service.address), ("_TOKEN_FILE", token_file), ("_CA", own.ca)):
+            monkeypatch.setenv(f"SOCFLOWER_CLOUD{name}", str(value))
+        with pytest.raises((StreamLost, SplitRefused), match=service.address) as lost:
+            server_app_client(tmp_path, program).open(task, {})
+        assert "\n" not in str(lost.value)
+        monkeypatch.setenv("SOCFLOWER_CLOUD_CERTIFICATE", str(own.certificate))
+        monkeypatch.setenv("SOCFLOWER_CLOUD_KEY", str(own.key))
+        assert server_app_client(tmp_path, program).open(task, {}).address == service.address
+
+
+def server_app_client(folder: Path, program: SplitProgram) -> CloudClient:
+    """The ServerApp's client of the cloud that the environment names, by way of the run's folder."""
+    address, run = CloudAddress.from_environment(), RunFolder(folder)
+    assert address is not None
+    run.write_cloud(address)
+    client = _cloud(run, cast(Any, SimpleNamespace(workload=SimpleNamespace(program=program))))
+    assert client is not None
+    client._patience_s = 0.0
+    return client
 
 
 def one_line(ran: Ran) -> str:
