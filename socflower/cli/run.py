@@ -1,5 +1,6 @@
 """`socflower run`: a scenario, or the folder of a Flower app."""
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -107,6 +108,8 @@ def _require_model_file(save_model: Path | None, out: Path | None) -> None:
     folder = save_model.parent
     if save_model.suffix != ".npz" or not (folder.is_dir() or (out is not None and folder.resolve() == out.resolve())):
         raise ConfigError(f"--save-model {save_model}: name a file FILE.npz in a folder that exists")
+    if folder.is_dir() and not os.access(folder, os.W_OK):
+        raise ConfigError(f"--save-model {save_model}: the folder {folder} cannot be written to; name another one")
 
 
 def _run_app_folder(

@@ -89,7 +89,7 @@ def progress_state(entry: Mapping[str, Any], width: int) -> str:
 def print_question(console: Console, scenario: "Scenario") -> None:
     """Print a scenario's question, if it has one."""
     if scenario.question:
-        console.print(f"[italic]{escape(scenario.question)}[/]")
+        console.print(scenario.question, style="italic", markup=False, highlight=False)
 
 
 def print_claims(console: Console, expectations: Sequence[Mapping[str, Any]]) -> None:

@@ -23,6 +23,7 @@ class Position(NamedTuple):
     num_groups: int
     total_steps: int
     next_step: int
+    seed: int = 1  # tells trainings apart that are alike in all else
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class StateFiles:
     def of(self, position: Position, kind: StateKind) -> StateStore:
         """Return the states of a group under one plan, numbered by the step at which each continues."""
         plan = f"group-{position.group_id}-of-{position.num_groups}-steps-{position.total_steps}"
-        return StateStore(self.folder, kind, prefix=f"{plan}-at-", suffix=".state", keep=_NUM_KEPT, owner=plan)
+        return StateStore(self.folder, kind, prefix=f"{plan}-at-", suffix=".state", keep=_NUM_KEPT,
+                          owner=f"{plan}-seed-{position.seed}")
 
     def delete(self, group_id: int) -> None:
         """Delete all states of a group, since its training starts again."""
@@ -55,7 +57,7 @@ class TrainerState:
         config = message.content.config_records.get(CONFIG, ConfigRecord())
         # Members of a ring get the optimiser from their leader.
         self._resumed, self._required = RESUMED in config, is_leader and bool(config.get(RESUMED))
-        self._begin = Position(task.group_id, task.num_groups, task.total_steps, task.first_step)
+        self._begin = Position(task.group_id, task.num_groups, task.total_steps, task.first_step, task.seed)
         if files is not None and task.first_step == 0:
             files.delete(task.group_id)
 

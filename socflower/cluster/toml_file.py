@@ -5,6 +5,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from datetime import date, time
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
@@ -186,6 +187,8 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
     path: list[int | str] = []
     value, entry = document, None
     while loc:
+        if isinstance(value, date | time):  # which pydantic was handed as a table
+            return f"{_place(where, path)} must be a table, got {_shown(value)}"
         keys = keys_of(kind)
         name = str(loc.pop(0))
         if name not in keys:
@@ -207,6 +210,8 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
         if inner is None:
             break
         if loc and shape:  # an entry of a list of tables, or of tables by name
+            if isinstance(value, date | time):
+                return f"{_place(where, path)} must be a table, got {_shown(value)}"
             step = loc.pop(0)
             path.append(step)
             value = value[step]  # type: ignore[index]
@@ -286,5 +291,5 @@ def _at(place: str, text: str) -> str:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = str(value) if isinstance(value, date | time) else repr(value)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

@@ -31,7 +31,7 @@ from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster, to_document
 from socflower.wire.folders import exclusive_folder, temporary_folder
-from socflower.wire.saved_state import write_atomically
+from socflower.wire.saved_state import atomic_file, write_atomically
 
 _TEMPORARY = ".socflower-"  # prefix of folders with unfinished files
 _NEED_WORKERS = ("hang", "die")  # kinds of fault that need a separate worker process
@@ -168,12 +168,25 @@ def _run_to_folder(
         result = run_scenario(run, engine, num_workers=num_workers, on_round=on_round,
                               trace_to=fresh / "trace.json", checkpointing=checkpointing, deployment=deployment,
                               on_notice=on_notice, model_to=None if save_model is None else fresh / "model.npz")
-        if save_model is not None:
-            within_out = save_model.parent.resolve() == out.resolve()
-            (fresh / "model.npz").replace(fresh / save_model.name if within_out else save_model)
+        if save_model is not None and save_model.parent.resolve() == out.resolve():
+            (fresh / "model.npz").replace(fresh / save_model.name)
+            save_model = None
         write_atomically(fresh / "result.json", json.dumps(result, indent=1))
         write_report(fresh / "report.html", [result], title=run.scenario.name, question=run.scenario.question)
+    if save_model is not None:
+        _move_model(out / "model.npz", save_model)
     return result
+
+
+def _move_model(model: Path, target: Path) -> None:
+    """Move a trained model, also to another file system; `ConfigError` if that fails, and the model stays."""
+    try:
+        with model.open("rb") as source, atomic_file(target) as copy:
+            shutil.copyfileobj(source, copy)
+    except OSError as error:
+        raise ConfigError(f"--save-model {target}: cannot be written ({error.strerror}); the trained model is "
+                          f"{model}") from None
+    model.unlink()
 
 
 def checkpoint_folder(out: Path) -> CheckpointFolder:

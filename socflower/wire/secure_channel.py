@@ -17,6 +17,7 @@ from socflower.errors import ConfigError
 
 _RECONNECT_MS = 100
 _BIND_RETRY_S = 0.1
+_STOP_S = 5.0
 _PERMANENT_ERRNOS = (errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM, errno.EAFNOSUPPORT)
 
 
@@ -157,12 +158,30 @@ def open_channel(
         grpc.secure_channel(address, credentials, options)
 
 
+@dataclass(frozen=True, slots=True)
+class BoundServer:
+    """A gRPC server with the threads of its handlers."""
+
+    server: grpc.Server
+    address: Address
+    threads: ThreadPoolExecutor
+
+    def start(self) -> None:
+        """Accept calls."""
+        self.server.start()
+
+    def stop(self, grace_s: float) -> None:
+        """End all calls after `grace_s`, and the threads that no handler holds."""
+        self.server.stop(grace_s).wait(grace_s + _STOP_S)
+        self.threads.shutdown(wait=False)  # else they stay until the cycle of server and handlers is collected
+
+
 def bind_server(
     address: Address, tls: Tls | None, handlers: Sequence[grpc.GenericRpcHandler], *,
     interceptors: Sequence[grpc.ServerInterceptor], num_threads: int, heartbeat_s: float, max_message_bytes: int,
     bind_timeout_s: float,
-) -> tuple[grpc.Server, Address]:
-    """Return a server that is bound but not started, and its address; port 0 asks for a free one.
+) -> "BoundServer":
+    """Return a server that is bound but not started; port 0 asks for a free one.
 
     Retries for `bind_timeout_s`: a process that has ended may hold the port for a moment. Raises `ConfigError` for an
     address that cannot be listened on, and for certificates that cannot be read.
@@ -172,17 +191,18 @@ def bind_server(
     while True:
         problem = address.why_taken()
         if problem is None:
+            threads = ThreadPoolExecutor(num_threads, thread_name_prefix="socflower-grpc")
             server = grpc.server(
-                ThreadPoolExecutor(num_threads, thread_name_prefix="socflower-grpc"), handlers=handlers,
-                interceptors=interceptors,
+                threads, handlers=handlers, interceptors=interceptors,
                 options=[("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 5000),
                          *_options(heartbeat_s, max_message_bytes)])
             with suppress(RuntimeError):  # another process took the port
                 port = server.add_secure_port(str(address), credentials) if credentials else \
                     server.add_insecure_port(str(address))
                 if port:
-                    return server, Address(address.host, port, address.what)
+                    return BoundServer(server, Address(address.host, port, address.what), threads)
             server.stop(None)
+            threads.shutdown(wait=False)
             problem = f"{address.what} {address} is in use"
         if time.monotonic() > deadline_s:
             raise ConfigError(f"{problem}; end the process that has it, or give another port")
@@ -225,8 +245,8 @@ _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED,
              grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
 # gRPC has one code for "refused", "broken", "hangs" and "not trusted"; only the text distinguishes them.
 _SILENCE_WORDS = ("keepalive", "ping timeout", "timeout", "timed out")
-_CERTIFICATE_WORDS = ("certificate_verify_failed", "hostname verification", "wrong_version_number", "tlsv1_alert",
-                      "peer name", "unknown_ca", "certificate required", "alert_bad_certificate")
+_CERTIFICATE_WORDS = ("certificate_verify_failed", "bad_signature", "hostname verification", "wrong_version_number",
+                      "tlsv1_alert", "peer name", "unknown_ca", "certificate required", "alert_bad_certificate")
 
 
 def failure_of(peer: str, error: Any) -> PeerFailed:

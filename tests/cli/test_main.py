@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -363,6 +364,16 @@ def test_a_file_for_the_model_is_refused_before_anything_is_trained(
     assert not (tmp_path / "out").exists()
     assert socflower("run", scenario, "--workers", 0, "--save-model", "model.npz").status == 0
     assert (tmp_path / "model.npz").is_file()
+
+
+def test_the_model_may_lie_on_another_file_system(socflower: Socflower, scenario: Path, tmp_path: Path) -> None:
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("/dev/shm is no other file system here")
+    with tempfile.TemporaryDirectory(dir=memory) as elsewhere:
+        model = Path(elsewhere) / "model.npz"
+        assert socflower("run", scenario, "--workers", 0, "--save-model", model).status == 0
+        assert model.is_file() and not list(tmp_path.glob("out/*/model.npz"))
 
 
 @pytest.mark.parametrize("option", [("--warm",), ("--superlink", "127.0.0.1:1")])

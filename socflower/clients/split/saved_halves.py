@@ -63,4 +63,4 @@ class SplitState:
         return [*cuts, int(bool(self.task.address))]
 
     def _position(self, batch: int) -> Position:
-        return Position(self.task.parties[0], self.task.num_parties, self.task.total_batches, batch)
+        return Position(self.task.parties[0], self.task.num_parties, self.task.total_batches, batch, self.task.seed)

@@ -64,19 +64,19 @@ class CloudService:
             self._authentication = ServerAuthentication(
                 self._token_of, tls=tls is not None, on_refused=self._log_refusal)
             # Every stream occupies a thread; the manager's calls get their own in addition.
-            self._server, bound = bind_server(
+            self._server = bind_server(
                 here, tls, [self._handlers()], interceptors=[self._authentication], num_threads=max_streams + 16,
                 heartbeat_s=heartbeat_s, max_message_bytes=_LARGEST_MESSAGE_BYTES, bind_timeout_s=_BIND_TIMEOUT_S)
         except BaseException:
             self._sessions.close()  # otherwise its folder stays locked while this process lives
             raise
-        self.address, self.port = str(bound), bound.port
+        self.address, self.port = str(self._server.address), self._server.address.port
         self._server.start()
 
     def close(self) -> None:
         """End all streams and sessions; edges reconnect if this service is restarted."""
         self._sessions.close()
-        self._server.stop(0.2).wait(5.0)
+        self._server.stop(0.2)
         self._refusals.flush(everything=True)
 
     # ------------------------------------------------------------------------------------------ the manager's calls

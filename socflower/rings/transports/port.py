@@ -121,10 +121,10 @@ class RingPort:
         authentication = ServerAuthentication(self._token_of, tls=tls is not None, receiver=str(rank),
                                               on_refused=self.report_refused)
         # Threads for blocking calls (joins, streams) of every member, and for further calls.
-        self._server, bound = bind_server(
+        self._server = bind_server(
             here, tls, [_Dispatch(self)], interceptors=[authentication], num_threads=4 * len(self.addresses) + 8,
             heartbeat_s=heartbeat_s, max_message_bytes=CALL_LIMIT_BYTES + OVERHEAD_BYTES, bind_timeout_s=bind_timeout_s)
-        self.host, self.port = bound.host, bound.port
+        self.host, self.port = self._server.address.host, self._server.address.port
         self._server.start()
 
     def handle(self, method: str, handler: Handler) -> None:

@@ -379,3 +379,12 @@ def test_the_resolved_document_has_every_default(write: Write) -> None:
     assert document["strategy"]["name"] == "socflow"
     assert document["compare"]["strategies"] == list(CLUSTER_STRATEGIES)
     assert "socs" not in document["strategy"]  # absent means all: JSON null would not be TOML
+
+
+@pytest.mark.parametrize("text", ["train = 2020-01-01", "model = 10:00:00", "board = [2020-01-01]",
+                                  "device = 2020-01-01", "event = [2020-01-01T00:00:00]", "[device]\nx = 2020-01-01"])
+def test_a_date_in_place_of_a_table_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "dated.toml"
+    path.write_text(f"schema = 1\n{text}\n")
+    line = refusal(path)
+    assert "2020-01-01" in line or "10:00:00" in line or "2020, 1, 1" in line
