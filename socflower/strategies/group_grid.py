@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from socflower.strategies.forwarding_grid import ForwardingGrid
-from socflower.strategies.group_replies import GroupProgress, attach_notes, make_notes, no_model
+from socflower.strategies.group_replies import GroupProgress, attach_notes, make_notes, no_model, remove_notes
 from socflower.strategies.node_registry import QUERY_TYPE
 from socflower.strategies.replies import ReplyEvent, failure_event
 from socflower.strategies.round import new_token
@@ -62,6 +62,8 @@ class GroupGrid(ForwardingGrid):
         groups = [(message, GroupTask.decode(message.content.config_records[GROUP])) for message in sent
                   if GROUP in message.content.config_records]
         replies = list(self._grid.send_and_receive(sent, timeout=timeout))
+        if not getattr(self._grid, "settles_groups", False):  # else these notes are the inner grid's
+            replies = [remove_notes(reply) for reply in replies]
         return _without_errors(replies, groups) if groups else replies
 
 
@@ -213,7 +215,7 @@ class _RingExchange:
     def _pull(self) -> None:
         waited_for = {*self._other_ids, *(message_id for group in self._unfinished()
                                           for message_id in (*group.waiting, *group.fetching))}
-        for reply in self._grid.pull_messages(waited_for):
+        for reply in map(remove_notes, self._grid.pull_messages(waited_for)):
             message_id = reply.metadata.reply_to_message_id
             if message_id in self._other_ids:
                 self._other_ids.discard(message_id)

@@ -8,12 +8,13 @@ from typing import cast
 from flwr.app import ConfigRecord, Message
 from flwr.supercore import log
 
-from socflower.errors import TrainingFailed
+from socflower.errors import ConfigError, TrainingFailed
 from socflower.strategies.replies import (
     GROUP_LOST,
     ReplyEvent,
     failure_event,
     no_reply_event,
+    read_outcome,
     sort_replies,
 )
 from socflower.strategies.round import Round
@@ -23,7 +24,6 @@ from socflower.wire.message_keys import (
     LEFT_OUT,
     NO_MODEL,
     NOTES,
-    OUTCOME,
     PREEMPTED,
     RingOutcome,
     RoundNotes,
@@ -38,7 +38,7 @@ class GroupProgress:
 
     group_id: int
     leader: int  # as planned
-    node_of: Mapping[int, int]  # by SoC
+    node_of: Mapping[int, int]  # by SoC of the group, as planned
     members: tuple[int, ...]  # as of the latest attempt, without members that are lost
     tolerate_errors: bool
     completed: dict[int, Message] = field(default_factory=dict)  # replies by SoC, of members that have a model
@@ -67,7 +67,11 @@ class GroupProgress:
             else:
                 self.on_loss(text)
             return
-        outcome = outcome_of(reply)
+        try:
+            outcome = read_outcome(reply)
+        except ConfigError as error:
+            self.event("malformed", f"SoC {soc}: {error}; its reply is dropped")
+            return
         if outcome is None:
             self.event("malformed", f"SoC {soc}: its reply says nothing of its ring; make its ClientApp with "
                                     "socflower.make_client_app")
@@ -104,7 +108,7 @@ class GroupProgress:
         self.leader_replaced = soc != self.leader
         # A member that died may return at once as a new process; one that hangs still blocks its node.
         self.away |= set(self.members) - set(outcome.members)
-        for left in outcome.preempted:
+        for left in self.node_of.keys() & set(outcome.preempted):
             self._record_departure(left)
         for line in outcome.log:
             self.event("member-lost", line)
@@ -146,9 +150,16 @@ def make_notes(events: Iterable[ReplyEvent], away: Iterable[int] = (), leaders_r
 
 def attach_notes(reply: Message, notes: RoundNotes) -> None:
     """Add notes to those that a reply has."""
-    if NOTES in reply.content.config_records:
+    if NOTES in reply.content.config_records:  # of this grid: those of clients are removed on arrival
         notes = decode(RoundNotes, reply.content.config_records[NOTES], "notes") + notes
     reply.content[NOTES] = ConfigRecord(encode(notes))
+
+
+def remove_notes(reply: Message) -> Message:
+    """Return a reply without notes, which only a grid may write: a client could exclude others with them."""
+    if reply.has_content():
+        reply.content.pop(NOTES, None)
+    return reply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +178,7 @@ def settle(this: Round, replies: Iterable[Message], *, tolerate_errors: bool) ->
 
     Raises `TrainingFailed` if no group has a usable reply, or if a client raised and that is not tolerated.
     """
-    replies = list(replies)
+    replies = list(replies) if this.settled_by_grid else [remove_notes(reply) for reply in replies]
     records = [reply.content.config_records[NOTES] for reply in replies
                if reply.has_content() and NOTES in reply.content.config_records]
     notes = sum((decode(RoundNotes, record, "notes") for record in records), start=RoundNotes())
@@ -179,14 +190,15 @@ def settle(this: Round, replies: Iterable[Message], *, tolerate_errors: bool) ->
                                 tolerate_errors=tolerate_errors)
     return SettledRound(
         usable=usable, lost=lost, events=tuple(event for event in events if event.kind not in GROUP_LOST),
-        away=frozenset(notes.away), leaders_replaced=frozenset(notes.leaders_replaced))
+        away=frozenset(notes.away) & this.node_of.keys(), leaders_replaced=frozenset(notes.leaders_replaced))
 
 
 def _settle_rings(this: Round, replies: Sequence[Message], tolerate_errors: bool) -> tuple[list[Message], RoundNotes]:
     """Read the replies of all members; nobody was asked again, so a group without a model is lost."""
     groups = {group.group_id: GroupProgress(
-        group_id=group.group_id, leader=group.leader, node_of=this.node_of, members=group.members,
-        tolerate_errors=tolerate_errors) for group in this.plan.groups}
+        group_id=group.group_id, leader=group.leader, members=group.members,
+        node_of={soc: this.node_of[soc] for soc in group.members}, tolerate_errors=tolerate_errors)
+        for group in this.plan.groups}
     heard: set[int] = set()
     soc_of = {node: soc for soc, node in this.node_of.items()}
     for reply in replies:
@@ -208,6 +220,8 @@ def no_model(notes: RoundNotes, first_group: int, where: str) -> TrainingFailed:
 
 
 def outcome_of(reply: Message) -> RingOutcome | None:
-    """Return the ring outcome in a reply, or None if it has none."""
-    record = reply.content.config_records.get(OUTCOME) if reply.has_content() else None
-    return None if record is None else decode(RingOutcome, record, "outcome")
+    """Return the ring outcome in a reply, or None if it has none that can be read; that is an event already."""
+    try:
+        return read_outcome(reply)
+    except ConfigError:
+        return None

@@ -10,7 +10,18 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import Group, first_non_finite
 from socflower.strategies.records import array_views
-from socflower.wire.message_keys import ARRAYS, GROUP_ID, HEAT, LOST_STATE, METRICS, NUM_EXAMPLES, OUTCOME, HeatReport
+from socflower.wire.message_keys import (
+    ARRAYS,
+    GROUP_ID,
+    HEAT,
+    LOST_STATE,
+    METRICS,
+    NUM_EXAMPLES,
+    OUTCOME,
+    HeatReport,
+    RingOutcome,
+    decode,
+)
 
 _CLIENT_FAULTS = (1, 2)  # Flower's error codes of a ClientApp that cannot be loaded, and of one that raised
 
@@ -89,6 +100,10 @@ def fault_of(reply: Message, group_id: int, where: str) -> ReplyEvent | None:
     if reply.has_error():
         return failure_event(reply, group_id, where)
     content = reply.content
+    try:
+        read_outcome(reply)
+    except ConfigError as error:
+        return ReplyEvent(kind="malformed", group_id=group_id, text=f"{where}: {error}; dropped")
     if OUTCOME in content.config_records and ARRAYS not in content.array_records:
         return ReplyEvent(kind="group-left", group_id=group_id,
                           text=f"{where}: all of its SoCs were preempted by their users")
@@ -112,6 +127,12 @@ def fault_of(reply: Message, group_id: int, where: str) -> ReplyEvent | None:
         return ReplyEvent(kind="malformed", group_id=group_id,
                           text=f"{where}: {NUM_EXAMPLES} = {num_examples} is not a number above 0, dropped")
     return None
+
+
+def read_outcome(reply: Message) -> RingOutcome | None:
+    """Return the ring outcome in a reply, or None if it has none; `ConfigError` if it cannot be read."""
+    record = reply.content.config_records.get(OUTCOME) if reply.has_content() else None
+    return None if record is None else decode(RingOutcome, record, "outcome")
 
 
 def failure_event(reply: Message, group_id: int, where: str) -> ReplyEvent:

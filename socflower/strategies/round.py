@@ -23,6 +23,7 @@ class Round:
     costs: IntervalCosts | None  # of this plan with these turns; None without a profile
     node_of: Mapping[int, int]  # by SoC of the plan
     transport: str  # of gradients inside groups: "gloo", "grpc", "grpc+tls", or "in process"
+    settled_by_grid: bool  # whether the grid is a GroupGrid, so that notes in replies are the grid's
     group_of_node: Mapping[int, Group] = field(init=False)  # of all nodes that got a message
 
     def __post_init__(self) -> None:

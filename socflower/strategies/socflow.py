@@ -219,7 +219,7 @@ class SoCFlow(PlannedRounds):
         planner = self._planner
         planner.drain_events()
         planner.plan_round(grid, self._clock)
-        this = self._make_round(server_round)
+        this = self._make_round(server_round, grid)
         if this.in_rings and _CLIPPING_NORM in config:
             raise ConfigError(f"SoCFlow: the train config has {_CLIPPING_NORM!r}, of differential privacy with "
                               "clipping at the clients, and a member of a ring has no update of its own to clip; use "
@@ -258,11 +258,13 @@ class SoCFlow(PlannedRounds):
         settled = settle(this, replies, tolerate_errors=self._tolerate_client_errors)
         planner.hear_absent()
         planner.registry.mark_away(settled.away)
-        outcomes = [outcome for reply in replies if (outcome := outcome_of(reply))]
+        outcomes = [(group, outcome) for reply in replies if (outcome := outcome_of(reply))
+                    and (group := this.group_of_node.get(reply.metadata.src_node_id))]
         if not this.in_rings:
-            planner.remove({soc for outcome in outcomes for soc in outcome.preempted})
-        for outcome in outcomes:
-            planner.balancer.on_outcome(outcome)
+            planner.remove({soc for group, outcome in outcomes for soc in {*outcome.preempted} & {*group.members}})
+        for group, outcome in outcomes:
+            if {*outcome.members} <= {*group.members}:
+                planner.balancer.on_outcome(outcome)
         usable = settled.usable
         events = (*planner.drain_events(), *settled.events, *settled.lost)
         for reply in usable:
@@ -293,7 +295,7 @@ class SoCFlow(PlannedRounds):
             raise ConfigError(f"SoCFlow: its cluster ({_hardware(self._cluster)}) is not the one the engine was "
                               f"given ({_hardware(cluster)}); describe both by the same cluster file")
 
-    def _make_round(self, server_round: int) -> Round:
+    def _make_round(self, server_round: int, grid: Grid) -> Round:
         """Return the round of the latest plan; what it costs is kept while the plan stays, as graphs are made of it."""
         plan, before, registry = self.plan, self.round, self._planner.registry
         same = before is not None and before.plan is plan
@@ -301,6 +303,7 @@ class SoCFlow(PlannedRounds):
         return Round(
             server_round=server_round, interval=self.intervals[server_round - 1], plan=plan, turns=turns, costs=costs,
             node_of={soc: registry.node_of[soc] for soc in plan.participants},
+            settled_by_grid=getattr(grid, "settles_groups", False),
             transport=registry.transport(self._rings.transport) if registry.ring_address_of else IN_PROCESS)
 
     def _turns_and_costs(self, plan: GroupPlan) -> tuple[Turns, IntervalCosts | None]:
@@ -318,7 +321,7 @@ class SoCFlow(PlannedRounds):
         """Log how groups exchange if that is new, and at first what the grid does for them."""
         if self.round is None or self.round.turns != this.turns:
             log(INFO, "SoCFlow: exchanges of groups: %s", _describe_turns(this.turns))
-        if self.round is None and this.in_rings and not getattr(grid, "settles_groups", False):
+        if self.round is None and this.in_rings and not this.settled_by_grid:
             log(WARNING, "SoCFlow: its nodes form rings, and the grid is not a GroupGrid: a round ends only when every "
                          "member has replied, and a group whose leader is lost loses its round; "
                          "strategy.start(GroupGrid(grid), ...) ends it at each group's first reply, and asks survivors "

@@ -205,6 +205,15 @@ class RingOutcome:
     log: tuple[str, ...] = ()  # events of the ring, one line each
     rates: tuple[float, ...] = ()  # samples per second of each of `members`, while it waited for nobody; 0: unknown
 
+    def __post_init__(self) -> None:
+        if self.outcome not in (COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT):
+            raise ConfigError(f"outcome record: outcome = {self.outcome!r} is unknown")
+        for keys, kind in ((("members", "preempted"), int), (("recoveries_s", "rates"), int | float), (("log",), str)):
+            for key in keys:
+                values = getattr(self, key)
+                if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
+                    raise ConfigError(f"outcome record: {key.replace('_', '-')} = {values!r} is of the wrong type")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundNotes:

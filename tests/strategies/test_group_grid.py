@@ -171,7 +171,7 @@ def test_other_messages_pass_among_those_of_rings_and_of_two_strategies() -> Non
     with ProcessGrid(ring_app.client_app, ring_app.node_configs(on)) as grid:
         first, second = (ring_app.strategy(on, num_epochs=1, interval_epochs=0.5) for _ in range(2))
         sent = [message for strategy in (first, second)
-                for message in strategy.configure_train(1, ring_app.initial(), ConfigRecord(), grid)]
+                for message in strategy.configure_train(1, ring_app.initial(), ConfigRecord(), GroupGrid(grid))]
         query = Message(RecordDict({CONFIG: ConfigRecord({ASK: ASK_STATUS})}), grid.get_node_ids()[0], QUERY_TYPE)
         replies = GroupGrid(grid).send_and_receive([query, *sent], timeout=60)
     assert [NOTES in reply.content.config_records for reply in replies] == [True] * 4 + [False]

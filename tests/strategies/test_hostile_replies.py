@@ -1,0 +1,110 @@
+"""Replies of clients that are hostile or broken: none ends the training of the others, nor excludes them."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from flwr.app import ConfigRecord, Message
+
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.strategies.group_grid import GroupGrid
+from socflower.strategies.group_replies import GroupProgress
+from socflower.wire.message_keys import COMPLETED, NOTES, OUTCOME, PREEMPTED, RingOutcome, decode, encode
+from tests.strategies.fake_messages import FakeGrid, answer, values
+from tests.strategies.test_socflow import messages, socflow
+
+EVIL_NOTES = {"kinds": ["client-raised"], "groups": [0], "texts": ["group 0: what I say"], "away": [0, 1, 99],
+              "leaders-replaced": [0]}
+
+
+class AnsweringGrid(FakeGrid):
+    """Answers each message by a function."""
+
+    def __init__(self, reply: Callable[[Message], Message]) -> None:
+        super().__init__()
+        self._reply = reply
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        return [self._reply(message) for message in messages]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        return ["" for _ in messages]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        return []
+
+
+def with_notes(message: Message, record: dict[str, Any]) -> Message:
+    reply = answer(message, 1.0)
+    if message.metadata.dst_node_id == 30:  # of group 1
+        reply.content[NOTES] = ConfigRecord(record)
+    return reply
+
+
+@pytest.mark.parametrize("wrap", [lambda grid: grid, GroupGrid, lambda grid: GroupGrid(GroupGrid(grid))])
+@pytest.mark.parametrize("record", [EVIL_NOTES, {"what": 1}])
+def test_notes_of_a_client_are_not_those_of_a_grid(wrap: Callable[[Any], Any], record: dict[str, Any]) -> None:
+    grid, strategy = wrap(AnsweringGrid(lambda message: with_notes(message, record))), socflow()
+    replies = grid.send_and_receive(messages(strategy, grid=grid))
+    assert strategy.aggregate_train(1, replies)[0] is not None
+    assert strategy.reports[-1].events == () and strategy.state["away"] == [] == strategy.state["without_state"]
+    assert len(messages(strategy, 2, grid)) == 2
+
+
+def outcome(**changes: Any) -> dict[str, Any]:
+    return encode(RingOutcome(outcome=COMPLETED, members=(0, 1), num_steps=5, answers=True)) | changes
+
+
+def train_with_outcome(record: dict[str, Any]) -> Any:
+    strategy = socflow()
+    first, second = messages(strategy)
+    odd = answer(second, 9.0)
+    odd.content[OUTCOME] = ConfigRecord(record)
+    arrays, _ = strategy.aggregate_train(1, [answer(first, 1.0), odd])
+    return strategy, values(arrays)
+
+
+BAD_OUTCOMES = [
+    {"what": 1}, {}, outcome(outcome="won"), outcome(members=3), outcome(preempted=["a"]), outcome(rates=["fast"]),
+    outcome(log=[1]), outcome(**{"recoveries-s": ["long"]})]
+
+
+@pytest.mark.parametrize("record", BAD_OUTCOMES)
+def test_an_outcome_that_cannot_be_read_is_a_malformed_reply(record: dict[str, Any]) -> None:
+    strategy, average = train_with_outcome(record)
+    assert average == [1.0] * 3
+    (event,) = strategy.reports[-1].events
+    assert (event.kind, event.group_id) == ("malformed", 1)
+    assert "SoC 2 (node 30): outcome record" in event.text and "\n" not in event.text
+
+
+@pytest.mark.parametrize("record", BAD_OUTCOMES)
+def test_a_record_that_is_no_outcome_is_refused_in_one_line(record: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^outcome record: "):
+        decode(RingOutcome, {key: value for key, value in ConfigRecord(record).items()}, "outcome")
+
+
+def test_a_client_cannot_make_socs_of_other_groups_leave() -> None:
+    strategy, _ = train_with_outcome(outcome(outcome=PREEMPTED, preempted=[0, 3, 99]))
+    assert strategy.state["away"] == [3]  # of its own group
+
+
+def test_if_no_outcome_can_be_read_the_error_names_the_first_node() -> None:
+    strategy = socflow()
+    replies = [answer(message, 1.0) for message in messages(strategy)]
+    for reply in replies:
+        reply.content[OUTCOME] = ConfigRecord({"what": 1})
+    with pytest.raises(TrainingFailed, match=r"group 0, SoC 0 \(node 10\): outcome record"):
+        strategy.aggregate_train(1, replies)
+
+
+def test_members_of_a_ring_with_odd_outcomes_are_told_and_exclude_only_their_own() -> None:
+    first, second = messages(socflow())
+    group = GroupProgress(group_id=0, leader=0, node_of={0: 10, 1: 30}, members=(0, 1), tolerate_errors=False)
+    odd, good = answer(second, 9.0), answer(first, 1.0)
+    odd.content[OUTCOME] = ConfigRecord({"what": 1})
+    good.content[OUTCOME] = ConfigRecord(outcome(preempted=[1, 3, 99]))
+    group.take(1, odd)
+    group.take(0, good)
+    assert group.model is good and group.away == {1}
+    assert [event.kind for event in group.events] == ["malformed", "preempted"]
