@@ -13,7 +13,7 @@ from flwr.supercore import log
 from socflower.cluster import Cluster
 from socflower.errors import TrainingFailed
 from socflower.strategies.mixed_replies import client_events, mean_metric
-from socflower.strategies.replies import ReplyEvent, failure_event, fault_of, heat_events, no_reply_event
+from socflower.strategies.replies import ReplyEvent, failure_event, fault_of, heat_events, no_reply_event, other_layouts
 from socflower.strategies.resuming import Resumable
 from socflower.strategies.settings import Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
@@ -57,6 +57,7 @@ class OrderedFedAvg(Resumable, FedAvg):
         self.alpha: float | None = None  # of mixed precision, as in `RoundReport`
         self.cpu_share: float | None = None
         self._nodes: list[int] = []
+        self._sent: ArrayRecord | None = None
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
@@ -64,7 +65,7 @@ class OrderedFedAvg(Resumable, FedAvg):
         """Address the nodes that Flower sampled, in ascending order."""
         messages = sorted(super().configure_train(server_round, arrays, config, grid),
                           key=lambda message: message.metadata.dst_node_id)
-        self._nodes = [message.metadata.dst_node_id for message in messages]
+        self._nodes, self._sent = [message.metadata.dst_node_id for message in messages], arrays
         return messages
 
     def aggregate_train(
@@ -78,6 +79,11 @@ class OrderedFedAvg(Resumable, FedAvg):
                                  "is 0")
         answers = {reply.metadata.src_node_id: reply for reply in replies}
         faults = {node_id: _fault(answers.get(node_id), soc, node_id) for soc, node_id in enumerate(self._nodes)}
+        same = {soc: answers[node_id] for soc, node_id in enumerate(self._nodes) if faults[node_id] is None}
+        for soc, difference in other_layouts(same, self._sent).items():
+            node_id = self._nodes[soc]
+            faults[node_id] = ReplyEvent(kind="malformed", group_id=soc,
+                                         text=f"SoC {soc} (node {node_id}): {difference}, dropped")
         self.events = tuple(event for event in faults.values() if event is not None)
         usable = [answers[node_id] for node_id in self._nodes if faults[node_id] is None]
         if not usable:

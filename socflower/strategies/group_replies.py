@@ -187,7 +187,7 @@ def settle(this: Round, replies: Iterable[Message], *, tolerate_errors: bool) ->
     events = [ReplyEvent(kind=kind, group_id=group, text=text)
               for kind, group, text in zip(notes.kinds, notes.groups, notes.texts, strict=True)]
     usable, lost = sort_replies(replies, this.group_of_node, [event for event in events if event.kind in GROUP_LOST],
-                                tolerate_errors=tolerate_errors)
+                                tolerate_errors=tolerate_errors, sent=this.sent)
     return SettledRound(
         usable=usable, lost=lost, events=tuple(event for event in events if event.kind not in GROUP_LOST),
         away=frozenset(notes.away) & this.node_of.keys(), leaders_replaced=frozenset(notes.leaders_replaced))

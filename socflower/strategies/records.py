@@ -32,6 +32,24 @@ def array_views(record: ArrayRecord) -> dict[str, NDArray[Any]]:
     return {name: _view(array) for name, array in record.items()}
 
 
+def layout_of(record: ArrayRecord) -> dict[str, tuple["np.dtype[Any]", tuple[int, ...]]]:
+    """Return the record's data types and shapes, by name of the array."""
+    return {name: (view.dtype, view.shape) for name, view in array_views(record).items()}
+
+
+def layout_difference(layout: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    """Return the first difference between two layouts; empty if they are equal."""
+    for name in [*expected, *layout]:
+        if name not in layout:
+            return f"it has no tensor {name!r}"
+        if name not in expected:
+            return f"tensor {name!r} is in none that was sent"
+        if layout[name] != expected[name]:
+            (dtype, shape), (sent_dtype, sent_shape) = layout[name], expected[name]
+            return f"tensor {name!r} is {dtype} of shape {shape} and was sent as {sent_dtype} of shape {sent_shape}"
+    return ""
+
+
 def to_array_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     """Return `arrays` as an ArrayRecord with the same bytes as `Array(ndarray)`, in one copy each."""
     record = ArrayRecord()

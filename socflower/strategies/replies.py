@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import Group, first_non_finite
-from socflower.strategies.records import array_views
+from socflower.strategies.records import array_views, layout_difference, layout_of
 from socflower.wire.message_keys import (
     ARRAYS,
     GROUP_ID,
@@ -46,7 +46,7 @@ class ReplyEvent:
 
 def sort_replies(
     replies: Iterable[Message], group_of_node: Mapping[int, Group], lost: Iterable[ReplyEvent] = (), *,
-    tolerate_errors: bool,
+    tolerate_errors: bool, sent: ArrayRecord | None = None,
 ) -> tuple[list[Message], tuple[ReplyEvent, ...]]:
     """Return the usable replies in group order, and an event for each group without one; some are known as `lost`.
 
@@ -68,6 +68,10 @@ def sort_replies(
             usable[group.group_id] = reply
         else:
             events[group.group_id] = event
+    for group_id, difference in other_layouts(usable, sent).items():
+        node_id = usable.pop(group_id).metadata.src_node_id
+        where = f"group {group_id}, SoC {group_of_node[node_id].leader} (node {node_id})"
+        events[group_id] = ReplyEvent(kind="malformed", group_id=group_id, text=f"{where}: {difference}, dropped")
     for event in events.values():
         if event.kind == "client-raised" and (not tolerate_errors or LOST_STATE in event.text):
             raise TrainingFailed(event.text)
@@ -88,6 +92,16 @@ def _wrong_group_fault(reply: Message, group_id: int, where: str) -> ReplyEvent 
     return ReplyEvent(kind="not-a-group", group_id=group_id,
                       text=f"{where}: its ClientApp did not train as a group, dropped; make it with "
                            "socflower.make_client_app")
+
+
+def other_layouts(replies: Mapping[int, Message], sent: ArrayRecord | None) -> dict[int, str]:
+    """Return how models differ from the one that was sent; nothing if all replies have the same tensors."""
+    layouts = {ident: layout_of(cast(ArrayRecord, reply.content[ARRAYS])) for ident, reply in replies.items()}
+    if sent is None or all(layout == next(iter(layouts.values())) for layout in layouts.values()):
+        return {}
+    expected = layout_of(sent)
+    return {ident: difference for ident, layout in layouts.items()
+            if (difference := layout_difference(layout, expected))}
 
 
 def no_reply_event(group_id: int, where: str) -> ReplyEvent:

@@ -4,6 +4,8 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from flwr.app import ArrayRecord
+
 from socflower.hierarchy import Group, GroupPlan, IntervalCosts, SyncInterval, Turns, conflicts
 from socflower.rings.settings import RingSettings
 from socflower.wire.message_keys import RingTask
@@ -23,6 +25,7 @@ class Round:
     costs: IntervalCosts | None  # of this plan with these turns; None without a profile
     node_of: Mapping[int, int]  # by SoC of the plan
     transport: str  # of gradients inside groups: "gloo", "grpc", "grpc+tls", or "in process"
+    sent: ArrayRecord  # the model that leaders got
     settled_by_grid: bool  # whether the grid is a GroupGrid, so that notes in replies are the grid's
     group_of_node: Mapping[int, Group] = field(init=False)  # of all nodes that got a message
 

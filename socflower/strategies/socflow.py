@@ -219,7 +219,7 @@ class SoCFlow(PlannedRounds):
         planner = self._planner
         planner.drain_events()
         planner.plan_round(grid, self._clock)
-        this = self._make_round(server_round, grid)
+        this = self._make_round(server_round, arrays, grid)
         if this.in_rings and _CLIPPING_NORM in config:
             raise ConfigError(f"SoCFlow: the train config has {_CLIPPING_NORM!r}, of differential privacy with "
                               "clipping at the clients, and a member of a ring has no update of its own to clip; use "
@@ -295,7 +295,7 @@ class SoCFlow(PlannedRounds):
             raise ConfigError(f"SoCFlow: its cluster ({_hardware(self._cluster)}) is not the one the engine was "
                               f"given ({_hardware(cluster)}); describe both by the same cluster file")
 
-    def _make_round(self, server_round: int, grid: Grid) -> Round:
+    def _make_round(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Round:
         """Return the round of the latest plan; what it costs is kept while the plan stays, as graphs are made of it."""
         plan, before, registry = self.plan, self.round, self._planner.registry
         same = before is not None and before.plan is plan
@@ -303,7 +303,7 @@ class SoCFlow(PlannedRounds):
         return Round(
             server_round=server_round, interval=self.intervals[server_round - 1], plan=plan, turns=turns, costs=costs,
             node_of={soc: registry.node_of[soc] for soc in plan.participants},
-            settled_by_grid=getattr(grid, "settles_groups", False),
+            sent=arrays, settled_by_grid=getattr(grid, "settles_groups", False),
             transport=registry.transport(self._rings.transport) if registry.ring_address_of else IN_PROCESS)
 
     def _turns_and_costs(self, plan: GroupPlan) -> tuple[Turns, IntervalCosts | None]:

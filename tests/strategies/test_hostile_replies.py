@@ -1,16 +1,19 @@
 """Replies of clients that are hostile or broken: none ends the training of the others, nor excludes them."""
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.group_replies import GroupProgress
 from socflower.wire.message_keys import COMPLETED, NOTES, OUTCOME, PREEMPTED, RingOutcome, decode, encode
-from tests.strategies.fake_messages import FakeGrid, answer, values
+from tests.strategies.fake_messages import FakeGrid, answer, model, values
 from tests.strategies.test_socflow import messages, socflow
 
 EVIL_NOTES = {"kinds": ["client-raised"], "groups": [0], "texts": ["group 0: what I say"], "away": [0, 1, 99],
@@ -108,3 +111,58 @@ def test_members_of_a_ring_with_odd_outcomes_are_told_and_exclude_only_their_own
     group.take(0, good)
     assert group.model is good and group.away == {1}
     assert [event.kind for event in group.events] == ["malformed", "preempted"]
+
+
+OTHER_LAYOUTS = [
+    ({}, "it has no tensor 'w'"),
+    ({"w": np.zeros(3, np.float32), "x": np.zeros(1, np.float32)}, "tensor 'x' is in none that was sent"),
+    ({"w": np.zeros(2, np.float32)}, r"tensor 'w' is float32 of shape \(2,\) and was sent as float32 of shape \(3,\)"),
+    ({"w": np.zeros(3, np.float64)}, r"tensor 'w' is float64 of shape \(3,\) and was sent as float32 of shape \(3,\)"),
+]
+
+
+def with_layout(message: Message, arrays: dict[str, Any]) -> Message:
+    reply = answer(message, 9.0)
+    reply.content["arrays"] = ArrayRecord({name: Array(array) for name, array in arrays.items()})
+    return reply
+
+
+@pytest.mark.parametrize(("arrays", "fault"), OTHER_LAYOUTS)
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_model_with_other_tensors_than_the_one_sent_is_dropped(
+    odd: int, arrays: dict[str, Any], fault: str,
+) -> None:
+    strategy = socflow()
+    sent = messages(strategy)
+    replies = [answer(message, 1.0) for message in sent]
+    replies[odd] = with_layout(sent[odd], arrays)
+    average, _ = strategy.aggregate_train(1, replies)
+    assert values(average) == [1.0] * 3
+    (event,) = strategy.reports[-1].events
+    assert (event.kind, event.group_id) == ("malformed", odd)
+    assert re.fullmatch(rf"group {odd}, SoC {2 * odd} \(node {10 + 20 * odd}\): {fault}, dropped", event.text)
+
+
+@pytest.mark.parametrize(("arrays", "fault"), OTHER_LAYOUTS)
+def test_fedavg_in_order_drops_it_too(arrays: dict[str, Any], fault: str) -> None:
+    strategy = OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=4, min_available_nodes=4)
+    first, *others = strategy.configure_train(1, model(), ConfigRecord({}), FakeGrid())
+    average, _ = strategy.aggregate_train(1, [with_layout(first, arrays), *(answer(each, 1.0) for each in others)])
+    assert values(average) == [1.0] * 3
+    (event,) = strategy.events
+    assert (event.kind, event.group_id) == ("malformed", 0)
+    assert re.fullmatch(rf"SoC 0 \(node 10\): {fault}, dropped", event.text)
+
+
+def test_replies_that_agree_with_each_other_are_averaged_whatever_was_sent() -> None:
+    strategy = socflow()
+    average, _ = strategy.aggregate_train(
+        1, [with_layout(message, {"v": np.full(3, 2.0, np.float32)}) for message in messages(strategy)])
+    assert average is not None and list(average) == ["v"] and strategy.reports[-1].events == ()
+
+
+def test_if_no_model_is_like_the_one_sent_the_error_names_the_first() -> None:
+    strategy = socflow()
+    replies = [with_layout(message, {"w": np.zeros(4 + k, np.float32)}) for k, message in enumerate(messages(strategy))]
+    with pytest.raises(TrainingFailed, match=r"group 0, SoC 0 \(node 10\): tensor 'w' is float32 of shape \(4,\)"):
+        strategy.aggregate_train(1, replies)

@@ -282,15 +282,6 @@ def test_replies_of_nodes_that_were_not_asked_are_ignored() -> None:
     assert values(arrays) == [1.0] * 3
 
 
-def test_models_that_do_not_fit_together_are_named() -> None:
-    strategy = socflow()
-    first, second = messages(strategy)
-    other = answer(second, 1.0)
-    other.content["arrays"] = ArrayRecord({"w": Array(np.zeros(5, np.float32))})
-    with pytest.raises(ConfigError, match="tensor 'w'"):
-        strategy.aggregate_train(1, [answer(first, 1.0), other])
-
-
 # ----------------------------------------------------------------------------------------------------- time
 def test_a_clock_needs_a_profile() -> None:
     with pytest.raises(ConfigError, match="model_profile"):
