@@ -1,6 +1,7 @@
 """Exceptions for user errors; each text is one line that names the error, its place and the remedy."""
 
 import math
+import reprlib
 
 
 class SocflowerError(Exception):
@@ -27,6 +28,16 @@ class TrainingFailed(SocflowerError):
 
     The command line exits with status 1.
     """
+
+
+def require_type(where: str, kinds: tuple[type, ...], expected: str, /, **values: object) -> None:
+    """Raise `ConfigError` for the first of `values` that is of none of `kinds`; True and False are no numbers.
+
+    The text is like "SoCFlow: costs = None must be Costs(…)", with `expected` at its end.
+    """
+    for key, value in values.items():
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise ConfigError(f"{where}: {key} = {' '.join(reprlib.repr(value).split())} must be {expected}")
 
 
 def require_range(

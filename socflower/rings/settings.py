@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from socflower.cluster.toml_file import OneOf
-from socflower.errors import ConfigError, require_range
+from socflower.errors import ConfigError, require_range, require_type
 from socflower.wire.message_keys import COMPRESSIONS, TRANSPORTS
 
 _MAX_S = 1e7  # 116 days
@@ -37,5 +37,7 @@ class RingSettings:
         for key, known in (("transport", TRANSPORTS), ("compression", COMPRESSIONS)):
             if getattr(self, key) not in known:
                 raise ConfigError(f"rings: {key} = {getattr(self, key)!r} is unknown; use one of {', '.join(known)}")
+        require_type("rings", (int, float), "a number of seconds", heartbeat_s=self.heartbeat_s,
+                     rendezvous_s=self.rendezvous_s, leader_grace_s=self.leader_grace_s)
         require_range("rings", above=0.0, most=_MAX_S, heartbeat_s=self.heartbeat_s, rendezvous_s=self.rendezvous_s,
                       leader_grace_s=self.leader_grace_s)

@@ -31,7 +31,7 @@ class RingAllReduce(SoCFlow):
         self, *, cluster: Cluster, schedule: TrainingSchedule | None = None, num_socs: int | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(cluster=cluster, schedule=schedule and replace(schedule, interval_epochs=1.0),
+        super().__init__(cluster=cluster, schedule=_of_epochs(schedule),
                          groups=Grouping(num_groups=1, num_socs=num_socs), **settings)
 
 
@@ -39,8 +39,13 @@ class SingleDevice(SoCFlow):
     """SGD on one SoC alone, the fastest where devices differ. `batch_size` is its batch."""
 
     def __init__(self, *, cluster: Cluster, schedule: TrainingSchedule | None = None, **settings: Any) -> None:
-        super().__init__(cluster=cluster, schedule=schedule and replace(schedule, interval_epochs=1.0),
+        super().__init__(cluster=cluster, schedule=_of_epochs(schedule),
                          groups=Grouping(num_groups=1, num_socs=1), **settings)
+
+
+def _of_epochs(schedule: TrainingSchedule | None) -> TrainingSchedule | None:
+    """Return the schedule with one round an epoch; what is none is left for `SoCFlow` to refuse."""
+    return replace(schedule, interval_epochs=1.0) if isinstance(schedule, TrainingSchedule) else schedule
 
 
 class OrderedFedAvg(Resumable, FedAvg):

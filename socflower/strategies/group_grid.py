@@ -10,6 +10,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
+from socflower.errors import require_type
 from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.strategies.group_replies import GroupProgress, attach_notes, make_notes, no_model, remove_notes
 from socflower.strategies.node_registry import QUERY_TYPE
@@ -53,6 +54,11 @@ class GroupGrid(ForwardingGrid):
     """
 
     settles_groups = True
+
+    def __init__(self, grid: Grid) -> None:
+        if isinstance(grid, type) or not hasattr(grid, "send_and_receive"):
+            require_type(type(self).__name__, (), "the Grid that Flower gives the ServerApp", grid=grid)
+        super().__init__(grid)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Exchange messages through the inner grid, for at most `timeout` seconds; one reply for each group."""

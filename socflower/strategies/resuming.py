@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import ConfigError, TrainingFailed, require_type
 from socflower.wire.message_keys import SERVER_ROUND
 
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -33,6 +33,7 @@ class Resumable(Strategy):
         `start` is called with the same arguments as before, including `num_rounds` of the whole training, and with
         `evaluate_fn=strategy.skip_done_rounds(evaluate)`. If no round is left, its result has no arrays.
         """
+        require_type("resume_from", (int,), "a whole number", server_round=server_round)
         if server_round < 0:
             raise ConfigError(f"resume_from({server_round}): rounds are counted from 1; 0 is a new start")
         self.resumed_after = server_round
@@ -119,6 +120,7 @@ class PlannedRounds(Resumable):
 
     def resume_from(self, server_round: int) -> None:
         """Make `start` continue after `server_round`; see `Resumable.resume_from`."""
+        require_type("resume_from", (int,), "a whole number", server_round=server_round)
         if server_round > self.num_rounds:
             raise ConfigError(f"resume_from({server_round}): the training has num_rounds = {self.num_rounds}")
         super().resume_from(server_round)

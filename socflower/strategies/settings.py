@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from socflower.cluster import FP32, ModelProfile, Pricing, VirtualClock
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_type
 from socflower.hierarchy.uplink_turns import AUTO
+
+_COUNT = "a whole number, 1 or more"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +37,13 @@ class TrainingSchedule:
     def __post_init__(self) -> None:
         for key in ("num_samples", "batch_size", "num_epochs"):
             value = getattr(self, key)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"TrainingSchedule: {key} = {value!r} must be a whole number, 1 or more")
+            require_type("TrainingSchedule", (int,), _COUNT, **{key: value})
+            if value < 1:
+                raise ConfigError(f"TrainingSchedule: {key} = {value} must be {_COUNT}")
+        require_type("TrainingSchedule", (int, float, str), 'a number above 0, or "decay"',
+                     interval_epochs=self.interval_epochs)
+        require_type("TrainingSchedule", (bool,), "True or False", reshuffle=self.reshuffle)
+        require_type("TrainingSchedule", (int,), "a whole number", seed=self.seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +52,10 @@ class Grouping:
 
     num_groups: int = 1
     num_socs: int | None = None
+
+    def __post_init__(self) -> None:
+        require_type("Grouping", (int,), _COUNT, num_groups=self.num_groups)
+        require_type("Grouping", (int, type(None)), f"{_COUNT}, or None for all", num_socs=self.num_socs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +80,14 @@ class Costs:
     clock: VirtualClock | None = None
 
     def __post_init__(self) -> None:
+        require_type("Costs", (ModelProfile, type(None)), "a ModelProfile, as of profile_module(model, …)",
+                     model_profile=self.model_profile)
+        for key, value, method, expected in (
+            ("pricing", self.pricing, "step_cost", "a Pricing, such as Int8Pricing()"),
+            ("clock", self.clock, "now_s", "a VirtualClock, or None for that of the grid"),
+        ):
+            if isinstance(value, type) or not (hasattr(value, method) or (key == "clock" and value is None)):
+                require_type("Costs", (), expected, **{key: value})
         if self.clock is not None and self.model_profile is None:
             raise ConfigError("Costs: a clock needs a model_profile to price; make one with profile_module(model, …)")
 
@@ -92,8 +111,9 @@ class ExchangeSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.serialize_uplinks, bool) and self.serialize_uplinks != AUTO:
             raise ConfigError(f"serialize_uplinks = {self.serialize_uplinks!r} is unknown; use true, false or {AUTO!r}")
-        if not isinstance(self.overlap_buckets, int) or self.overlap_buckets < 1:
-            raise ConfigError(f"overlap_buckets = {self.overlap_buckets!r} must be a whole number, 1 or more")
+        require_type("ExchangeSettings", (int,), _COUNT, overlap_buckets=self.overlap_buckets)
+        if self.overlap_buckets < 1:
+            raise ConfigError(f"ExchangeSettings: overlap_buckets = {self.overlap_buckets} must be {_COUNT}")
 
 
 _MOVED = {

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from socflower.cluster import Cluster, Usage, sustained_rates
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_type
 from socflower.hierarchy import (
     Group,
     GroupPlan,
@@ -123,6 +123,15 @@ class SoCFlow(PlannedRounds):
         if schedule is None:  # not Python's error, which would hide that of an option that is part of it now
             raise ConfigError(f"{type(self).__name__}: schedule=TrainingSchedule(num_samples=…, batch_size=…, "
                               "num_epochs=…) is missing")
+        name = type(self).__name__
+        require_type(name, (Cluster,), "a Cluster, as of load_cluster(…)", cluster=cluster)
+        require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
+        require_type(name, (int, Grouping, GroupPlan), "a whole number, Grouping(…) or a GroupPlan", groups=groups)
+        require_type(name, (Costs,), "Costs(…)", costs=costs)
+        require_type(name, (ExchangeSettings,), "ExchangeSettings(…)", exchange=exchange)
+        require_type(name, (RingSettings,), "RingSettings(…)", rings=rings)
+        require_type(name, (Rebalancing, type(None)), "Rebalancing(…) or None", rebalancing=rebalancing)
+        require_type(name, (bool,), "True or False", tolerate_client_errors=tolerate_client_errors)
         self._cluster, self._schedule, self._costs, self._exchange, self._rings = (
             cluster, schedule, costs, exchange, rings)
         self._tolerate_client_errors = tolerate_client_errors
@@ -161,6 +170,10 @@ class SoCFlow(PlannedRounds):
         A group with another leader than in that round starts with a new optimiser. `balance` is the state of
         re-balancing.
         """
+        for key, socs in (("away", away), ("planned_without", planned_without)):
+            if unknown := [soc for soc in socs if soc not in self._planner.participant_of]:
+                raise ConfigError(f"resume_from: {key} has {unknown[0]!r}, which is no SoC of the plan; use the state "
+                                  "of the same strategy")
         super().resume_from(server_round)
         self._planner.restore(away=away, planned_without=planned_without, balance=balance or {})
         self._resumed_states = {group.group_id: (group.leader, group.group_id not in without_state)
