@@ -498,8 +498,8 @@ def test_what_a_device_does_not_say_has_no_key() -> None:
 @pytest.mark.parametrize(("record", "text"), [
     ({}, r"heat record: missing \['paused_s', 'share', 'triggered'\]"),
     ({**HeatReport().encode(), "humour": 1.0}, r"unknown \['humour'\]"),
-    ({**HeatReport().encode(), "share": 0.0}, "share = 0.0 must lie above 0"),
-    ({**HeatReport().encode(), "share": math.nan}, "share = nan must lie above 0"),
+    ({**HeatReport().encode(), "share": 0.0}, "share = 0.0 must be above 0"),
+    ({**HeatReport().encode(), "share": math.nan}, "share = nan must be above 0"),
     ({**HeatReport().encode(), "clock-factor": 2.0}, "clock-factor = 2.0 must lie between 0 and 1"),
 ])
 def test_a_report_that_cannot_be_is_refused(record: dict[str, Any], text: str) -> None:
