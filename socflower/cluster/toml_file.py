@@ -9,7 +9,7 @@ from datetime import date, time
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -214,7 +214,7 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
                 return f"{_place(where, path)} must be a table, got {_shown(value)}"
             step = loc.pop(0)
             path.append(step)
-            value = value[step]  # type: ignore[index]
+            value = cast(Any, value)[step]
         kind = inner
     if error["type"] in ("value_error", "assertion_error"):
         text = str(error["ctx"]["error"])

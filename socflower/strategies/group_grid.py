@@ -38,7 +38,7 @@ _Value = TypeVar("_Value")
 
 
 class GroupGrid(ForwardingGrid):
-    """A grid through which a group of SoCFlow answers with one reply, whatever befalls its members.
+    """A grid through which each group of SoCFlow answers with one reply, also if members of it fail.
 
     Flower's `start` waits for a reply of every node, and reports a dead one after a minute. Through this grid, a group
     of real machines is settled by its first reply with a model. Its survivors are asked again if the model was lost,

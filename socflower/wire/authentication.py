@@ -80,6 +80,7 @@ class _Session:
 
 
 # ------------------------------------------------------------------------------------------------------ client
+# grpcio has no types, so that mypy takes its classes for Any and warns of every subclass.
 @dataclass(frozen=True, slots=True)
 class _Details(grpc.ClientCallDetails):  # type: ignore[misc]
     method: str

@@ -89,7 +89,7 @@ def private_network(environment: Mapping[str, str]) -> Iterator[Network]:
             finally:
                 keeper.terminate()
                 with suppress(OSError):  # it was killed before
-                    keeper.stdin.close()  # type: ignore[union-attr]
+                    keeper.stdin.close()  # type: ignore[union-attr]  # it is a pipe
     yield Network(f"no network namespace can be made here: {reason}")
 
 
