@@ -12,7 +12,7 @@ import pytest
 import socflower
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = sorted([*(ROOT / "docs" / "examples").rglob("*.py"), *(ROOT / "scenarios").rglob("*.py")])
 # Where a path of a page may begin, beside the page's own folder.
 BASES = [ROOT, ROOT / "socflower", ROOT / "native", ROOT / "native" / "int8", ROOT / "scenarios"]
@@ -105,14 +105,14 @@ def imports(text: str) -> Iterator[tuple[int, str, str]]:
             yield line, match.group(1), name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_path_of_a_page_exists(page: Path) -> None:
     missing = [f"{page.relative_to(ROOT)}:{number}: {token}" for number, line in lines_of(page)
                for token in names_of_paths(line) if not is_there(token, page)]
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_module_of_a_page_exists(page: Path) -> None:
     missing = [f"{page.relative_to(ROOT)}:{number}: {name}" for number, line in lines_of(page)
                for name in re.findall(r"(?<![\w./-])socflower(?:\.\w+)+", line)
@@ -129,7 +129,7 @@ def test_every_module_that_the_package_tells_of_exists() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_class_and_call_of_a_page_is_known(page: Path) -> None:
     """A name in backticks that looks like a class or is called is a word of the sources, or of a page's programs."""
     others = {"CMakeLists", "FedMedian", "TheWrapper"}  # the last two stand for strategies of the reader
@@ -140,7 +140,7 @@ def test_every_class_and_call_of_a_page_is_known(page: Path) -> None:
     assert unknown == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
@@ -153,7 +153,7 @@ def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
     assert broken == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_benchmark_of_a_page_exists(page: Path) -> None:
     named = re.findall(r"socflower bench ([a-z][\w-]*)", page.read_text("utf-8"))
     assert [name for name in named if not (ROOT / "benchmarks" / f"{name.replace('-', '_')}.py").exists()] == []

@@ -1,0 +1,314 @@
+"""The code blocks of the pages: they run, or are fragments whose names, commands, options and keys exist.
+
+The word after a block's language says what happens to it:
+
+- none: `python` and `sh` run in `make test`; `toml` is a whole scenario, cluster or device file, and is loaded
+- `slow`: runs in `make test-slow` only, after the page's other blocks
+- `fragment`: is only read. Python must compile, and what it imports from socflower must exist; the `socflower` and
+  `make` commands of `sh` must have their options, files and targets; keys and values of `toml` must suit the schema.
+- `text` blocks are output or drawings; other languages are refused
+
+The blocks of a page run in order, Python in one namespace, in a folder of the page that has scenarios/, docs/ and
+benchmarks/ in it. A Python or TOML block whose first line is a comment that is only a file name, such as `# app.py`, is
+written to that file as well. The `[project]`, `[tool]` and `[superlink]` of other programs' files need only be TOML.
+"""
+
+import ast
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import tomllib
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+# Pages that do not follow these rules yet. Whoever writes one anew removes its line.
+OLD_PAGES = {
+    "CONTRIBUTING.md",
+    "README.md",
+    "docs/architecture.md",
+    "docs/benchmarks.md",
+    "docs/cost-model.md",
+    "docs/device-profiles.md",
+    "docs/fans.md",
+    "docs/flower-apps.md",
+    "docs/heat-model.md",
+    "docs/int8-training.md",
+    "docs/mixed-precision.md",
+    "docs/real-rack.md",
+    "docs/rebalancing.md",
+    "docs/rings.md",
+    "docs/scenario-files.md",
+    "docs/sensors.md",
+    "docs/split-accuracy.md",
+    "docs/split-deployment.md",
+    "docs/split-training.md",
+    "docs/testbed.md",
+    "docs/thermal-mod.md",
+    "docs/warm-executor.md",
+}
+LANGUAGES = {"python": ("", "slow", "fragment"), "sh": ("", "slow", "fragment"), "toml": ("", "fragment"),
+             "text": ("",)}
+OTHER_PROGRAMS = {"build-system", "project", "superlink", "tool"}
+EXPORTS = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+
+
+class Block(NamedTuple):
+    page: Path
+    line: int  # of its fence
+    language: str
+    mark: str
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def file_name(self) -> str | None:
+        """The file that the block is written to as well."""
+        found = re.match(r"# ([\w-][\w./-]*\.(?:py|toml))\n", self.text)
+        return found[1] if found and self.language in ("python", "toml") else None
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    lines = iter(enumerate(page.read_text("utf-8").splitlines(), 1))
+    for number, line in lines:
+        opening = re.match(r" *```(\w*) *(.*)$", line)
+        if opening:
+            inner = []
+            for _, line in lines:
+                if line.strip() == "```":
+                    break
+                inner.append(line)
+            yield Block(page, number, opening[1], opening[2].strip(), textwrap.dedent("\n".join([*inner, ""])))
+
+
+def ruled(*languages: str, mark: str | None = None) -> list[Any]:
+    """Return the blocks of pages that follow the rules, as parameters."""
+    return [pytest.param(block, id=block.place) for page in PAGES if str(page.relative_to(ROOT)) not in OLD_PAGES
+            for block in blocks_of(page) if block.language in languages and mark in (None, block.mark)]
+
+
+def pages_that_run(*marks: str) -> list[Any]:
+    """Return the pages with a block of Python or shell that has one of these marks, as parameters."""
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES
+            if any(page == param.values[0].page and param.values[0].mark in marks for param in ruled("python", "sh"))]
+
+
+def test_every_block_says_what_it_is() -> None:
+    unruly = [f"{block.place}: ```{block.language} {block.mark}".rstrip() for page in PAGES
+              if str(page.relative_to(ROOT)) not in OLD_PAGES for block in blocks_of(page)
+              if block.mark not in LANGUAGES.get(block.language, ())]
+    assert not unruly, f"{unruly}: use one of {LANGUAGES}"
+
+
+# ------------------------------------------------------------------------------------------- blocks that run
+@pytest.mark.parametrize("page", pages_that_run(""))
+def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                  capfd: pytest.CaptureFixture[str]) -> None:
+    run_blocks([block for block in blocks_of(page) if block.mark == ""], tmp_path, monkeypatch, capfd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_that_run("slow"))
+def test_the_slow_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                       capfd: pytest.CaptureFixture[str]) -> None:
+    run_blocks([block for block in blocks_of(page) if block.mark != "fragment"], tmp_path, monkeypatch, capfd)
+
+
+def run_blocks(blocks: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatch,
+               capfd: pytest.CaptureFixture[str]) -> None:
+    """Run a page's blocks in a folder, as a user would in the repository's: Python here, where torch is loaded."""
+    import torch
+
+    for name in ("scenarios", "docs", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+    main = ModuleType("__main__")
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    for variable, value in EXPORTS.items():
+        monkeypatch.setenv(variable, value)
+    threads, modules = torch.get_num_threads(), set(sys.modules)
+    try:
+        for block in blocks:
+            if block.file_name:
+                (folder / block.file_name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / block.file_name).write_text(block.text, "utf-8")
+            if block.language == "python":
+                run_python(block, main)
+            elif block.language == "sh":
+                run_shell(block, monkeypatch, capfd)
+    finally:
+        torch.set_num_threads(threads)
+        for name in set(sys.modules) - modules:  # another page may have a file of the same name
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
+                del sys.modules[name]
+
+
+def run_python(block: Block, main: ModuleType) -> None:
+    """Execute a block; a traceback names the page and its lines."""
+    code = compile("\n" * block.line + block.text, str(block.page), "exec", dont_inherit=True)
+    try:
+        exec(code, main.__dict__)
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(block.page)]
+        where = f"{block.page.relative_to(ROOT)}:{lines[-1]}"
+        raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
+
+
+def run_shell(block: Block, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Run a block; plain lines of socflower without a new interpreter, which would load torch for seconds."""
+    from socflower.cli.main import main as socflower
+
+    commands = list(commands_of(block.text))
+    is_plain = block.mark == "" and not re.search(r"[|&;<>$()*]|\bsudo\b", block.text)
+    if not is_plain or any(command[:1] != ["socflower"] for command in commands):
+        ran = subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], capture_output=True, text=True,
+                             stdin=subprocess.DEVNULL)
+        printed = ran.stdout[-2000:] + ran.stderr[-2000:]
+        assert ran.returncode == 0, f"{block.place}: ended with {ran.returncode}\n{printed}"
+        return
+    for command in commands:
+        monkeypatch.setattr(sys, "argv", command)
+        capfd.readouterr()
+        try:
+            socflower()
+        except SystemExit as end:
+            printed = "".join(capfd.readouterr())[-2000:]
+            assert not end.code, f"{block.place}: {shlex.join(command)} ended with {end.code}\n{printed}"
+
+
+# -------------------------------------------------------------------------------------- Python that does not run
+@pytest.mark.parametrize("block", ruled("python", mark="fragment"))
+def test_a_fragment_of_python_compiles_and_its_imports_exist(block: Block) -> None:
+    tree = ast.parse("\n" * block.line + block.text, str(block.page))
+    missing = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "socflower":
+                    importlib.import_module(alias.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "socflower":
+            module = importlib.import_module(node.module or "")
+            missing += [f"{block.page.relative_to(ROOT)}:{node.lineno}: {node.module} has no {alias.name}"
+                        for alias in node.names if not hasattr(module, alias.name)]
+    assert not missing
+
+
+# ---------------------------------------------------------------------------------------- shell that does not run
+def commands_of(text: str) -> Iterator[list[str]]:
+    """Yield the simple commands of a shell text as words, without redirections, variables and `sudo` before them."""
+    for line in text.replace("\\\n", " ").splitlines():
+        line = re.sub(r"(?<!\S)(\d|&)?>{1,2}(&\d| *[^ ;|&]+)", "", line)
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;()")
+        words: list[str] = []
+        for token in [*lexer, ";"]:
+            if set(token) <= set("|&;()"):
+                if words:
+                    yield words
+                words = []
+            elif words or not (token in ("sudo", "nohup", "time", "do", "then") or re.match(r"[A-Z_]+=", token)):
+                words.append(token)
+
+
+@pytest.mark.parametrize("block", ruled("sh", mark="fragment"))
+def test_the_commands_of_a_fragment_of_shell_exist(block: Block) -> None:
+    import click
+    import typer.main
+
+    from socflower.cli.main import app
+    from socflower.scenario.schema.file import apply_override
+
+    program: Any = typer.main.get_command(app)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    for words in commands_of(block.text):
+        here = f"{block.place}: {shlex.join(words)}"
+        missing = [word for word in words if re.match(r"(scenarios|docs|benchmarks)/", word)
+                   and not (ROOT / word).exists()]
+        assert not missing, f"{here}: {missing} is not there"
+        if Path(words[0]).name == "make":
+            unknown = [word for word in words[1:] if re.fullmatch(r"[a-z-]+", word) and word not in targets]
+            assert not unknown, f"{here}: {unknown} is no target of Makefile"
+        if Path(words[0]).name != "socflower":
+            continue
+        try:
+            command, context = program, program.make_context("socflower", words[1:])
+            while isinstance(command, click.Group):
+                name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+                context = command.make_context(name, rest, parent=context)
+        except click.exceptions.Exit:  # of --help and --version
+            continue
+        except click.ClickException as error:
+            raise AssertionError(f"{here}: {error.format_message()}") from None
+        overrides: dict[str, Any] = {}
+        for override in context.params.get("set_") or ():
+            apply_override(overrides, override)
+        assert not mistakes_of(overrides), f"{here}: {mistakes_of(overrides)}"
+
+
+# ------------------------------------------------------------------------------------------------------- TOML
+def mistakes_of(document: dict[str, Any]) -> list[str]:
+    """Return the unknown keys and wrong values in tables of a scenario; others may be missing."""
+    from pydantic import ValidationError
+
+    from socflower.cluster.device_catalog import DeviceFile
+    from socflower.scenario.expectations import require_known_claims
+    from socflower.scenario.schema.config import ScenarioFile
+
+    if isinstance(document.get("cluster"), str):  # the name of a file
+        document = {key: value for key, value in document.items() if key != "cluster"}
+    require_known_claims(document.get("expect", {}), "")
+    kind = DeviceFile if "link" in document else ScenarioFile
+    try:
+        kind.model_validate_json(json.dumps(document, default=str), by_alias=True, by_name=False)
+    except ValidationError as error:
+        return [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
+                if each["type"] not in ("missing", "value_error")]
+    return []
+
+
+@pytest.mark.parametrize("block", ruled("toml"))
+def test_a_toml_file_is_loaded_and_a_fragment_has_known_keys(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from socflower.cluster import load_cluster
+    from socflower.cluster.cluster_file import ClusterFile
+    from socflower.cluster.device_catalog import read_device_file
+    from socflower.cluster.toml_file import keys_of
+    from socflower.errors import ConfigError
+    from socflower.scenario.schema.file import load_scenario, scenario_cluster
+
+    file = tmp_path / (block.file_name or "block.toml")
+    file.write_text(block.text, "utf-8")
+    (tmp_path / "scenarios").symlink_to(ROOT / "scenarios")
+    (tmp_path / "clusters").symlink_to(ROOT / "scenarios" / "clusters")
+    monkeypatch.chdir(tmp_path)
+    try:
+        document = tomllib.loads(block.text)
+        if OTHER_PROGRAMS & set(document):
+            return
+        if block.mark == "fragment":
+            assert not mistakes_of(document), f"{block.place}: {mistakes_of(document)}"
+        elif "cluster" not in document and "board" not in document and "device" in document:
+            read_device_file(file)
+        elif set(document) <= set(keys_of(ClusterFile)):
+            load_cluster(file)
+        else:
+            scenario_cluster(load_scenario(file))
+    except (ConfigError, tomllib.TOMLDecodeError) as error:
+        raise AssertionError(f"{block.place}: {error}") from None
