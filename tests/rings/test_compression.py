@@ -2,7 +2,8 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
@@ -28,31 +29,70 @@ Result = TypeVar("Result")
 
 def together(rings: Sequence[Collective], member: Callable[[Collective], Result]) -> list[Result]:
     """Run `member` with every end of a ring, each in a thread; close it and return the results by rank."""
-    results: dict[int, Result] = {}
-    failures: list[BaseException] = []
-
-    def run(ring: Collective) -> None:
+    with ThreadPoolExecutor(len(rings)) as threads:
         try:
-            results[ring.rank] = member(ring)
-        except BaseException as error:
-            failures.append(error)
-            ring.close()
+            return on_all(rings, threads, member)
+        finally:
+            for ring in rings:
+                ring.close()
 
-    threads = [threading.Thread(target=run, args=(ring,), daemon=True) for ring in rings]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    for ring in rings:
-        ring.close()
-    assert not any(thread.is_alive() for thread in threads)
+
+def on_all(
+    rings: Sequence[Collective], threads: ThreadPoolExecutor, member: Callable[[Collective], Result],
+) -> list[Result]:
+    """Run `member` with every end of a ring and return the results by rank; the rings are closed if one fails."""
+    def run(ring: Collective) -> Result:
+        try:
+            return member(ring)
+        except BaseException:
+            ring.close()
+            raise
+
+    futures = [threads.submit(run, ring) for ring in rings]
+    failures = [error for future in futures if (error := future.exception(timeout=60)) is not None]
     if failures:
         raise next((error for error in failures if not isinstance(error, PeerLost)), failures[0])
-    return [results[rank] for rank in range(len(rings))]
+    return [future.result() for future in futures]
+
+
+class KeptRings:
+    """Rings of every size that stay open from one exchange to the next: starting threads takes longer than a sum."""
+
+    def __init__(self) -> None:
+        self._of_size: dict[int, tuple[list[Collective], ThreadPoolExecutor]] = {}
+
+    def run(self, size: int, member: Callable[[Collective], Result]) -> list[Result]:
+        """Run `member` with every end of a ring; one in which an exchange failed is not used again."""
+        if size not in self._of_size:
+            self._of_size[size] = in_process_rings(size), ThreadPoolExecutor(size)
+        try:
+            return on_all(*self._of_size[size], member)
+        except BaseException:
+            self._close(size)
+            raise
+
+    def close(self) -> None:
+        for size in list(self._of_size):
+            self._close(size)
+
+    def _close(self, size: int) -> None:
+        rings, threads = self._of_size.pop(size)
+        for ring in rings:
+            ring.close()
+        threads.shutdown()
+
+
+KEPT = KeptRings()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rings_are_closed() -> Iterator[None]:
+    yield
+    KEPT.close()
 
 
 class Group:
-    """The compressions of a group's members, which form a new ring for each step."""
+    """The compressions of a group's members."""
 
     def __init__(self, name: str, size: int, **options: object) -> None:
         made = [make_compression(name, **options) for _ in range(size)]  # type: ignore[arg-type]
@@ -70,7 +110,7 @@ class Group:
                 own.finish_step()
             return gradient
 
-        sums = together([self.wrap(ring) for ring in in_process_rings(len(self.members))], exchange)
+        sums = KEPT.run(len(self.members), lambda ring: exchange(self.wrap(ring)))
         assert len({one.numpy().tobytes() for one in sums}) == 1
         return sums[0]
 

@@ -1,6 +1,5 @@
 """A folder has one process at a time, and none is kept out by one that is gone."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from socflower.engines.local.workers import _start_method as start_method
 from socflower.errors import ConfigError
 from socflower.wire.folders import LOCK_FILE, FolderLock, exclusive_folder
 
@@ -76,7 +76,7 @@ def test_two_of_one_process_keep_each_other_out(tmp_path: Path) -> None:
 def test_a_fork_server_and_its_workers_do_not_keep_the_lock(tmp_path: Path) -> None:
     """They are started while the folder is held, and may outlive whoever held it."""
     lock = FolderLock(tmp_path / LOCK_FILE, "first")
-    worker = multiprocessing.get_context("forkserver").Process(target=signal.pause)
+    worker = start_method().Process(target=signal.pause)
     worker.start()
     try:
         lock.release()
