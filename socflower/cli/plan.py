@@ -28,12 +28,13 @@ def plan(
     from socflower.scenario.heat import predicted_heat
     from socflower.scenario.planning import plan_scenario
     from socflower.scenario.schema.file import load_scenario, scenario_cluster
+    from socflower.scenario.schema.strategies import group_strategy
 
     overrides = [*(set_ or ()), *([f"strategy.groups={groups}"] if groups is not None else ())]
     loaded = load_scenario(scenario, overrides)
-    if groups is not None and loaded.strategy.name != "socflow":
+    if groups is not None and not (loaded.has_groups and group_strategy(loaded.strategy.name).num_groups is None):
         raise ConfigError(f"--groups {groups}: is for strategy.name = 'socflow', and {scenario} has "
-                          f"{loaded.strategy.name!r}, which forms no groups; leave it out")
+                          f"{loaded.strategy.name!r}, which takes no number of groups; leave it out")
     if loaded.is_split:
         _plan_split(loaded, as_json)
         return

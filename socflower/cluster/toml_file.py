@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import date, time
 from difflib import get_close_matches
@@ -23,7 +23,7 @@ from socflower.errors import ConfigError
 class OneOf:
     """Limits a key to some values."""
 
-    values: tuple[int | str, ...]
+    values: Collection[int | str]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Check the value after its type."""
@@ -135,7 +135,7 @@ def allowed(annotation: Any, limits: Sequence[Any] = ()) -> str:
         return " or ".join(allowed(kind, limits) for kind in kinds if kind is not int or float not in kinds)
     for limit in limits:
         if isinstance(limit, OneOf):
-            values = limit.values
+            values = [*limit.values]
             return f"one of {', '.join(map(str, values))}" if len(values) > 1 else json.dumps(values[0])
     if get_origin(annotation) is tuple:
         return f"a list of {_items(get_args(annotation)[0])}{_range(limits)}"

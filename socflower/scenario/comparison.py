@@ -11,9 +11,9 @@ from socflower.report.report import write_report
 from socflower.scenario.expectations import check_expectations
 from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.runner import run_to_folder, time_to_accuracy_s
-from socflower.scenario.schema.config import CLUSTER_STRATEGIES, STRATEGIES, Scenario
+from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
-from socflower.scenario.schema.split import SPLIT_STRATEGIES
+from socflower.scenario.schema.strategies import STRATEGIES, family_of
 from socflower.wire.folders import exclusive_folder
 from socflower.wire.saved_state import remove_partial, write_atomically
 
@@ -32,7 +32,7 @@ def compare(
     that an interrupted comparison continues where it stopped. `comparison.json` and `report.html` contain all of them.
     The claims are checked for the first strategy against the others.
     """
-    family = SPLIT_STRATEGIES if scenario.is_split else CLUSTER_STRATEGIES
+    family = family_of(scenario.strategy.name)
     for name in strategies:
         if name not in STRATEGIES:
             raise ConfigError(f"--strategies {name}: unknown; use some of {', '.join(STRATEGIES)}")

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from socflower.errors import ConfigError
-from socflower.scenario.schema.config import STRATEGIES
+from socflower.scenario.schema.strategies import STRATEGIES
 
 Result: TypeAlias = Mapping[str, Any]
 

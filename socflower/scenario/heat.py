@@ -101,7 +101,7 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
 
 def unthrottled_training_s(scenario: Scenario, cluster: Cluster) -> float | None:
     """Return the virtual seconds of the planned training without heat and users; None for fedavg, which has no plan."""
-    if scenario.strategy.name == "fedavg":
+    if not scenario.has_groups:
         return None
     return planned_training(scenario, cluster).duration_s
 
@@ -135,7 +135,7 @@ def _policy(thermal: ThermalConfig, scenario: Scenario, cluster: Cluster, rack: 
 def planned_load(scenario: Scenario, cluster: Cluster, rack: Rack) -> PlannedLoad:
     """Return the power and heat of the planned training over the run's virtual time."""
     idle_w = [cluster.device_of(soc).idle_w for soc in range(cluster.num_socs)]
-    if scenario.strategy.name == "fedavg":  # has no plan: all SoCs work all the time
+    if not scenario.has_groups:  # and so no plan: all SoCs work all the time
         num_socs = scenario.strategy.socs or cluster.num_socs
         busy = [cluster.device_of(soc) for soc in range(num_socs)]
         busy_w = sum(device.processor(device.default_processor).active_w for device in busy)

@@ -12,7 +12,6 @@ from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.device_costs import training_energy_j
 from socflower.edgecloud.plan.phases import phases, window_limit
 from socflower.edgecloud.plan.timeline import Party
-from socflower.errors import ConfigError
 from socflower.hierarchy import (
     GroupPlan,
     IntervalCosts,
@@ -34,6 +33,7 @@ from socflower.scenario.arithmetic import mixing_note, model_profile, num_traini
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.strategies import group_strategy
 from socflower.scenario.split_setting import SplitSetting
 from socflower.sim import EventClock
 from socflower.workloads import data_shape
@@ -67,7 +67,7 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     notes: list[str] = []
     work, turns = planned_work(scenario, cluster)
     plan, cost = work.plan, work.pricing
-    if scenario.strategy.name == "socflow" and scenario.strategy.groups == "auto":
+    if scenario.strategy.groups == "auto" and not group_strategy(scenario.strategy.name).num_groups:
         notes.append("groups = 'auto' is decided by training an epoch with each candidate; planned with "
                      f"{len(plan.groups)}, one group per board")
     if isinstance(cost, MixedPricing):
@@ -100,10 +100,8 @@ def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[IntervalCosts, T
     With `groups = "auto"` it is the work of one group per board.
     """
     settings = scenario.strategy
-    if settings.name == "fedavg":
-        raise ConfigError("plan: fedavg has no groups to plan; use strategy.name = 'socflow', 'ring' or 'sgd'")
-    num_socs = 1 if settings.name == "sgd" else settings.socs
-    num_groups = settings.groups if settings.name == "socflow" else 1
+    kind = group_strategy(settings.name)
+    num_socs, num_groups = kind.num_socs or settings.socs, kind.num_groups or settings.groups
     if isinstance(num_groups, str):
         num_groups = min(len(cluster.boards), num_socs or cluster.num_socs)
     cost = pricing(scenario)
@@ -144,8 +142,7 @@ def _planned_lengths(scenario: Scenario, work: IntervalCosts) -> Mapping[int, in
 
 
 def _interval_epochs(scenario: Scenario) -> float | str:
-    # With one group there is nothing to synchronise: its rounds only determine when it is evaluated.
-    return scenario.strategy.sync_interval_epochs if scenario.strategy.name == "socflow" else 1.0
+    return group_strategy(scenario.strategy.name).interval_epochs or scenario.strategy.sync_interval_epochs
 
 
 def _training_usage(work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]]) -> Usage:

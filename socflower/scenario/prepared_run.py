@@ -67,7 +67,7 @@ class PreparedRun:
         if isinstance(groups, int) and groups > num_socs:
             raise InfeasiblePlan(f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; "
                                  f"use groups = {num_socs} or fewer")
-        if engine == "deployment" and scenario.precision.arithmetic == "int8" and scenario.strategy.name != "fedavg":
+        if engine == "deployment" and scenario.precision.arithmetic == "int8" and scenario.has_groups:
             raise ConfigError(f"{scenario.name} [precision] arithmetic = 'int8' hands out no gradients that machines "
                               "could exchange; use arithmetic = 'mixed' with rule = 'int8', or another engine")
         if scenario.model.name not in model_names():

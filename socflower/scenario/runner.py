@@ -30,6 +30,7 @@ from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster, to_document
+from socflower.scenario.schema.strategies import group_strategy
 from socflower.wire.folders import exclusive_folder, temporary_folder
 from socflower.wire.saved_state import atomic_file, write_atomically
 
@@ -275,10 +276,10 @@ def _num_nodes(scenario: Scenario) -> int:
 
 def _num_busy_nodes(scenario: Scenario, num_nodes: int) -> int:
     """Return how many clients can run at the same time; more worker processes than that would idle."""
-    if scenario.strategy.name in ("sgd", "ring"):
-        return 1
-    groups = scenario.strategy.groups
-    return groups if scenario.strategy.name == "socflow" and isinstance(groups, int) else num_nodes
+    if not scenario.has_groups:
+        return num_nodes
+    groups = group_strategy(scenario.strategy.name).num_groups or scenario.strategy.groups
+    return groups if isinstance(groups, int) else num_nodes
 
 
 @contextmanager

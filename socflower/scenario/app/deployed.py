@@ -14,6 +14,7 @@ from socflower.hierarchy import plan_groups
 from socflower.scenario.arithmetic import pricing
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster, to_document
+from socflower.scenario.schema.strategies import group_strategy
 
 SCENARIO_FILE = "scenario.json"
 
@@ -45,10 +46,12 @@ def deployed_app(scenario: Scenario) -> DeployedApp:
 def participants(scenario: Scenario) -> tuple[int, ...]:
     """Return the SoCs that the scenario's plan uses; if only training can decide the plan, the first SoCs."""
     cluster, settings = scenario_cluster(scenario), scenario.strategy
-    num_socs = 1 if settings.name == "sgd" else settings.socs or cluster.num_socs
-    if settings.name == "fedavg" or scenario.is_split or (settings.name == "socflow" and settings.groups == "auto"):
+    if not scenario.has_groups:
+        return tuple(range(settings.socs or cluster.num_socs))
+    kind = group_strategy(settings.name)
+    num_socs, num_groups = kind.num_socs or settings.socs or cluster.num_socs, kind.num_groups or settings.groups
+    if isinstance(num_groups, str):
         return tuple(range(num_socs))
-    num_groups = settings.groups if settings.name == "socflow" and isinstance(settings.groups, int) else 1
     rates = sustained_rates(cluster, scenario.model.name, pricing(scenario))
     return plan_groups(cluster, num_groups, num_socs, rates).participants
 

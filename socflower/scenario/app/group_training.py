@@ -1,6 +1,7 @@
 """The ServerApp of a scenario without a cloud: builds model, data, strategy and clock, and returns the outcome."""
 
 from collections.abc import Collection
+from importlib import import_module
 from time import perf_counter
 from typing import Any
 
@@ -19,8 +20,9 @@ from socflower.scenario.arithmetic import model_profile, num_training_samples, p
 from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
+from socflower.scenario.schema.strategies import group_strategy
 from socflower.sim import EventClock, Trace
-from socflower.strategies.comparators import OrderedFedAvg, RingAllReduce, SingleDevice
+from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.warm_up import profile_group_count
@@ -65,7 +67,7 @@ class _Training:
         resumed = self._record.resume()
         if resumed is not None:
             self._resumed, arrays = resumed
-        final = self._fedavg(arrays) if self._scenario.strategy.name == "fedavg" else self._grouped(arrays)
+        final = self._grouped(arrays) if self._scenario.has_groups else self._fedavg(arrays)
         if self._resumed is not None:
             final = final or arrays  # no round was left
         if not final:
@@ -105,8 +107,9 @@ class _Training:
 
     def _num_groups(self, arrays: ArrayRecord) -> int:
         settings = self._scenario.strategy
-        if settings.name != "socflow":
-            return 1
+        fixed = group_strategy(settings.name).num_groups
+        if fixed is not None:
+            return fixed
         if isinstance(settings.groups, int):
             return settings.groups
         if self._record.warm_up is not None:  # of the resumed run
@@ -123,22 +126,20 @@ class _Training:
 
     def _strategy(self, num_groups: int, num_epochs: int) -> SoCFlow:
         settings = self._scenario.strategy
-        shared: dict[str, Any] = {
-            "cluster": self._cluster,
-            "schedule": TrainingSchedule(
+        kind = group_strategy(settings.name)
+        module, _, name = kind.target.partition(":")
+        strategy: type[SoCFlow] = getattr(import_module(module), name)
+        return strategy(
+            cluster=self._cluster, groups=Grouping(num_groups=num_groups, num_socs=kind.num_socs or settings.socs),
+            schedule=TrainingSchedule(
                 num_samples=self._num_samples, batch_size=self._scenario.train.batch_size, num_epochs=num_epochs,
-                interval_epochs=settings.sync_interval_epochs, reshuffle=settings.reshuffle, seed=self._scenario.seed),
-            "costs": Costs(model_profile=self._profile, pricing=pricing(self._scenario), clock=self._clock),
-            "rings": self._scenario.ring, "rebalancing": rebalancing(self._scenario),
-            "tolerate_client_errors": settings.tolerate_client_errors,
-        }
-        overlap = settings.overlap_buckets
-        if settings.name == "sgd":
-            return SingleDevice(exchange=ExchangeSettings(overlap_buckets=overlap), **shared)
-        if settings.name == "ring":
-            return RingAllReduce(num_socs=settings.socs, exchange=ExchangeSettings(overlap_buckets=overlap), **shared)
-        return SoCFlow(groups=Grouping(num_groups=num_groups, num_socs=settings.socs), exchange=ExchangeSettings(
-            serialize_uplinks=settings.serialize_uplinks, overlap_buckets=overlap), **shared)
+                interval_epochs=kind.interval_epochs or settings.sync_interval_epochs, reshuffle=settings.reshuffle,
+                seed=self._scenario.seed),
+            costs=Costs(model_profile=self._profile, pricing=pricing(self._scenario), clock=self._clock),
+            exchange=ExchangeSettings(
+                serialize_uplinks=settings.serialize_uplinks, overlap_buckets=settings.overlap_buckets),
+            rings=self._scenario.ring, rebalancing=rebalancing(self._scenario),
+            tolerate_client_errors=settings.tolerate_client_errors)
 
     def _fedavg(self, arrays: ArrayRecord) -> ArrayRecord:
         """Train with Flower's FedAvg over all nodes, summed in node order; the grid prices its messages."""

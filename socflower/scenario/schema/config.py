@@ -10,10 +10,9 @@ from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.rings.settings import RingSettings
 from socflower.scenario.schema.split import SPLIT_STRATEGIES, EdgeCloudConfig
+from socflower.scenario.schema.strategies import CLUSTER_STRATEGIES, STRATEGIES, GroupStrategy, family_of
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
 
-CLUSTER_STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
-STRATEGIES = (*CLUSTER_STRATEGIES, *SPLIT_STRATEGIES)
 ARITHMETICS = ("fp32", "int8", "mixed")
 REBALANCE = ("off", "shares", "groups", "both")
 FAULT_KINDS = ("raise", "nan", "hang", "die", "preempt")
@@ -127,8 +126,8 @@ class StrategyConfig(Table):
     """`[strategy]`"""
 
     name: Annotated[str, OneOf(STRATEGIES)] = Field("socflow", description=(
-        "`ring`: all SoCs in one ring; `fedavg`: Flower's, all SoCs in every round, broken replies are left out; "
-        "`sgd`: SoC 0 alone; the others train with [a cloud](scenario-files.md#edgecloud)"))
+        "".join(f"`{name}`: {kind.about}; " for name, kind in STRATEGIES.items() if kind.about)
+        + "the others train with [a cloud](scenario-files.md#edgecloud)"))
     groups: Annotated[int, Field(gt=0, le=MOST_SOCS)] | Annotated[str, OneOf(("auto",))] = Field("auto", description=(
         "number of groups of `socflow`; \"auto\" trains an epoch with 1, 2, 4, … groups and takes the last one before "
         "accuracy falls"))
@@ -212,8 +211,8 @@ class ScenarioFile(ClusterFile):
         if self.train.momentum and self._trains_by_niti:
             raise ValueError(f"[train] momentum = {self.train.momentum}: the integer update of [precision] algorithm "
                              "= 'niti' has none; leave it out, or use algorithm = 'adaptive-fixed-point'")
-        family = SPLIT_STRATEGIES if self.is_split else CLUSTER_STRATEGIES
-        if self.compare.strategies == CLUSTER_STRATEGIES != family:
+        family = family_of(self.strategy.name)
+        if self.is_split and self.compare.strategies == CLUSTER_STRATEGIES:
             # The default strategies do not fit this scenario: replace them by those of its family.
             object.__setattr__(self, "compare", self.compare.replaced(strategies=tuple(
                 name for name in family if name != "splitfed")))
@@ -254,7 +253,12 @@ class ScenarioFile(ClusterFile):
     @property
     def is_split(self) -> bool:
         """Whether the strategy trains with a cloud."""
-        return self.strategy.name in SPLIT_STRATEGIES
+        return STRATEGIES[self.strategy.name].uses_cloud
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the strategy trains with groups, and so has a plan."""
+        return isinstance(STRATEGIES[self.strategy.name], GroupStrategy)
 
     @property
     def split(self) -> EdgeCloudConfig:

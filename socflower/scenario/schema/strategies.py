@@ -1,0 +1,57 @@
+"""The strategies that a scenario can name, and what planners and engines have to know of each before it trains."""
+
+from dataclasses import dataclass
+
+from socflower.errors import ConfigError
+from socflower.scenario.schema.split import SPLIT_STRATEGIES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strategy:
+    """A strategy without groups: Flower's FedAvg, and training with a cloud."""
+
+    about: str = ""  # for the description of the key; the page of strategies with a cloud describes them
+    uses_cloud: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupStrategy(Strategy):
+    """A strategy with groups: a class that is made as `SoCFlow` is, by keyword arguments.
+
+    `num_groups`, `num_socs` and `interval_epochs` are None if `[strategy]` decides, by its keys `groups`, `socs` and
+    `sync_interval_epochs`.
+    """
+
+    target: str = "socflower.strategies.socflow:SoCFlow"  # imported when it trains: every command reads this module
+    num_groups: int | None = None
+    num_socs: int | None = None
+    interval_epochs: float | None = None
+
+
+# With one group there is nothing to synchronise: its rounds only determine when it is evaluated.
+STRATEGIES: dict[str, Strategy] = {
+    "socflow": GroupStrategy(),
+    "ring": GroupStrategy(about="all SoCs in one ring", num_groups=1, interval_epochs=1.0),
+    "fedavg": Strategy(about="Flower's, all SoCs in every round, broken replies are left out"),
+    "sgd": GroupStrategy(about="SoC 0 alone", num_groups=1, num_socs=1, interval_epochs=1.0),
+    **dict.fromkeys(SPLIT_STRATEGIES, Strategy(uses_cloud=True)),
+}
+"""Each strategy by its name in `[strategy]`. A new strategy with groups is a class and an entry here."""
+
+CLUSTER_STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
+"""What `socflower compare` runs by default."""
+
+
+def family_of(name: str) -> tuple[str, ...]:
+    """Return the strategies that can run the workload of a strategy: with a cloud, or without."""
+    return tuple(other for other, kind in STRATEGIES.items() if kind.uses_cloud == STRATEGIES[name].uses_cloud)
+
+
+def group_strategy(name: str) -> GroupStrategy:
+    """Return a strategy with groups; `ConfigError` if it has none."""
+    kind = STRATEGIES[name]
+    if not isinstance(kind, GroupStrategy):
+        others = [repr(other) for other in family_of(name) if isinstance(STRATEGIES[other], GroupStrategy)]
+        instead = f"; use strategy.name = {', '.join(others[:-1])} or {others[-1]}" if others else ""
+        raise ConfigError(f"plan: {name} has no groups to plan{instead}")
+    return kind
