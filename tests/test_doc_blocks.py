@@ -44,8 +44,6 @@ OLD_PAGES = {
     "docs/fans.md",
     "docs/flower-apps.md",
     "docs/heat-model.md",
-    "docs/int8-training.md",
-    "docs/mixed-precision.md",
     "docs/real-rack.md",
     "docs/rebalancing.md",
     "docs/rings.md",

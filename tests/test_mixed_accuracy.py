@@ -25,7 +25,7 @@ def stored(key: str, method: str) -> dict[int, dict[str, object]]:
     ("mixed_cifar10_lenet5", "paper", 1.0),
     ("mixed_cifar10_lenet5", "normalised", 1.0),
     ("mixed_cifar10", "normalised", 1.0),
-    # Splitting the batches of a network with BatchNorm costs more than int8 does, see docs/mixed-precision.md.
+    # Splitting the batches of a network with BatchNorm costs more than int8 does, see docs/guides/precision.md.
     ("mixed_cifar10", "paper", 1.5),
 ])
 def test_the_stored_runs_lose_no_more_points_than_claimed(key: str, method: str, most: float) -> None:
@@ -50,7 +50,7 @@ def test_alone_in_int8_the_stored_runs_lose_on_cifar10() -> None:
 
 
 def test_alpha_stayed_near_one_in_the_stored_runs() -> None:
-    """What docs/mixed-precision.md says of it."""
+    """What docs/guides/precision.md says of it."""
     alphas = [entry["alpha"] for run in json.loads(CURVES.read_text()) for entry in run["rounds"]
               if entry.get("alpha") is not None]
     assert len(alphas) > 100

@@ -110,7 +110,7 @@ NITI = TrainingAlgorithm(
 ADAPTIVE_FIXED_POINT = TrainingAlgorithm(
     name="adaptive-fixed-point", forward=OperatorTranslation(rounding=Rounding.NEAREST),
     backward=BackwardRule(rounding=Rounding.PSEUDO_STOCHASTIC, loss="integer"), weight="fp32", update=Fp32Update())
-"""Zhang et al. 2020: int8 forward and backward pass, FP32 master weights."""
+"""Zhang et al. 2020: int8 forward and backward pass, FP32 master weights. Gradients never switch to int16 as there."""
 
 HANDED_OUT_GRADIENTS = replace(ADAPTIVE_FIXED_POINT, name="handed-out-gradients", update=OutsideUpdate())
 """The passes of `ADAPTIVE_FIXED_POINT` for mixed-precision training, with an `OutsideUpdate`."""

@@ -2,6 +2,7 @@
 
 A batch whose tensors do not fit the cache costs more per image than a small one. The weight gradient of a split batch
 is summed in int32 over its micro-batches and rounded once, so splitting never changes a result.
+The paper's Eq. 4 rounds each micro-batch's gradient to int8 and adds those, which overflows int8.
 """
 
 from __future__ import annotations

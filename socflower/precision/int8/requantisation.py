@@ -1,4 +1,8 @@
-"""Rounding of accumulators to int8, with a known exponent or after a maximum search; and when to search (rescaling)."""
+"""Rounding of accumulators to int8, with a known exponent or after a maximum search; and when to search (rescaling).
+
+The shift follows from the bit length of the largest magnitude; Mandheling's Listing 1 takes the largest count of
+leading zeros, which is that of the smallest. Rounding can carry a value to 128, so values saturate at 127 afterwards.
+"""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class PrecisionConfig(Table):
     arithmetic: Annotated[str, OneOf(ARITHMETICS)] = Field("fp32", description=(
         "`fp32` is torch, `int8` socflower's integer kernels, `mixed` both for each batch"))
     rule: Annotated[str, OneOf(MIXING_RULES)] = Field("paper", description=(
-        "of mixed training, how a batch is split; [what they mean](mixed-precision.md#how-a-batch-is-split)"))
+        "of mixed training, how a batch is split; [what they mean](guides/precision.md#cpu-and-npu-at-once)"))
     held_out: int = Field(
         default_factory=lambda table: _HELD_OUT if table.get("arithmetic") == "mixed" else 0, ge=0, description=(
             "training samples set aside, spread evenly, on which mixed training measures alpha; 1 or more with "
