@@ -8,8 +8,11 @@ from hypothesis import HealthCheck, settings
 
 from tests.command_line import socflower  # noqa: F401 - a fixture
 
-# Where two test processes share two cores, threads of torch that spin until there is work take from the other process
-# more time than the work itself. They are as many as ever, and compute the same. OpenMP reads this as it is loaded.
+# A test process has one core: threads of torch and OpenBLAS would take it, spinning, from the other test process, and
+# the models and racks of tests are too small to gain from them. What more threads compute is tested where a test sets
+# their number. The libraries read this as they are loaded; the processes that tests start inherit it.
+for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_threads, "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Where tests run behind nohup, or as a job of a shell without job control, these are ignored, and every process that a

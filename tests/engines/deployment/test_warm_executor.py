@@ -90,7 +90,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "probe.py").write_text(PROBE)
     (folder / "threaded.py").write_text("import threading\n"
                                         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n")
-    return {**{key: value for key, value in os.environ.items() if key != "OPENBLAS_NUM_THREADS"},
+    limits = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return {**{key: value for key, value in os.environ.items() if key not in limits},
             "PYTHONPATH": str(folder), "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0"}
 
 
