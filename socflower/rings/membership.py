@@ -227,6 +227,7 @@ class Membership:
             with self._changed:
                 if self._requested > number:
                     return None
+                seen = self._seen(number)
                 joined = {member: theirs for member, theirs in self._joins.get(number, {}).items()
                           if member not in self._departed}
             missing = [member for member in self._others() if member not in {*joined, *self._departed, *self._done}]
@@ -237,8 +238,16 @@ class Membership:
                 return self._decide(number, {**joined, self._own: own_state})
             if time.monotonic() > until_s:
                 return None
-            with self._changed:
-                self._changed.wait(_POLL_INTERVAL_S if number else _START_POLL_INTERVAL_S)
+            self._wait_for_change(number, seen, _POLL_INTERVAL_S if number else _START_POLL_INTERVAL_S)
+
+    def _wait_for_change(self, number: int, seen: tuple[int, ...], timeout_s: float) -> None:
+        """Wait until another member has called, which one may have done since `seen` was read."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._seen(number) != seen, timeout_s)
+
+    def _seen(self, number: int) -> tuple[int, ...]:
+        """Return what changes with every call of another member that a coordinator waits for."""
+        return self._requested, len(self._joins.get(number, {})), len(self._departed), len(self._done)
 
     def _absent(self, missing: Sequence[int], number: int, silent: dict[int, int]) -> set[int] | Generation:
         """Return the members that will not join, or a decision that was made without this member."""

@@ -1,5 +1,6 @@
 """Groups of real processes with real rings, against the same groups in one process."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ def train(grid: Any, *, norm: bool = False, **changes: Any) -> tuple[ArrayRecord
     return result.arrays, strategy
 
 
+@functools.cache
 def in_one_process(*, norm: bool = False, passes: str = "auto", **changes: Any) -> ArrayRecord:
     config = {"norm": norm, "member-passes": passes}
     with LocalGrid(ring_app.client_app(), 4, run_config=config, num_workers=0) as grid:
@@ -63,8 +65,6 @@ def test_one_process_can_train_the_very_bits_of_a_ring(norm: bool) -> None:
 def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(tmp_path: Path) -> None:
     config = {"states": str(tmp_path), "norm": False}
     cluster = ring_app.cluster()
-    with ProcessGrid(ring_app.client_app, ring_app.node_configs(cluster), run_config=config) as grid:
-        unbroken, _ = train(grid)
     kept: dict[int, ArrayRecord] = {}
 
     def keep(server_round: int, arrays: ArrayRecord) -> None:
@@ -72,7 +72,8 @@ def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(tmp_pat
 
     with ProcessGrid(ring_app.client_app, ring_app.node_configs(cluster), run_config=config) as grid:
         first = ring_app.strategy(cluster)
-        first.start(GroupGrid(grid), ring_app.initial(), num_rounds=first.num_rounds, timeout=120, evaluate_fn=keep)
+        unbroken = first.start(GroupGrid(grid), ring_app.initial(), num_rounds=first.num_rounds, timeout=120,
+                               evaluate_fn=keep).arrays
     # All processes and their memory are gone now; what is left is on the machines' disks.
     for later in tmp_path.glob(f"*/*-at-{first.intervals[-1].first_step + first.intervals[-1].num_steps:06d}.state"):
         later.unlink()
@@ -96,7 +97,9 @@ def test_rings_with_certificates_take_in_nobody_of_another_authority(tmp_path: P
     cluster = ring_app.cluster()
     configs = ring_app.node_configs(cluster, {soc: paths(theirs if soc == 3 else ours) for soc in range(4)})
     with ProcessGrid(ring_app.client_app, configs) as grid:
-        trained, strategy = train(grid, rings={"rendezvous_s": 6.0})
+        for node in grid.get_node_ids():
+            grid.pid_of(node)  # so that no process starts within the time of the rendezvous
+        trained, strategy = train(grid, rings={"rendezvous_s": 3.0})
     assert strategy.transport == "grpc+tls"
     texts = [event.text for report in strategy.reports for event in report.events]
     led_by_2 = "group 1: participant 3 did not come to the rendezvous; the ring continues with 1"
