@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from socflower.capture.graph import ModelGraph, Operation
-from socflower.capture.random_state import forked_generator
+from socflower.capture.random_state import forked_generator, seed_generators
 
 
 def random_layers(graph: ModelGraph, frozen_until: int) -> dict[int, str]:
@@ -77,4 +77,4 @@ def start_stream(layer: int) -> None:
     """Start the random stream of a layer; outside `random_streams` torch's own state continues."""
     key: tuple[int, int] | None = getattr(_active, "key", None)
     if key is not None:
-        torch.manual_seed(layer_seed(key[0], key[1], layer))
+        seed_generators(layer_seed(key[0], key[1], layer))

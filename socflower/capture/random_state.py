@@ -7,6 +7,7 @@ changes the numbers that another thread draws at the same time.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -18,6 +19,24 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the generators of this process as `torch.manual_seed` does.
+
+    Without an accelerator only the CPU's is seeded: torch would format a stack trace for each kind of device that has
+    not been used yet, which takes longer than a small layer.
+    """
+    if _accelerated():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+@cache
+def _accelerated() -> bool:
+    """Whether another generator than the CPU's may be drawn from; torch before 2.6 does not tell."""
+    return not hasattr(torch, "accelerator") or torch.accelerator.is_available()
+
+
 @contextmanager
 def forked_generator(seed: int | None = None, *, cuda: Sequence[int | torch.device] = ()) -> Iterator[None]:
     """Use the global generator exclusively, seeded with `seed` if given; its state is restored at exit.
@@ -26,7 +45,7 @@ def forked_generator(seed: int | None = None, *, cuda: Sequence[int | torch.devi
     """
     with _LOCK, torch.random.fork_rng(devices=list(cuda)):
         if seed is not None:
-            torch.manual_seed(seed)
+            seed_generators(seed)
         yield
 
 
@@ -47,5 +66,5 @@ def own_random_state(*key: int) -> Iterator[None]:
     shared by the process, and ring members wait for each other: as threads of one process they draw in varying order.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]))
+        seed_generators(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]))
         yield
