@@ -7,6 +7,7 @@ import threading
 from hypothesis import HealthCheck, settings
 
 from tests.command_line import socflower  # noqa: F401 - a fixture
+from tests.few_digits import on_few_digits  # noqa: F401 - a fixture
 
 # A test process has one core: threads of torch and OpenBLAS would take it, spinning, from the other test process, and
 # the models and racks of tests are too small to gain from them. What more threads compute is tested where a test sets
@@ -16,7 +17,7 @@ for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # NumPy's matrices in tests are small: OpenBLAS's threads wait for each other longer than they multiply, and take the
-# processor from the other test process. OpenBLAS reads this as NumPy is imported, and processes that tests start do too.
+# processor from the other test process. OpenBLAS reads this as NumPy is imported, here and in processes of tests.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Where tests run behind nohup, or as a job of a shell without job control, these are ignored, and every process that a

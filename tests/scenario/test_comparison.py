@@ -15,6 +15,8 @@ from socflower.scenario.schema.config import CompareConfig, Scenario
 from socflower.scenario.schema.file import to_document
 from tests.scenario.small_runs import small, small_result
 
+pytestmark = pytest.mark.usefixtures("on_few_digits")
+
 TrainedBy = list[str]
 
 

@@ -12,18 +12,20 @@ from socflower.report.heat_section import heat_curves
 from socflower.report.report import render_report
 from socflower.report.summary import name_runs
 from socflower.scenario.expectations import check_expectations
-from socflower.scenario.runner import run_scenario, run_to_folder
+from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario
 from socflower.thermal.model.governor import snapdragon_governor
 from tests.command_line import Socflower
-from tests.scenario.test_resume import assert_ends_as, resume, stop_after
+from tests.scenario.test_resume import assert_ends_as, resume, stop_after, without_drawing
+
+pytestmark = pytest.mark.usefixtures("on_few_digits")
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 HOT = ("rebalanced_shares", ("train.epochs=2", "thermal.fan=passive", "thermal.cool_c=33.5"))
 GAMES = ("tidal_games", ("train.epochs=2",))
 WINDOWS = ("idle_windows", (
-    "train.epochs=3", "background_load.start_hour=3.7", "background_load.idle_windows=[[1, 4], [5, 24]]"))
+    "train.epochs=3", "background_load.start_hour=3.92", "background_load.idle_windows=[[1, 4], [5, 24]]"))
 ALL = pytest.mark.parametrize("case", [
     pytest.param(HOT, id=HOT[0]),
     *(pytest.param(case, id=case[0], marks=pytest.mark.slow) for case in (GAMES, WINDOWS))])
@@ -63,7 +65,7 @@ def test_another_seed_draws_other_seats_and_games(case: Case) -> None:
 def test_an_interrupted_run_with_heat_ends_as_the_undisturbed_one(case: Case, tmp_path: Path) -> None:
     """After every single round, by files alone: temperatures, clocks, fans, games, shares, groups."""
     of, out = scenario(case), tmp_path / "out"
-    run_to_folder(of, tmp_path / "reference", num_workers=0)
+    without_drawing(of, tmp_path / "reference")
     last = len(result(case)["rounds"]) - 1
     for server_round in range(1, last + 1):
         stop_after(of, out, server_round)
@@ -75,7 +77,7 @@ def test_an_interrupted_run_with_heat_ends_as_the_undisturbed_one(case: Case, tm
 @pytest.mark.parametrize(("case", "more"), [
     (HOT, ("strategy.rebalance=off",)), (HOT, ("thermal.ambient_c=5", "thermal.start_c=5")),
     (GAMES, ("strategy.rebalance=off",)), (GAMES, ("strategy.rebalance=shares",)),
-    (GAMES, ("strategy.rebalance=groups",)),
+    ((GAMES[0], (*GAMES[1], "strategy.rebalance=off")), ("strategy.rebalance=groups",)),
 ])
 def test_heat_and_rebalancing_change_time_and_not_weights(case: Case, more: tuple[str, ...]) -> None:
     """One process computes a group's whole batch, so not even a bit differs."""
@@ -129,9 +131,9 @@ def test_users_alone_make_no_heat_and_turn_no_fans() -> None:
 
 
 def test_nobody_trains_outside_of_the_window() -> None:
-    """The window closes after 18 minutes of work and opens an hour later."""
+    """The window closes after 5 minutes of work and opens an hour later."""
     document = result(WINDOWS)
-    assert document["virtual_s"] > 1.3 * 3600.0
+    assert document["virtual_s"] > 1.2 * 3600.0
     assert document["breakdown"]["soc_seconds"]["idle"] >= 0.95 * 3600.0 * 6
     always = result(WINDOWS, "background_load.idle_windows=[]", "background_load.games=none")
     assert always["heat"]["slowdown"] == pytest.approx(0.0, abs=0.01)
@@ -219,19 +221,15 @@ def test_long_histories_keep_their_hottest_moment() -> None:
 
 
 # ------------------------------------------------------------------------------------------- the command line
-def test_the_table_of_run_has_rows_for_heat(socflower: Socflower) -> None:
+def test_the_table_of_run_has_rows_for_heat_and_a_claim_that_heat_breaks_makes_the_status_1(
+    socflower: Socflower,
+) -> None:
     ran = socflower("run", SCENARIOS / "rebalanced_shares.toml", "--workers", "0", "--set", "train.epochs=1",
-                    "--set", "expect={max_peak_c=100}")
-    assert ran.status == 0, ran.err
+                    "--set", "expect={max_peak_c=100, max_cooling_j=0}")
+    assert ran.status == 1, ran.err
     for row in (r"hottest SoC +│ \d\d\.\d °C", r"slower than cold and alone +│ \d+\.\d%", r"energy of fans +│ \d"):
         assert re.search(row, ran.out), ran.out
-    assert "holds  max_peak_c = 100" in ran.out
-
-
-def test_a_claim_that_heat_breaks_makes_the_status_1(socflower: Socflower) -> None:
-    ran = socflower("run", SCENARIOS / "rebalanced_shares.toml", "--workers", "0", "--set", "train.epochs=1",
-                    "--set", "expect={max_peak_c=20}")
-    assert ran.status == 1 and "FAILS  max_peak_c = 20" in ran.out
+    assert "holds  max_peak_c = 100" in ran.out and "FAILS  max_cooling_j = 0" in ran.out
 
 
 def test_a_plan_tells_what_its_heat_will_cost(socflower: Socflower) -> None:

@@ -12,6 +12,8 @@ from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import EventConfig
 from tests.scenario.small_runs import small, small_result
 
+pytestmark = pytest.mark.usefixtures("on_few_digits")
+
 
 def preempt(soc: int, server_round: int, rounds: int = 1, at: float = 0.5) -> EventConfig:
     return EventConfig(kind="preempt", soc=soc, round=server_round, rounds=rounds, at=at)

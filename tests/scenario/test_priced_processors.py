@@ -16,6 +16,8 @@ from socflower.scenario.schema.config import PrecisionConfig
 from tests.command_line import Socflower
 from tests.scenario.small_runs import small
 
+pytestmark = pytest.mark.usefixtures("on_few_digits")
+
 
 def on(name: str, arithmetic: str = "fp32") -> Any:
     return small().replaced(cluster={"boards": (2, 2), "device": name},

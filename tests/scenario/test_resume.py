@@ -12,12 +12,16 @@ from torch import nn
 
 from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.scenario import prepared_run
+from socflower.scenario import prepared_run, runner
 from socflower.scenario.app import group_training
 from socflower.scenario.app import main as app
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import EventConfig, PrecisionConfig, Scenario
+from socflower.scenario.schema.file import to_document
 from tests.scenario.small_runs import small
+
+pytestmark = pytest.mark.usefixtures("on_few_digits")
+Reference = Callable[[Scenario], Path]
 
 
 class Stopped(BaseException):
@@ -44,8 +48,15 @@ def stop_after(scenario: Scenario, out: Path, server_round: int, **settings: Any
     assert not (out / "result.json").exists()
 
 
+def without_drawing(scenario: Scenario, out: Path, **settings: Any) -> dict[str, Any]:
+    """Run into a folder; the report is an empty page, since drawing it takes longer than such a training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "write_report", lambda path, *_, **__: path.touch())
+        return run_to_folder(scenario, out, **{"num_workers": 0, **settings})
+
+
 def resume(scenario: Scenario, out: Path, **settings: Any) -> dict[str, Any]:
-    return run_to_folder(scenario, out, resumable=True, **{"num_workers": 0, **settings})
+    return without_drawing(scenario, out, resumable=True, **settings)
 
 
 def same_training(result: dict[str, Any]) -> dict[str, Any]:
@@ -58,6 +69,21 @@ def assert_ends_as(reference: Path, out: Path) -> dict[str, Any]:
     assert same_training(ours) == same_training(theirs)
     assert (out / "trace.json").read_bytes() == (reference / "trace.json").read_bytes()
     return dict(ours)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Folders of runs that were never interrupted, each scenario trained once."""
+    folders: dict[str, Path] = {}
+
+    def run(scenario: Scenario) -> Path:
+        key = json.dumps(to_document(scenario))
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("reference") / "out"
+            without_drawing(scenario, folders[key])
+        return folders[key]
+
+    return run
 
 
 def with_precision(scenario: Scenario, **precision: Any) -> Scenario:
@@ -80,32 +106,30 @@ CASES: dict[str, Scenario] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_resuming_after_every_single_round_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_resuming_after_every_single_round_changes_nothing(name: str, reference: Reference, tmp_path: Path) -> None:
     """The k-th process does round k alone: nothing but the files can have carried anything over."""
     scenario, out = CASES[name], tmp_path / "out"
-    reference = run_to_folder(scenario, tmp_path / "reference", num_workers=0)
-    last = len(reference["rounds"]) - 1
+    undisturbed = json.loads((reference(scenario) / "result.json").read_text())
+    last = len(undisturbed["rounds"]) - 1
     for server_round in range(1, last + 1):
         stop_after(scenario, out, server_round)
     result = resume(scenario, out)
     assert result["resumed_from"] == list(range(1, last + 1))
-    assert reference["resumed_from"] == []
-    assert_ends_as(tmp_path / "reference", out)
+    assert undisturbed["resumed_from"] == []
+    assert_ends_as(reference(scenario), out)
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 2)])
-def test_worker_processes_may_differ_before_and_after(before: int, after: int, tmp_path: Path) -> None:
-    scenario = small(interval=0.25)
-    run_to_folder(scenario, tmp_path / "reference", num_workers=0)
-    stop_after(scenario, tmp_path / "out", 2, num_workers=before)
-    resume(scenario, tmp_path / "out", num_workers=after)
-    assert assert_ends_as(tmp_path / "reference", tmp_path / "out")["resumed_from"] == [2]
-
-
-def test_a_run_without_interruption_leaves_no_checkpoint(tmp_path: Path) -> None:
-    run_to_folder(small(), tmp_path / "reference", num_workers=0)
+def test_a_run_without_interruption_leaves_no_checkpoint(reference: Reference, tmp_path: Path) -> None:
+    """Nor does more than without checkpoints cross the hub, which is in the result."""
     resume(small(), tmp_path / "out")
-    assert assert_ends_as(tmp_path / "reference", tmp_path / "out")["resumed_from"] == []
+    assert assert_ends_as(reference(small()), tmp_path / "out")["resumed_from"] == []
+
+
+def test_a_resumed_run_draws_its_report(tmp_path: Path) -> None:
+    """From its result, which is compared in the tests above."""
+    stop_after(small(), tmp_path, 1)
+    run_to_folder(small(), tmp_path, num_workers=0, resumable=True)
+    assert (tmp_path / "report.html").read_text("utf-8").startswith("<!DOCTYPE html>")
 
 
 def test_each_round_is_told_once_those_before_included(tmp_path: Path) -> None:
@@ -118,22 +142,20 @@ def test_each_round_is_told_once_those_before_included(tmp_path: Path) -> None:
     assert said == [f"resuming {tmp_path} after round 2 of 4; --fresh starts anew"]
 
 
-def test_a_damaged_checkpoint_costs_one_round_and_no_exactness(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_costs_one_round_and_no_exactness(reference: Reference, tmp_path: Path) -> None:
     scenario, out = small(interval=0.25), tmp_path / "out"
-    run_to_folder(scenario, tmp_path / "reference", num_workers=0)
     stop_after(scenario, out, 3)
     newest = out / "checkpoint" / "round-000003.ckpt"
     newest.write_bytes(newest.read_bytes()[:-1])
     said: list[str] = []
     resume(scenario, out, on_notice=said.append)
-    assert assert_ends_as(tmp_path / "reference", out)["resumed_from"] == [2]
+    assert assert_ends_as(reference(scenario), out)["resumed_from"] == [2]
     assert len(said) == 2 and "round-000003.ckpt" in said[0] and "after round 2 of 4" in said[1]
 
 
-def test_clients_may_be_two_rounds_ahead_of_the_checkpoint_that_is_used(tmp_path: Path) -> None:
+def test_clients_may_be_two_rounds_ahead_of_the_checkpoint_that_is_used(reference: Reference, tmp_path: Path) -> None:
     """Killed when the clients had done round 4 and the server had not kept it; then round 3 is found damaged."""
     scenario, out = small(interval=0.25), tmp_path / "out"
-    run_to_folder(scenario, tmp_path / "reference", num_workers=0)
     write = CheckpointFolder.write
 
     def stop_before_writing(self: CheckpointFolder, checkpoint: Checkpoint, *arguments: Any) -> None:
@@ -147,7 +169,7 @@ def test_clients_may_be_two_rounds_ahead_of_the_checkpoint_that_is_used(tmp_path
     newest = out / "checkpoint" / "round-000003.ckpt"
     newest.write_bytes(newest.read_bytes() + b"?")
     assert resume(scenario, out)["resumed_from"] == [2]
-    assert_ends_as(tmp_path / "reference", out)
+    assert_ends_as(reference(scenario), out)
 
 
 # ------------------------------------------------------------------------------------------- what clients keep
@@ -177,13 +199,10 @@ def test_clients_keep_three_states_of_each_group(tmp_path: Path) -> None:
     assert [sum(name.startswith(f"group-{group}-") for name in states) for group in (0, 1)] == [3, 3]
 
 
-def test_what_crosses_the_hub_does_not_grow(tmp_path: Path) -> None:
-    reference = run_to_folder(small(), tmp_path / "reference", num_workers=0)
-    assert resume(small(), tmp_path / "out")["bytes"] == reference["bytes"]
-
-
 @pytest.mark.parametrize("name", ["socflow", "fedavg"])
-def test_a_model_with_dropout_repeats(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_dropout_repeats(
+    name: str, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = app.initial_model
 
     def with_dropout(scenario: Scenario) -> nn.Module:
@@ -193,7 +212,7 @@ def test_a_model_with_dropout_repeats(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(prepared_run, "initial_model", with_dropout)
     scenario = small(name, interval=0.5) if name == "socflow" else small(name, epochs=2)
     torch.manual_seed(1)
-    reference = run_to_folder(scenario, tmp_path / "reference", num_workers=0)
+    undisturbed = without_drawing(scenario, tmp_path / "reference")
     before = torch.random.get_rng_state()
     stop_after(scenario, tmp_path / "out", 1)
     torch.manual_seed(2)  # another process has other random numbers
@@ -201,30 +220,32 @@ def test_a_model_with_dropout_repeats(name: str, tmp_path: Path, monkeypatch: py
     assert_ends_as(tmp_path / "reference", tmp_path / "out")
     assert torch.equal(before, torch.random.get_rng_state()) is False
     monkeypatch.undo()
-    assert run_to_folder(scenario, tmp_path / "plain", num_workers=0)["weights_sha256"] != reference["weights_sha256"]
+    plain_weights = json.loads((reference(scenario) / "result.json").read_text())["weights_sha256"]
+    assert plain_weights != undisturbed["weights_sha256"]
 
 
 # ---------------------------------------------------------------------------------------------------- groups
-def test_groups_auto_is_tried_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_auto_is_tried_out_once(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scenario, out = small(groups="auto", interval=0.5), tmp_path / "out"
-    run_to_folder(scenario, tmp_path / "reference", num_workers=0)
+    undisturbed = reference(scenario)
     stop_after(scenario, out, 0)  # at once after the warm-up
     monkeypatch.setattr(group_training, "profile_group_count", lambda *_, **__: pytest.fail("tried out again"))
     stop_after(scenario, out, 1)
     resume(scenario, out)
-    assert assert_ends_as(tmp_path / "reference", out)["resumed_from"] == [0, 1]
+    assert assert_ends_as(undisturbed, out)["resumed_from"] == [0, 1]
 
 
 # ---------------------------------------------------------------------------------------------------- faults
-def test_faults_strike_once_and_dropped_groups_go_on_as_they_would(tmp_path: Path) -> None:
+def test_faults_strike_once_and_dropped_groups_go_on_as_they_would(reference: Reference, tmp_path: Path) -> None:
     scenario = small(interval=0.25, tolerate_client_errors=True, events=(
         EventConfig(kind="nan", soc=0, round=1), EventConfig(kind="raise", soc=2, round=2),
         EventConfig(kind="raise", soc=0, round=3)))
-    run_to_folder(scenario, tmp_path / "reference", num_workers=0)
     for server_round in (1, 2, 3):
         stop_after(scenario, tmp_path / "out", server_round)
     resume(scenario, tmp_path / "out")
-    rounds = assert_ends_as(tmp_path / "reference", tmp_path / "out")["rounds"]
+    rounds = assert_ends_as(reference(scenario), tmp_path / "out")["rounds"]
     assert [[event["kind"] for event in entry["events"]] for entry in rounds] == [
         [], ["not-finite"], ["client-raised"], ["client-raised"], []]
 
@@ -255,8 +276,7 @@ def test_a_checkpoint_of_another_scenario_is_refused_and_stays(tmp_path: Path) -
     assert resume(small().replaced(expect={"min_accuracy": 0.1}, question="Other?"), tmp_path)["resumed_from"] == [1]
 
 
-def test_fresh_starts_anew_whatever_is_there(tmp_path: Path) -> None:
-    run_to_folder(small(seed=2), tmp_path / "reference", num_workers=0)
+def test_fresh_starts_anew_whatever_is_there(reference: Reference, tmp_path: Path) -> None:
     stop_after(small(), tmp_path / "out", 1)
     resume(small(seed=2), tmp_path / "out", fresh=True)
-    assert assert_ends_as(tmp_path / "reference", tmp_path / "out")["resumed_from"] == []
+    assert assert_ends_as(reference(small(seed=2)), tmp_path / "out")["resumed_from"] == []

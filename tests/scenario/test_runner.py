@@ -19,6 +19,7 @@ from socflower.scenario.schema.config import EventConfig, ModelConfig, Scenario
 from socflower.scenario.schema.file import from_document
 from tests.scenario.small_runs import LENET_BYTES, small, small_result
 
+pytestmark = pytest.mark.usefixtures("on_few_digits")
 STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
 NUMBER = (int, float)
 TIERS = {"intra_board", "inter_board", "hub", "wan"}
@@ -164,13 +165,6 @@ def test_one_group_of_all_socs_is_the_ring() -> None:
     assert one_group["virtual_s"] == small_result("ring")["virtual_s"]
 
 
-@pytest.mark.parametrize("name", ["socflow", "fedavg"])
-def test_worker_processes_change_nothing(name: str) -> None:
-    processes = run_scenario(small(name), num_workers=2)
-    for key in ("weights_sha256", "virtual_s", "energy_j"):
-        assert processes[key] == small_result(name)[key]
-
-
 def test_auto_groups_trains_an_epoch_with_each_candidate_first() -> None:
     result = small_result("socflow", groups="auto")
     warm_up = result["warm_up"]
@@ -208,6 +202,8 @@ def test_a_run_writes_result_trace_and_report_and_nothing_else(tmp_path: Path, t
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert spans and all(event["dur"] >= 0 for event in spans)
     assert max(event["ts"] + event["dur"] for event in spans) <= result["virtual_s"] * 1e6 * (1 + 1e-9)
+    page = (out / "report.html").read_text("utf-8")
+    assert "Groups on boards" in page and "No strategy of this report forms groups" not in page
 
 
 def fail_training(monkeypatch: pytest.MonkeyPatch) -> Scenario:
@@ -281,10 +277,3 @@ def test_what_cannot_run_is_refused_with_both_numbers(
 
 def test_an_event_may_strike_any_slot_of_the_cluster_when_some_are_idle() -> None:
     prepare(small(socs=2, groups=1, events=(EventConfig(kind="nan", soc=3, round=1),)), "local")
-
-
-def test_the_report_of_a_run_shows_its_groups_on_their_boards(tmp_path: Path) -> None:
-    run_to_folder(small(), tmp_path / "out", num_workers=0)
-    page = (tmp_path / "out" / "report.html").read_text("utf-8")
-    assert "Groups on boards" in page
-    assert "No strategy of this report forms groups" not in page

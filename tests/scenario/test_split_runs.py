@@ -18,8 +18,9 @@ from socflower.scenario.runner import run_scenario, run_to_folder
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document
 from socflower.scenario.split_setting import SplitSetting
-from tests.scenario.test_resume import assert_ends_as, resume, stop_after
+from tests.scenario.test_resume import assert_ends_as, resume, stop_after, without_drawing
 
+pytestmark = pytest.mark.usefixtures("on_few_digits")
 RATES = LinkRates(up_bytes_per_s=4e6, down_bytes_per_s=8e6, latency_s=0.004)
 CONSTANT = {"link": "constant", "up_bytes_per_s": RATES.up_bytes_per_s, "down_bytes_per_s": RATES.down_bytes_per_s,
             "latency_s": RATES.latency_s}
@@ -32,12 +33,12 @@ def split(
     name: str = "split-replay", *, edges: int = 1, train: Mapping[str, Any] | None = None, model: str = "lenet5",
     images: str = "digits", seed: int = 1, **edgecloud: Any,
 ) -> Scenario:
-    """Return a scenario of LeNet on two of the digits, 7 batches of 128 an epoch."""
+    """Return a scenario of LeNet on two of a few digits, 7 batches an epoch."""
     table = {**CONSTANT, **({} if images == "clicks" else {"classes": [0, 1]}), **edgecloud}
     return from_document({
         "seed": seed, "name": "split", "question": "Does it run?", "model": {"name": model}, "data": {"name": images},
         "cluster": {"boards": 1, "socs_per_board": edges, "device": "raspberry-pi-4b"}, "strategy": {"name": name},
-        "train": {"epochs": 2, "batch_size": 128, "learning_rate": 0.02, **(train or {})},
+        "train": {"epochs": 2, "batch_size": 32, "learning_rate": 0.02, **(train or {})},
         "edgecloud": {key: value for key, value in table.items() if value is not None}})
 
 
@@ -136,7 +137,7 @@ CASES = {
     "adam, frozen": split(frozen="1", train={"optimizer": "adam", "learning_rate": 0.002}),
     "averaged halves": split(edges=2, round_epochs=1.0),
     "shared half": split(edges=2, cloud_model="shared"),
-    "reverse": split(model="digit-generator", train={"batch_size": 128, "epochs": 2}, classes=[1]),
+    "reverse": split(model="digit-generator", classes=[1]),
     "edge alone": split("edge-only"),
 }
 
@@ -147,7 +148,7 @@ CASES = {
 def test_a_resumed_run_ends_as_one_that_was_never_interrupted(name: str, tmp_path: Path) -> None:
     """Weights, virtual time, moves, staleness, trace: everything but the wall clock."""
     scenario, out = CASES[name], tmp_path / "out"
-    reference = run_to_folder(scenario, tmp_path / "reference", num_workers=0)
+    reference = without_drawing(scenario, tmp_path / "reference")
     stop_after(scenario, out, 1)
     assert resume(scenario, out)["resumed_from"] == [1]
     ours = assert_ends_as(tmp_path / "reference", out)
@@ -164,7 +165,7 @@ def test_one_cloud_half_for_all_edges_does_as_many_steps_as_they_have_batches() 
 
 
 def test_a_generator_has_a_loss_and_no_accuracy() -> None:
-    result = ran(split(model="digit-generator", train={"batch_size": 128, "epochs": 1}, classes=[1]))
+    result = ran(split(model="digit-generator", train={"epochs": 1}, classes=[1]))
     assert result["final_accuracy"] is None
     assert 0 < result["rounds"][-1]["loss"] < result["rounds"][0]["loss"]
 
@@ -192,7 +193,7 @@ def test_the_report_has_a_section_on_edge_and_cloud(tmp_path: Path) -> None:
 
 def test_pretrained_weights_of_other_classes_are_taken_but_for_the_head(tmp_path: Path) -> None:
     before = tmp_path / "before.npz"
-    run_to_folder(split(classes=[2, 3]), tmp_path / "before", num_workers=0, save_model=before)
+    without_drawing(split(classes=[1, 2, 3]), tmp_path / "before", save_model=before)
     settings = {"frozen": "8", "train": {"epochs": 1}}
     taught, random = (ran(split(**settings, **more)) for more in ({"pretrained": str(before)}, {}))
     assert taught["rounds"][1]["loss"] < random["rounds"][1]["loss"]
