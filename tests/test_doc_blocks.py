@@ -10,7 +10,8 @@ The word after a block's language says what happens to it:
 
 The blocks of a page run in order, Python in one namespace, in a folder of the page that has scenarios/, docs/ and
 benchmarks/ in it. A Python or TOML block whose first line is a comment that is only a file name, such as `# app.py`, is
-written to that file as well. The `[project]`, `[tool]` and `[superlink]` of other programs' files need only be TOML.
+written to that file as well, and its functions whose names begin with `test_` are called. The `[project]`, `[tool]` and
+`[superlink]` of other programs' files need only be TOML.
 """
 
 import ast
@@ -35,9 +36,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 # Pages that do not follow these rules yet. Whoever writes one anew removes its line.
 OLD_PAGES = {
-    "CONTRIBUTING.md",
     "README.md",
-    "docs/architecture.md",
     "docs/benchmarks.md",
     "docs/cost-model.md",
     "docs/device-profiles.md",
@@ -131,6 +130,8 @@ def run_blocks(blocks: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatc
     """Run a page's blocks in a folder, as a user would in the repository's: Python here, where torch is loaded."""
     import torch
 
+    from socflower.scenario.schema.strategies import STRATEGIES
+
     for name in ("scenarios", "docs", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     main = ModuleType("__main__")
@@ -140,7 +141,7 @@ def run_blocks(blocks: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for variable, value in EXPORTS.items():
         monkeypatch.setenv(variable, value)
-    threads, modules = torch.get_num_threads(), set(sys.modules)
+    threads, modules, strategies = torch.get_num_threads(), set(sys.modules), dict(STRATEGIES)
     try:
         for block in blocks:
             if block.file_name:
@@ -152,16 +153,20 @@ def run_blocks(blocks: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatc
                 run_shell(block, monkeypatch, capfd)
     finally:
         torch.set_num_threads(threads)
+        STRATEGIES.clear()  # a page may register its own
+        STRATEGIES.update(strategies)
         for name in set(sys.modules) - modules:  # another page may have a file of the same name
             if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
                 del sys.modules[name]
 
 
 def run_python(block: Block, main: ModuleType) -> None:
-    """Execute a block; a traceback names the page and its lines."""
+    """Execute a block, and call the tests of a file of tests; a traceback names the page and its lines."""
     code = compile("\n" * block.line + block.text, str(block.page), "exec", dont_inherit=True)
     try:
         exec(code, main.__dict__)
+        for name in re.findall(r"^def (test_\w+)", block.text, re.MULTILINE) if block.file_name else ():
+            main.__dict__[name]()
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(block.page)]

@@ -43,11 +43,19 @@ def is_there(token: str, page: Path) -> bool:
     """Whether a path is a file or folder of the repository; one without a slash may be in any folder."""
     files, folders = ours()
     bare = token.strip("/")
+    if token in written_by(page):
+        return True
     if "/" not in bare:
         return any(name == bare or name.endswith(f"/{bare}") for name in (folders if token.endswith("/") else files))
     places = [(base / bare).resolve() for base in (page.parent, *BASES)]
     names = {str(place.relative_to(ROOT)) for place in places if place.is_relative_to(ROOT)}
     return not names.isdisjoint(folders if token.endswith("/") else files | folders)
+
+
+@cache
+def written_by(page: Path) -> frozenset[str]:
+    """Return the files that a page's blocks are, by the comment in their first line."""
+    return frozenset(re.findall(r"^```\w+[ \w]*\n# (\S+\.\w+)$", page.read_text("utf-8"), re.MULTILINE))
 
 
 def names_of_paths(line: str) -> Iterator[str]:
