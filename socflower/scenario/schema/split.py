@@ -59,7 +59,8 @@ class EdgeCloudConfig(Table):
         "epochs between two averagings, evaluations and [checkpoints](scenario-files.md#interrupted-runs)"))
     frozen: str = Field("", description="name of the last layer that is not trained")
     costs: str = Field("", description="a `.json` of costs measured on the devices themselves "
-                       "([how](split-training.md#measured-costs)), for all edges; without it those of the catalogue")
+                       "([how](guides/split-training.md#when-it-pays)), for all edges; without it those of the "
+                       "catalogue")
     pretrained: str = Field("", description="an `.npz` of weights to begin with, as `--save-model` writes it; the last "
                                             "layer's are left out")
     classes: tuple[int, ...] = Field((), description="train and test on images of these classes only")

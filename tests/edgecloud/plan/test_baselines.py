@@ -1,9 +1,7 @@
 """The baselines: each is planned with the best of all that its own paper allows, by brute force."""
 
 import dataclasses
-import re
 from itertools import product
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -139,15 +137,3 @@ def test_a_cut_or_a_method_that_is_not_there_is_refused() -> None:
 def test_only_ours_narrows_gradients() -> None:
     assert gradient_bits("split-replay", 8) == 8
     assert {gradient_bits(peer, 8) for peer in BASELINES} == {32}
-
-
-def test_the_documentation_has_the_terms_as_they_are() -> None:
-    page = Path(__file__).parents[3].joinpath("docs/split-training.md").read_text("utf-8")
-    cells = {"best": "the best", "given or best": "`cut`, or the best", "given or middle": "`cut`, or the middle",
-             "none": "none", "always": "always", "if allowed": "with `allow_edge_only`", "never": "never",
-             "only": "only"}
-    for peer, terms in BASELINES.items():
-        row = re.search(rf"^\| `{peer}` \| (.+) \|$", page.partition("## What the others may choose")[2], re.MULTILINE)
-        assert row is not None, peer
-        assert row[1].split(" | ") == [cells[terms.cut], cells[terms.edge_alone], "0" if terms.waits else "`window`",
-                                       str(terms.bits), str(terms.gradient_bits)]
