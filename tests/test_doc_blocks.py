@@ -48,7 +48,6 @@ OLD_PAGES = {
     "docs/rings.md",
     "docs/scenario-files.md",
     "docs/sensors.md",
-    "docs/split-accuracy.md",
     "docs/testbed.md",
     "docs/thermal-mod.md",
     "docs/warm-executor.md",
