@@ -15,9 +15,8 @@ from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.run_app import load_flower_app, run_app
 from socflower.errors import ConfigError
 from socflower.scenario.priced_processors import cluster_gpu_notes
-from socflower.scenario.runner import new_folder
 from socflower.sim import EventClock, Trace
-from socflower.wire.folders import exclusive_folder
+from socflower.wire.folders import exclusive_folder, new_folder
 from socflower.wire.saved_state import write_atomically
 
 RunConfigValue: TypeAlias = bool | int | float | str

@@ -4,7 +4,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,10 +31,9 @@ from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster, to_document
 from socflower.scenario.schema.strategies import group_strategy
-from socflower.wire.folders import exclusive_folder, temporary_folder
+from socflower.wire.folders import UNFINISHED, exclusive_folder, new_folder, temporary_folder
 from socflower.wire.saved_state import atomic_file, write_atomically
 
-_TEMPORARY = ".socflower-"  # prefix of folders with unfinished files
 _NEED_WORKERS = ("hang", "die")  # kinds of fault that need a separate worker process
 _NOTES = (
     "Virtual time and energy come from the cluster model; accuracy comes from real training of this model.",
@@ -203,7 +202,7 @@ def _kept_checkpoints(out: Path, fresh: bool) -> Iterator[CheckpointFolder]:
         if fresh:
             kept.remove()
         kept.create()
-        for half_written in kept.path.glob(f"{_TEMPORARY}*"):
+        for half_written in kept.path.glob(f"{UNFINISHED}*"):
             shutil.rmtree(half_written)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write in {out} ({error.strerror}); name another folder") from None
@@ -220,31 +219,6 @@ def _kept_checkpoints(out: Path, fresh: bool) -> Iterator[CheckpointFolder]:
 def kept_line(kept: CheckpointFolder) -> str:
     """Return the line about the kept checkpoint of a run that ended early."""
     return (f"round {kept.rounds()[0]} is kept in {kept.path}: the same command resumes after it, --fresh starts anew")
-
-
-@contextmanager
-def new_folder(out: Path, *, within: Path | None = None) -> Iterator[Path]:
-    """Yield an empty folder whose files move to `out` at the end; after an error `out` is unchanged.
-
-    It is created in `within`, by default in `out` or its nearest existing parent.
-    """
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out}: is a file; name a folder")
-    nearest = within or next((parent for parent in (out, *out.parents) if parent.exists()), Path("."))
-    # On the file system of `out`, so that the move is a rename and write errors appear before training.
-    with ExitStack() as stack:
-        try:
-            temporary = stack.enter_context(temporary_folder(_TEMPORARY, within=nearest))
-        except OSError as error:
-            raise ConfigError(f"--out {out}: cannot write in {nearest} ({error.strerror}); name another folder") \
-                from None
-        yield temporary
-        out.mkdir(parents=True, exist_ok=True)
-        for entry in temporary.iterdir():
-            target = out / entry.name
-            if target.is_dir():
-                shutil.rmtree(target)
-            entry.replace(target)
 
 
 def time_to_accuracy_s(result: dict[str, Any], target: float | None) -> float | None:

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -19,6 +19,9 @@ from filelock import FileLock, Timeout
 from socflower.errors import ConfigError
 
 LOCK_FILE = ".socflower.lock"
+UNFINISHED = ".socflower-"
+"""Prefix of folders with unfinished files."""
+
 _POLL_S = 0.1
 
 
@@ -130,6 +133,31 @@ def temporary_folder(prefix: str = "socflower-", *, within: Path | None = None) 
         # Processes that are about to end may still write there; the next run removes their files.
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
+
+
+@contextmanager
+def new_folder(out: Path, *, within: Path | None = None) -> Iterator[Path]:
+    """Yield an empty folder whose files move to `out` at the end; after an error `out` is unchanged.
+
+    It is created in `within`, by default in `out` or its nearest existing parent.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: is a file; name a folder")
+    nearest = within or next((parent for parent in (out, *out.parents) if parent.exists()), Path("."))
+    # On the file system of `out`, so that the move is a rename and write errors appear before training.
+    with ExitStack() as stack:
+        try:
+            temporary = stack.enter_context(temporary_folder(UNFINISHED, within=nearest))
+        except OSError as error:
+            raise ConfigError(f"--out {out}: cannot write in {nearest} ({error.strerror}); name another folder") \
+                from None
+        yield temporary
+        out.mkdir(parents=True, exist_ok=True)
+        for entry in temporary.iterdir():
+            target = out / entry.name
+            if target.is_dir():
+                shutil.rmtree(target)
+            entry.replace(target)
 
 
 def remove_abandoned(parent: Path, prefix: str = "socflower-") -> None:

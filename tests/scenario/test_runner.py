@@ -14,9 +14,10 @@ import pytest
 from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError
 from socflower.scenario import runner
 from socflower.scenario.prepared_run import prepare
-from socflower.scenario.runner import new_folder, run_scenario, run_to_folder, time_to_accuracy_s
+from socflower.scenario.runner import run_scenario, run_to_folder, time_to_accuracy_s
 from socflower.scenario.schema.config import EventConfig, ModelConfig, Scenario
 from socflower.scenario.schema.file import from_document
+from socflower.wire.folders import new_folder
 from tests.scenario.small_runs import LENET_BYTES, small, small_result
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
