@@ -14,26 +14,44 @@ import pytest
 from socflower.engines.deployment.flower_processes import processes_of
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.file import load_scenario
-from tests.engines.deployment.interrupted_runs import DEADLINE_S, Runs, comparable, kill, wait_for
+from socflower.wire.folders import LOCK_FILE
+from tests.command_line import Socflower
+from tests.engines.deployment.interrupted_runs import DEADLINE_S, Runs, comparable, kill, refused_by, wait_for
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @pytest.mark.timeout(900)
-def test_ctrl_c_says_how_to_go_on_and_fresh_does_not(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, epochs=3)
+def test_a_second_run_changes_nothing_for_the_first_and_ctrl_c_says_how_to_go_on(
+    socflower: Socflower, tmp_path: Path,
+) -> None:
+    """The first stands still while the second comes, is interrupted later, and goes on from where it was."""
+    runs = Runs(tmp_path, epochs=1)
     run = runs.start()
     try:
         wait_for(lambda: runs.newest() > 0 or run.poll() is not None)
+        os.killpg(run.pid, signal.SIGSTOP)
+        before = contents(runs.out)
+        assert LOCK_FILE in before and "result.json" not in before
+        for options in ((), ("--fresh",), ("--set", "train.epochs=2")):
+            second = socflower("run", runs.scenario, "--out", runs.out, "--workers", 0, "--json", *options)
+            assert refused_by(second, run.pid, f"--out {runs.out}: "), second.err
+        assert contents(runs.out) == before
         os.kill(run.pid, signal.SIGINT)
+        os.killpg(run.pid, signal.SIGCONT)
         out, said = run.communicate(timeout=DEADLINE_S)
     finally:
         kill(run)
     assert (run.returncode, out) == (130, "")
     (line,) = [line for line in said.splitlines() if "interrupted" in line]
-    assert f"round {runs.newest()} is kept in {runs.out / 'checkpoint'}: the same command resumes after it" in line
+    kept = runs.newest()
+    assert f"round {kept} is kept in {runs.out / 'checkpoint'}: the same command resumes after it" in line
     assert [path.name for path in runs.out.iterdir()] == ["checkpoint"]
     assert not list(runs.temporary.glob("socflower-*"))
-    assert "resuming" not in runs.finish("--fresh")
-    assert runs.assert_as_uninterrupted() == []
+    assert f"resuming {runs.out} after round {kept} of 4" in runs.finish_here(socflower)
+    assert runs.assert_as_uninterrupted() == [kept]
 
 
 PROGRAM = """\

@@ -12,6 +12,7 @@ import pytest
 
 from tests.command_line import Ran, Socflower
 
+pytestmark = pytest.mark.usefixtures("on_few_digits")
 ROOT = Path(__file__).parents[2]
 
 SCENARIO = """\
@@ -20,7 +21,7 @@ SCENARIO = """\
 boards = [2, 2]
 [train]
 epochs = 1
-batch_size = 128
+batch_size = 32
 learning_rate = 0.05
 [strategy]
 groups = 2
@@ -248,10 +249,10 @@ def test_an_unknown_option_ends_with_2(socflower: Socflower, scenario: Path) -> 
 def test_the_installed_command_is_this_one(scenario: Path, tmp_path: Path) -> None:
     """In a narrow, dumb terminal, which must not break the line."""
     command = Path(sysconfig.get_path("scripts")) / "socflower"
-    ran = subprocess.run([command, "run", scenario, "--set", "strategy.groups=9"], capture_output=True, text=True,
-                         check=False, cwd=tmp_path, timeout=100,
+    ran = subprocess.run([command, "run", scenario, "--engine", "warp"], capture_output=True, text=True, check=False,
+                         cwd=tmp_path, timeout=100,
                          env={**os.environ, "COLUMNS": "20", "TERM": "dumb", "FORCE_COLOR": ""})
-    is_mistake(Ran(ran.returncode, ran.stdout, ran.stderr), "groups = 9", "4 SoCs")
+    is_mistake(Ran(ran.returncode, ran.stdout, ran.stderr), "--engine warp", "local, simulation")
 
 
 # --------------------------------------------------------------------------------------------- interrupted runs

@@ -2,9 +2,13 @@
 
 import copy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from socflower.scenario.runner import run_scenario
+import pytest
+
+from socflower.scenario import runner
+from socflower.scenario.runner import run_scenario, run_to_folder
 from socflower.scenario.schema.config import EventConfig, Scenario, StrategyConfig, TrainConfig
 from tests.few_digits import few_digits
 
@@ -34,3 +38,10 @@ def small_result(name: str = "socflow", **changes: Any) -> dict[str, Any]:
 def _run(name: str, changes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     with few_digits():
         return run_scenario(small(name, **dict(changes)), num_workers=0)
+
+
+def without_drawing(scenario: Scenario, out: Path, **settings: Any) -> dict[str, Any]:
+    """Run into a folder; the report is an empty page, since drawing it takes longer than such a training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "write_report", lambda path, *_, **__: path.touch())
+        return run_to_folder(scenario, out, **{"num_workers": 0, **settings})

@@ -17,7 +17,8 @@ from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario
 from socflower.thermal.model.governor import snapdragon_governor
 from tests.command_line import Socflower
-from tests.scenario.test_resume import assert_ends_as, resume, stop_after, without_drawing
+from tests.scenario.small_runs import without_drawing
+from tests.scenario.test_resume import assert_ends_as, resume, stop_after
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
 

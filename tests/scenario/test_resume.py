@@ -12,13 +12,13 @@ from torch import nn
 
 from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.scenario import prepared_run, runner
+from socflower.scenario import prepared_run
 from socflower.scenario.app import group_training
 from socflower.scenario.app import main as app
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import EventConfig, PrecisionConfig, Scenario
 from socflower.scenario.schema.file import to_document
-from tests.scenario.small_runs import small
+from tests.scenario.small_runs import small, without_drawing
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
 Reference = Callable[[Scenario], Path]
@@ -46,13 +46,6 @@ def stop_after(scenario: Scenario, out: Path, server_round: int, **settings: Any
     with stopping(server_round.__eq__), pytest.raises(Stopped):
         run_to_folder(scenario, out, resumable=True, **{"num_workers": 0, **settings})
     assert not (out / "result.json").exists()
-
-
-def without_drawing(scenario: Scenario, out: Path, **settings: Any) -> dict[str, Any]:
-    """Run into a folder; the report is an empty page, since drawing it takes longer than such a training."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "write_report", lambda path, *_, **__: path.touch())
-        return run_to_folder(scenario, out, **{"num_workers": 0, **settings})
 
 
 def resume(scenario: Scenario, out: Path, **settings: Any) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from socflower.scenario.runner import run_scenario, run_to_folder
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document
 from socflower.scenario.split_setting import SplitSetting
-from tests.scenario.test_resume import assert_ends_as, resume, stop_after, without_drawing
+from tests.scenario.small_runs import without_drawing
+from tests.scenario.test_resume import assert_ends_as, resume, stop_after
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
 RATES = LinkRates(up_bytes_per_s=4e6, down_bytes_per_s=8e6, latency_s=0.004)

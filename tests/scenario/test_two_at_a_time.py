@@ -1,8 +1,7 @@
-"""Two processes in one folder: the second is refused in one line, and nothing of the first is lost."""
+"""Two processes in one folder: the second is refused in one line. That the first loses nothing: cli/test_ctrl_c.py."""
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,38 +12,12 @@ from socflower.scenario.app.remote_main import BundledRunFolder
 from socflower.scenario.schema.file import to_document
 from socflower.wire.folders import LOCK_FILE, FolderLock
 from tests.command_line import Ran, Socflower
-from tests.engines.deployment.interrupted_runs import Runs, kill, wait_for
+from tests.engines.deployment.interrupted_runs import refused_by
 from tests.scenario.small_runs import small
 
-HERE = f"process {os.getpid()} is at work there; wait until it ends, or name another one\n"
 
-
-def is_refused(ran: Ran, begins: str, ends: str = HERE) -> bool:
-    line = ran.err.startswith(f"error: {begins}") and ran.err.endswith(ends) and ran.err.count("\n") == 1
-    return ran.status == 2 and ran.out == "" and line
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def test_a_second_run_into_a_folder_changes_nothing_for_the_first(socflower: Socflower, tmp_path: Path) -> None:
-    """The first stands still while the second comes, is killed at last, and its run goes on from where it was."""
-    runs = Runs(tmp_path, epochs=2)
-    first = runs.start()
-    try:
-        wait_for(lambda: runs.newest() >= 1)
-        os.killpg(first.pid, signal.SIGSTOP)
-        before = contents(runs.out)
-        assert LOCK_FILE in before and "result.json" not in before
-        for options in ((), ("--fresh",), ("--set", "train.epochs=1")):
-            second = socflower("run", runs.scenario, "--out", runs.out, "--workers", 0, "--json", *options)
-            assert is_refused(second, f"--out {runs.out}: ", HERE.replace(str(os.getpid()), str(first.pid))), second.err
-        assert contents(runs.out) == before
-    finally:
-        kill(first)
-    assert "resuming" in runs.finish_here(socflower)
-    assert len(runs.assert_as_uninterrupted()) == 1
+def is_refused(ran: Ran, begins: str) -> bool:
+    return refused_by(ran, os.getpid(), begins)
 
 
 def test_whatever_writes_into_a_folder_keeps_others_out(socflower: Socflower, tmp_path: Path) -> None:

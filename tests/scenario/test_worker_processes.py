@@ -11,8 +11,8 @@ import pytest
 
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import EventConfig, PrecisionConfig, Scenario
-from tests.scenario.small_runs import small
-from tests.scenario.test_resume import assert_ends_as, resume, stop_after, without_drawing
+from tests.scenario.small_runs import small, without_drawing
+from tests.scenario.test_resume import assert_ends_as, resume, stop_after
 
 SCENARIOS: dict[str, Scenario] = {
     "socflow": small(interval=0.5, batch_size=128),

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.file import load_scenario
-from tests.command_line import Socflower
+from tests.command_line import Ran, Socflower
+from tests.scenario.small_runs import without_drawing
 
 SCENARIO = """\
 # Does it survive?
@@ -67,9 +67,9 @@ class Runs:
         finally:
             kill(run)
 
-    def finish_here(self, socflower: Socflower) -> str:
+    def finish_here(self, socflower: Socflower, *options: str) -> str:
         """Run to the end in this process, without workers; return what was said on the way."""
-        ran = socflower("run", self.scenario, "--out", self.out, "--workers", "0")
+        ran = socflower("run", self.scenario, "--out", self.out, "--workers", "0", *options)
         assert ran.status == 0, ran.err
         return ran.err
 
@@ -86,7 +86,7 @@ class Runs:
     def assert_as_uninterrupted(self) -> list[int]:
         """Compare with a run of this process; return the rounds it was resumed from."""
         reference = self.folder / "reference"
-        run_to_folder(load_scenario(self.scenario), reference, num_workers=0)
+        without_drawing(load_scenario(self.scenario), reference)
         assert sorted(path.name for path in self.out.iterdir()) == ["report.html", "result.json", "trace.json"]
         ours, theirs = (json.loads((folder / "result.json").read_text()) for folder in (self.out, reference))
         assert comparable(ours) == comparable(theirs)
@@ -96,6 +96,13 @@ class Runs:
 
 def comparable(result: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in result.items() if key not in ("wall_s", "resumed_from")}
+
+
+def refused_by(ran: Ran, process_id: int, begins: str) -> bool:
+    """Whether a command was refused in one line because of another process."""
+    ends = f"process {process_id} is at work there; wait until it ends, or name another one\n"
+    line = ran.err.startswith(f"error: {begins}") and ran.err.endswith(ends) and ran.err.count("\n") == 1
+    return ran.status == 2 and ran.out == "" and line
 
 
 def kill(run: "subprocess.Popen[str]") -> None:
