@@ -58,22 +58,21 @@ def test_the_probe_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.mark.usefixtures("namespaces")
-@pytest.mark.parametrize(("transport", "in_turn"), [("gloo", False), ("grpc", True)])
-def test_small_rings_sum_right_and_leave_nothing(
-    transport: str, in_turn: bool, left: Path, record_property: Callable[[str, object], None],
-) -> None:
-    """Two groups over two boards, freely or in turn; how long they took is recorded and decides nothing."""
+def test_small_rings_sum_right_and_leave_nothing(left: Path, record_property: Callable[[str, object], None]) -> None:
+    """Two groups over two boards, freely and in turn; how long they took is recorded and decides nothing."""
     named = Path("/run/netns")
     before = sorted(named.iterdir()) if named.exists() else []
-    run = Run(transport=transport, rings=((0, 2), (1, 3)), num_bytes=SMALL_BYTES, num_steps=2, in_turn=in_turn)
-    (result,) = measure(SMALL, [run], timeout_s=DEADLINE_S)
-    assert result.right, result
-    assert [soc["ring"] for soc in result.socs] == [0, 1, 0, 1]
-    record_property("measured_s", [result.median_s(ring) for ring in range(2)])
-    record_property("simulated_s", [steps[0] for steps in predicted_steps_s(SMALL, run)])
-    # Rates are limited at all: nothing is faster than the uplink that both groups share, but for what its bucket saved.
-    taken_s = max(soc["ends_s"][-1] for soc in result.socs) - min(soc["begins_s"][0] for soc in result.socs)
-    assert taken_s > 0.95 * 2 * 2 * SMALL_BYTES / (SMALL.uplink_bit_per_s / 8)
+    runs = [Run(transport=transport, rings=((0, 2), (1, 3)), num_bytes=SMALL_BYTES, num_steps=2, in_turn=in_turn)
+            for transport, in_turn in (("gloo", False), ("grpc", True))]
+    for run, result in zip(runs, measure(SMALL, runs, timeout_s=DEADLINE_S), strict=True):
+        assert result.right, result
+        assert [soc["ring"] for soc in result.socs] == [0, 1, 0, 1]
+        record_property(f"measured_s of {run.transport}", [result.median_s(ring) for ring in range(2)])
+        record_property(f"simulated_s of {run.transport}", [steps[0] for steps in predicted_steps_s(SMALL, run)])
+        # Rates are limited at all: nothing is faster than the uplink that both groups share, but for what its bucket
+        # saved.
+        taken_s = max(soc["ends_s"][-1] for soc in result.socs) - min(soc["begins_s"][0] for soc in result.socs)
+        assert taken_s > 0.95 * 2 * 2 * SMALL_BYTES / (SMALL.uplink_bit_per_s / 8)
     assert (sorted(named.iterdir()) if named.exists() else []) == before
     wait_until_gone(left)
     assert not list(left.iterdir())

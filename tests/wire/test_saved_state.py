@@ -35,6 +35,7 @@ def store(folder: Path, **options: Any) -> StateStore:
 
 
 # ---------------------------------------------------------------------------------------------- entries
+@settings(max_examples=40)
 @given(state=st.dictionaries(st.text(), JSON), payload=st.lists(st.binary()), owner=st.text(), number=st.integers(0))
 def test_what_was_sealed_comes_back(state: dict[str, Any], payload: list[bytes], owner: str, number: int) -> None:
     content = b"".join(seal(KIND, state, payload, owner=owner, number=number))

@@ -20,7 +20,7 @@ from socflower.edgecloud.links.profile_generator import (
 )
 from socflower.errors import ConfigError
 
-LONG_S = 200_000.0
+LONG_S = 100_000.0
 KINDS = tuple(statistics_table()["kind"])
 BUSY = LinkStatistics(mean_bytes_per_s=1e6, deviation_bytes_per_s=4e5, min_bytes_per_s=1e5, max_bytes_per_s=3e6,
                       correlation_s=5.0, outage_share=0.1, outage_s=4.0, up_down_ratio=0.5, up_down_correlation=0.6,

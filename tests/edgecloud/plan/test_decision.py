@@ -45,6 +45,7 @@ def follow(engine: DecisionEngine, rates: Sequence[LinkRates], start: SplitPlan,
     return current
 
 
+@settings(max_examples=50)
 @given(costs=tables(), rates=RATES, window=st.integers(0, 6), start=st.integers(0, 4), bits=st.sampled_from(BITS),
        allowed=st.sets(st.sampled_from(BITS), min_size=1), edge_only=st.booleans(), gap=st.floats(1, 500))
 def test_a_decision_is_the_best_of_all_deployments(
@@ -73,7 +74,7 @@ def test_a_decision_is_the_best_of_all_deployments(
         predicted_s(costs, split_plan, rates, gap) for split_plan in everything)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(costs=tables(), rates=RATES, window=st.integers(0, 6), bits=st.sampled_from(BITS), min_gain=st.floats(0, 0.3),
        edge_only=st.booleans())
 def test_on_a_constant_link_one_move_is_all(
@@ -89,7 +90,7 @@ def test_on_a_constant_link_one_move_is_all(
     assert settled.log == ()
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(costs=tables(frozen=False), low=RATES, high=RATES, half=st.integers(1, 60), window=st.integers(0, 5),
        random=st.randoms(use_true_random=False))
 def test_no_link_makes_it_thrash(
@@ -119,6 +120,7 @@ def test_no_link_makes_it_thrash(
         assert moves <= 2 * (num_batches + first_gap / (1 - beta)) / pays_after
 
 
+@settings(max_examples=40)
 @given(costs=tables(), rates=st.lists(RATES, min_size=1, max_size=12), window=st.integers(0, 5),
        power=st.integers(-6, 6))
 def test_the_unit_of_time_does_not_matter(

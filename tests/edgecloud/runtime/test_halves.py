@@ -37,9 +37,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adam])
-@pytest.mark.parametrize("keep_graph", [True, False])
-@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize(("optimizer", "keep_graph", "inplace"), [
+    (sgd, True, True), (sgd, False, False), (adam, True, False), (adam, False, True),
+])  # every two of them in every combination
 def test_window_0_is_local_training_with_dropout_norms_and_schedule(
     optimizer: Callable[..., torch.optim.Optimizer], keep_graph: bool, inplace: bool,
 ) -> None:

@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(name=st.sampled_from(sorted(OPTIMIZERS)),
        cuts=st.lists(st.integers(0, SPLIT.num_cuts), min_size=NUM_BATCHES, max_size=NUM_BATCHES))
 def test_any_moves_of_the_cut_at_any_batches_leave_local_training(name: str, cuts: list[int]) -> None:

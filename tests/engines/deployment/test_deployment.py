@@ -39,7 +39,8 @@ from tests.scenario.small_runs import small, small_result
 # ------------------------------------------------------------------------------------------------- end to end
 @pytest.mark.timeout(900)
 def test_a_run_on_two_super_nodes_gives_the_weights_of_the_local_engine(tmp_path: Path) -> None:
-    with DeployedRun(tmp_path, epochs=1) as run:
+    # Cold, with Flower's own ClientApps, it runs in the slow tests; to the same weights, as test_warm_executor checks.
+    with DeployedRun(tmp_path, "--warm", epochs=1) as run:
         run.one("flower-supernode")
         words = run.one("flower-superlink").cmdline()
         port = int(words[words.index("--port") + 1])

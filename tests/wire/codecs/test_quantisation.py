@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -15,6 +15,7 @@ from socflower.errors import ConfigError
 from socflower.wire.codecs.quantisation import EncodedTensor, Floats, Grouping, decode, encode
 
 LARGEST = float(np.finfo(np.float32).max)
+FEW = settings(max_examples=40)  # a tensor has many elements, each of which is an example of the bound
 QUANTISED = st.sampled_from([2, 4, 8, 16])
 GROUPING: st.SearchStrategy[Grouping] = st.sampled_from(["tensor", "sample"])
 # All of float32: -0.0, subnormal numbers, ranges beyond float32's own.
@@ -36,6 +37,7 @@ def groups_of(features: Floats, grouping: Grouping) -> list[Floats]:
     return list(features) if grouping == "sample" else [features]
 
 
+@FEW
 @given(features=st.one_of(ANY_TENSOR, LIKE_A_FEATURE), bits=QUANTISED, grouping=GROUPING)
 def test_the_error_is_half_a_step_at_most(features: Floats, bits: int, grouping: Grouping) -> None:
     decoded = decode(encode(features, bits, grouping=grouping))
@@ -47,6 +49,7 @@ def test_the_error_is_half_a_step_at_most(features: Floats, bits: int, grouping:
         assert (abs(came.astype(np.float64) - exact) <= step * (1 / 2 + 2**-13) + rounding).all()
 
 
+@FEW
 @given(features=LIKE_A_FEATURE, bits=QUANTISED)
 def test_decoded_features_are_those_of_the_formula(features: Floats, bits: int) -> None:
     _, expected = by_formula(features, bits)
@@ -79,6 +82,7 @@ def test_tensors_of_several_blocks_are_coded_as_small_ones_are(
     assert not (differ & ~middle).any() and differ.mean() < 1e-3
 
 
+@FEW
 @given(features=ANY_TENSOR)
 def test_at_32_bits_nothing_is_lost(features: Floats) -> None:
     encoded = encode(features, 32)
@@ -88,6 +92,7 @@ def test_at_32_bits_nothing_is_lost(features: Floats) -> None:
     assert encoded.num_bytes == 4 * features.size
 
 
+@FEW
 @given(features=LIKE_A_FEATURE, bits=QUANTISED, grouping=GROUPING)
 def test_both_ends_decode_the_same_bits(features: Floats, bits: int, grouping: Grouping) -> None:
     """What has travelled as plain bytes and numbers is decoded to what the sender sees."""
@@ -106,6 +111,7 @@ def test_constant_tensors_come_back_exactly(value: float, bits: int, grouping: G
     assert np.array_equal(decode(encode(features, bits, grouping=grouping)), features)
 
 
+@FEW
 @given(features=LIKE_A_FEATURE, bits=QUANTISED)
 def test_the_least_value_comes_back_exactly_and_the_largest_up_to_rounding(features: Floats, bits: int) -> None:
     """So the zeros behind a ReLU stay zeros."""
@@ -114,6 +120,7 @@ def test_the_least_value_comes_back_exactly_and_the_largest_up_to_rounding(featu
     assert decoded.max() == pytest.approx(features.max(), abs=2**-22 * float(abs(features).max()))
 
 
+@FEW
 @given(features=LIKE_A_FEATURE, bits=QUANTISED)
 def test_coding_twice_changes_nothing_more(features: Floats, bits: int) -> None:
     once = decode(encode(features, bits))
