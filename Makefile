@@ -62,9 +62,8 @@ test-arm: setup ## the int8 kernels on emulated ARM; needs g++-aarch64-linux-gnu
 test-sanitized: setup ## the int8 kernels under the address and undefined behaviour sanitizers
 	PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run_sanitized.sh
 
-api: setup ## write socflower/__init__.pyi, docs/api.md and docs/scenario-keys.md from the code
-	$(BIN)/python docs/generate_api.py
-	$(BIN)/python docs/generate_scenario_keys.py
+api: setup ## write socflower/__init__.pyi, the pages of reference and the tables of docs/results.md
+	$(BIN)/python docs/generate_reference.py
 
 lint: setup ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """The three convolutions of a training step, in int8, against torch's in FP32 and in quantised inference.
 
-Layers are those of the networks of docs/benchmarks.md at batch 64. Forward: bias, ReLU and rounding to int8 included,
+Layers are those of the networks of docs/results.md at batch 64. Forward: bias, ReLU and rounding to int8 included,
 as in FBGEMM and oneDNN; FP32 has the bias only. Input gradient: rounded to int8. Weight gradient: int32. Activations
 lie in 0..127 and weights and gradients in -127..127, where FBGEMM is exact without VNNI too.
 """

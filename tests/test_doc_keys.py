@@ -1,8 +1,6 @@
 """The page of all keys is what the schema says, and every table of a scenario is explained."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from socflower.cluster.toml_file import keys_of, table_of
@@ -10,12 +8,6 @@ from socflower.scenario.schema.config import ScenarioFile
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-
-
-def test_the_page_of_keys_is_what_the_schema_says() -> None:
-    ran = subprocess.run([sys.executable, "docs/generate_scenario_keys.py", "--check"], cwd=ROOT, capture_output=True,
-                         text=True)
-    assert ran.returncode == 0, ran.stderr
 
 
 def test_every_key_of_a_scenario_has_a_description() -> None:

@@ -31,7 +31,8 @@ def test_importing_the_package_loads_neither_torch_nor_flower() -> None:
 
 
 def test_stub_and_page_are_what_is_exported() -> None:
-    ran = subprocess.run([sys.executable, "docs/generate_api.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "docs/generate_reference.py", "--check"], cwd=ROOT, capture_output=True,
+                         text=True)
     assert ran.returncode == 0, ran.stderr
 
 
