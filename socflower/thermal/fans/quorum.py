@@ -231,6 +231,8 @@ class Quorum:
 
 def is_number(value: object) -> bool:
     """Return whether a value is a finite number; booleans do not count."""
+    if isinstance(value, float):  # the usual case; looking up an abstract class takes seven times as long
+        return math.isfinite(value)
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:

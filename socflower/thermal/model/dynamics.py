@@ -132,10 +132,10 @@ class RackDynamics:
         """Return the state at the next tick, or at `end_s` if that comes first, and whether there was a tick."""
         number = self._num_ticks(state.time_s) + 1
         until_s = min(number * self._tick_s, end_s)
-        heat_w = node_w + self._user_w(state)
+        heat_w = node_w + self._user_w(state) if self._surroundings.background_load else node_w
         ambient_c = self._surroundings.ambient_c.at(self._last_tick_s(state))
-        passage = self._network(state).pass_time(state.temperatures_c, heat_w, ambient_c, until_s - state.time_s)
-        state = replace(state, time_s=until_s, temperatures_c=passage.temperatures_c)
+        end_c = self._network(state).end_c(state.temperatures_c, heat_w, ambient_c, until_s - state.time_s)
+        state = _State(until_s, end_c, state.levels, state.rpm)
         return (self._update_controls(state), True) if self._num_ticks(until_s) >= number else (state, False)
 
     def _num_ticks(self, time_s: float) -> int:
@@ -156,7 +156,7 @@ class RackDynamics:
         rpm = self._policy.rpm(FanObservation(
             at_s=state.time_s, hottest_c=sensed_c, rpm=state.rpm, num_throttled=int((levels > 0).sum())))
         rpm = min(max(math.ceil(rpm / _RPM_STEP) * _RPM_STEP, self._fans.min_rpm), self._fans.max_rpm)
-        return replace(state, levels=levels, rpm=rpm)
+        return _State(state.time_s, state.temperatures_c, levels, rpm)
 
     def _control_state(self, state: _State) -> tuple[bytes, bool]:
         return state.levels.tobytes(), self._surroundings.open.at(self._last_tick_s(state))
@@ -207,17 +207,19 @@ class RackDynamics:
         """The rack at the present time."""
         return self._record(self._state)
 
+    def _hottest_c(self, state: _State) -> float:
+        return float(state.temperatures_c[:self._rack.num_socs].max())
+
     def _record(self, state: _State) -> RackRecord:
         clocks = np.array(self._governor.clock_factors)[state.levels]
-        return RackRecord(at_s=state.time_s, hottest_c=float(state.temperatures_c[:self._rack.num_socs].max()),
-                          mean_clock=float(clocks.mean()), rpm=state.rpm, fan_w=self._fan_w(state))
+        return RackRecord(at_s=state.time_s, hottest_c=self._hottest_c(state), mean_clock=float(clocks.mean()),
+                          rpm=state.rpm, fan_w=self._fan_w(state))
 
     def _append_record(self, state: _State) -> None:
-        record = self._record(state)
-        self.peak_c = max(self.peak_c, record.hottest_c)
+        self.peak_c = max(self.peak_c, self._hottest_c(state))
         if self._log and state.time_s < self._log[-1].at_s + self._log_every_s - 1e-9:
             return
-        self._log.append(record)
+        self._log.append(self._record(state))
         if len(self._log) > _LOG_ENTRIES:
             self._log_every_s *= 2.0
             self._log = self._log[::2]

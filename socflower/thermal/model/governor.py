@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -57,13 +58,19 @@ class ClockGovernor:
     def next_levels(self, levels: Levels, temperature_c: Sequence[float] | NDArray[np.float64]) -> Levels:
         """Return the levels after a reading of the SoCs' temperatures; NaN changes nothing."""
         temperatures = np.asarray(temperature_c, float)
-        # No temperature, not even infinity, leads past either end.
-        trips = np.array([*self.trip_c, math.nan])
-        resumes = np.array([math.nan, *self.resume_c])
+        trips, resumes = _thresholds(self.trip_c, self.resume_c)
         down = temperatures >= trips[levels]
         up = temperatures <= resumes[levels]
         changed: Levels = levels + down.astype(np.int64) - up.astype(np.int64)
         return changed
+
+
+@lru_cache
+def _thresholds(
+    trip_c: tuple[float, ...], resume_c: tuple[float, ...],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the trip and resume points by level. No temperature, not even infinity, leads past either end."""
+    return np.array([*trip_c, math.nan]), np.array([math.nan, *resume_c])
 
 
 def snapdragon_governor() -> ClockGovernor:

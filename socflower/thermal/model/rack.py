@@ -86,14 +86,17 @@ class ThermalNetwork:
         steady: Vector = ambient_c + np.linalg.solve(self._matrix, np.asarray(power_w, float))
         return steady
 
+    def end_c(self, temperatures_c: Vector, power_w: Vector, ambient_c: float, duration_s: float) -> Vector:
+        """Return the temperatures after `duration_s` of constant power."""
+        start, steady = self._modes(temperatures_c, power_w, ambient_c)
+        end: Vector = ambient_c + self._decomposition[2] @ (steady + (start - steady) * self._decay(duration_s))
+        return end
+
     def pass_time(self, temperatures_c: Vector, power_w: Vector, ambient_c: float, duration_s: float) -> Passage:
         """Return the effect of `duration_s` of constant power."""
-        rates, to_modes, from_modes = self._decomposition
-        capacities = np.array(self.capacities_j_per_k)
-        start = to_modes @ (temperatures_c - ambient_c)
-        steady = (to_modes @ (power_w / capacities)) / rates
-        decay = np.exp(-rates * duration_s)
-        end = steady + (start - steady) * decay
+        rates, _, from_modes = self._decomposition
+        start, steady = self._modes(temperatures_c, power_w, ambient_c)
+        end = steady + (start - steady) * self._decay(duration_s)
         # The mean of exp(-rate t) over the interval; 1 for an empty interval.
         mean_decay = np.where(rates * duration_s > 1e-12, -np.expm1(-rates * duration_s)
                               / np.maximum(rates * duration_s, 1e-300), 1.0)
@@ -101,6 +104,27 @@ class ThermalNetwork:
         return Passage(
             temperatures_c=ambient_c + from_modes @ end, mean_c=mean_c,
             heat_out_j=float(np.dot(self.ambient_w_per_k, mean_c - ambient_c)) * duration_s)
+
+    def _modes(self, temperatures_c: Vector, power_w: Vector, ambient_c: float) -> tuple[Vector, Vector]:
+        """Return the modes at the start, and in the steady state."""
+        rates, to_modes, _ = self._decomposition
+        return to_modes @ (temperatures_c - ambient_c), (to_modes @ (power_w / self._capacities)) / rates
+
+    def _decay(self, duration_s: float) -> Vector:
+        """Return what is left of each mode; most intervals are as long as the one before."""
+        known = self._last_decay.get(duration_s)
+        if known is None:
+            self._last_decay.clear()
+            known = self._last_decay[duration_s] = np.exp(-self._decomposition[0] * duration_s)
+        return known
+
+    @cached_property
+    def _capacities(self) -> Vector:
+        return np.array(self.capacities_j_per_k)
+
+    @cached_property
+    def _last_decay(self) -> dict[float, Vector]:
+        return {}
 
     def heat_j(self, temperatures_c: Vector, reference_c: float) -> float:
         """Return the heat stored above a reference temperature."""
