@@ -1,0 +1,27 @@
+"""The registry of strategies: every target is there, and nothing without groups passes for a strategy with them."""
+
+from importlib import import_module
+
+import pytest
+
+from socflower import ConfigError, SoCFlow
+from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy, family_of, group_strategy
+
+
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, id=name) for name, kind in STRATEGIES.items() if isinstance(kind, GroupStrategy)])
+def test_every_target_is_a_strategy_with_groups(kind: GroupStrategy) -> None:
+    module, _, name = kind.target.partition(":")
+    assert issubclass(getattr(import_module(module), name), SoCFlow)
+
+
+def test_families_are_those_with_a_cloud_and_those_without() -> None:
+    assert family_of("ring") == ("socflow", "ring", "fedavg", "sgd")
+    assert set(family_of("splitfed")) == set(STRATEGIES) - set(family_of("ring"))
+
+
+@pytest.mark.parametrize(("name", "advice"), [
+    ("fedavg", "use strategy.name = 'socflow', 'ring' or 'sgd'"), ("splitfed", "no groups to plan")])
+def test_what_has_no_groups_is_refused_with_those_that_have(name: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        group_strategy(name)
