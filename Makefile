@@ -56,7 +56,7 @@ test-random: setup ## the tests in random order, properties with other examples;
 	  --randomly-dont-reset-seed --hypothesis-profile=exploring --hypothesis-seed=$$seed
 
 test-slow: setup coverage ## coverage, then the tests that take more than about ten seconds
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal
 
 test-arm: setup ## the int8 kernels on emulated ARM; needs g++-aarch64-linux-gnu and qemu-user
 	PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run_arm.sh
