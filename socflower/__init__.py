@@ -1,6 +1,6 @@
 """socflower: train neural networks with Flower on clusters of small machines with slow links.
 
-What this module exports is what programs may rely on (docs/api.md). Names are resolved when they are first used:
+What this module exports is what programs may rely on (docs/reference/api.md). Names are resolved when first used:
 `import socflower` itself loads neither torch nor Flower.
 """
 
@@ -76,7 +76,7 @@ _EXPORTS = {
     "wire.message_keys": ("HEAT", "HeatReport"),
     "errors": ("ConfigError", "DataUnavailable", "InfeasiblePlan", "SocflowerError", "TrainingFailed"),
 }
-"""Names by the module that has them. `make api` writes __init__.pyi, for editors, and docs/api.md from this."""
+"""Names by the module that has them. `make api` writes __init__.pyi, for editors, and the page of the API from this."""
 
 _MODULES = {name: f"{__name__}.{part}" for part, names in _EXPORTS.items() for name in names}
 

@@ -45,7 +45,6 @@ OLD_PAGES = {
     "docs/real-rack.md",
     "docs/rebalancing.md",
     "docs/rings.md",
-    "docs/scenario-files.md",
     "docs/sensors.md",
     "docs/testbed.md",
     "docs/thermal-mod.md",

@@ -1,4 +1,4 @@
-"""The tables of a scenario file: keys, defaults, limits and descriptions. docs/scenario-keys.md is made of them."""
+"""The tables of a scenario file: keys, defaults, limits, descriptions; docs/reference/scenarios.md is made of them."""
 
 from typing import Annotated
 
@@ -43,8 +43,9 @@ class DataConfig(Table):
     """`[data]`"""
 
     name: str = Field("digits", description=(
-        "`digits` (4,000 training and 1,000 test images of MNIST, embedded), `mnist`, `cifar10`; with `click-model` "
-        "`clicks`, 60,000 generated samples in the shape of MovieLens"))
+        "`digits` (4,000 training and 1,000 test images of MNIST, embedded); `mnist`, `cifar10`: from the folder named "
+        "by `SOCFLOWER_DATA` (`mnist/train.parquet`, `mnist/test.parquet`, …), else from the Hugging Face hub with "
+        "`socflower[hub]`; with `click-model` `clicks`, 60,000 generated samples in the shape of MovieLens"))
     partition: Annotated[str, OneOf(("iid", "dirichlet"))] = Field("iid", description=(
         "how data are spread over SoCs; `dirichlet` is label skew"))
     alpha: float = Field(0.5, gt=0, description="of the Dirichlet distribution; smaller is more uneven")
@@ -127,7 +128,7 @@ class StrategyConfig(Table):
 
     name: Annotated[str, OneOf(STRATEGIES)] = Field("socflow", description=(
         "".join(f"`{name}`: {kind.about}; " for name, kind in STRATEGIES.items() if kind.about)
-        + "the others train with [a cloud](scenario-files.md#edgecloud)"))
+        + "the others train with [a cloud](#edgecloud)"))
     groups: Annotated[int, Field(gt=0, le=MOST_SOCS)] | Annotated[str, OneOf(("auto",))] = Field("auto", description=(
         "number of groups of `socflow`; \"auto\" trains an epoch with 1, 2, 4, … groups and takes the last one before "
         "accuracy falls"))
@@ -168,7 +169,8 @@ class EventConfig(Table):
     """`[[event]]`: a fault of a SoC's client in one round, or "preempt": its user takes the SoC for some rounds."""
 
     kind: Annotated[str, OneOf(FAULT_KINDS)] = Field(description=(
-        "`nan` answers NaN, with `die` the process exits, with `preempt` it leaves for its user's work"))
+        "`nan` answers NaN, with `die` the process exits, with `preempt` it leaves for its user's work; "
+        "`hang` (give it a short `reply_timeout_s`) and `die` need worker processes"))
     soc: int = Field(ge=0, description=(
         "whose client; a group in one process suffers what any of its members does, in a ring each suffers its own"))
     round: Round = Field(description="in which round, from 1; not in the warm-up of `groups = \"auto\"`")

@@ -16,7 +16,7 @@ Rate = Annotated[float, Field(gt=0)]
 
 
 class EdgeCloudConfig(Table):
-    """`[edgecloud]`; each SoC of the cluster is an edge with its own link."""
+    """`[edgecloud]`: each SoC of the cluster is an edge with a link of its own to the cloud."""
 
     cloud_device: str = Field("gpu-v100", description="device of the catalogue that each cloud half has")
     link: str = Field("wifi", description=(
@@ -56,7 +56,7 @@ class EdgeCloudConfig(Table):
             "cloud halves of several edges: `own`, one for each, averaged with the edge halves after each round; or "
             "`shared`, one that takes the edges' batches in turn"))
     round_epochs: float = Field(1.0, gt=0, description=(
-        "epochs between two averagings, evaluations and [checkpoints](scenario-files.md#interrupted-runs)"))
+        "epochs between two averagings, evaluations and [checkpoints](#interrupted-runs)"))
     frozen: str = Field("", description="name of the last layer that is not trained")
     costs: str = Field("", description="a `.json` of costs measured on the devices themselves "
                        "([how](guides/split-training.md#when-it-pays)), for all edges; without it those of the "

@@ -20,7 +20,7 @@ Change = Annotated[float, Field(ge=0)]
 
 
 class ThermalConfig(Table):
-    """`[thermal]`: without this table heat is not simulated."""
+    """`[thermal]`: heat, clocks and fans of one chassis like a rack of 60 SoCs; without this table nothing gets hot."""
 
     fan: Annotated[str, OneOf(FAN_POLICIES)] = Field("fixed", description=(
         "`fixed`: one speed; `passive`: slow until the hottest SoC is at `hot_c`, then fast until `cool_c`; "
@@ -70,7 +70,8 @@ class BackgroundLoadConfig(Table):
     share: Fraction = Field(0.5, description="the part of its SoC's processors that a game has")
     power_w: float = Field(2.5, ge=0, description=(
         "what it draws; it heats the rack, and is in no total of the training's energy"))
-    takes_soc: bool = Field(False, description="training leaves a SoC that is in a game")
+    takes_soc: bool = Field(False, description=(
+        "training leaves a SoC that is in a game, until the round after it is free"))
     idle_windows: Pairs = Field((), description=(
         "[hour, hour]: when training may run, from and to, also past midnight; none: the whole day"))
 
