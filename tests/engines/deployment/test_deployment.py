@@ -15,6 +15,7 @@ import psutil
 import pytest
 from flwr.app import Context, RecordDict, UserConfig
 
+from socflower.engines.deployment import flower_processes
 from socflower.engines.deployment.attempts import RunHistory
 from socflower.engines.deployment.flower_processes import MARK, end_marked, free_ports, marked, processes_of
 from socflower.engines.deployment.options import DeploymentOptions
@@ -41,7 +42,7 @@ from tests.scenario.small_runs import small, small_result
 def test_a_run_on_two_super_nodes_gives_the_weights_of_the_local_engine(tmp_path: Path) -> None:
     # Cold, with Flower's own ClientApps, it runs in the slow tests; to the same weights, as test_warm_executor checks.
     with DeployedRun(tmp_path, "--warm", epochs=1) as run:
-        run.one("flower-supernode")
+        run.one("warm_executor.py")
         words = run.one("flower-superlink").cmdline()
         port = int(words[words.index("--port") + 1])
         run.one("flwr-serverapp")  # so the SuperLink answers by now
@@ -217,7 +218,8 @@ def test_all_that_carries_the_mark_ends_also_in_other_sessions() -> None:
         shell.wait(), other.wait()
 
 
-def test_what_ignores_a_polite_signal_ends_too() -> None:
+def test_what_ignores_a_polite_signal_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flower_processes, "_END_TIMEOUT_S", 1.0)
     mark = f"stubborn-{os.getpid()}"
     stubborn = subprocess.Popen(
         [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

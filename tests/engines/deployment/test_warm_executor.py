@@ -295,10 +295,14 @@ def test_the_command_runs_flowers_own(environment: dict[str, str]) -> None:
     command = warm_supernode_command(["--help"], preload=["json"])
     shown = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=DEADLINE_S)
     assert "--node-config" in shown.stdout
-    module = "socflower.engines.deployment.warm_executor"
-    as_module = subprocess.run([sys.executable, "-m", module, "--", *command[-2:]], env=environment,
-                                check=True, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert as_module.stdout == shown.stdout
+
+
+def test_the_command_is_a_module_too(environment: dict[str, str]) -> None:
+    refused = subprocess.run(
+        [sys.executable, "-m", "socflower.engines.deployment.warm_executor", "--", "flower-superlink"], env=environment,
+        check=False, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (refused.returncode, refused.stderr) == (2, command_line("--", "flower-superlink",
+                                                                   environment=environment).stderr)
 
 
 # --------------------------------------------------------------------------------------------- deployed

@@ -358,12 +358,12 @@ def test_a_killed_callee_is_unreachable(ports: Ports, tmp_path: Path, with_tls: 
 def test_a_stopped_callee_is_silent_though_its_time_is_not_up(ports: Ports) -> None:
     with Peer("hold", 0, ports.addresses) as peer:
         assert peer.read_line() == "ready"
-        member = ports.open(1, heartbeat_s=2.0)
+        member = ports.open(1, heartbeat_s=1.0)
         threading.Thread(target=lambda: (peer.read_line(), peer.stop())).start()
         with pytest.raises(PeerSilent):
             member.call(0, "hold", timeout_s=10 * PATIENCE_S)
         with pytest.raises(PeerSilent):  # also where the connection is new
-            ports.open(1, heartbeat_s=2.0, listen="127.0.0.1:0").call(0, "echo", timeout_s=10 * PATIENCE_S)
+            ports.open(1, heartbeat_s=1.0, listen="127.0.0.1:0").call(0, "echo", timeout_s=10 * PATIENCE_S)
 
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
@@ -377,7 +377,7 @@ def test_a_caller_that_dies_or_hangs_is_no_longer_active(ports: Ports, end: str)
         gone.set()
         return b""
 
-    ports.open(0, heartbeat_s=2.0).handle("hold", hold)
+    ports.open(0, heartbeat_s=1.0).handle("hold", hold)
     with Peer("caller", 1, ports.addresses) as peer:
         assert held.wait(PATIENCE_S)
         getattr(peer, end)()
@@ -388,5 +388,5 @@ def test_pings_between_calls_do_no_harm(ports: Ports) -> None:
     ports.echoing(heartbeat_s=1.0)  # a loaded machine may take a few tenths of a second to answer one
     member = ports.open(1, heartbeat_s=1.0)
     assert_unharmed(member)
-    time.sleep(3)  # half a dozen pings in each direction
+    time.sleep(2)  # four pings in each direction
     assert_unharmed(member)
