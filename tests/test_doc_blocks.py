@@ -2,7 +2,8 @@
 
 The word after a block's language says what happens to it:
 
-- none: `python` and `sh` run in `make test`; `toml` is a whole scenario, cluster or device file, and is loaded
+- none: `python` and `sh` run in `make test`; `toml` is a whole scenario, cluster, device or fan file, and is
+  loaded
 - `slow`: runs in `make test-slow` only, after the page's other blocks
 - `fragment`: is only read. Python must compile, and what it imports from socflower must exist; the `socflower` and
   `make` commands of `sh` must have their options, files and targets; keys and values of `toml` must suit the schema.
@@ -37,17 +38,10 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 # Pages that do not follow these rules yet. Whoever writes one anew removes its line.
 OLD_PAGES = {
     "README.md",
-    "docs/cost-model.md",
-    "docs/device-profiles.md",
-    "docs/fans.md",
     "docs/flower-apps.md",
-    "docs/heat-model.md",
     "docs/real-rack.md",
-    "docs/rebalancing.md",
     "docs/rings.md",
-    "docs/sensors.md",
     "docs/testbed.md",
-    "docs/thermal-mod.md",
     "docs/warm-executor.md",
 }
 LANGUAGES = {"python": ("", "slow", "fragment"), "sh": ("", "slow", "fragment"), "toml": ("", "fragment"),
@@ -293,6 +287,7 @@ def test_a_toml_file_is_loaded_and_a_fragment_has_known_keys(
     from socflower.cluster.toml_file import keys_of
     from socflower.errors import ConfigError
     from socflower.scenario.schema.file import load_scenario, scenario_cluster
+    from socflower.thermal.fans.config import read_fan_file
 
     file = tmp_path / (block.file_name or "block.toml")
     file.write_text(block.text, "utf-8")
@@ -307,6 +302,8 @@ def test_a_toml_file_is_loaded_and_a_fragment_has_known_keys(
             assert not mistakes_of(document), f"{block.place}: {mistakes_of(document)}"
         elif "cluster" not in document and "board" not in document and "device" in document:
             read_device_file(file)
+        elif "fan" in document:
+            read_fan_file(file)
         elif set(document) <= set(keys_of(ClusterFile)):
             load_cluster(file)
         else:

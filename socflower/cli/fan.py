@@ -11,7 +11,7 @@ from socflower.cli.terminal import print_notice
 
 def fan(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="A fan configuration (TOML); docs/fans.md.", show_default=False)],
+    config: Annotated[Path, typer.Argument(help="Fan configuration (TOML); docs/guides/heat.md.", show_default=False)],
     once: Annotated[bool, typer.Option("--once", help="Read once, set the fans, print, and give them back.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Set nothing.")] = False,
     restore: Annotated[bool, typer.Option("--restore", help="Only give the fans back, as after a daemon that was "

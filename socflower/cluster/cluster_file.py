@@ -40,7 +40,7 @@ class ClusterTable(Table):
     socs_per_board: Count = Field(5, description="slots of each board; not together with a list. A cluster has at most "
                                                  "4,096 SoCs")
     device: str = Field("snapdragon-865", description="a device of the catalogue or of a `[device.NAME]` table, or the "
-                        "path of a [device profile](device-profiles.md), which ends in `.toml`")
+                        "path of a [device profile](concepts/virtual-time.md#devices), which ends in `.toml`")
     soc_bytes_per_s: Rate | None = Field(None, description="of each SoC's link, in each direction; default: the link "
                                                            "in the device's profile, else 129.5e6")
     board_bytes_per_s: Rate | None = Field(None, description="of each board's uplink, in each direction; default: "

@@ -37,7 +37,7 @@ from socflower.wire.saved_state import atomic_file, write_atomically
 _NEED_WORKERS = ("hang", "die")  # kinds of fault that need a separate worker process
 _NOTES = (
     "Virtual time and energy come from the cluster model; accuracy comes from real training of this model.",
-    "Exchange constants are fitted to the eight latencies of SoCFlow+ 2.2 (see docs/cost-model.md).",
+    "Exchange constants are fitted to the eight latencies of SoCFlow+ 2.2 (see docs/concepts/virtual-time.md).",
 )
 """Where the figures of every result come from."""
 

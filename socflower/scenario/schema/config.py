@@ -142,7 +142,7 @@ class StrategyConfig(Table):
     serialize_uplinks: bool | Annotated[str, OneOf(("auto",))] = Field(
         "auto", json_schema_extra={"was": "sequenced"}, description=(
             "groups that share an uplink exchange in turn; \"auto\" takes, for each new plan, the way that is "
-            "[predicted to be faster](cost-model.md#groups-that-share-an-uplink)"))
+            "[predicted to be faster](concepts/planning.md#who-exchanges-when)"))
     overlap_buckets: int = Field(1, gt=0, le=1000, description=(
         "parts of the backward pass whose gradients are exchanged while the next part is computed; 1 means no overlap"))
     tolerate_client_errors: bool = Field(False, description=(
@@ -150,7 +150,8 @@ class StrategyConfig(Table):
         "`fedavg` always does"))
     rebalance: Annotated[str, OneOf(REBALANCE)] = Field("off", description=(
         "what follows the speeds that SoCs really have: `shares` (of a group's batch), `groups` (SoCs of one board "
-        "change groups, between rounds; shares follow then as well) or `both`; see [rebalancing.md](rebalancing.md)"))
+        "change groups, between rounds; shares follow then as well) or `both`; see "
+        "[re-balancing](guides/heat.md#re-balancing-in-socflow)"))
     rebalance_steps: int = Field(10, ge=0, le=_MAX_EPOCHS, description=(
         "with `shares` and `both`, after how many steps the members of a group look at their speeds; 0: only between "
         "rounds"))

@@ -24,7 +24,7 @@ class ThermalConfig(Table):
 
     fan: Annotated[str, OneOf(FAN_POLICIES)] = Field("fixed", description=(
         "`fixed`: one speed; `passive`: slow until the hottest SoC is at `hot_c`, then fast until `cool_c`; "
-        "`predictive`: by the planned load ([fans.md](fans.md#policy) has its settings)"))
+        "`predictive`: by the planned load ([fans](guides/heat.md#fans-socflower-fan) has its settings)"))
     rpm: FanSpeed = Field(3250.0, description="of `fixed` fans; the low speed of the others")
     high_rpm: FanSpeed = Field(11000.0, description="the high speed of `passive` fans, the most of `predictive` ones")
     hot_c: Temperature = Field(35.0, description="of `passive` fans, as their sensor shows it, in steps of 0.5 °C")
