@@ -181,7 +181,7 @@ def test_mathematics_and_odd_characters_in_names_are_plain_text() -> None:
     assert "\x07" not in page.text and "\x00" not in page.text
 
 
-def test_equal_input_gives_equal_bytes_whatever_matplotlib_is_set_to(tmp_path: Path) -> None:
+def test_equal_input_gives_equal_bytes_whatever_matplotlib_is_set_to(tmp_path: Path, drawn_anew: None) -> None:
     write_report(tmp_path / "a.html", _three(), title="A title")
     with matplotlib.rc_context({"lines.linewidth": 9.0, "svg.fonttype": "path", "font.size": 30.0}):
         write_report(tmp_path / "b.html", copy.deepcopy(_three()), title="A title")

@@ -1,0 +1,37 @@
+"""Plots of equal arguments are drawn once: pages of these tests differ in what surrounds them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from socflower.report import report
+
+
+@pytest.fixture
+def drawn_anew() -> None:
+    """For a test of the drawing itself."""
+
+
+@pytest.fixture(autouse=True)
+def drawn_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "drawn_anew" not in request.fixturenames:
+        for name in ("accuracy_plot", "breakdown_plot", "heat_plots", "cut_plot"):
+            monkeypatch.setattr(report, name, _once(getattr(report, name)))
+
+
+_drawn: dict[str, Any] = {}
+
+
+def _once(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `draw` with a memory that lasts as long as the process; plots cannot be changed."""
+
+    @functools.wraps(draw)
+    def remembered(*arguments: Any, **settings: Any) -> Any:
+        key = f"{draw.__name__}{arguments!r}{settings!r}"
+        if key not in _drawn:
+            _drawn[key] = draw(*arguments, **settings)
+        return _drawn[key]
+
+    return remembered
