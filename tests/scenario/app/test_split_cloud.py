@@ -6,12 +6,13 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 from rich.console import Console
@@ -35,6 +36,7 @@ from tests.clients.split.models import layered, task_settings
 from tests.command_line import Ran, Socflower
 from tests.engines.deployment.deployments import COMMAND
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[3]
 WAIT_S = 90.0
 SCENARIO = """\
@@ -78,10 +80,6 @@ class Serving:
         assert line, self.errors.read_text("utf-8")
         return line
 
-    def operator(self, address: str, **settings: object) -> CloudOperator:
-        return CloudOperator(address=address, token=self.token_file.read_text("utf-8").strip(), timeout_s=30.0,
-                        **settings)  # type: ignore[arg-type]
-
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
         return self.process.wait(WAIT_S)
@@ -101,35 +99,59 @@ def processes() -> Iterator[list[Serving]]:
         one.close()
 
 
-@pytest.mark.timeout(900)
-def test_a_program_of_a_user_is_served_until_sigterm_and_again_with_its_sessions(
-    processes: list[Serving], tmp_path: Path, socflower: Socflower,
-) -> None:
-    (tmp_path / "mine.py").write_text(PROGRAM)
-    arguments = ("mine:program", "--listen", "127.0.0.1:0", "--folder", "sessions", "--json")
-    processes.append(serving := Serving(tmp_path, *arguments))
-    address = json.loads(serving.first_line())["address"]
-    assert serving.token_file.stat().st_mode & 0o777 == 0o600
-    assert f"made {serving.token_file}" in serving.errors.read_text("utf-8")
-    program = layered()
-    task = CloudClient(serving.operator(address), program, name="mine").open(
-        SplitTask(**task_settings(fingerprint=program.fingerprint())), {})
-    assert (task.run, task.address) == ("mine-0", address)
-    ran = socflower("cloud", "status", address, "--token-file", serving.token_file, "--json")
-    (session,) = json.loads(ran.out)["sessions"]
-    assert (ran.status, session["run_id"], session["stands_at"]) == (0, "mine-0", 0)
-    assert "mine-0" in socflower("cloud", "status", address, "--token-file", serving.token_file).out
-    wrong = tmp_path / "wrong"
-    wrong.write_text(new_token())
-    refused = socflower("cloud", "status", address, "--token-file", wrong)
-    assert refused.status == 2 and "call with a wrong token" in one_line(refused)
-    assert serving.end(signal.SIGTERM) == 0
+def served_here(
+    socflower: Socflower, arguments: Sequence[object], address: str, ask: Callable[[], T], number: signal.Signals,
+) -> tuple[Ran, T]:
+    """Return what the command said that served in this process until signal `number`, and what `ask` was answered."""
+    answers: list[T] = []
+    ended = threading.Event()
 
-    processes.append(again := Serving(tmp_path, *arguments))
-    address = json.loads(again.first_line())["address"]
-    assert "made" not in again.errors.read_text("utf-8")
-    assert [one["run_id"] for one in session_status(again.operator(address))] == ["mine-0"]
-    assert again.end(signal.SIGINT) == 0
+    def call() -> None:
+        host, _, port = address.partition(":")
+        end_s = time.monotonic() + WAIT_S
+        while not ended.is_set() and time.monotonic() < end_s:
+            with suppress(OSError), socket.create_connection((host, int(port)), timeout=1.0):
+                break
+            time.sleep(0.01)
+        try:
+            answers.append(ask())
+        finally:
+            if not ended.is_set():
+                os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        ran = socflower("cloud", "serve", *arguments)
+    finally:
+        ended.set()
+        thread.join()
+    assert answers, ran
+    return ran, answers[0]
+
+
+def test_a_program_of_a_user_is_served_until_a_signal_and_again_with_its_sessions(
+    folder: Path, socflower: Socflower,
+) -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    token_file = folder / "token"
+    arguments = ("mine_too:program", "--listen", address, "--folder", "sessions", "--token-file", token_file, "--json")
+    program = layered()
+
+    def operator() -> CloudOperator:
+        return CloudOperator(address=address, token=token_file.read_text("utf-8").strip(), timeout_s=30.0)
+
+    def open_session() -> SplitTask:
+        return CloudClient(operator(), program, name="mine").open(
+            SplitTask(**task_settings(fingerprint=program.fingerprint())), {})
+
+    ran, task = served_here(socflower, arguments, address, open_session, signal.SIGTERM)
+    assert ran.status == 0 and json.loads(ran.out) == {"address": address}
+    assert (task.run, task.address) == ("mine-0", address)
+    assert token_file.stat().st_mode & 0o777 == 0o600 and f"made {token_file}" in ran.err
+    again, sessions = served_here(socflower, arguments, address, lambda: session_status(operator()), signal.SIGINT)
+    assert again.status == 0 and "made" not in again.err
+    assert [(one["run_id"], one["stands_at"]) for one in sessions] == [("mine-0", 0)]
 
 
 @pytest.mark.timeout(900)
@@ -152,6 +174,9 @@ def test_a_scenario_is_served_by_tls_and_an_edge_without_the_authority_is_told(
     assert stranger.status == 2 and address in one_line(stranger)
     plain = socflower("cloud", "status", address, *token)
     assert plain.status == 2 and address in one_line(plain)
+    (tmp_path / "wrong").write_text(new_token())
+    wrong = socflower("cloud", "status", address, "--token-file", "wrong", "--ca", own.ca)
+    assert wrong.status == 2 and "call with a wrong token" in one_line(wrong)
     assert serving.end(signal.SIGTERM) == 0
 
 
@@ -182,7 +207,11 @@ def test_a_cloud_that_requires_certificates_is_reached_with_one_and_without_refu
         assert "\n" not in str(lost.value)
         monkeypatch.setenv("SOCFLOWER_CLOUD_CERTIFICATE", str(own.certificate))
         monkeypatch.setenv("SOCFLOWER_CLOUD_KEY", str(own.key))
-        assert server_app_client(tmp_path, program).open(task, {}).address == service.address
+        opened = server_app_client(tmp_path, program).open(task, {})
+        assert opened.address == service.address
+        (session,) = json.loads(socflower(*status, *shown, "--json").out)["sessions"]
+        assert (session["run_id"], session["stands_at"]) == (opened.run, 0)
+        assert opened.run in socflower(*status, *shown).out
 
 
 def server_app_client(folder: Path, program: SplitProgram) -> CloudClient:
