@@ -16,11 +16,9 @@ ROOT = Path(__file__).parents[1]
 SOCFLOWER = Path(sysconfig.get_path("scripts")) / "socflower"
 SMALL = sorted((ROOT / "scenarios").glob("*.toml"))
 FULL = sorted((ROOT / "scenarios" / "full").glob("*.toml"))
-SLOW = {"auto_groups", "data_stays", "dead_client", "deployment_digits", "failed_fan", "hot_ambient", "hot_board",
-        "idle_windows", "mixed_shelf", "predictive_fan", "split_against_edge", "split_generator", "split_on_a_tram",
-        "split_transfer", "splitfed", "tidal_games"}
-"""Small ones that `make test` can do without: other tests run what they are about (for a client that dies or hangs,
-tests/scenario/test_faults.py)."""
+QUICK = {"broken_reply", "split_moving_link"}
+"""Whose claims `make test` checks. Other tests run what the others are about on less data, and
+scenario/schema/test_corpus.py tries that each file begins to train."""
 NEED_PROCESSES = {"dead_client"}
 """Run by a process of their own with its workers. All others run in this one, as fast as they train; that worker
 processes change nothing is tested elsewhere."""
@@ -50,7 +48,7 @@ def socflower_here(
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("scenario", [
-    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW else [])
+    pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else [pytest.mark.slow])
     for path in SMALL if path.stem != "digits_demo"])
 def test_the_claim_of_each_scenario_holds(
     scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
