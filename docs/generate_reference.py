@@ -197,36 +197,44 @@ def results_page() -> str:
 
 def results_table(spec: dict[str, Any]) -> str:
     """Return a table of chosen rows of a file of results."""
-    rows = json.loads((DOCS / "results" / spec["file"]).read_text("utf-8"))["rows"]
+    rows = [row for name in spec["files"]
+            for row in json.loads((DOCS / "results" / name).read_text("utf-8"))["rows"]]
     if "columns" in spec:
         return table([head for head, _ in spec["columns"]], plain_rows(rows, spec))
     chosen = [(wanted[0], mean([find(rows, *variant) for variant in variants(wanted[1:], rows, spec)]))
               for wanted in spec["rows"]]
     return table(*with_units([("ours", [(row["ours"], row["unit"]) for _, row in chosen]),
                               ("peer", [(row["peer_value"], row["unit"]) for _, row in chosen]),
-                              ("limit", [(row["limit"], row["unit"]) for _, row in chosen])], chosen))
+                              ("limit", [(row["limit"], row["unit"]) for _, row in chosen])], chosen,
+                             spec.get("peer")))
 
 
 def with_units(figures: list[tuple[str, list[tuple[float | None, str]]]],
-               chosen: list[tuple[str, dict[str, Any]]]) -> tuple[list[str], list[list[str]]]:
+               chosen: list[tuple[str, dict[str, Any]]], peer: str | None) -> tuple[list[str], list[list[str]]]:
     """Return heads and rows: a unit, and the name of a peer, that all rows share is in the head alone."""
     cells = {head: [in_unit(*figure) for figure in column] for head, column in figures}
     cells = {head: column for head, column in cells.items() if any(digits for digits, _ in column)}
     units = {unit for column in cells.values() for digits, unit in column if digits}
     shared = f", {units.pop()}".removesuffix(", ") if len(units) == 1 else None
-    peers = [row["peer"].partition(" (")[0] for _, row in chosen]
+    peers = [peer or row["peer"].partition(" (")[0] for _, row in chosen]
     one_peer = len(set(peers)) == 1
     names = {"ours": "ours", "peer": peers[0] if one_peer else "peer", "limit": "limit"}
-    as_points = chosen[0][1]["unit"] == "accuracy"
+    as_points = chosen[0][1]["unit"] in ("accuracy", "% of the test images")
     heads = ["case", *(f"{names[head]}{shared or ''}" for head in cells), "points" if as_points else "ratio"]
     rows = []
     for number, (label, row) in enumerate(chosen):
         texts = {head: column[number][0] if shared is not None else " ".join(column[number]).strip()
                  for head, column in cells.items()}
         texts["peer"] = texts["peer"] if one_peer else f"{peers[number]}: {texts['peer']}"
-        points = f"{(row['ours'] - row['peer_value']) * 100:+.2f}".replace("-", "−")
-        rows.append([label, *texts.values(), points if as_points else f"{row['ratio']:#.3g}×"])
+        rows.append([label, *texts.values(), points(row) if as_points else f"{row['ratio']:#.3g}×"])
     return heads, rows
+
+
+def points(row: dict[str, Any]) -> str:
+    """Return the difference of two accuracies: as the case says it, if it pairs the seeds, else that of the means."""
+    said = re.search(r"([+-][\d.]+) (?:\+- \S+ )?points", row["case"])
+    scale = 100 if row["unit"] == "accuracy" else 1
+    return f"{float(said[1]) if said else (row['ours'] - row['peer_value']) * scale:+.2f}".replace("-", "−")
 
 
 def plain_rows(rows: list[dict[str, Any]], spec: dict[str, Any]) -> Iterator[list[str]]:
@@ -237,7 +245,7 @@ def plain_rows(rows: list[dict[str, Any]], spec: dict[str, Any]) -> Iterator[lis
         best[tuple(row[key] for key in spec["one_for_each"])] = row
     for key in dict.fromkeys(tuple(row[key] for key in spec["one_for_each"]) for row in rows):
         values = [best[key][name] for _, name in spec["columns"]]
-        yield [value if isinstance(value, str) else f"{value:.2f}" for value in values]
+        yield [spec["names"].get(value, value) if isinstance(value, str) else f"{value:.2f}" for value in values]
 
 
 def variants(wanted: Sequence[str], rows: list[dict[str, Any]], spec: dict[str, Any]) -> list[list[str]]:

@@ -1,0 +1,76 @@
+"""The figures of docs/results.md that no generator writes are those of the files beside it, or of the commands."""
+
+import json
+import re
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from socflower.cli.main import app
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "results.md").read_text("utf-8")
+MNIST = "scenarios/full/mnist_32_socs.toml"
+
+
+def document(name: str) -> Any:
+    return json.loads((DOCS / "results" / f"{name}.json").read_text("utf-8"))
+
+
+def row(name: str, case: str) -> dict[str, Any]:
+    return next(row for row in document(name)["rows"] if row["case"].startswith(case))
+
+
+def test_every_file_of_results_is_linked_from_a_page() -> None:
+    pages = "".join(page.read_text("utf-8") for page in [*DOCS.rglob("*.md"), DOCS.parent / "README.md"])
+    files = [path.name for path in (DOCS / "results").glob("*.json")]
+    assert len(files) > 30
+    drawn = [f"{path.stem}.json" for path in (DOCS / "results").glob("*.svg")]  # the data of the pictures
+    linked = [*drawn, *re.findall(r"results/([\w.-]+\.json)", pages), "digits_demo.json"]
+    assert [name for name in files if name not in linked] == []
+
+
+def test_figures_in_sentences_are_those_of_their_files() -> None:
+    predicted = [abs(row["ours"] / row["peer_value"] - 1) for row in document("bench-exchange")["rows"]
+                 if "predicted from the other seven" in row["case"]]
+    rings = [abs(row["error"]) for row in document("testbed")["rows"] if not row["compute_s"]]
+    runs = [document(f"mnist_32_socs.{engine}") for engine in ("local", "simulation")]
+    memory = row("bench-int8-step", "avx512-vnni: VGG-11, peak memory")
+    ideal = row("bench-rebalancing", "constant quotas, gloo: part of what members do in the same steps")
+    average = row("bench-aggregate", "32 replies of 63 tensors, time")
+    hub = row("bench-hub-traffic", "perceptron of 7454760 B, 4 SuperNodes in 2 groups: to")
+    recovery = [row["recovery_s"] for row in document("fault-matrix")["rows"] if row["recovery_s"] is not None]
+    again = [row["again_s"] for row in document("split-faults")["rows"] if row["outcome"] == "went on"]
+    assert len({run["weights_sha256"] for run in runs}) == 1
+    said = " ".join(PAGE.split())
+    for text in (f"the worst error is {max(predicted) * 100:.1f} %", f"at most {max(rings) * 100:.1f} % off",
+                 f"10 epochs: {runs[0]['final_accuracy'] * 100:.2f} %",
+                 f"is {memory['ours']:.0f} MB, in torch {memory['peer_value']:.0f} MB",
+                 f"reaches {ideal['ours'] * 100:.0f} % of the ideal",
+                 f"with equal shares {ideal['peer_value'] * 100:.0f} %",
+                 f"simulated {row('bench-clock', 'VGG-11 epoch of 53 steps, 1000')['ratio']:.1f} times",
+                 f"takes {row('bench-plan', '12 x 5, 20 groups, whole')['ours']:.2f} ms",
+                 f"takes {average['ours']:.4f} s, Flower's {average['peer_value']:.3f} s",
+                 f"{hub['ours'] / 1e6:.1f} MB to the SuperLink in a synchronisation, under FedAvg "
+                 f"{hub['peer_value'] / 1e6:.1f} MB",
+                 f"within {max(recovery):.1f} s", f"within {max(again):.0f} s"):
+        assert text in said
+
+
+@pytest.mark.slow
+def test_the_table_of_predictions_is_what_the_command_says() -> None:
+    rows = re.findall(r"^\| (`strategy\S+`|nothing).*? \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
+    assert [len(list(group)) for _, group in groupby(rows, key=lambda cells: cells[0])] == [1, 1, 1, 1]
+    for setting, *cells in rows:
+        extra = [] if setting == "nothing" else ["--set", setting.strip("`")]
+        for model, cell in zip(("vgg11", "resnet18"), cells, strict=True):
+            ran = CliRunner().invoke(app, ["plan", MNIST, "--json", "--set", f"model.name={model}", "--set",
+                                           "data.name=cifar10", "--set", "strategy.sync_interval_epochs=0.5", *extra])
+            predicted = json.loads(ran.stdout)["predicted"]
+            step_s, epoch_s, energy_kj = (float(figure.split()[0].replace(",", "")) for figure in cell.split(", "))
+            assert step_s == pytest.approx(predicted["step_s"], abs=0.005 + 1e-9)
+            assert epoch_s == pytest.approx(predicted["epoch_s"], abs=0.5)
+            assert energy_kj == pytest.approx(predicted["epoch_energy_j"] / 1e3, abs=0.5 if energy_kj > 100 else 0.05)
