@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -144,6 +144,7 @@ TASKS = st.integers(1, 4).flatmap(lambda count: st.builds(
     token=st.just("ab"), fingerprint=st.text("0123", max_size=4)))
 
 
+@settings(max_examples=40)
 @given(TASKS)
 def test_a_task_is_the_same_after_its_way_through_a_flower_record(task: SplitTask) -> None:
     assert SplitTask.decode(ConfigRecord(task.encode())) == task

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
@@ -32,6 +32,7 @@ def test_a_constant_link_is_measured_exactly(
     assert meter.rates(now_s) == LinkRates(up_bytes_per_s=up(meter, now_s), down_bytes_per_s=7.0, latency_s=latency_s)
 
 
+@settings(max_examples=40)
 @given(transfers=st.lists(st.tuples(st.floats(1e4, 1e7), st.floats(0.01, 60), st.floats(0, 30)), min_size=1))
 def test_an_estimate_lies_between_what_was_measured(transfers: list[tuple[float, float, float]]) -> None:
     meter = BandwidthMeter(first=LinkRates(up_bytes_per_s=1.0, down_bytes_per_s=1.0))

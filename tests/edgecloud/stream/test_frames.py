@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -38,6 +38,7 @@ def across(message: Message) -> Any:
     return kinds.begin(head, len(body))(memoryview(body))
 
 
+@settings(max_examples=40)
 @given(features=FLOATS, labels=ARRAYS, bits=st.sampled_from([2, 4, 8, 16, 32]),
        grouping=st.sampled_from(["tensor", "sample"]))
 def test_features_and_gradients_cross_bit_for_bit(features: Any, labels: Any, bits: int, grouping: Any) -> None:

@@ -27,7 +27,7 @@ def state(end: DeltaSender | DeltaReceiver) -> bytes:
 
 
 @given(data=st.data(), num_held=st.integers(0, 12), grouping=st.sampled_from(["tensor", "sample"]))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_both_ends_hold_the_same_bits_through_any_sequence(
     data: st.DataObject, num_held: int, grouping: Any,
 ) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -19,6 +19,7 @@ def tensors(num: int) -> st.SearchStrategy[list[Floats]]:
         hnp.arrays(np.float32, shape, elements=st.floats(-4, 4, width=32)), min_size=num, max_size=num))
 
 
+@settings(max_examples=40)
 @given(pair=tensors(2), factor=st.sampled_from([1.0, 8.0]))
 def test_both_forms_are_the_paper_s_formulas(pair: list[Floats], factor: float) -> None:
     """Element by element, and with the outer product written out."""
@@ -31,6 +32,7 @@ def test_both_forms_are_the_paper_s_formulas(pair: list[Floats], factor: float) 
     assert np.allclose(rank_one(gradient, error, factor=factor), expected, rtol=1e-4, atol=1e-2)
 
 
+@settings(max_examples=40)
 @given(pair=tensors(2), form=st.sampled_from([diagonal, rank_one]))
 def test_without_an_error_nothing_is_corrected(pair: list[Floats], form: object) -> None:
     gradient, _ = pair
@@ -73,6 +75,7 @@ def test_the_diagonal_is_exact_to_first_order_where_elements_do_not_interact() -
     assert np.linalg.norm(diagonal(raw, error) - gradient_at(h)) < before / 100  # type: ignore[arg-type]
 
 
+@settings(max_examples=40)
 @given(features=hnp.arrays(np.float32, SHAPES, elements=st.floats(-1e6, 1e6, width=32)),
        bits=st.sampled_from([2, 4, 8, 16]))
 def test_a_kept_error_is_off_by_a_508th_of_a_step(features: Floats, bits: int) -> None:
