@@ -1,4 +1,4 @@
-"""Flower's PyTorch quickstart, written afresh and converted as docs/flower-apps.md says, on every engine."""
+"""Flower's PyTorch quickstart, written afresh and converted as docs/guides/groups.md says, on every engine."""
 
 import os
 import shutil

@@ -60,7 +60,7 @@ def unread_by_run(*, of_app_folder: bool, engine: str, is_remote: bool, keeps_ch
     elif is_remote:
         unread["save_model"] = "is for runs that end here: a SuperLink elsewhere keeps its model there; leave it out"
         unread["warm"] = ("is for SuperNodes that are started here; those of --superlink are warm if they were started "
-                          "so (docs/warm-executor.md)")
+                          "so (docs/guides/deployment.md)")
         if not keeps_checkpoints:
             unread |= dict.fromkeys(("fresh", "restarts"), "needs --checkpoint-folder with --superlink: without "
                                                            "checkpoints a run there starts anew, and once")

@@ -23,9 +23,9 @@ class RingSettings:
     """
 
     transport: Annotated[str, OneOf(TRANSPORTS), Field(description=(
-        "`auto` is what the nodes are [configured for](rings.md#gloo-or-grpc)"))] = "auto"
+        "`auto` is what the nodes are [configured for](guides/deployment.md#gloo-or-grpc)"))] = "auto"
     compression: Annotated[str, OneOf(COMPRESSIONS), Field(description=(
-        "what is [sent instead](rings.md#fewer-bytes) of FP32 sums"))] = "none"
+        "what is [sent instead](guides/deployment.md#fewer-bytes) of FP32 sums"))] = "none"
     heartbeat_s: Annotated[float, Field(gt=0, le=_MAX_S, description=(
         "real seconds without a sign of life after which a member is taken for hung"))] = 5.0
     rendezvous_s: Annotated[float, Field(gt=0, le=_MAX_S, description=(

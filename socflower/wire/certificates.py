@@ -1,7 +1,7 @@
 """Certificates for the machines of a rack: a private certificate authority, and a key for each host.
 
-A thin layer over `cryptography`; docs/real-rack.md has the same with openssl, for those who have an authority. Its key,
-`ca.key`, signs new hosts and must not be on a machine of the rack.
+A thin layer over `cryptography`; docs/guides/deployment.md says what an authority of your own has to sign. The key of
+this one, `ca.key`, signs new hosts and must not be on a machine of the rack.
 """
 
 import ipaddress

@@ -37,7 +37,7 @@ class DeploymentOptions:
             raise ConfigError(f"--restarts {self.restarts}: must be 0 or more")
         if self.warm and self.superlink:
             raise ConfigError("--warm is for SuperNodes that are started here; those of --superlink are warm if "
-                              "they were started so (docs/warm-executor.md)")
+                              "they were started so (docs/guides/deployment.md)")
         if self.superlink_ca is not None and not self.is_address:
             raise ConfigError("--superlink-ca belongs to a --superlink HOST:PORT; a connection of the Flower "
                               "configuration names its own root-certificates")

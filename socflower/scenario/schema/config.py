@@ -70,8 +70,8 @@ class TrainConfig(Table):
         "auto", json_schema_extra={"was": "member_passes"}, description=(
             "`auto`: members of a group get passes of their own only in models with BatchNorm, where it changes the "
             "result; `always`: in all models, as a real ring does; `ring`: the same, and their gradients are summed in "
-            "a ring's order, which gives the very bits of a [real one](rings.md) over gRPC, or over gloo with groups "
-            "of two"))
+            "a ring's order, which gives the very bits of a [real one](guides/deployment.md#rings) over gRPC, or over "
+            "gloo with groups of two"))
     reply_timeout_s: float = Field(3600.0, gt=0, le=1e7, description=(
         "real seconds after which a client that does not answer is given up on"))
 

@@ -56,7 +56,7 @@ class Upstream:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of /etc/socflower, the SuperLink's certificate made as docs/real-rack.md makes it."""
+    """The files of /etc/socflower, the SuperLink's certificate made as docs/guides/deployment.md makes it."""
     folder = tmp_path_factory.mktemp("pki")
     write_certificates(folder, ["10.0.0.10"])
     sign_superlink(folder)
@@ -173,7 +173,7 @@ def test_a_super_link_that_another_process_pretends_to_be_gets_nothing(certifica
 
 
 def test_the_configuration_is_what_the_page_says() -> None:
-    page = (CONF.parents[2] / "real-rack.md").read_text("utf-8")
+    page = (CONF.parents[2] / "guides" / "deployment.md").read_text("utf-8")
     unit = (CONF.parents[1] / "systemd" / "socflower-superlink.service").read_text("utf-8")
     assert "examples/nginx/superlink.conf" in page and "superlink.rack:8443" in page
     assert re.search(r"flower-superlink --host 127\.0\.0\.1 --port 8000", unit)

@@ -1,4 +1,4 @@
-"""A SuperLink that is not ours, behind its proxy, with TLS and registered keys: docs/real-rack.md on one machine.
+"""A SuperLink that is not ours, behind its proxy, with TLS and registered keys: docs/guides/deployment.md in small.
 
 SuperNodes and strangers reach the machine at 127.0.0.2, where only the proxy listens; operators, as by the end of a
 tunnel, at 127.0.0.1. Where nginx is not installed there is no proxy, and what is about it is skipped.
