@@ -24,7 +24,7 @@ def build(name: str, in_channels: int = 3, image_size: int = 32) -> nn.Module:
 # ------------------------------------------------------------------------------------ against hand formulas
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     groups=st.integers(1, 4),
     in_per_group=st.integers(1, 4),

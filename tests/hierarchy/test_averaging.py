@@ -15,7 +15,7 @@ def model(rng, dtype=np.float32):
     return {str(shape): np.asarray(rng.standard_normal(shape), dtype) for shape in SHAPES}
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.integers(1, 8).flatmap(lambda n: st.lists(st.floats(0, 1e4), min_size=n, max_size=n)).filter(sum),
     st.integers(0, 2**32 - 1),

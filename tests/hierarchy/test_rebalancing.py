@@ -28,7 +28,7 @@ from socflower.sim import EventClock
 PROFILE = ModelProfile(name="toy", input_bytes=4.0, layers=(
     LayerProfile(name="only", kind="Linear", forward_flops=1e10, output_bytes=4.0, weight_bytes=4.0, num_tensors=1),))
 PARTS = st.floats(0.05, 1.0)
-LOOSE = settings(max_examples=60)
+LOOSE = settings(max_examples=30)
 
 
 @st.composite

@@ -36,7 +36,7 @@ def test_has_the_bits_of_the_reference_at_every_length(length):
         np.testing.assert_array_equal(out, reference(inputs, weights).astype(np.float32))
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.data())
 def test_close_to_float64_for_any_finite_values_weights_and_alignment(data):
     length = data.draw(st.integers(0, 70))
@@ -183,7 +183,7 @@ def test_extreme_but_finite_values_are_finite():
     assert _native.first_non_finite(f32(0)) == -1
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40))
 def test_agrees_with_numpy_on_any_bit_pattern(patterns):
     x = np.array(patterns, np.uint32).view(np.float32)

@@ -289,7 +289,7 @@ def spoilt(draw, call, name, array):
     return whole[kind](), kind
 
 
-@settings(max_examples=1500)
+@settings(max_examples=600)
 @given(st.data())
 def test_a_spoilt_array_is_refused_by_name_and_harms_nothing(data):
     name = data.draw(st.sampled_from(sorted(CALLS)))
@@ -500,7 +500,7 @@ def pixels_out(size, kernel, stride, padding):
     return (size + 2 * padding - kernel) // stride + 1
 
 
-@settings(max_examples=600)
+@settings(max_examples=250)
 @given(mostly([2, 6, 6, 4, 4, 3, 3, 1, 1, 1, 1, 1, 0]), st.sampled_from(["auto", "direct", "winograd", "fft"]))
 def test_a_convolution_of_any_shape_is_made_or_refused(sizes, algorithm):
     try:
@@ -514,7 +514,7 @@ def test_a_convolution_of_any_shape_is_made_or_refused(sizes, algorithm):
     assert 0 < plan.workspace_bytes(ENGINE) < 2**62
 
 
-@settings(max_examples=600)
+@settings(max_examples=250)
 @given(mostly([2, 6, 6, 4, 3, 3, 2, 2, 1]))
 def test_a_pooling_of_any_shape_is_made_or_refused(sizes):
     try:

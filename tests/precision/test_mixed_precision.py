@@ -20,7 +20,7 @@ from socflower.precision.mixed_precision import (
 
 FIXED = {"fp32": 1.0, "int8": 0.0, "half": 0.5}
 
-many = settings(max_examples=200)
+many = settings(max_examples=80)
 fractions = st.floats(0.0, 1.0)
 followers = st.sampled_from(RULES_BY_THROUGHPUT)
 throughputs = st.floats(1e-6, 1e15)

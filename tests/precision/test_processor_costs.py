@@ -21,7 +21,7 @@ VGG11 = ModelProfile(name="vgg11", input_bytes=12288.0, layers=(
                  num_tensors=34),))
 SOC = device("snapdragon-865")
 
-many = settings(max_examples=150)
+many = settings(max_examples=60)
 rates = st.floats(1e8, 1e13)
 fractions = st.floats(0.0, 1.0)
 counts = st.integers(0, 2000)

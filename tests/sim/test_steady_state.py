@@ -52,14 +52,14 @@ def close(left: Usage, right: Usage) -> None:
         assert getattr(left, name) == pytest.approx(getattr(right, name), rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(graphs(), st.integers(1, 60))
 def test_extrapolation_equals_full_simulation(graph: TaskGraph, repeat: int) -> None:
     close(EventClock(SMALL).run(graph, repeat=repeat),
           EventClock(SMALL, extrapolate=False).run(graph, repeat=repeat))
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(graphs(), st.lists(st.integers(1, 40), min_size=2, max_size=4))
 def test_what_is_remembered_from_other_runs_does_not_show(graph: TaskGraph, repeats: list[int]) -> None:
     clock = EventClock(SMALL)
@@ -67,7 +67,7 @@ def test_what_is_remembered_from_other_runs_does_not_show(graph: TaskGraph, repe
         close(clock.run(graph, repeat=repeat), EventClock(SMALL).run(graph, repeat=repeat))
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(graphs(), st.integers(1, 5))
 def test_activities_close_to_the_integral_of_power(graph: TaskGraph, repeat: int) -> None:
     """Power is integrated from the log of tasks, which knows nothing of states and shares."""

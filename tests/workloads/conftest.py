@@ -18,8 +18,11 @@ def published_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Cache that outlives a single test, so that the bundled digits are parsed once per session."""
-    return tmp_path_factory.mktemp("cache")
+    """Cache of all test processes, so that the bundled digits are parsed once per session."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "workloads-cache"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture

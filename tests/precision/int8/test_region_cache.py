@@ -17,7 +17,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(operations, st.one_of(st.none(), st.integers(30, 110)), st.booleans())
 def test_any_sequence_keeps_the_budget_and_evicts_the_most_recently_used(operations, budget, reuse):
     cache = RegionCache(budget_bytes=budget, reuse=reuse)

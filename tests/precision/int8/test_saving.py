@@ -93,7 +93,7 @@ def test_a_truncated_file_is_refused(file_bytes, share, tmp_path):
 
 
 @settings(
-    max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, 255)), min_size=1, max_size=4), st.integers(0, 3))
 def test_a_damaged_file_is_refused_or_unharmed(file_bytes, tmp_path, flips, where):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from socflower.errors import ConfigError
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 
-FEW = settings(max_examples=100)
+FEW = settings(max_examples=40)
 RPM = st.floats(0.0, 30000.0)
 
 

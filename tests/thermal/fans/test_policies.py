@@ -25,7 +25,7 @@ from socflower.thermal.model.calibration import Experiment
 from socflower.thermal.model.dynamics import RackDynamics, Surroundings
 from socflower.thermal.model.rack import Rack
 
-FEW = settings(max_examples=100)
+FEW = settings(max_examples=40)
 # Shrinking a simulated hour takes minutes and says no more.
 FEWER = settings(max_examples=12, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 HOTTEST = st.one_of(st.none(), st.floats(-50.0, 200.0), st.sampled_from([math.nan, math.inf, -math.inf, -128.0]))

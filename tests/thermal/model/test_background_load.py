@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from socflower.errors import ConfigError
 from socflower.thermal.model.background_load import DAY_S, NOBODY, BackgroundLoad, Game, Steps, Tide, idle_windows
 
-FEW = settings(max_examples=60)
+FEW = settings(max_examples=30)
 HOURS = st.integers(0, 96).map(lambda quarters: quarters / 4)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from socflower.errors import ConfigError
 from socflower.thermal.model.governor import ClockGovernor, snapdragon_governor
 
-FEW = settings(max_examples=100)
+FEW = settings(max_examples=40)
 TEMPERATURES = st.one_of(st.floats(-50.0, 200.0), st.sampled_from([math.nan, math.inf, -math.inf]))
 
 

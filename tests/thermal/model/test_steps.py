@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from socflower.errors import ConfigError
 from socflower.thermal.model.background_load import Steps, always, changes
 
-FEW = settings(max_examples=100)
+FEW = settings(max_examples=40)
 TIMES = st.integers(0, 60).map(lambda quarters: quarters / 4)
 
 

@@ -132,7 +132,7 @@ JUNK = st.one_of(
     st.integers(-10**7, 10**7).map(lambda number: str(number).encode()))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(looks=st.lists(st.dictionaries(st.sampled_from(sorted(ALL)), st.one_of(JUNK, st.just("folder"), st.none()),
                                       max_size=12), min_size=1, max_size=4))
 def test_no_content_of_any_file_makes_a_read_fail(
