@@ -1,11 +1,12 @@
 """The options that a command reads; an option that would have no effect is refused."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperArgument, TyperCommand
 
 from socflower.errors import ConfigError
 
@@ -22,7 +23,21 @@ _APP_FOLDER_OPTIONS = ("cluster", "nodes", "training_flops")
 
 
 class PlainCommand(TyperCommand):
-    """A command whose help is plain text."""
+    """A command whose help is plain text, also that of its arguments.
+
+    Click 8.5 has a help text of arguments of its own, and sets the one that Typer has kept to None.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Make the command, and give its arguments the texts of their annotations."""
+        super().__init__(*args, **kwargs)
+        hints = get_type_hints(inspect.unwrap(self.callback), include_extras=True) if self.callback else {}
+        for parameter in self.params:
+            if isinstance(parameter, TyperArgument) and parameter.help is None:
+                parameter.help = hints[parameter.name].__metadata__[0].help
+
+    def format_arguments(self, ctx: Any, formatter: Any) -> None:
+        """Write nothing: Typer writes arguments with the options."""
 
     def get_help(self, ctx: Any) -> str:
         """Return the help without the backslashes, which only rich would remove."""

@@ -87,9 +87,11 @@ def test_a_document_is_all_of_standard_output_whatever_an_app_prints(noisy_app: 
 
 
 def test_help_and_suggestions_are_plain_and_said_once(socflower: Socflower) -> None:
-    for command in (("run",), ("certificates",), ("cloud", "serve"), ("fan",)):
+    for command, says in ((("run",), "A scenario file"), (("certificates",), "DNS names"),
+                          (("cloud", "serve"), "A split scenario"), (("fan",), "an configuration (TOML)")):
         ran = socflower(*command, "--help")
         assert ran.status == 0 and "[required]" in ran.out and "\\" not in ran.out
+        assert ran.out.count("rguments:") == 1 and ran.out.count(says) == 1
     for typed, says in ((("rn",), "Did you mean 'run'?"), (("cloud", "serv"), "Did you mean 'serve'?")):
         ran = socflower(*typed)
         assert ran.status == 2 and ran.err.count("Did you mean") == 1 and says in ran.err
