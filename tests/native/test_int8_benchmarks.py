@@ -23,7 +23,7 @@ def test_a_setting_lifts_the_limits_of_its_caller(monkeypatch):
     assert {free["OMP_NUM_THREADS"], held["OMP_NUM_THREADS"]} == {"1"}
 
 
-@pytest.mark.parametrize("name", ["gemm", "conv"])
+@pytest.mark.parametrize("name", ["gemm", pytest.param("conv", marks=pytest.mark.slow)])
 def test_every_product_equals_the_exact_one(name):
     rows = rows_of(settings()[0], f"benchmarks.{name}:rows", quick=True)
     assert rows and all(row.ok for row in rows), [row.case for row in rows if not row.ok]
