@@ -13,10 +13,6 @@ PURE_LAYERS := cluster edgecloud hierarchy sim thermal wire
 export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Tests start hundreds of interpreters, each of which would compile our sources where no bytecode may be kept.
-unexport PYTHONDONTWRITEBYTECODE
-# Container images set it, and then every process compiles all modules anew, and pytest rewrites every test.
-export PYTHONDONTWRITEBYTECODE :=
 # Else every process that a test starts compiles socflower anew, and every run the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
