@@ -83,6 +83,9 @@ def print_plan(console: Console, cluster: "Cluster", document: Mapping[str, Any]
     )
     for line in lines:
         print_line(line, console)
+    if document["verdict"] is not None:
+        pays = document["predicted"]["epoch_s"] < document["one_soc"]["epoch_s"]
+        print_line(document["verdict"], console, "bold" if pays else "bold yellow")
     if heat := document.get("heat"):
         hottest = "" if heat["peak_c"] is None else f", at most {heat['peak_c']:.1f} °C"
         print_line(f"with heat and users the training takes {human_seconds(heat['virtual_s'])} and "

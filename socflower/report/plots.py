@@ -73,10 +73,11 @@ class LegendEntry:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A picture and its legend, which a page shows above it as text that wraps."""
+    """A picture and its legend, which a page shows above it as text that wraps; `narrow` is for small screens."""
 
     svg: Markup
     legend: Sequence[LegendEntry]
+    narrow: Markup | None = None
 
 
 @contextmanager
@@ -110,8 +111,8 @@ def accuracy_plot(
 
     `quantity` is "s", "J" or "epoch"; `label` names the share, `noun` the quantity if not its default name.
     """
-    with report_style():
-        drawing = Figure(figsize=(10.6, 4.4), layout="constrained")
+    def drawn(size: tuple[float, float], max_ticks: int) -> Figure:
+        drawing = Figure(figsize=size, layout="constrained")
         axes = drawing.add_subplot()
         log = needs_log(curves)
         for curve in curves:
@@ -132,44 +133,67 @@ def accuracy_plot(
             # Otherwise the ticks would need decimals, and noise would resemble progress.
             middle = (lowest + highest) / 2
             axes.set_ylim(middle - 0.05, middle + 0.05)
-        scale_x(axes, quantity, log, noun=noun)
-        return Plot(as_svg(drawing, alt, prefix), curve_legend(curves, [f"target {percent(each)}" for each in targets]))
+        scale_x(axes, quantity, log, noun=noun, max_ticks=max_ticks)
+        return drawing
+
+    with report_style():
+        return Plot(as_svg(drawn((10.6, 4.4), 8), alt, prefix),
+                    curve_legend(curves, [f"target {percent(each)}" for each in targets]),
+                    narrow=as_svg(drawn((4.6, 3.7), 4), alt, f"{prefix}-narrow"))
 
 
 def breakdown_plot(
     rows: Sequence[tuple[str, Mapping[str, float]]], parts: Sequence[str], *, quantity: str, alt: str, prefix: str,
 ) -> Plot:
-    """Return stacked bars of some of `PARTS`, one row per strategy: absolute at the left, as shares at the right."""
+    """Return totals and stacked shares of some of `PARTS`, one row per strategy; totals that differ 20-fold on a
+    logarithmic axis."""
+    sums = [math.fsum(values[part] for part in parts) for _, values in rows]
+    above_0 = [total for total in sums if total > 0]
+    log = bool(above_0) and max(above_0) / min(above_0) > _LOG_SPAN
+    noun = "SoC time" if quantity == "s" else "energy"
+
+    def draw_totals(axes: Axes, max_ticks: int) -> None:
+        """Draw the sums: on a logarithmic axis, where parts cannot be stacked, if small ones would be invisible."""
+        axes.grid(visible=False, axis="y")
+        for row, total in enumerate(sums):
+            axes.barh(row, total, height=.62, color="#8a939c")
+        axes.set_xlim(*((min(above_0) / 3, max(above_0) * 1.5) if log else (0, 1.04 * max(sums, default=0.0) or 1.0)))
+        scale_x(axes, quantity, log, noun=noun, max_ticks=max_ticks)
+
+    def draw_shares(axes: Axes) -> None:
+        axes.grid(visible=False, axis="y")
+        for row, (_, values) in enumerate(rows):
+            left = 0.0
+            for part in parts:
+                fill, hatch, ink = _PART_STYLE[part]
+                size = values[part] / (sums[row] or 1.0)
+                axes.barh(row, size, left=left, height=.62, color=fill, hatch=hatch, edgecolor="#fff", linewidth=.8)
+                if size >= .07:
+                    axes.text(left + size / 2, row, percent(size, 0), ha="center", va="center", color=ink, fontsize=9.5,
+                              bbox=None if not hatch else {"facecolor": fill, "edgecolor": "none", "pad": 1.2})
+                left += size
+        axes.set_xlim(0, 1)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value, 0)))
+        axes.set_xlabel("share of each strategy's own total")
+
+    def drawn(is_narrow: bool) -> Figure:
+        height = 1.15 + 0.46 * len(rows)
+        drawing = Figure(figsize=(4.6, 2 * height) if is_narrow else (10.6, height), layout="constrained")
+        total, share = drawing.subplots(2, 1) if is_narrow else drawing.subplots(1, 2, width_ratios=(1, 1.25))
+        draw_totals(total, 3 if is_narrow else 5)
+        draw_shares(share)
+        for axes in (total, share):
+            axes.set_yticks(range(len(rows)), [_short(label, 14 if is_narrow else 30) for label, _ in rows])
+            axes.set_ylim(len(rows) - .5, -.5)
+            axes.tick_params(left=False, axis="y")
+        if not is_narrow:
+            share.tick_params(labelleft=False)
+        return drawing
+
     with report_style():
-        drawing = Figure(figsize=(10.6, 1.15 + 0.46 * len(rows)), layout="constrained")
-        total, share = drawing.subplots(1, 2, sharey=True, width_ratios=(1, 1.25))
-        sums = [math.fsum(values[part] for part in parts) for _, values in rows]
-        for axes, relative in ((total, False), (share, True)):
-            axes.grid(visible=False, axis="y")
-            for row, (_, values) in enumerate(rows):
-                left = 0.0
-                for part in parts:
-                    fill, hatch, ink = _PART_STYLE[part]
-                    size = values[part] / ((sums[row] or 1.0) if relative else 1.0)
-                    axes.barh(row, size, left=left, height=.62, color=fill, hatch=hatch, edgecolor="#fff",
-                              linewidth=.8)
-                    if relative and size >= .07:
-                        axes.text(left + size / 2, row, percent(size, 0), ha="center", va="center", color=ink,
-                                  fontsize=9.5, bbox=None if not hatch else {
-                                      "facecolor": fill, "edgecolor": "none", "pad": 1.2})
-                    left += size
-        total.set_yticks(range(len(rows)), [_short(label) for label, _ in rows])
-        total.set_ylim(len(rows) - .5, -.5)
-        share.tick_params(labelleft=False, left=False)
-        total.tick_params(left=False)
-        total.set_xlim(0, 1.04 * max(sums, default=0.0) or 1.0)
-        scale_x(total, quantity, False, noun="SoC time" if quantity == "s" else "energy", max_ticks=5)
-        share.set_xlim(0, 1)
-        share.xaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value, 0)))
-        share.set_xlabel("share of each strategy's own total")
-        return Plot(as_svg(drawing, alt, prefix), [
+        return Plot(as_svg(drawn(False), alt, prefix), [
             LegendEntry(part, fill, hatch=_HATCHES[hatch]) for part, (fill, hatch, _) in _PART_STYLE.items()
-            if part in parts])
+            if part in parts], narrow=as_svg(drawn(True), alt, f"{prefix}-narrow"))
 
 
 def curve_legend(curves: Sequence[Curve], levels: Sequence[str] = ()) -> list[LegendEntry]:
@@ -195,12 +219,12 @@ def scale_x(axes: Axes, quantity: str, log: bool, *, noun: str | None = None, ma
         readable: Any = {"s": human_seconds, "J": human_joules}.get(quantity, significant)
         low, high = axes.get_xlim()
         nice = [tick for tick in _NICE_S if low <= tick <= high]
-        while len(nice) > 10:
+        while len(nice) > max_ticks + 2:
             nice = nice[::2]
         if quantity == "s" and len(nice) >= 2:
             axes.xaxis.set_major_locator(FixedLocator(nice))
         else:
-            axes.xaxis.set_major_locator(LogLocator(numticks=9))
+            axes.xaxis.set_major_locator(LogLocator(numticks=max_ticks + 1))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(readable(value))))

@@ -29,7 +29,16 @@ from socflower.report.board_picture import board_picture, communication_letters,
 from socflower.report.heat_section import heat_plots
 from socflower.report.plots import PARTS, Curve, Plot, accuracy_plot, breakdown_plot, needs_log
 from socflower.report.split_section import cut_plot
-from socflower.report.summary import Run, claims_of, comparison_of, name_runs, printable, targets_of, verdict_on
+from socflower.report.summary import (
+    Run,
+    claims_of,
+    comparison_of,
+    name_runs,
+    prediction_table,
+    printable,
+    targets_of,
+    verdict_on,
+)
 from socflower.wire.saved_state import write_atomically
 
 _MAX_LISTED = 30  # groups that are listed in a sentence
@@ -39,29 +48,30 @@ _MAX_EVENTS = 500
 
 def write_report(
     path: Path, results: Sequence[Mapping[str, Any]], *, title: str, question: str = "",
-    baseline: str | None = None,
+    predictions: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write the report of one or several result documents atomically.
+    """Write the report of one or several result documents atomically; `predictions` are epochs that nobody trained.
 
-    Ratios are relative to `baseline`, a strategy's name, or by default to the slowest result. Equal arguments give
-    equal bytes. Raises `ConfigError` without results, or if no result has the baseline's name.
+    The first result is compared with each of the others. Equal arguments give equal bytes. Raises `ConfigError`
+    without results.
     """
-    content = render_report(results, title=title, question=question, baseline=baseline)
+    content = render_report(results, title=title, question=question, predictions=predictions)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, content)
 
 
 def render_report(
-    results: Sequence[Mapping[str, Any]], *, title: str, question: str = "", baseline: str | None = None
+    results: Sequence[Mapping[str, Any]], *, title: str, question: str = "",
+    predictions: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Return the HTML that `write_report` writes."""
     if not results:
         raise ConfigError("report: needs at least one result, got none")
     runs = name_runs(results)
-    comparison, claims = comparison_of(runs, baseline), claims_of(runs)
+    comparison, claims = comparison_of(runs), claims_of(runs)
     return _ENVIRONMENT.get_template("report.html.j2").render(
         title=title, question=question.strip(), missing=MISSING, runs=runs, targets=targets_of(runs),
-        comparison=comparison, best=comparison and comparison.best(runs), claims=claims, verdict=verdict_on(claims),
+        comparison=comparison, claims=claims, verdict=verdict_on(claims), predictions=prediction_table(predictions),
         over_time=_accuracy_over_time(runs), over_energy=_accuracy_over_energy(runs), mixing=_mixing_plots(runs),
         heat_plots=heat_plots(runs), cut_plot=cut_plot(runs), breakdowns=_breakdowns(runs), plans=_plans(runs),
         events=_events(runs), scenarios=_scenarios(runs))

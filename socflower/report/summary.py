@@ -5,8 +5,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from socflower.errors import ConfigError
-from socflower.quantities import MISSING, finite, human_bytes, human_joules, human_seconds, percent, plain_number
+from socflower.quantities import (
+    MISSING,
+    finite,
+    human_bytes,
+    human_joules,
+    human_ratio,
+    human_seconds,
+    percent,
+    plain_number,
+)
 
 # By the suffix of an expectation's name; the plain number is shown as in the scenario file.
 _READABLE = {"_s": human_seconds, "_j": human_joules, "_bytes": human_bytes, "accuracy": percent}
@@ -81,56 +89,87 @@ def targets_of(runs: Iterable[Run]) -> list[float]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """Another run beside the first one; ratios above 1 mean that it takes more, None that it has no such figure."""
+
+    run: Run
+    time_ratio: float | None
+    energy_ratio: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The basis of ratios: a time that all runs have, and the baseline run."""
+    """The first run, which is the scenario's subject, against each of the others.
+
+    Times are those to the target accuracy, energies those spent until then; of whole runs where there is no target.
+    """
 
     time_key: str
-    time_name: str
-    baseline: Run
+    energy_key: str
+    target: float | None
+    subject: Run
+    alternatives: Sequence[Alternative]
 
-    def speed_up(self, run: Run) -> float | None:
-        """Return how many times faster than the baseline a run is."""
-        return _ratio(self.baseline.get(self.time_key), run.get(self.time_key))
+    @property
+    def best(self) -> Alternative | None:
+        """The quickest of the others; None if none of them reached the target."""
+        able = [each for each in self.alternatives if finite(each.run.get(self.time_key)) is not None]
+        return min(able, key=lambda each: finite(each.run.get(self.time_key)) or 0.0, default=None)
 
-    def energy_saving(self, run: Run) -> float | None:
-        """Return how many times less energy than the baseline a run takes."""
-        return _ratio(self.baseline.get("energy_j"), run.get("energy_j"))
+    def of(self, run: Run) -> Alternative | None:
+        """Return the comparison with a run; None for the subject itself."""
+        return next((each for each in self.alternatives if each.run is run), None)
 
-    def best(self, runs: Sequence[Run]) -> Run | None:
-        """Return the run to name in one sentence, if it is faster than the baseline; others than the first if needed.
+    def headline(self) -> str:
+        """Return in a sentence who is quicker: the subject or the best of the others."""
+        goal = "the end" if self.target is None else percent(self.target)
+        clock = "wall time" if self.time_key == "wall_s" or finite(self.subject.get("virtual_s")) is None \
+            else "virtual time"
+        own = finite(self.subject.get(self.time_key))
+        best = self.best
+        if own is None:
+            others = "neither did any other" if best is None else \
+                f"{best.run.label} did, in {human_seconds(best.run.get(self.time_key))} of {clock}"
+            return f"{self.subject.label} never reached {goal}; {others}."
+        text = f"{self.subject.label} {f'reaches {goal} in' if self.target is not None else 'takes'} " \
+               f"{human_seconds(own)} of {clock}"
+        if best is None:
+            return f"{text}; no other strategy reached it."
+        ratio, theirs = best.time_ratio, human_seconds(best.run.get(self.time_key))
+        if ratio is None:
+            return f"{text}, {best.run.label} {theirs}."
+        if ratio >= 1.0:
+            return f"{text}, {human_ratio(ratio)} as fast as the best alternative, {best.run.label} ({theirs})."
+        return f"{text}; {best.run.label} is {human_ratio(1.0 / ratio)} as fast ({theirs})."
 
-        Only strategies that reached the target count. The first strategy is the subject of the scenario; the others are
-        its baselines.
-        """
-        able = [run for run in runs if finite(run.get("target_accuracy")) is None
-                or finite(run.get("time_to_accuracy_s")) is not None]
-        best = runs[0] if runs[0] in able else max(able, key=lambda run: self.speed_up(run) or 0.0, default=None)
-        return best if best is not None and (self.speed_up(best) or 0.0) > 1.0 else None
 
+def comparison_of(runs: Sequence[Run]) -> Comparison | None:
+    """Return the comparison of the first run with the others; None if there are no others.
 
-def comparison_of(runs: Sequence[Run], baseline: str | None) -> Comparison | None:
-    """Return the basis of comparison of several runs; the default baseline is the slowest run.
-
-    The time is the time to accuracy if every run reached the target. Raises `ConfigError` for an unknown baseline.
+    By the time to the target accuracy, if there is one target that a run has reached; else by the whole time.
     """
-    named = [run for run in runs if baseline in (run.label, run.get("strategy"))]
-    if baseline is not None and not named:
-        known = ", ".join(run.label for run in runs)
-        raise ConfigError(f"report: no result for baseline {baseline!r}; there are {known}")
     if len(runs) < 2:
         return None
-    if all(finite(run.get("time_to_accuracy_s")) is not None for run in runs):
-        key, name = "time_to_accuracy_s", "time to the target accuracy"
+    subject, target = runs[0], None
+    if len(targets_of(runs)) == 1 and any(finite(run.get("time_to_accuracy_s")) is not None for run in runs):
+        time_key, energy_key, target = "time_to_accuracy_s", "energy_to_accuracy_j", targets_of(runs)[0]
     elif any(finite(run.get("virtual_s")) is not None for run in runs):
-        key, name = "virtual_s", "virtual time"
+        time_key, energy_key = "virtual_s", "energy_j"
     else:
-        key, name = "wall_s", "wall time"
-    slowest = max(runs, key=lambda run: finite(run.get(key)) or 0.0)
-    return Comparison(time_key=key, time_name=name, baseline=named[0] if named else slowest)
+        time_key, energy_key = "wall_s", "energy_j"
+    return Comparison(time_key=time_key, energy_key=energy_key, target=target, subject=subject, alternatives=[
+        Alternative(run=run, time_ratio=_ratio(run.get(time_key), subject.get(time_key)),
+                    energy_ratio=_ratio(run.get(energy_key), subject.get(energy_key))) for run in runs[1:]])
 
 
-def _ratio(reference: Any, own: Any) -> float | None:
-    above, below = finite(reference), finite(own)
+def headline_of(results: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the sentence that says who is quicker; None for a single result."""
+    comparison = comparison_of(name_runs(results))
+    return None if comparison is None else comparison.headline()
+
+
+def _ratio(theirs: Any, own: Any) -> float | None:
+    above, below = finite(theirs), finite(own)
     return above / below if above and below else None
 
 
@@ -165,3 +204,22 @@ def verdict_on(claims: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     said = {1: "The expectation holds.", 2: "Both expectations hold."}.get(
         len(holds), f"All {len(holds)} expectations hold.")
     return {"kind": "holds", "text": f"✓ {said}"}
+
+
+def prediction_table(predictions: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the strategies of predicted epochs and a row for each workload: its name, seconds, joules, gain.
+
+    Seconds and joules are by strategy; the gain is how many times as fast the first strategy is as the best other one.
+    """
+    strategies = list(dict.fromkeys(str(each["strategy"]) for each in predictions))
+    rows: dict[tuple[str, ...], dict[str, Mapping[str, Any]]] = {}
+    for each in predictions:
+        key = (str(each["model"]), str(each["data"]), str(each["batch_size"]), str(each["arithmetic"]))
+        rows.setdefault(key, {})[str(each["strategy"])] = each
+    return {"strategies": strategies, "rows": [
+        {"model": key[0], "data": key[1], "batch_size": key[2], "arithmetic": key[3],
+         "epoch_s": [by_name[name]["epoch_s"] for name in strategies],
+         "epoch_energy_j": [by_name[name]["epoch_energy_j"] for name in strategies],
+         "gain": _ratio(min((by_name[name]["epoch_s"] for name in strategies[1:]), default=None),
+                        by_name[strategies[0]]["epoch_s"])}
+        for key, by_name in rows.items()]}

@@ -8,9 +8,11 @@ from typing import Any
 from socflower.engines.checkpoint import training_keys
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.report import write_report
+from socflower.report.summary import headline_of
 from socflower.scenario.expectations import check_expectations
+from socflower.scenario.planning import predicted_epochs
 from socflower.scenario.prepared_run import PreparedRun, prepare
-from socflower.scenario.runner import run_to_folder, time_to_accuracy_s
+from socflower.scenario.runner import costs_to_accuracy, run_to_folder
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
 from socflower.scenario.schema.strategies import STRATEGIES, family_of
@@ -18,7 +20,7 @@ from socflower.wire.folders import exclusive_folder
 from socflower.wire.saved_state import remove_partial, write_atomically
 
 _ROW_KEYS = ("strategy", "seed", "final_accuracy", "virtual_s", "wall_s", "energy_j", "bytes", "weights_sha256",
-             "target_accuracy", "time_to_accuracy_s")
+             "target_accuracy", "time_to_accuracy_s", "energy_to_accuracy_j")
 OnStart = Callable[[str], Callable[[dict[str, Any]], None]]
 
 
@@ -30,7 +32,7 @@ def compare(
 
     Each strategy's result is in `out/<strategy>/`; an existing result of the same scenario and engine is reused, so
     that an interrupted comparison continues where it stopped. `comparison.json` and `report.html` contain all of them.
-    The claims are checked for the first strategy against the others.
+    The claims are checked for the first strategy against the others. Nothing of `predictions` was trained.
     """
     family = family_of(scenario.strategy.name)
     for name in strategies:
@@ -42,8 +44,7 @@ def compare(
         if strategies.count(name) > 1:
             raise ConfigError(f"--strategies {name}: is named twice; name each once")
     # Prepare all before the first run, so that an error appears before any training.
-    variants = {name: prepare(scenario.replaced(strategy=scenario.strategy.replaced(name=name)), engine)
-                for name in strategies}
+    variants = {name: prepare(scenario.under(name), engine) for name in strategies}
     with exclusive_folder(out, f"--out {out}"):
         remove_partial(out)
         return _compare(scenario, variants, out, engine, num_workers, on_start)
@@ -65,17 +66,18 @@ def _compare(
         results.append(result)
     target = scenario.compare.target_accuracy or common_target(results)
     for result in results:
-        result["target_accuracy"] = target
-        result["time_to_accuracy_s"] = time_to_accuracy_s(result, target)
+        result |= costs_to_accuracy(result, target)
         result["expectations"] = []
     results[0]["expectations"] = check_expectations(scenario.expect, results[0], results[1:])
+    predictions = predicted_epochs(scenario, [*variants])
     document = {
         "schema": 1, "scenario": to_document(scenario), "engine": engine, "target_accuracy": target,
         "rows": [{key: result[key] for key in _ROW_KEYS} for result in results],
-        "expectations": results[0]["expectations"],
+        "headline": headline_of(results), "expectations": results[0]["expectations"], "predictions": predictions,
     }
     write_atomically(out / "comparison.json", json.dumps(document, indent=1))
-    write_report(out / "report.html", results, title=scenario.name, question=scenario.question)
+    write_report(out / "report.html", results, title=scenario.name, question=scenario.question,
+                 predictions=predictions)
     return document
 
 

@@ -36,6 +36,8 @@ _COMPARED_QUANTITIES: Mapping[str, Callable[[Result, Result], float | None]] = {
     "accuracy_gap_to": lambda ours, other: other["final_accuracy"] - ours["final_accuracy"],
     "speedup_over": lambda ours, other: _ratio(_time_s(other), _time_s(ours)),
     "time_to_accuracy_gain_over": lambda ours, other: _ratio(other["time_to_accuracy_s"], ours["time_to_accuracy_s"]),
+    "energy_to_accuracy_gain_over": lambda ours, other: _ratio(other["energy_to_accuracy_j"],
+                                                               ours["energy_to_accuracy_j"]),
     "energy_gain_over": lambda ours, other: _ratio(other["energy_j"], ours["energy_j"]),
 }
 

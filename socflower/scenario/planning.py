@@ -27,11 +27,11 @@ from socflower.hierarchy import (
 )
 from socflower.precision.mixed_precision import RULES_BY_THROUGHPUT
 from socflower.precision.processor_costs import MixedPricing
-from socflower.quantities import counted
+from socflower.quantities import counted, human_joules, human_ratio, human_seconds, percent
 from socflower.scenario.app.split_result import cut_text
 from socflower.scenario.arithmetic import mixing_note, model_profile, num_training_samples, pricing
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
-from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.config import PrecisionConfig, Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.scenario.split_setting import SplitSetting
@@ -59,9 +59,10 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     """Return the plan document of `socflower plan`: groups on boards, communication groups, predictions.
 
     `predicted` has the seconds of a step (with `serialize_uplinks` as configured, in turns, free-running, F7) and of
-    a synchronisation; and the seconds and joules of an epoch, the mean over the whole training with all its
-    synchronisations. With `groups = "auto"`, which only training can decide (F2), the plan is that of one group per
-    board, and `notes` says so.
+    a synchronisation; the fraction of a step in which the slowest SoC neither computes nor updates; and the seconds and
+    joules of an epoch, the mean over the whole training with all its synchronisations. `one_soc` has the epoch of one
+    SoC alone (None where only one takes part), and `verdict` says which of both is quicker. With `groups = "auto"`,
+    which only training can decide (F2), the plan is that of one group per board, and `notes` says so.
     """
     cluster = scenario_cluster(scenario)
     notes: list[str] = []
@@ -81,8 +82,54 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     notes += gpu_notes(priced_processors(scenario), None)
     what = (f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
             f"{counted(work.steps_per_epoch, 'step')}, batches of {scenario.train.batch_size} a group")
+    predicted = _predict(scenario, work)
+    one_soc = _predict_one_soc(scenario, cluster) if len(plan.participants) > 1 else None
     return {"schema": 1, "work": what, **plan.to_document(), **turns.to_document(),
-            "predicted": _predict(scenario, work), "notes": notes}
+            "predicted": predicted, "one_soc": one_soc, "verdict": _verdict(predicted, one_soc), "notes": notes}
+
+
+def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict[str, Any]]:
+    """Return what an epoch of each `[[compare.predict]]` takes under each strategy that has a plan, so not FedAvg.
+
+    Seconds and joules on the scenario's cluster without heat; nothing is trained.
+    """
+    rows = []
+    for entry in scenario.compare.predict:
+        for name in strategies:
+            if name == "fedavg":
+                continue
+            planned = scenario.replaced(
+                strategy=scenario.strategy.replaced(name=name), model=scenario.model.replaced(name=entry.model),
+                data=scenario.data.replaced(name=entry.data),
+                train=scenario.train.replaced(batch_size=entry.batch_size),
+                precision=PrecisionConfig(arithmetic=entry.arithmetic))
+            work, _ = planned_work(planned, scenario_cluster(planned))
+            predicted = _predict(planned, work)
+            rows.append({**entry.model_dump(), "strategy": name, "epoch_s": predicted["epoch_s"],
+                         "epoch_energy_j": predicted["epoch_energy_j"]})
+    return rows
+
+
+def _predict_one_soc(scenario: Scenario, cluster: Cluster) -> dict[str, float]:
+    """Return the seconds and joules of an epoch on the SoC that strategy `sgd` trains on, with the same batches."""
+    alone = scenario.replaced(strategy=scenario.strategy.replaced(name="sgd"))
+    work, _ = planned_work(alone, cluster)
+    predicted = _predict(alone, work)
+    return {key: predicted[key] for key in ("epoch_s", "epoch_energy_j")}
+
+
+def _verdict(predicted: Mapping[str, float], one_soc: Mapping[str, float] | None) -> str | None:
+    """Return whether it pays to train on several SoCs: an epoch of the plan against an epoch of one SoC."""
+    if one_soc is None:
+        return None
+    ours, alone = predicted["epoch_s"], one_soc["epoch_s"]
+    fraction = predicted["exchange_fraction"]
+    exchange = f"exchanging gradients takes {percent(fraction, 0 if fraction < 0.99 else 1)} of a step"
+    if alone <= ours:
+        return (f"one SoC is quicker: {human_seconds(alone)} an epoch instead of {human_seconds(ours)}, with "
+                f"{human_joules(one_soc['epoch_energy_j'])} instead of {human_joules(predicted['epoch_energy_j'])}; "
+                f"{exchange}. Use strategy.name = 'sgd', or larger batches or a larger model")
+    return f"{human_ratio(alone / ours)} as fast as one SoC, which takes {human_seconds(alone)} an epoch; {exchange}"
 
 
 def rebalancing(scenario: Scenario) -> Rebalancing | None:
@@ -158,8 +205,11 @@ def _predict(scenario: Scenario, work: IntervalCosts) -> dict[str, float]:
     synchronisation = work.synchronisation()
     busy = sum(training.soc_seconds.values())
     times = step_times(work, _planned_lengths(scenario, work), EventClock(work.cluster))
+    step_s = times.in_turn_s if work.serialize_uplinks else times.free_s
+    own_s = max(cost.compute_s + cost.merge_s + cost.update_s for cost in work.costs.values())
     return {
-        "step_s": times.in_turn_s if work.serialize_uplinks else times.free_s,
+        "step_s": step_s,
+        "exchange_fraction": max(0.0, 1.0 - own_s / step_s),
         "step_in_turn_s": times.in_turn_s,
         "step_free_running_s": times.free_s,
         "steps_per_epoch": float(steps),

@@ -102,8 +102,7 @@ def run_scenario(
     result["expectations"] = check_expectations(scenario.expect, result)
     if engine == "deployment":
         result = with_predictions(result)
-    result["target_accuracy"] = scenario.compare.target_accuracy
-    result["time_to_accuracy_s"] = time_to_accuracy_s(result, scenario.compare.target_accuracy)
+    result |= costs_to_accuracy(result, scenario.compare.target_accuracy)
     result["processors"] = priced_processors(scenario)
     result["notes"] = [*(_NOTES_OF_DEPLOYMENT if engine == "deployment" else _NOTES), *arithmetic_notes(scenario),
                        *gpu_notes(result["processors"], engine)]
@@ -221,17 +220,17 @@ def kept_line(kept: CheckpointFolder) -> str:
     return (f"round {kept.rounds()[0]} is kept in {kept.path}: the same command resumes after it, --fresh starts anew")
 
 
-def time_to_accuracy_s(result: dict[str, Any], target: float | None) -> float | None:
-    """Return the time at the end of the first round that reached `target`, or None.
+def costs_to_accuracy(result: Mapping[str, Any], target: float | None) -> dict[str, float | None]:
+    """Return the target and the time and energy up to the end of the first round that reached it, None if none did.
 
-    It is virtual time, or wall time if there is no virtual time.
+    The time is virtual time, or wall time if there is no virtual time.
     """
-    if target is None:
-        return None
-    entry = next((entry for entry in result["rounds"] if (entry["accuracy"] or 0.0) >= target), None)
-    if entry is None:
-        return None
-    return float(entry["virtual_s"]) if entry["virtual_s"] is not None else entry.get("wall_s")
+    reached: Mapping[str, Any] = next((entry for entry in result["rounds"] if target is not None and
+                                       (entry["accuracy"] or 0.0) >= target), {})
+    virtual_s = reached.get("virtual_s")
+    return {"target_accuracy": target,
+            "time_to_accuracy_s": reached.get("wall_s") if virtual_s is None else virtual_s,
+            "energy_to_accuracy_j": reached.get("energy_j")}
 
 
 def _run_locally(run: PreparedRun, folder: RunFolder, num_workers: int | None) -> None:

@@ -16,7 +16,7 @@ from jinja2 import UndefinedError
 from socflower.errors import ConfigError
 from socflower.report.board_picture import letter
 from socflower.report.report import _ENVIRONMENT, ranges, render_report, write_report
-from socflower.report.summary import name_runs
+from socflower.report.summary import comparison_of, headline_of, name_runs
 
 _VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -95,7 +95,7 @@ def _result(
         "schema": 1, "scenario": {"seed": 7, "cluster": {"boards": 12, "device": "snapdragon-865"}},
         "engine": "local", "strategy": strategy, "kernels": {"int8": "avx512-vnni"},
         "transports": {"group": "in process"}, "seed": 7, "rounds": rounds, "final_accuracy": 0.8612,
-        "virtual_s": 5580.0 / speed, "wall_s": 512.0, "energy_j": 4.5e5 / speed,
+        "energy_to_accuracy_j": 4e5 / speed, "virtual_s": 5580.0 / speed, "wall_s": 512.0, "energy_j": 4.5e5 / speed,
         "bytes": {"intra_board": 3.21e9, "inter_board": 4.56e8, "hub": 7.89e6, "wan": 1234},
         "weights_sha256": "ab" * 32, "time_to_accuracy_s": 4960.0 / speed, "target_accuracy": 0.8,
         "expectations": [{"name": "min_accuracy", "expected": 0.8, "observed": 0.8612, "holds": True},
@@ -115,7 +115,7 @@ def _render(results: list[dict[str, Any]], **options: Any) -> _Page:
 
 def test_sections_come_in_order_and_hold_every_number() -> None:
     page = _render(_three())
-    headings = ("A title", "What?", "Summary", "Expectations", "Accuracy over virtual time",
+    headings = ("A title", "What?", "Result", "Totals", "Expectations", "Accuracy over virtual time",
                 "Accuracy over energy", "Where time and energy go", "Groups on boards", "Events",
                 "Resolved scenario", "How it ran")
     place = 0
@@ -123,7 +123,7 @@ def test_sections_come_in_order_and_hold_every_number() -> None:
         place = page.text.index(heading, place) + len(heading)
     for expected in (
         "86.1%", "1 h 33 min", "1 h 23 min", "Time to 80.0%", "450 kJ", "125 Wh", "3.21 GB", "456 MB", "7.89 MB",
-        "1.23 kB", "8 min 32 s", "50.0×", "baseline", "5.00×", "0.8612", "3600", "✓ holds", "✗ fails",
+        "1.23 kB", "8 min 32 s", "50.0×", "10.0×", "0.8612", "3600", "✓ holds", "✗ fails",
         "3 of 6 expectations fail.", "11 min 40 s", "3 min 20 s", "1 min 00 s", "40.0 s", "1.40 kJ", "400 J",
         "reply-dropped", "group 3: NaN in conv1.weight, dropped", "snapdragon-865", "ab" * 32, "avx512-vnni",
         "in process", "NPU: CPU int8", "ui.perfetto.dev", "trace.json", "15 groups", "B = groups 1, 3, 5",
@@ -205,27 +205,65 @@ def test_writing_replaces_the_old_report_whole_or_not_at_all(
     assert [entry.name for entry in path.parent.iterdir()] == ["report.html"]
 
 
-def test_one_result_has_no_ratios() -> None:
+def test_one_result_is_compared_with_nothing() -> None:
     page = _render([_result()])
-    assert "baseline" not in page.text and "Speed-up" not in page.text
+    assert "as fast as" not in page.text and "speedup_over" not in page.text
     assert "1 of 2 expectations fails." in page.text
 
 
-def test_baseline_is_the_slowest_or_the_named_one() -> None:
-    assert "socflow is 50.0× as fast as ring" in _render(_three()).text
-    assert "socflow is 10.0× as fast as fedavg" in _render(_three(), baseline="fedavg").text
-    with pytest.raises(ConfigError, match="'sgd'; there are socflow, ring, fedavg"):
-        render_report(_three(), title="A title", baseline="sgd")
+def test_the_headline_compares_the_first_with_the_best_of_the_others() -> None:
+    sentence = "socflow reaches 80.0% in 1 h 23 min of virtual time, 10.0× as fast as the best alternative, fedavg"
+    assert sentence in _render(_three()).text
+    assert headline_of(_three()) == f"{sentence} (13 h 47 min)."
+    slower = headline_of([_result("ring", speed=0.5), _result("sgd")])
+    assert slower == "ring reaches 80.0% in 2 h 45 min of virtual time; sgd is 2.00× as fast (1 h 23 min)."
     with pytest.raises(ConfigError, match="got none"):
         render_report([], title="A title")
 
 
-def test_who_misses_the_target_is_compared_by_virtual_time_and_never_praised() -> None:
+def test_every_alternative_has_the_ratios_of_its_time_and_energy() -> None:
+    comparison = comparison_of(name_runs(_three()))
+    assert comparison is not None
+    assert [(each.run.label, each.time_ratio, each.energy_ratio) for each in comparison.alternatives] == [
+        ("ring", pytest.approx(50.0), pytest.approx(50.0)), ("fedavg", pytest.approx(10.0), pytest.approx(10.0))]
+    text = _render(_three()).text
+    assert "50.0× as fast as ring" in text and "10.0× as fast as fedavg" in text
+    assert "1 h 23 min instead of 13 h 47 min; 400 kJ instead of 4.00 MJ" in text
+
+
+def test_who_misses_the_target_is_never_praised() -> None:
     results = _three()
-    results[0]["time_to_accuracy_s"] = None
-    page = _render(results)
-    assert "not reached" in page.text and "Speed-up compares virtual time" in page.text
-    assert "fedavg is 5.00× as fast as ring by virtual time" in page.text
+    results[0].update(time_to_accuracy_s=None, energy_to_accuracy_j=None)
+    text = _render(results).text
+    assert "socflow never reached 80.0%; fedavg did, in 13 h 47 min of virtual time." in text
+    assert "not reached" in text and "as fast as" not in text
+    alone = _three()
+    for result in alone[1:]:
+        result.update(time_to_accuracy_s=None, energy_to_accuracy_j=None)
+    text = _render(alone).text
+    assert "no other strategy reached it" in text and "ring never reached it" in text
+
+
+def test_without_a_target_whole_trainings_are_compared() -> None:
+    results = [{**result, "target_accuracy": None, "time_to_accuracy_s": None} for result in _three()]
+    assert headline_of(results) == "socflow takes 1 h 33 min of virtual time, 10.0× as fast as the best alternative, " \
+                                   "fedavg (15 h 30 min)."
+
+
+def test_predictions_stand_apart_and_say_that_nothing_was_trained() -> None:
+    rows = [{"model": "<vgg11>", "data": "cifar10", "batch_size": 64, "arithmetic": arithmetic, "strategy": name,
+             "epoch_s": seconds, "epoch_energy_j": 7000.0}
+            for arithmetic, times in (("fp32", (80.0, 400.0, 160.0)), ("mixed", (60.0, 400.0, 90.0)))
+            for name, seconds in zip(("socflow", "ring", "sgd"), times, strict=True)]
+    text = _render(_three(), predictions=rows).text
+    assert "Predicted, not trained" in text and "Predicted, not trained" not in _render(_three()).text
+    assert re.search(r"<vgg11> cifar10 64 fp32 1 min 20 s 7.00 kJ 6 min 40 s 7.00 kJ 2 min 40 s 7.00 kJ 2.00×", text)
+    assert "1.50×" in text
+
+
+def test_totals_that_differ_much_are_drawn_on_a_logarithmic_axis() -> None:
+    assert "energy, logarithmic" in _render([_result(), _result("ring", speed=0.01)]).text
+    assert "energy, logarithmic" not in _render([_result(), _result("ring", speed=0.5)]).text
 
 
 def test_same_strategy_twice_is_told_apart() -> None:

@@ -1,6 +1,6 @@
 """The tables of a scenario file: keys, defaults, limits, descriptions; docs/reference/scenarios.md is made of them."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field
 
@@ -157,6 +157,23 @@ class StrategyConfig(Table):
         "rounds"))
 
 
+class OwnTraining(Table):
+    """`[compare.train.NAME]`: what a strategy has in place of [train]'s values, where others suit it better."""
+
+    epochs: Epochs | None = Field(None, description="passes over the data")
+    batch_size: int | None = Field(None, gt=0, le=_MAX_SAMPLES, description="as in [train]")
+    learning_rate: float | None = Field(None, gt=0, description="of the optimiser")
+
+
+class Prediction(Table):
+    """`[[compare.predict]]`: an epoch that is predicted on the same cluster and groups, and not trained."""
+
+    model: str = Field(description="as `name` of [model]")
+    data: str = Field("cifar10", description="as `name` of [data]")
+    batch_size: int = Field(64, gt=0, le=_MAX_SAMPLES, description="as in [train]")
+    arithmetic: Annotated[str, OneOf(ARITHMETICS)] = Field("fp32", description="as in [precision]")
+
+
 class CompareConfig(Table):
     """`[compare]`: what `socflower compare` runs."""
 
@@ -164,6 +181,14 @@ class CompareConfig(Table):
         "what runs; `--strategies a,b` overrides it; with a cloud the default is all of those but `splitfed`"))
     target_accuracy: float | None = Field(None, description=(
         "accuracy that all are timed to; default: one point below the lowest final accuracy"))
+    train: dict[str, OwnTraining] = Field({})
+    predict: tuple[Prediction, ...] = Field(())
+
+    def check(self) -> None:
+        """Refuse settings of a strategy that is none."""
+        for name in self.train:
+            if name not in STRATEGIES:
+                raise ValueError(f"train.{name}: there is no such strategy; use one of {', '.join(STRATEGIES)}")
 
 
 class EventConfig(Table):
@@ -223,6 +248,15 @@ class ScenarioFile(ClusterFile):
         if misfits:
             raise ValueError(f"[compare] strategies: {misfits[0]!r} cannot run the workload of "
                              f"{self.strategy.name!r}; use some of {', '.join(family)}")
+        if self.compare.predict and self.is_split:
+            raise ValueError(f"[[compare.predict]] is for strategies {', '.join(CLUSTER_STRATEGIES)}; [strategy] name "
+                             f"is {self.strategy.name!r}")
+        for name, own in self.compare.train.items():
+            self.train.replaced(**own.model_dump(exclude_none=True))  # refuses what does not fit [train]
+            if name in self.compare.strategies:
+                continue
+            raise ValueError(f"[compare.train.{name}]: strategies = {list(self.compare.strategies)} does not run "
+                             f"{name!r}; add it there, or remove the table")
         if self.edgecloud is not None and not self.is_split:
             raise ValueError(f"[edgecloud] is for strategies {', '.join(SPLIT_STRATEGIES)}; [strategy] name is "
                              f"{self.strategy.name!r}")
@@ -241,6 +275,11 @@ class ScenarioFile(ClusterFile):
             raise ValueError(f"{name} does not support [thermal] and [background_load]; leave them out")
         if self.events:
             raise ValueError(f"{name} does not support [[event]]; the outages of a link are in [edgecloud] segments")
+
+    def under(self, strategy: str) -> Self:
+        """Return the scenario under another strategy, with that strategy's own values of `[compare]`."""
+        own = self.compare.train.get(strategy, OwnTraining()).model_dump(exclude_none=True)
+        return self.replaced(strategy=self.strategy.replaced(name=strategy), train=self.train.replaced(**own))
 
     @property
     def _trains_by_niti(self) -> bool:
