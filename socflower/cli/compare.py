@@ -1,6 +1,6 @@
 """`socflower compare`: the same work under several strategies."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ from socflower.cli.terminal import (
     run_progress,
 )
 from socflower.engines.names import MAX_WORKERS, require_count, require_engine
-from socflower.quantities import human_bytes, human_joules, human_seconds, percent
+from socflower.quantities import human_bytes, human_joules, human_ratio, human_seconds, percent
 
 if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
     from socflower.scenario.schema.config import Scenario
@@ -58,19 +58,45 @@ def print_comparison(console: Console, scenario: "Scenario", document: Mapping[s
     """Print the strategies side by side."""
     print_question(console, scenario)
     # Eight columns of at most nine characters fit a terminal of 80 columns.
-    table = Table("strategy", "accuracy", f"to {percent(document['target_accuracy'])}", "in all", "energy", "boards",
-                  "hub", "here", header_style="bold", padding=(0, 1), collapse_padding=True, pad_edge=False)
+    goal = percent(document["target_accuracy"])
+    table = Table("strategy", "accuracy", f"time to {goal}", "energy", "time in all", "energy", "boards", "hub",
+                  header_style="bold", padding=(0, 1), collapse_padding=True, pad_edge=False)
     for row in document["rows"]:
         inside = row["bytes"]["intra_board"] + row["bytes"]["inter_board"]
         reached = row["time_to_accuracy_s"]
         table.add_row(row["strategy"], percent(row["final_accuracy"]),
-                      "never" if reached is None else human_seconds(reached), human_seconds(row["virtual_s"]),
-                      human_joules(row["energy_j"]).partition(" (")[0], human_bytes(inside),
-                      human_bytes(row["bytes"]["hub"]), human_seconds(row["wall_s"]))
+                      "never" if reached is None else human_seconds(reached),
+                      _joules(row["energy_to_accuracy_j"]), human_seconds(row["virtual_s"]), _joules(row["energy_j"]),
+                      human_bytes(inside), human_bytes(row["bytes"]["hub"]))
     console.print(table)
     deployed = any(row["virtual_s"] is None for row in document["rows"])
-    print_line(("wall clock to the target accuracy and here; energy and bytes as predicted" if deployed else
-                "virtual time to the target accuracy and in all, energy and bytes of the cluster; wall clock here"),
+    print_line(("wall clock to the target accuracy; energy and bytes as predicted" if deployed else
+                "virtual time and energy to the target accuracy and in all, bytes between SoCs and over the hub"),
                console, "dim")
+    if document["headline"]:
+        print_line(document["headline"], console, "bold")
+    if document["predictions"]:
+        _print_predictions(console, document["predictions"])
     print_claims(console, document["expectations"])
     print_line(f"report: {out / 'report.html'}", console)
+
+
+def _print_predictions(console: Console, predictions: Sequence[Mapping[str, Any]]) -> None:
+    """Print the epochs of `[[compare.predict]]`, a row for each workload."""
+    from socflower.report.summary import prediction_table
+
+    found = prediction_table(predictions)
+    strategies = found["strategies"]
+    table = Table("model", "arithmetic", *strategies, "gain", title="Predicted, not trained: an epoch on this cluster",
+                  title_justify="left", header_style="bold", padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for row in found["rows"]:
+        table.add_row(row["model"], row["arithmetic"], *(
+            f"{human_seconds(seconds)}, {_joules(joules)}"
+            for seconds, joules in zip(row["epoch_s"], row["epoch_energy_j"], strict=True)), human_ratio(row["gain"]))
+    console.print(table)
+    best = ", ".join(strategies[1:])
+    print_line(f"the gain is {strategies[0]}'s over the quickest of {best}" if best else "", console, "dim")
+
+
+def _joules(value: float | None) -> str:
+    return human_joules(value).partition(" (")[0]
