@@ -8,11 +8,20 @@ from typing import Any
 import pytest
 
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.quantities import human_ratio
 from socflower.scenario import comparison
 from socflower.scenario.comparison import common_target, compare
+from socflower.scenario.planning import plan_scenario
 from socflower.scenario.prepared_run import PreparedRun
-from socflower.scenario.schema.config import CompareConfig, Scenario
-from socflower.scenario.schema.file import to_document
+from socflower.scenario.schema.config import (
+    CompareConfig,
+    ModelConfig,
+    OwnTraining,
+    PrecisionConfig,
+    Prediction,
+    Scenario,
+)
+from socflower.scenario.schema.file import parse_scenario, to_document
 from tests.scenario.small_runs import small, small_result
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
@@ -136,3 +145,66 @@ def test_an_unknown_strategy_is_refused_before_anything_trains(trained: TrainedB
     with pytest.raises(ConfigError, match="--strategies star: unknown; use some of socflow, ring"):
         compare(small(), ["sgd", "star"], tmp_path)
     assert trained == []
+
+
+def test_a_strategy_trains_with_settings_of_its_own(trained: TrainedBy, tmp_path: Path) -> None:
+    own = {"sgd": OwnTraining(epochs=3, learning_rate=0.125)}
+    scenario = small().replaced(compare=CompareConfig(train=own, strategies=("socflow", "sgd")))
+    compare(scenario, ["socflow", "sgd"], tmp_path)
+    ran = {name: json.loads((tmp_path / name / "result.json").read_text())["scenario"]["train"]
+           for name in ("socflow", "sgd")}
+    assert (ran["sgd"]["epochs"], ran["sgd"]["learning_rate"]) == (3, 0.125)
+    assert ran["socflow"] == to_document(scenario)["train"]
+    assert {**ran["sgd"], "epochs": 0, "learning_rate": 0} == {**ran["socflow"], "epochs": 0, "learning_rate": 0}
+
+
+@pytest.mark.parametrize(("table", "says"), [
+    ({"train": {"adam": {"epochs": 1}}}, "there is no such strategy"),
+    ({"train": {"sgd": {"epochs": 0}}}, "train.sgd] epochs = 0 must be a whole number"),
+    ({"train": {"sgd": {"momentum": 0.5}}}, "unknown key 'momentum'"),
+    ({"strategies": ["socflow"], "train": {"sgd": {"epochs": 1}}}, "does not run 'sgd'"),
+    ({"predict": [{"model": "vgg11", "arithmetic": "int4"}]}, "arithmetic = 'int4' is unknown; use one of fp32"),
+    ({"predict": [{"data": "cifar10"}]}, "model is missing"),
+])
+def test_settings_of_a_comparison_are_refused_in_a_line(table: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_scenario({"cluster": {"boards": 1, "socs_per_board": 2}, "compare": table}, name="x", question="",
+                       where="x.toml")
+    assert says in str(refusal.value) and str(refusal.value).count("\n") == 0
+
+
+def test_predictions_are_those_of_plan_and_nothing_is_trained_for_them(trained: TrainedBy, tmp_path: Path) -> None:
+    asked = (Prediction(model="resnet8", data="digits", batch_size=16),
+             Prediction(model="resnet8", data="digits", batch_size=16, arithmetic="int8"))
+    scenario = small().replaced(compare=CompareConfig(predict=asked))
+    document = compare(scenario, ["socflow", "fedavg", "sgd"], tmp_path)
+    assert trained == ["socflow", "fedavg", "sgd"]
+    rows = {(row["arithmetic"], row["strategy"]): row["epoch_s"] for row in document["predictions"]}
+    assert list(rows) == [("fp32", "socflow"), ("fp32", "sgd"), ("int8", "socflow"), ("int8", "sgd")]
+    for (arithmetic, name), epoch_s in rows.items():
+        planned = plan_scenario(scenario.replaced(
+            strategy=scenario.strategy.replaced(name=name), model=ModelConfig(name="resnet8"),
+            train=scenario.train.replaced(batch_size=16), precision=PrecisionConfig(arithmetic=arithmetic)))
+        assert epoch_s == planned["predicted"]["epoch_s"]
+    assert rows["int8", "sgd"] < rows["fp32", "sgd"]
+
+
+def test_a_plan_says_whether_one_soc_is_quicker() -> None:
+    def planned(model: str) -> dict[str, Any]:
+        return plan_scenario(parse_scenario({
+            "cluster": {"boards": 2, "socs_per_board": 4}, "model": {"name": model}, "train": {"batch_size": 16},
+            "strategy": {"name": "socflow", "groups": 2}}, name="x", question="", where="x.toml"))
+
+    small_model, large_model = planned("lenet5"), planned("vgg-small")
+    for document in (small_model, large_model):
+        step, own = document["predicted"]["step_s"], document["predicted"]["exchange_fraction"]
+        assert 0.0 < own < 1.0 and step > 0.0
+    assert small_model["one_soc"]["epoch_s"] < small_model["predicted"]["epoch_s"]
+    assert small_model["verdict"].startswith("one SoC is quicker: ") and "of a step. Use" in small_model["verdict"]
+    ratio = large_model["one_soc"]["epoch_s"] / large_model["predicted"]["epoch_s"]
+    assert ratio > 1.0 and large_model["verdict"].startswith(f"{human_ratio(ratio)} as fast as one SoC")
+
+
+def test_one_soc_is_compared_with_nothing() -> None:
+    document = plan_scenario(small("sgd"))
+    assert document["one_soc"] is None and document["verdict"] is None

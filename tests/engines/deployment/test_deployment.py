@@ -29,7 +29,7 @@ from socflower.report.report import render_report
 from socflower.scenario.app.deployed import app_in_bundle, app_in_folder, node_configs, participants
 from socflower.scenario.app.remote_main import bundled_server_app
 from socflower.scenario.prepared_run import prepare
-from socflower.scenario.runner import run_to_folder, time_to_accuracy_s, with_predictions
+from socflower.scenario.runner import costs_to_accuracy, run_to_folder, with_predictions
 from socflower.scenario.schema.config import DataConfig
 from socflower.scenario.schema.file import from_document
 from tests.command_line import Socflower
@@ -290,7 +290,7 @@ def deployed_result() -> dict[str, Any]:
 def test_time_to_an_accuracy_is_real_where_time_is() -> None:
     result = deployed_result()
     assert result["virtual_s"] is None and result["predicted_s"] == small_result()["virtual_s"]
-    assert time_to_accuracy_s(result, result["rounds"][1]["accuracy"]) == 20.0
+    assert costs_to_accuracy(result, result["rounds"][1]["accuracy"])["time_to_accuracy_s"] == 20.0
 
 
 def test_the_report_of_a_deployment_shows_real_time_and_restarts() -> None:
