@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 import socflower
 from socflower.cli.main import app
 from socflower.cluster.toml_file import allowed, keys_of, table_of
-from socflower.scenario.schema.config import ScenarioFile
+from socflower.scenario.schema.config import CompareConfig, OwnTraining, Prediction, ScenarioFile
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -153,6 +153,9 @@ def scenarios_page() -> str:
     for name, (table, shape) in tables.items():
         if table and shape != "dict":
             sections.append(section(f"[[{name}]]" if shape else f"[{name}]", table, table.__doc__ or ""))
+        if table is CompareConfig:
+            sections += [section(heading, inner, inner.__doc__ or "") for heading, inner in (
+                ("[compare.train.NAME]", OwnTraining), ("[[compare.predict]]", Prediction))]
     places = [("a scenario", ScenarioFile), *((f"`[{name}]`", table) for name, (table, shape) in tables.items()
                                               if table and shape != "dict")]
     renamed = [f"`{entry.json_schema_extra['was']}` of {place} is `{key}`" for place, table in places

@@ -117,7 +117,10 @@ def test_the_demo_compares_all_strategies_and_its_claims_hold(tmp_path: Path) ->
     ran = socflower("compare", "scenarios/digits_demo.toml", "--out", str(tmp_path), "--json", timeout_s=800.0)
     assert ran.returncode == 0, ran.stderr[-2000:]
     document = json.loads(ran.stdout)
-    assert [row["strategy"] for row in document["rows"]] == ["socflow", "ring", "fedavg", "sgd"]
+    assert [row["strategy"] for row in document["rows"]] == ["socflow", "sgd", "ring", "fedavg"]
+    assert document["headline"].startswith("socflow reaches 95.0%")
+    assert {(row["model"], row["arithmetic"]) for row in document["predictions"]} == {
+        (model, arithmetic) for model in ("vgg11", "resnet18") for arithmetic in ("fp32", "mixed")}
     assert all(claim["holds"] for claim in document["expectations"])
 
 

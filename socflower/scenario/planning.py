@@ -189,7 +189,7 @@ def _planned_lengths(scenario: Scenario, work: IntervalCosts) -> Mapping[int, in
 
 
 def _interval_epochs(scenario: Scenario) -> float | str:
-    return group_strategy(scenario.strategy.name).interval_epochs or scenario.strategy.sync_interval_epochs
+    return group_strategy(scenario.strategy.name).sync_interval_epochs(scenario.strategy.sync_interval_epochs)
 
 
 def _training_usage(work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]]) -> Usage:

@@ -24,6 +24,7 @@ def build(name: str, in_channels: int = 3, image_size: int = 32, seed: int = 1) 
         ("vgg11", 3, 32, 9_225_610, 18),
         ("resnet18", 3, 32, 11_173_962, 62),
         ("vgg-tiny", 3, 32, 63_258, 14),
+        ("vgg-mini", 1, 28, 69_034, 8),
         ("vgg-small", 3, 32, 307_498, 14),
         ("resnet8", 3, 32, 78_042, 29),
         ("mobilenet-v1", 3, 32, 3_217_226, 83),
@@ -134,7 +135,7 @@ def test_unknown_name_lists_the_known_and_suggests() -> None:
     with pytest.raises(ConfigError, match=r"'vgg12', known are lenet5, .*; did you mean 'vgg11'\?") as caught:
         build("vgg12")
     assert "\n" not in str(caught.value)
-    known = "lenet5, vgg-tiny, vgg-small, vgg11, resnet8, resnet18, mobilenet-v1"
+    known = "lenet5, vgg-tiny, vgg-mini, vgg-small, vgg11, resnet8, resnet18, mobilenet-v1"
     with pytest.raises(ConfigError, match=rf"known are {known}$"):
         build("transformer")
 

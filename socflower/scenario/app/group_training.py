@@ -133,7 +133,7 @@ class _Training:
             cluster=self._cluster, groups=Grouping(num_groups=num_groups, num_socs=kind.num_socs or settings.socs),
             schedule=TrainingSchedule(
                 num_samples=self._num_samples, batch_size=self._scenario.train.batch_size, num_epochs=num_epochs,
-                interval_epochs=kind.interval_epochs or settings.sync_interval_epochs, reshuffle=settings.reshuffle,
+                interval_epochs=kind.sync_interval_epochs(settings.sync_interval_epochs), reshuffle=settings.reshuffle,
                 seed=self._scenario.seed),
             costs=Costs(model_profile=self._profile, pricing=pricing(self._scenario), clock=self._clock),
             exchange=ExchangeSettings(

@@ -35,8 +35,8 @@ class ModelConfig(Table):
 
     name: str = Field("lenet5", description=(
         "`lenet5`, `vgg11`, `resnet18`, `mobilenet-v1`, or small relatives for 32×32 images: `vgg-small` (six "
-        "convolutions, 0.31 M parameters), `vgg-tiny` (63 thousand) and `resnet8` (BatchNorm and residuals, 78 "
-        "thousand). With [a cloud](#edgecloud) also `click-model` and `digit-generator`"))
+        "convolutions, 0.31 M parameters), `vgg-mini` (three, 69 thousand), `vgg-tiny` (63 thousand) and `resnet8` "
+        "(BatchNorm and residuals, 78 thousand). With [a cloud](#edgecloud) also `click-model` and `digit-generator`"))
 
 
 class DataConfig(Table):

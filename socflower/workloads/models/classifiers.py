@@ -42,6 +42,9 @@ _VGG_STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 _VGG_SMALL_STAGES = ((32, 32), (64, 64), (128, 128))
 """The same of VGG-small, whose last stage leaves 4x4 pixels."""
 
+_VGG_MINI_STAGES = ((32, 32), (64,))
+"""The same of VGG-mini, whose last stage leaves 8x8 pixels."""
+
 _VGG_TINY_STAGES = ((16,), (32,), (64,), (64,))
 """The same of VGG-tiny, whose last stage leaves 2x2 pixels."""
 
@@ -71,6 +74,15 @@ def vgg_tiny(*, in_channels: int, image_size: int, num_classes: int) -> nn.Seque
     Raises ConfigError unless the image size is 28 or 32.
     """
     return _vgg("vgg-tiny", _VGG_TINY_STAGES, 2, in_channels, image_size, num_classes, batch_norm=True)
+
+
+def vgg_mini(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return VGG-mini, three convolutions and one Linear: 8 tensors, 69 thousand parameters, 29 MFLOP for an image.
+
+    Much work for few and small tensors, all of it at high resolution: what training in groups gains most from, within
+    the work that two cores do in minutes. Raises ConfigError unless the image size is 28 or 32.
+    """
+    return _vgg("vgg-mini", _VGG_MINI_STAGES, 8, in_channels, image_size, num_classes)
 
 
 def _vgg(
@@ -199,6 +211,7 @@ def mobilenet_v1(*, in_channels: int, image_size: int, num_classes: int, width: 
 _BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
     "lenet5": lenet5,
     "vgg-tiny": vgg_tiny,
+    "vgg-mini": vgg_mini,
     "vgg-small": vgg_small,
     "vgg11": vgg11,
     "resnet8": resnet8,
