@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Else every process that a test starts compiles socflower anew, and every run the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test coverage api test-random test-slow test-arm test-sanitized lint proto bench clean
+.PHONY: help setup demo picture test coverage api test-random test-slow test-arm test-sanitized lint proto bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,9 @@ $(STAMP): pyproject.toml constraints.txt $(shell find native -type f) | $(BIN)/p
 
 demo: setup ## four strategies on the embedded digits: a table, plots and a report in out/demo
 	$(BIN)/socflower compare scenarios/digits_demo.toml --out out/demo
+
+picture: demo ## draw the README's picture, light and dark, from the results of the demonstration
+	$(BIN)/python docs/draw_picture.py out/demo
 
 test: setup lint ## lint, then the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

@@ -1,6 +1,7 @@
 """Draw the README's picture, accuracy over virtual time, from the results of `make demo`; `make picture` runs it."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -47,10 +48,12 @@ def picture(curves: dict[str, list[dict[str, float]]], target: float, theme: str
         low, high = axes.get_xlim()
         axes.xaxis.set_major_locator(FixedLocator([tick for tick in TICKS_S if low <= tick <= high]))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_seconds(value).replace(".00", "")))
+        axes.xaxis.set_major_formatter(FuncFormatter(
+            lambda value, _: re.sub(r"\.0+ | 00 s", " ", human_seconds(value)).strip()))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
         axes.set_xlabel("time on the cluster, logarithmic")
         axes.set_ylabel("accuracy")
+        axes.set_ylim(0.7, 1.0)  # what comes before is over in seconds
         axes.grid(visible=True)
         axes.legend(frameon=False, loc="lower right")
         figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})

@@ -59,7 +59,7 @@ def print_comparison(console: Console, scenario: "Scenario", document: Mapping[s
     print_question(console, scenario)
     # Eight columns of at most nine characters fit a terminal of 80 columns.
     goal = percent(document["target_accuracy"])
-    table = Table("strategy", "accuracy", f"time to {goal}", "energy", "time in all", "energy", "boards", "hub",
+    table = Table("strategy", "accuracy", f"to {goal}", "energy", "in all", "energy", "boards", "hub",
                   header_style="bold", padding=(0, 1), collapse_padding=True, pad_edge=False)
     for row in document["rows"]:
         inside = row["bytes"]["intra_board"] + row["bytes"]["inter_board"]
@@ -91,8 +91,7 @@ def _print_predictions(console: Console, predictions: Sequence[Mapping[str, Any]
                   title_justify="left", header_style="bold", padding=(0, 1), collapse_padding=True, pad_edge=False)
     for row in found["rows"]:
         table.add_row(row["model"], row["arithmetic"], *(
-            f"{human_seconds(seconds)}, {_joules(joules)}"
-            for seconds, joules in zip(row["epoch_s"], row["epoch_energy_j"], strict=True)), human_ratio(row["gain"]))
+            human_seconds(seconds) for seconds in row["epoch_s"]), human_ratio(row["gain"]))
     console.print(table)
     best = ", ".join(strategies[1:])
     print_line(f"the gain is {strategies[0]}'s over the quickest of {best}" if best else "", console, "dim")

@@ -101,9 +101,9 @@ class ClusterFile(Table):
         check_devices(self.devices)
 
 
-def load_cluster(path: Path) -> Cluster:
+def load_cluster(path: str | Path) -> Cluster:
     """Return the cluster a TOML file describes; `ConfigError` if it is unreadable or invalid."""
-    return make_cluster(read_table(ClusterFile, cluster_document(path), str(path)), str(path))
+    return make_cluster(read_table(ClusterFile, cluster_document(Path(path)), str(path)), str(path))
 
 
 def cluster_document(path: Path) -> dict[str, Any]:

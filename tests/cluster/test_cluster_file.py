@@ -37,6 +37,7 @@ def test_a_mixed_rack(tmp_path: Path) -> None:
     file.write_text('[cluster]\nname = "mixed"\n[[board]]\ncount = 2\nsocs = 3\n[[board]]\nsocs = 1\n'
                     'device = "jetson-nx"\nboard_bytes_per_s = 5e6\n')
     cluster = load_cluster(file)
+    assert load_cluster(str(file)) == cluster
     assert cluster.slots_per_board == (3, 3, 1)
     assert [cluster.device_of(soc).name for soc in (0, 6)] == ["snapdragon-865", "jetson-nx"]
     assert cluster.link_bytes_per_s["board2/up"] == 5e6
