@@ -39,7 +39,7 @@ _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5))
 _PART_STYLE = {"compute": ("#0072B2", "", "#fff"), "synchronisation": ("#E69F00", "", "#000"),
               "update": ("#009E73", "\\\\\\\\", "#000"), "idle": ("#DDE0E3", "////", "#000"),
                "cooling": ("#56B4E9", "----", "#000")}
-_LOG_SPAN = 20.0
+_LOG_SPAN = 8.0
 _NICE_S = (1e-3, 1e-2, .1, 1, 3, 10, 30, 60, 180, 600, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400, 2 * 86400,
            7 * 86400, 30 * 86400, 90 * 86400, 365 * 86400)
 _STYLE: dict[Any, Any] = {
@@ -98,7 +98,7 @@ def line_style(style: int) -> dict[str, Any]:
 
 
 def needs_log(curves: Sequence[Curve]) -> bool:
-    """Return whether the curves' ranges differ so much (20-fold) that short curves are invisible on a linear axis."""
+    """Return whether the curves' ranges differ so much (8-fold) that short curves are invisible on a linear axis."""
     ends = [max(curve.xs) for curve in curves if curve.xs]
     return len(ends) > 1 and min(ends) > 0 and max(ends) / min(ends) > _LOG_SPAN
 
@@ -145,7 +145,7 @@ def accuracy_plot(
 def breakdown_plot(
     rows: Sequence[tuple[str, Mapping[str, float]]], parts: Sequence[str], *, quantity: str, alt: str, prefix: str,
 ) -> Plot:
-    """Return totals and stacked shares of some of `PARTS`, one row per strategy; totals that differ 20-fold on a
+    """Return totals and stacked shares of some of `PARTS`, one row per strategy; totals that differ 8-fold on a
     logarithmic axis."""
     sums = [math.fsum(values[part] for part in parts) for _, values in rows]
     above_0 = [total for total in sums if total > 0]

@@ -18,6 +18,7 @@ from socflower.quantities import (
 
 # By the suffix of an expectation's name; the plain number is shown as in the scenario file.
 _READABLE = {"_s": human_seconds, "_j": human_joules, "_bytes": human_bytes, "accuracy": percent}
+_SPELT_OUT = {"sgd": "one SoC (sgd)"}
 _MAX_ROUNDS = 200  # in a table; result.json has all
 
 
@@ -74,6 +75,7 @@ class Run:
 def name_runs(results: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
     """Return the results under distinct names: the strategy, then its seed, then a running number."""
     labels = [printable(result.get("strategy") or "unnamed") for result in results]
+    labels = [_SPELT_OUT.get(label, label) for label in labels]
     if len(set(labels)) < len(labels):
         labels = [f"{label} (seed {printable(result.get('seed', MISSING))})" if labels.count(label) > 1 else label
                   for label, result in zip(labels, results, strict=True)]
@@ -139,8 +141,8 @@ class Comparison:
         if ratio is None:
             return f"{text}, {best.run.label} {theirs}."
         if ratio >= 1.0:
-            return f"{text}, {human_ratio(ratio)} as fast as the best alternative, {best.run.label} ({theirs})."
-        return f"{text}; {best.run.label} is {human_ratio(1.0 / ratio)} as fast ({theirs})."
+            return f"{text}, {human_ratio(ratio)} as fast as the best alternative: {best.run.label} takes {theirs}."
+        return f"{text}; {best.run.label} is {human_ratio(1.0 / ratio)} as fast and takes {theirs}."
 
 
 def comparison_of(runs: Sequence[Run]) -> Comparison | None:
