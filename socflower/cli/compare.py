@@ -65,7 +65,7 @@ def print_comparison(console: Console, scenario: "Scenario", document: Mapping[s
         inside = row["bytes"]["intra_board"] + row["bytes"]["inter_board"]
         reached = row["time_to_accuracy_s"]
         table.add_row(row["strategy"], percent(row["final_accuracy"]),
-                      "never" if reached is None else human_seconds(reached),
+                      "not reached" if reached is None else human_seconds(reached),
                       _joules(row["energy_to_accuracy_j"]), human_seconds(row["virtual_s"]), _joules(row["energy_j"]),
                       human_bytes(inside), human_bytes(row["bytes"]["hub"]))
     console.print(table)

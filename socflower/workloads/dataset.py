@@ -36,7 +36,8 @@ class LabelledData:
         if self.inputs.ndim != 4 or self.labels.shape != self.inputs.shape[:1]:
             raise ConfigError(
                 "data: need inputs (n, channels, height, width) and labels (n,), got "
-                f"{tuple(self.inputs.shape)} and {tuple(self.labels.shape)}"
+                f"{tuple(self.inputs.shape)} and {tuple(self.labels.shape)}; "
+                "reshape rows of features to (n, 1, 1, features)"
             )
         if self.labels.dtype != torch.int64:
             raise ConfigError(f"data: labels must be int64, got {self.labels.dtype}")

@@ -115,7 +115,7 @@ def _render(results: list[dict[str, Any]], **options: Any) -> _Page:
 
 def test_sections_come_in_order_and_hold_every_number() -> None:
     page = _render(_three())
-    headings = ("A title", "What?", "Result", "Totals", "Expectations", "Accuracy over virtual time",
+    headings = ("A title", "What?", "Result", "Totals", "Expectations", "Rounds",
                 "Accuracy over energy", "Where time and energy go", "Groups on boards", "Events",
                 "Resolved scenario", "How it ran")
     place = 0
@@ -242,7 +242,7 @@ def test_who_misses_the_target_is_never_praised() -> None:
     for result in alone[1:]:
         result.update(time_to_accuracy_s=None, energy_to_accuracy_j=None)
     text = _render(alone).text
-    assert "no other strategy reached it" in text and "ring never reached it" in text
+    assert "no other strategy reached it" in text and "ring did not reach it" in text
 
 
 def test_without_a_target_whole_trainings_are_compared() -> None:

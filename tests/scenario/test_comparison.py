@@ -148,13 +148,15 @@ def test_an_unknown_strategy_is_refused_before_anything_trains(trained: TrainedB
 
 
 def test_a_strategy_trains_with_settings_of_its_own(trained: TrainedBy, tmp_path: Path) -> None:
-    own = {"sgd": OwnTraining(epochs=3, learning_rate=0.125)}
+    own = {"sgd": OwnTraining(epochs=3, learning_rate=0.125, sync_interval_epochs=0.25)}
     scenario = small().replaced(compare=CompareConfig(train=own, strategies=("socflow", "sgd")))
     compare(scenario, ["socflow", "sgd"], tmp_path)
-    ran = {name: json.loads((tmp_path / name / "result.json").read_text())["scenario"]["train"]
-           for name in ("socflow", "sgd")}
+    scenarios = {name: json.loads((tmp_path / name / "result.json").read_text())["scenario"]
+                 for name in ("socflow", "sgd")}
+    assert scenarios["sgd"]["strategy"]["sync_interval_epochs"] == 0.25
+    ran = {name: scenario["train"] for name, scenario in scenarios.items()}
     assert (ran["sgd"]["epochs"], ran["sgd"]["learning_rate"]) == (3, 0.125)
-    assert ran["socflow"] == to_document(scenario)["train"]
+    assert ran["socflow"] == to_document(scenario)["train"]  # the same as without `own`
     assert {**ran["sgd"], "epochs": 0, "learning_rate": 0} == {**ran["socflow"], "epochs": 0, "learning_rate": 0}
 
 

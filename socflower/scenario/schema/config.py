@@ -158,11 +158,17 @@ class StrategyConfig(Table):
 
 
 class OwnTraining(Table):
-    """`[compare.train.NAME]`: what a strategy has in place of [train]'s values, where others suit it better."""
+    """`[compare.train.NAME]`: what a strategy has in place of the scenario's values, where others suit it better."""
 
     epochs: Epochs | None = Field(None, description="passes over the data")
     batch_size: int | None = Field(None, gt=0, le=_MAX_SAMPLES, description="as in [train]")
     learning_rate: float | None = Field(None, gt=0, description="of the optimiser")
+    sync_interval_epochs: float | None = Field(None, gt=0, le=_MAX_EPOCHS, description=(
+        "as in [strategy]; with `ring` and `sgd`, at most 1, how often they are evaluated"))
+
+
+def _of_train(own: OwnTraining) -> dict[str, float]:
+    return own.model_dump(exclude_none=True, exclude={"sync_interval_epochs"})
 
 
 class Prediction(Table):
@@ -252,7 +258,7 @@ class ScenarioFile(ClusterFile):
             raise ValueError(f"[[compare.predict]] is for strategies {', '.join(CLUSTER_STRATEGIES)}; [strategy] name "
                              f"is {self.strategy.name!r}")
         for name, own in self.compare.train.items():
-            self.train.replaced(**own.model_dump(exclude_none=True))  # refuses what does not fit [train]
+            self.train.replaced(**_of_train(own))  # refuses what does not fit [train]
             if name in self.compare.strategies:
                 continue
             raise ValueError(f"[compare.train.{name}]: strategies = {list(self.compare.strategies)} does not run "
@@ -278,8 +284,10 @@ class ScenarioFile(ClusterFile):
 
     def under(self, strategy: str) -> Self:
         """Return the scenario under another strategy, with that strategy's own values of `[compare]`."""
-        own = self.compare.train.get(strategy, OwnTraining()).model_dump(exclude_none=True)
-        return self.replaced(strategy=self.strategy.replaced(name=strategy), train=self.train.replaced(**own))
+        own = self.compare.train.get(strategy, OwnTraining())
+        interval = own.sync_interval_epochs or self.strategy.sync_interval_epochs
+        return self.replaced(strategy=self.strategy.replaced(name=strategy, sync_interval_epochs=interval),
+                             train=self.train.replaced(**_of_train(own)))
 
     @property
     def _trains_by_niti(self) -> bool:
