@@ -16,10 +16,6 @@ for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_threads, "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# NumPy's matrices in tests are small: OpenBLAS's threads wait for each other longer than they multiply, and take the
-# processor from the other test process. OpenBLAS reads this as NumPy is imported, here and in processes of tests.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
 # Where tests run behind nohup, or as a job of a shell without job control, these are ignored, and every process that a
 # test starts would inherit that.
 if threading.current_thread() is threading.main_thread():

@@ -93,8 +93,8 @@ def _print_predictions(console: Console, predictions: Sequence[Mapping[str, Any]
         table.add_row(row["model"], row["arithmetic"], *(
             human_seconds(seconds) for seconds in row["epoch_s"]), human_ratio(row["gain"]))
     console.print(table)
-    best = ", ".join(strategies[1:])
-    print_line(f"the gain is {strategies[0]}'s over the quickest of {best}" if best else "", console, "dim")
+    if strategies[1:]:
+        print_line(f"the gain is {strategies[0]}'s over the quickest of {', '.join(strategies[1:])}", console, "dim")
 
 
 def _joules(value: float | None) -> str:

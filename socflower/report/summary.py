@@ -118,10 +118,6 @@ class Comparison:
         able = [each for each in self.alternatives if finite(each.run.get(self.time_key)) is not None]
         return min(able, key=lambda each: finite(each.run.get(self.time_key)) or 0.0, default=None)
 
-    def of(self, run: Run) -> Alternative | None:
-        """Return the comparison with a run; None for the subject itself."""
-        return next((each for each in self.alternatives if each.run is run), None)
-
     def headline(self) -> str:
         """Return in a sentence who is quicker: the subject or the best of the others."""
         goal = "the end" if self.target is None else percent(self.target)

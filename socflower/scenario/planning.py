@@ -96,13 +96,13 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
     rows = []
     for entry in scenario.compare.predict:
         for name in strategies:
-            if name == "fedavg":
-                continue
             planned = scenario.replaced(
                 strategy=scenario.strategy.replaced(name=name), model=scenario.model.replaced(name=entry.model),
                 data=scenario.data.replaced(name=entry.data),
                 train=scenario.train.replaced(batch_size=entry.batch_size),
                 precision=PrecisionConfig(arithmetic=entry.arithmetic))
+            if not planned.has_groups:
+                continue
             work, _ = planned_work(planned, scenario_cluster(planned))
             predicted = _predict(planned, work)
             rows.append({**entry.model_dump(), "strategy": name, "epoch_s": predicted["epoch_s"],

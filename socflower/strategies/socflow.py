@@ -116,7 +116,7 @@ class SoCFlow(PlannedRounds):
     def __init__(
         self, *, cluster: Cluster, schedule: TrainingSchedule | None = None, groups: int | Grouping | GroupPlan = 1,
         costs: Costs = Costs(), exchange: ExchangeSettings = ExchangeSettings(),  # noqa: B008 - frozen values
-        rings: RingSettings = RingSettings(), rebalancing: Rebalancing | None = None,  # noqa: B008 - too
+        rings: RingSettings = RingSettings(), rebalancing: Rebalancing | None = None,  # noqa: B008 - frozen, too
         tolerate_client_errors: bool = False, **unknown: Any,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown)

@@ -25,3 +25,12 @@ def test_families_are_those_with_a_cloud_and_those_without() -> None:
 def test_what_has_no_groups_is_refused_with_those_that_have(name: str, advice: str) -> None:
     with pytest.raises(ConfigError, match=advice):
         group_strategy(name)
+
+
+@pytest.mark.parametrize(("asked", "one_group"), [(0.25, 0.25), (1.0, 1.0), (2.0, 1.0), ("decay", 1.0)])
+def test_one_group_is_evaluated_as_often_as_groups_and_at_least_once_an_epoch(
+    asked: float | str, one_group: float,
+) -> None:
+    for name in ("ring", "sgd"):
+        assert group_strategy(name).sync_interval_epochs(asked) == one_group
+    assert group_strategy("socflow").sync_interval_epochs(asked) == asked
