@@ -1,13 +1,15 @@
 """Small models in two halves, made-up samples for them, and the same training undivided in plain torch."""
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Array, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 from torch import nn
@@ -152,6 +154,18 @@ def task_settings(**changes: Any) -> dict[str, Any]:
             "windows": (0,), "gradient_bits": 32, **changes}
 
 
+def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with a lock that lets one thread in."""
+    lock = threading.Lock()
+
+    @wraps(function)
+    def locked(*args: Any, **settings: Any) -> Any:
+        with lock:
+            return function(*args, **settings)
+
+    return locked
+
+
 class ThreadGrid:
     """A Flower Grid whose nodes are threads of this process, all at once, as joined parties must be."""
 
@@ -175,11 +189,14 @@ class ThreadGrid:
         self.asked += asked
         threads = [threading.Thread(target=lambda one=message: replies.append(self._answer(one)), daemon=True)
                    for message in asked]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive(), "a client does not come to an end"
+        # Python 3.11 may raise SystemError where two threads parse at once, as NumPy does with the header of an array
+        # (python/cpython#106905). Flower itself runs every client in a process of its own.
+        with patch.object(Array, "numpy", one_at_a_time(Array.numpy)):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+                assert not thread.is_alive(), "a client does not come to an end"
         return replies
 
     def _answer(self, message: Message) -> Message:
