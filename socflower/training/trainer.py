@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from socflower.allocator import keep_freed_memory
 from socflower.errors import ConfigError
 
 Part: TypeAlias = tuple[Tensor, Tensor]
@@ -102,7 +103,8 @@ def require_trained_parameters(model: nn.Module) -> None:
 
 @contextmanager
 def torch_threads(num_threads: int) -> Iterator[None]:
-    """Set torch's number of threads in the block; 1 makes results independent of the number of cores."""
+    """Train with `num_threads` of torch in the block; 1 makes results independent of the number of cores."""
+    keep_freed_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -16,6 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 from torch import nn
 
+from socflower.allocator import keep_freed_memory
 from socflower.clients.app import make_client_app
 from socflower.clients.fault_injection import Fault, inject
 from socflower.clients.heat_mod import node_heat_mod
@@ -47,6 +48,7 @@ def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
+        keep_freed_memory()
         folder = folder_of(context)
         folder.write_server_process(os.getpid())
         try:
