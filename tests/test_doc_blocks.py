@@ -113,6 +113,7 @@ def run_blocks(blocks: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatc
 
     for name in ("scenarios", "docs", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv").symlink_to(sys.prefix)
     main = ModuleType("__main__")
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, "__main__", main)

@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from socflower.cli.main import app
+from socflower.quantities import human_joules, human_seconds, percent
+from socflower.report.summary import prediction_table
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "results.md").read_text("utf-8")
@@ -74,3 +76,20 @@ def test_the_table_of_predictions_is_what_the_command_says() -> None:
             assert step_s == pytest.approx(predicted["step_s"], abs=0.005 + 1e-9)
             assert epoch_s == pytest.approx(predicted["epoch_s"], abs=0.5)
             assert energy_kj == pytest.approx(predicted["epoch_energy_j"] / 1e3, abs=0.5 if energy_kj > 100 else 0.05)
+
+
+def test_figures_of_the_demonstration_in_the_readme_are_those_of_its_last_run() -> None:
+    readme = " ".join((DOCS.parent / "README.md").read_text("utf-8").split())
+    demo = document("digits_demo")
+    rows = {row["strategy"]: row for row in demo["rows"]}
+    for strategy, label in {"socflow": "SoCFlow, 32 SoCs in 8 groups", "sgd": "one SoC", "ring": "one ring of 32 SoCs",
+                            "fedavg": "FedAvg, 32 SoCs, as many epochs"}.items():
+        run = rows[strategy]
+        reached = run["time_to_accuracy_s"]
+        time = human_seconds(reached) if reached is not None else f"not in {human_seconds(run['virtual_s'])}"
+        assert f"| {label} | {time} | {human_joules(run['energy_to_accuracy_j'])} | " \
+               f"{percent(run['final_accuracy'])} |" in readme
+    predicted = prediction_table(demo["predictions"])
+    for row, label in zip(predicted["rows"], ("VGG-11, FP32", "VGG-11, CPU and NPU at once", "ResNet-18, FP32",
+                                              "ResNet-18, CPU and NPU at once"), strict=True):
+        assert f"| {label} | {' | '.join(human_seconds(seconds) for seconds in row['epoch_s'])} |" in readme

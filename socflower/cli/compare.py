@@ -57,22 +57,22 @@ def compare(
 def print_comparison(console: Console, scenario: "Scenario", document: Mapping[str, Any], out: Path) -> None:
     """Print the strategies side by side."""
     print_question(console, scenario)
-    # Eight columns of at most nine characters fit a terminal of 80 columns.
+    # Heads of two lines, so that eight columns fit a terminal of 80.
     goal = percent(document["target_accuracy"])
-    table = Table("strategy", "accuracy", f"to {goal}", "energy", "in all", "energy", "boards", "hub",
+    deployed = any(row["virtual_s"] is None for row in document["rows"])
+    table = Table("strategy", "final\naccuracy", f"time to\n{goal}", "energy\nto it", "time\nin all",
+                  "energy\nin all", "between\nSoCs", "over\nhub",
                   header_style="bold", padding=(0, 1), collapse_padding=True, pad_edge=False)
     for row in document["rows"]:
         inside = row["bytes"]["intra_board"] + row["bytes"]["inter_board"]
         reached = row["time_to_accuracy_s"]
         table.add_row(row["strategy"], percent(row["final_accuracy"]),
                       "not reached" if reached is None else human_seconds(reached),
-                      _joules(row["energy_to_accuracy_j"]), human_seconds(row["virtual_s"]), _joules(row["energy_j"]),
+                      _joules(row["energy_to_accuracy_j"]),
+                      human_seconds(row["wall_s"] if deployed else row["virtual_s"]), _joules(row["energy_j"]),
                       human_bytes(inside), human_bytes(row["bytes"]["hub"]))
     console.print(table)
-    deployed = any(row["virtual_s"] is None for row in document["rows"])
-    print_line(("wall clock to the target accuracy; energy and bytes as predicted" if deployed else
-                "virtual time and energy to the target accuracy and in all, bytes between SoCs and over the hub"),
-               console, "dim")
+    print_line("times as measured; energy and bytes as predicted" if deployed else "virtual times", console, "dim")
     if document["headline"]:
         print_line(document["headline"], console, "bold")
     if document["predictions"]:

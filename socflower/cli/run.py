@@ -141,7 +141,7 @@ def print_result(console: Console, scenario: "Scenario", result: Mapping[str, An
     table.add_row("accuracy", percent(result["final_accuracy"]))
     deployed = result["virtual_s"] is None
     if deployed:
-        table.add_row("wall clock here", human_seconds(result["wall_s"]))
+        table.add_row("time, measured", human_seconds(result["wall_s"]))
         table.add_row("time, predicted", human_seconds(result["predicted_s"]))
         table.add_row("restarts", str(len(result["restarts"])))
         if result.get("superlink_isolated") is not None:

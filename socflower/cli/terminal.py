@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.table import Column
 
 from socflower.cli.process import prints_to_stderr
-from socflower.quantities import human_joules, human_seconds, percent
+from socflower.quantities import human_joules, human_seconds, percent, significant
 
 if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
     from socflower.scenario.schema.config import Scenario
@@ -96,8 +96,15 @@ def print_claims(console: Console, expectations: Sequence[Mapping[str, Any]]) ->
     """Print each claim and whether it holds."""
     words = {True: "[green]holds[/]", False: "[bold red]FAILS[/]", None: "[dim]open: its other strategy did not run[/]"}
     for claim in expectations:
-        observed = "" if claim["observed"] is None else f", observed {claim['observed']:.6g}"
-        console.print(f"{words[claim['holds']]}  {claim['name']} = {claim['expected']:g}{observed}")
+        console.print(f"{words[claim['holds']]}  {claim['name']} = {claim['expected']:g}{_observed(claim)}")
+
+
+def _observed(claim: Mapping[str, Any]) -> str:
+    """Return what was observed, with digits enough to differ from what was expected."""
+    found, expected = claim["observed"], claim["expected"]
+    if found is None:
+        return ""
+    return f", observed {found if significant(found) == significant(expected) else significant(found)}"
 
 
 def share_of(part: float, whole: Mapping[str, float]) -> str:
