@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from benchmarks.mapping_reference import brute_force, small_clusters
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.hierarchy import GroupPlacement, integrity_greedy, map_groups
+from socflower.hierarchy.mapping.splitting import _own_boards
+from socflower.hierarchy.mapping.whole_groups import BoardUse
 
 BOARD_LISTS = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any)
 
@@ -111,6 +113,13 @@ def test_thousands_of_socs_are_planned_without_proof_but_without_needless_conten
 def test_without_search_split_groups_get_boards_of_their_own_where_there_are_enough() -> None:
     # 1400 groups of 3 on 1000 boards of 5: 400 groups over two boards with two slots left each.
     assert map_groups([5] * 1000, 1400, 4200).objective == (1, 400, 800)
+
+
+def test_own_boards_are_the_largest_and_for_the_remainder_the_smallest_that_suffices() -> None:
+    uses = [BoardUse(0, 0, left) for left in (4, 2, 3, 1, 4)]
+    assert _own_boards([6], uses) == [{4: 4, 1: 2}]
+    assert _own_boards([5, 5], uses) == [{4: 4, 3: 1}, {0: 4, 1: 1}]
+    assert _own_boards([9, 6], uses) is None
 
 
 @pytest.mark.parametrize(("slots", "num_groups", "num_socs", "text"), [
