@@ -85,7 +85,8 @@ def test_local_and_simulation_give_equal_weights(
     """Two Snapdragon groups with a split batch, on our engine and on Flower's with Ray."""
     pytest.importorskip("ray", reason="the engine simulation needs socflower[simulation]")
     command = ["run", "scenarios/digits_demo.toml", "--set", "train.epochs=1", "--set", "train.batch_size=64",
-               "--set", "cluster.boards=[2, 2]", "--set", "strategy.groups=2", "--set", "expect={}", "--json"]
+               "--set", "model.name=lenet5", "--set", "cluster.boards=[2, 2]", "--set", "strategy.groups=2",
+               "--set", "expect={}", "--json"]
     ran = socflower(*command, "--engine", "simulation", "--out", str(tmp_path / "simulation"), timeout_s=280.0)
     assert ran.returncode == 0, ran.stderr[-2000:]
     status, out, err = socflower_here(monkeypatch, capsys, *command, "--workers", "0", "--out", str(tmp_path / "local"))

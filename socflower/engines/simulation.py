@@ -25,11 +25,12 @@ from socflower.errors import ConfigError, TrainingFailed
 _RAY_START_TIMEOUT = {"RAY_raylet_start_wait_time_s": "180"}
 
 
-def run_in_flower_simulation(folder: RunFolder, files: AppFiles, num_nodes: int) -> None:
+def run_in_flower_simulation(folder: RunFolder, files: AppFiles, num_nodes: int, num_workers: int) -> None:
     """Run the app of the scenario in `folder` on `num_nodes` virtual SuperNodes and wait for its outcome.
 
-    Starts a SuperLink with its own home and port, and ends it with all its processes. Raises
-    `ConfigError` if Flower's simulation extra is missing and `TrainingFailed` with the end of Flower's log.
+    Ray runs `num_workers` processes, each one node at a time; each imports torch, which takes seconds. Starts a
+    SuperLink with its own home and port, and ends it with all its processes. Raises `ConfigError` if Flower's
+    simulation extra is missing and `TrainingFailed` with the end of Flower's log.
     """
     if find_spec("ray") is None:
         raise ConfigError("engine simulation: needs Ray; pip install 'socflower[simulation]', or use --engine local")
@@ -41,7 +42,8 @@ def run_in_flower_simulation(folder: RunFolder, files: AppFiles, num_nodes: int)
                        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         with running_superlink(folder.path, environment):
             run = start(["flwr", "run", str(app), CONNECTION, "--stream", "--federation-config",
-                         f"num-supernodes={num_nodes} client-resources-num-cpus=1"], environment, log, app)
+                         f"num-supernodes={num_nodes} client-resources-num-cpus=1 init-args-num-cpus={num_workers}"],
+                        environment, log, app)
             while folder.read_outcome() is None and run.poll() is None:
                 time.sleep(0.2)
             await_end(run)

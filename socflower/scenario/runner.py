@@ -88,7 +88,7 @@ def run_scenario(
                 run_in_deployment(deployed_app(scenario), folder, deployment, on_notice)
             else:
                 on_notice(_WARNING_OF_SIMULATION)
-                run_in_flower_simulation(folder, app_in_folder(), _num_nodes(scenario))
+                run_in_flower_simulation(folder, app_in_folder(), _num_nodes(scenario), _num_useful_workers(scenario))
         outcome = folder.read_outcome()
         assert outcome is not None
         if "error" in outcome:
@@ -235,24 +235,22 @@ def costs_to_accuracy(result: Mapping[str, Any], target: float | None) -> dict[s
 
 def _run_locally(run: PreparedRun, folder: RunFolder, num_workers: int | None) -> None:
     scenario = run.scenario
-    num_nodes = _num_nodes(scenario)
-    busy_nodes = _num_busy_nodes(scenario, num_nodes)
-    workers = min(num_cores(), busy_nodes) if num_workers is None else num_workers
+    workers = _num_useful_workers(scenario) if num_workers is None else num_workers
     run_on_local_grid(
         scenario_server_app(lambda context: folder, run), AppReference(target="socflower.scenario.app.main:client_app"),
-        num_nodes=num_nodes, run_config={RUN_FOLDER_KEY: str(folder.path)}, num_workers=workers)
+        num_nodes=_num_nodes(scenario), run_config={RUN_FOLDER_KEY: str(folder.path)}, num_workers=workers)
 
 
 def _num_nodes(scenario: Scenario) -> int:
     return scenario.strategy.socs or scenario_cluster(scenario).num_socs
 
 
-def _num_busy_nodes(scenario: Scenario, num_nodes: int) -> int:
-    """Return how many clients can run at the same time; more worker processes than that would idle."""
-    if not scenario.has_groups:
-        return num_nodes
-    groups = group_strategy(scenario.strategy.name).num_groups or scenario.strategy.groups
-    return groups if isinstance(groups, int) else num_nodes
+def _num_useful_workers(scenario: Scenario) -> int:
+    """Return how many clients can run at the same time on this machine; more worker processes than that would idle."""
+    groups = None
+    if scenario.has_groups:
+        groups = group_strategy(scenario.strategy.name).num_groups or scenario.strategy.groups
+    return min(num_cores(), groups if isinstance(groups, int) else _num_nodes(scenario))
 
 
 @contextmanager
