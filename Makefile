@@ -7,7 +7,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-WORKERS ?= 2
+# A third of the time tests wait, for processes and time limits, so there may be more of them than cores.
+CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
+WORKERS ?= $(if $(filter 1 2,$(CORES)),2,3)
 PURE_LAYERS := cluster edgecloud hierarchy sim thermal wire
 
 export FLWR_TELEMETRY_ENABLED := 0
