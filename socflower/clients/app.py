@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from socflower.capture.random_state import build_exclusively, own_random_state
 from socflower.clients.privacy_mods import adapt_mod
@@ -47,10 +49,11 @@ from socflower.wire.message_keys import (
     encode,
 )
 from socflower.wire.split_message_keys import SPLIT
-from socflower.workloads import LabelledData, evaluate
+from socflower.workloads import DataSource, as_data_source, evaluate
 
 ModelFn: TypeAlias = Callable[[Context], nn.Module]
-DataFn: TypeAlias = Callable[[Context, int, int], LabelledData]
+DataFn: TypeAlias = Callable[[Context, int, int], DataSource | Dataset[Any] | DataLoader[Any]]
+SourceFn: TypeAlias = Callable[[Context, int, int], DataSource]
 Metrics: TypeAlias = dict[str, int | float]
 TrainerFn: TypeAlias = Callable[[Context], Trainer]
 StateFolderFn: TypeAlias = Callable[[Context], Path | None]
@@ -68,9 +71,12 @@ def make_client_app(
     ----------
     model_fn : (context) -> nn.Module
         Returns the model; its weights are overwritten by those of the message.
-    data_fn : (context, partition_id, num_partitions) -> LabelledData
-        Returns the training data of one node. For a group it is called for each member; if data are re-shuffled it is
-        called as `(context, 0, 1)`, which means all data. Called every round, so a slow source should cache.
+    data_fn : (context, partition_id, num_partitions) -> LabelledData, map-style Dataset or DataLoader
+        Returns the training data of one node. A Dataset's samples are (input, label); what is random in them, such as
+        augmentation, is a function of seed, epoch and sample. Of a DataLoader dataset, collate function and number of
+        workers are used; batch size and order are the training's. For a group it is called for each member; if data are
+        re-shuffled it is called as `(context, 0, 1)`, which means all data. Called every round, so a slow source
+        should cache.
     trainer : Trainer, or (context) -> Trainer
         How to train; default `FP32Trainer()`.
     evaluate_data_fn : same form as `data_fn`, optional
@@ -96,6 +102,8 @@ def make_client_app(
     settings = ReadSettings(maker="make_client_app", mods=mods, extra_keys=extra_keys)
     app = ClientApp(mods=[adapt_mod(mod) for mod in mods])
 
+    read_data = _as_sources(data_fn)
+
     def trainer_for(context: Context) -> Trainer:
         if trainer is None:
             return FP32Trainer()
@@ -117,17 +125,17 @@ def make_client_app(
                               "socflower.make_split_client_app")
         with torch_threads(num_threads):
             if RING in message.content.config_records:
-                return _train_in_ring(model_of(context), message, context, data_fn, trainer_for(context), state_folder,
-                                      ring_ledger)
+                return _train_in_ring(model_of(context), message, context, read_data, trainer_for(context),
+                                      state_folder, ring_ledger)
             model = _load(model_of(context), message)
             if GROUP in message.content.config_records:
-                metrics, end, outcome = _train_as_group(model, message, context, data_fn, trainer_for(context),
+                metrics, end, outcome = _train_as_group(model, message, context, read_data, trainer_for(context),
                                                         state_folder)
                 content = RecordDict({OUTCOME: ConfigRecord(encode(outcome))} if outcome.preempted else {})
                 if not outcome.answers:
                     return Message(content, reply_to=message)
             else:
-                metrics, end = _train_alone(model, message, context, data_fn, trainer_for(context))
+                metrics, end = _train_alone(model, message, context, read_data, trainer_for(context))
                 content = RecordDict()
             content[ARRAYS] = _weights(model)
             content[METRICS] = MetricRecord({**metrics, **end.metrics})
@@ -136,6 +144,7 @@ def make_client_app(
             return Message(content, reply_to=message)
 
     if evaluate_data_fn is not None:
+        read_evaluation_data = _as_sources(evaluate_data_fn)
 
         @app.evaluate()
         def evaluate_client(message: Message, context: Context) -> Message:
@@ -143,7 +152,7 @@ def make_client_app(
             settings.check_node(context)
             with torch_threads(num_threads):
                 model = _load(model_of(context), message)
-                outcome = evaluate(model, evaluate_data_fn(context, *_partition(context)))
+                outcome = evaluate(model, read_evaluation_data(context, *_partition(context)))
             metrics = MetricRecord(
                 {"accuracy": outcome.accuracy, "loss": outcome.loss, NUM_EXAMPLES: outcome.num_samples})
             return Message(RecordDict({METRICS: metrics}), reply_to=message)
@@ -151,8 +160,13 @@ def make_client_app(
     return app
 
 
+def _as_sources(data_fn: DataFn) -> SourceFn:
+    """Return a user's `data_fn` with its data in the form that training reads."""
+    return lambda context, partition_id, num_partitions: as_data_source(data_fn(context, partition_id, num_partitions))
+
+
 def _train_as_group(
-    model: nn.Module, message: Message, context: Context, data_fn: DataFn, trainer: Trainer,
+    model: nn.Module, message: Message, context: Context, data_fn: SourceFn, trainer: Trainer,
     state_folder: StateFolderFn | None,
 ) -> tuple[Metrics, SessionResult, RingOutcome]:
     task = GroupTask.decode(message.content.config_records[GROUP])
@@ -170,7 +184,7 @@ def _train_as_group(
 
 
 def _train_in_ring(
-    model: nn.Module, message: Message, context: Context, data_fn: DataFn, trainer: Trainer,
+    model: nn.Module, message: Message, context: Context, data_fn: SourceFn, trainer: Trainer,
     state_folder: StateFolderFn | None, ledger: StateFolderFn | None,
 ) -> Message:
     """Train as one member of a ring; only the leader's message and the answering member's reply have the model (F8)."""
@@ -191,7 +205,7 @@ def _train_in_ring(
     return member_reply(message, context, task, end, _weights(model) if end.end is not None else None)
 
 
-def _all_data(task: GroupTask, context: Context, data_fn: DataFn) -> LabelledData:
+def _all_data(task: GroupTask, context: Context, data_fn: SourceFn) -> DataSource:
     data = data_fn(context, 0, 1)
     if len(data) != task.num_samples:
         raise ConfigError(f"data_fn(context, 0, 1) returned {len(data)} samples, but the strategy was told "
@@ -214,7 +228,7 @@ def _departures(message: Message, task: GroupTask) -> dict[int, int]:
 
 
 def _train_alone(
-    model: nn.Module, message: Message, context: Context, data_fn: DataFn, trainer: Trainer,
+    model: nn.Module, message: Message, context: Context, data_fn: SourceFn, trainer: Trainer,
 ) -> tuple[Metrics, SessionResult]:
     config = message.content.config_records.get(CONFIG, ConfigRecord())
 
@@ -237,8 +251,10 @@ def _train_alone(
         steps_per_epoch=steps // num_epochs))
     batches = local_batches(len(data), batch_size, num_epochs, seed=(setting("seed", 1), partition_id),
                             first_epoch=earlier_rounds * num_epochs)
+    epochs = (earlier_rounds * num_epochs + step // (steps // num_epochs) for step in count())
     with own_random_state(setting("seed", 1), partition_id, earlier_rounds * steps):
-        losses = [session.step([data.batch(torch.from_numpy(indices))]) for indices in paced(batches)]
+        losses = [session.step([data.batch(torch.from_numpy(indices), (setting("seed", 1), epoch, partition_id))])
+                  for epoch, indices in zip(epochs, paced(batches), strict=False)]
     metrics: Metrics = {"train-loss": float(torch.stack(losses).mean()), NUM_EXAMPLES: len(data) * num_epochs}
     return metrics, session.finish()
 

@@ -35,13 +35,13 @@ from socflower.wire.message_keys import (
     RingTask,
     encode,
 )
-from socflower.workloads import LabelledData
+from socflower.workloads import DataSource
 
 _COMPRESSION_STATE, _KEPT_MODEL = "socflower-compression", "socflower-model"
 
 
 def train_member(
-    context: Context, group: GroupTask, ring: RingTask, *, model: nn.Module, has_model: bool, data: LabelledData,
+    context: Context, group: GroupTask, ring: RingTask, *, model: nn.Module, has_model: bool, data: DataSource,
     trainer: Trainer, state: bytes | None, departs_at: int | None, on_step: Callable[[AppliedStep], None],
 ) -> MemberResult:
     """Open this node's ring port and train as one member, with the arguments of `RingMember`."""

@@ -25,12 +25,12 @@ from socflower.rings.transports.grpc import GrpcRing
 from socflower.rings.transports.in_process import in_process_rings
 from socflower.rings.transports.port import RingPort
 from socflower.rings.uplink_turns import Neighbours, UplinkTurns
-from socflower.training.batches import BatchSchedule, Indices
+from socflower.training.batches import BatchSchedule, Indices, sample_key
 from socflower.training.trainer import ExchangingSession, SessionResult, Trainer, TrainingSpan
 from socflower.wire.arrays import array_to_bytes, pack_arrays, unpack_arrays
 from socflower.wire.logs import log
 from socflower.wire.message_keys import COMPLETED, LEFT_OUT, NO_MODEL, PREEMPTED, GroupTask, RingOutcome, RingTask
-from socflower.workloads import LabelledData
+from socflower.workloads import DataSource
 
 TRANSPORTS = ("gloo", "grpc")
 
@@ -86,7 +86,7 @@ class RingMember:
 
     model: nn.Module
     has_model: bool  # whether `model` has the initial weights; else they are received over the ring
-    data: LabelledData
+    data: DataSource
     group: GroupTask
     ring: RingTask
     trainer: Trainer
@@ -289,7 +289,8 @@ class _MemberSession:
                 continue
             self._timer.begin_step()
             with self._timer.timed():
-                inputs, labels = self._member.data.batch(torch.from_numpy(shares[position]))
+                inputs, labels = self._member.data.batch(
+                    torch.from_numpy(shares[position]), sample_key(group, self._num_steps, present[position]))
                 snapshot = _Snapshot(self._model)
             if self._compression is not None:
                 self._compression.start_step(group.first_step + self._num_steps)

@@ -62,6 +62,15 @@ class BatchSchedule:
                 else np.random.default_rng([task.seed, epoch, task.group_id]).permutation(dealt)]
 
 
+def sample_key(task: GroupTask, step: int, member: int | None = None) -> tuple[int, ...]:
+    """Return the key of the random numbers in a step's samples: seed, epoch and, without `reshuffle`, the partition.
+
+    `step` counts from the task's first one; `member` is a position in `task.members`, whose own data are read.
+    """
+    epoch = (task.first_step + step) // task.steps_per_epoch
+    return (task.seed, epoch) if member is None or task.reshuffle else (task.seed, epoch, task.partitions[member])
+
+
 def ensure_one_sample(sizes: Sequence[int], due: Collection[int]) -> tuple[int, ...]:
     """Return shares in which members in `due` without a sample get one from the largest share, the first among equals.
 

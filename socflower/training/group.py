@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from socflower.capture.random_state import own_random_state
-from socflower.training.batches import BatchSchedule
+from socflower.training.batches import BatchSchedule, sample_key
 from socflower.training.trainer import Part, SessionResult, Trainer, TrainingSpan
 from socflower.wire.message_keys import GroupTask
-from socflower.workloads import LabelledData
+from socflower.workloads import DataSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class GroupOutcome:
 
 
 def train_group(
-    model: nn.Module, data: LabelledData | Sequence[LabelledData], task: GroupTask, trainer: Trainer,
+    model: nn.Module, data: DataSource | Sequence[DataSource], task: GroupTask, trainer: Trainer,
     state: bytes | None = None, *, departures: Mapping[int, int] | None = None,
 ) -> GroupOutcome:
     """Train `model` in place through all steps of the task, synchronously over the group's members (F4).
@@ -48,10 +48,10 @@ def train_group(
 
 
 def _step_parts(
-    data: LabelledData | Sequence[LabelledData], task: GroupTask, departures: Mapping[int, int],
+    data: DataSource | Sequence[DataSource], task: GroupTask, departures: Mapping[int, int],
 ) -> Iterator[list[Part]]:
     """Yield each step's parts, one for every member; those of members that have left are empty."""
-    own = [data] if isinstance(data, LabelledData) else list(data)
+    own = [data] if isinstance(data, DataSource) else list(data)
     schedule = BatchSchedule(task, [len(each) for each in own])
     for step in range(task.num_steps):
         present = [member for member in range(len(task.members)) if departures.get(member, step + 1) > step]
@@ -61,11 +61,12 @@ def _step_parts(
         if not any(map(len, indices)):
             continue
         if task.reshuffle:
-            inputs, labels = own[0].batch(torch.from_numpy(np.concatenate(indices)))
+            inputs, labels = own[0].batch(torch.from_numpy(np.concatenate(indices)), sample_key(task, step))
             sizes = [len(each) for each in indices]
             parts = list(zip(inputs.split(sizes), labels.split(sizes), strict=True))
         else:
-            parts = [own[member].batch(torch.from_numpy(each)) for member, each in zip(present, indices, strict=True)]
+            parts = [own[member].batch(torch.from_numpy(each), sample_key(task, step, member))
+                     for member, each in zip(present, indices, strict=True)]
         if len(present) == len(task.members):
             yield parts
         else:

@@ -1,8 +1,10 @@
 """Models, data sets, partitions among clients, and evaluation."""
 
 from socflower.workloads.click_through import ClickData, click_data
+from socflower.workloads.data_source import DataSource
 from socflower.workloads.dataset import DataSet, LabelledData, concatenate
 from socflower.workloads.evaluation import Evaluation, evaluate
+from socflower.workloads.map_dataset import MapDataset, as_data_source
 from socflower.workloads.models import ClickModel, build_click_model, build_generator, build_model, model_names
 from socflower.workloads.partition import dirichlet_partition, iid_partition, partition
 from socflower.workloads.sample_tensors import GeneratorSamples, VerticalSamples, generator_codes
@@ -14,10 +16,13 @@ __all__ = [
     "ClickModel",
     "DataSet",
     "DataShape",
+    "DataSource",
     "Evaluation",
     "GeneratorSamples",
     "LabelledData",
+    "MapDataset",
     "VerticalSamples",
+    "as_data_source",
     "build_click_model",
     "build_generator",
     "build_model",

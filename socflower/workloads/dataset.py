@@ -3,19 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from socflower.errors import ConfigError
-
-Indices: TypeAlias = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
+from socflower.workloads.data_source import DataSource, Indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LabelledData:
+class LabelledData(DataSource):
     """Images and their labels, with the constants that normalise them.
 
     `inputs` are uint8 in 0..255, which need a quarter of the memory of floats and can be memory-mapped, or floats in
@@ -91,8 +87,8 @@ class LabelledData:
         inputs, labels = self.inputs.index_select(0, rows), self.labels.index_select(0, rows)
         return LabelledData(inputs, labels, self.mean, self.std, self.num_classes)
 
-    def batch(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs (b, channels, height, width) float32, normalised, and labels (b,) int64."""
+    def batch(self, indices: Indices, key: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs (b, channels, height, width) float32, normalised, and labels (b,) int64; nothing is random."""
         rows = _as_rows(indices)
         # Select first, so that only the batch's pixels are read and converted. In-place operations are safe on the
         # selected copy, and twice as fast as addcmul with broadcast constants.

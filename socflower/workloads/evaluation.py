@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from socflower.capture.graph import in_mode
 from socflower.errors import ConfigError, require_range
-from socflower.workloads.dataset import LabelledData
+from socflower.workloads.data_source import DataSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Evaluation:
     num_samples: int
 
 
-def evaluate(model: nn.Module, data: LabelledData, batch_size: int = 128) -> Evaluation:
+def evaluate(model: nn.Module, data: DataSource, batch_size: int = 128) -> Evaluation:
     """Return the model's accuracy and mean loss over all of `data`, computed on the model's own device.
 
     The model runs in evaluation mode; afterwards the mode of every submodule is restored. Raises ConfigError

@@ -21,8 +21,9 @@ from socflower.training.fp32 import FP32Session, FP32Trainer, cosine_annealing, 
 from socflower.training.group import train_group
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.message_keys import COMPLETED, PREEMPTED, GroupTask, RingTask
-from socflower.workloads import LabelledData
+from socflower.workloads import DataSource, LabelledData, MapDataset
 from tests.rings.peers import TOKEN, free_addresses
+from tests.rows import Rows
 from tests.seeded import built
 
 WAIT_S = 90.0
@@ -140,7 +141,7 @@ class Members:
     def __init__(
         self, size: int, monkeypatch: pytest.MonkeyPatch, strike: Strike, *, norm: bool = False,
         sample_s: Sequence[float] | None = None, rebalance_steps: int = 0, num_steps: int = NUM_STEPS,
-        own_data: bool = False,
+        own_data: bool = False, augmented: bool = False,
     ) -> None:
         def struck(transport: str, port: RingPort, ranks: Any, generation: int, heartbeat_s: float) -> Collective:
             return StruckRing(open_ring(transport, port, ranks, generation, heartbeat_s), port.rank, generation, strike)
@@ -148,7 +149,7 @@ class Members:
         monkeypatch.setattr(ring_member_module, "open_ring", struck)
         self._addresses, self._norm = tuple(free_addresses(size)), norm
         self._task, self._rebalance_steps = task(size, num_steps, reshuffle=not own_data), rebalance_steps
-        self._own_data = own_data
+        self._own_data, self._augmented = own_data, augmented
         self.paces = [Pace(sample_s or (0.01,) * size, rank) for rank in range(size)]
         self.models = {rank: model(norm=norm) for rank in range(size)}
         self.ledgers: dict[int, list[AppliedStep]] = {rank: [] for rank in range(size)}
@@ -170,9 +171,10 @@ class Members:
         finally:
             port.close()
 
-    def _data_of(self, rank: int) -> LabelledData:
+    def _data_of(self, rank: int) -> DataSource:
         whole = samples(self._task.num_samples)
-        return whole.select(torch.arange(rank, len(whole), len(self.paces))) if self._own_data else whole
+        data = whole.select(torch.arange(rank, len(whole), len(self.paces))) if self._own_data else whole
+        return MapDataset(Rows(data, augment=True)) if self._augmented else data
 
     def shares(self, step: int) -> list[int]:
         """Return how many samples each member had in a step."""
@@ -213,6 +215,17 @@ def test_undisturbed_members_train_what_one_process_does(monkeypatch: pytest.Mon
     members = Members(3, monkeypatch, nothing)
     members.check()
     assert all(end.outcome.recoveries_s == () for end in members.ends.values())
+
+
+@pytest.mark.parametrize("own_data", [False, True])
+def test_augmentation_is_that_of_one_process_also_where_steps_are_done_again(
+    monkeypatch: pytest.MonkeyPatch, own_data: bool,
+) -> None:
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (generation, operation, number) == (0, "all_reduce", 3):
+            raise PeerLost("struck")
+
+    Members(3, monkeypatch, nothing if own_data else strike, augmented=True, own_data=own_data).check()
 
 
 @pytest.mark.parametrize("behind", [(0,), (2,), (1, 2)])

@@ -14,7 +14,8 @@ from socflower.training.batch_statistics import depends_on_batch
 from socflower.training.fp32 import FP32Session, FP32Trainer, cosine_annealing, sgd
 from socflower.training.group import train_group
 from socflower.training.trainer import TrainingSpan
-from socflower.workloads import LabelledData
+from socflower.workloads import LabelledData, MapDataset
+from tests.rows import Rows
 from tests.seeded import built
 from tests.training.test_batches import task
 
@@ -132,6 +133,44 @@ def test_a_session_resumed_from_its_state_goes_on_as_if_never_stopped() -> None:
     for ours, same, reference in zip(resumed.parameters(), through.parameters(), straight.parameters(), strict=True):
         assert torch.equal(ours, same)
         torch.testing.assert_close(ours, reference)
+
+
+@pytest.mark.parametrize("reshuffle", [True, False])
+def test_a_dataset_of_the_same_samples_trains_the_same_weights(reshuffle: bool) -> None:
+    members = {"members": (0, 1), "partitions": (0, 1), "capacities": (1.0, 1.0), "steps_per_epoch": 5,
+               "reshuffle": reshuffle}
+    data = small_data(40)
+    whole, rows = small_network(norm=True), small_network(norm=True)
+    own = [data] if reshuffle else [data, data]
+    train_group(whole, own, task(0, 1, num_steps=10, **members), FP32Trainer())
+    train_group(rows, [MapDataset(Rows(each)) for each in own], task(0, 1, num_steps=10, **members), FP32Trainer())
+    for ours, reference in zip(rows.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, reference)
+
+
+def test_augmentation_is_the_same_in_any_interval_and_differs_by_epoch_and_member() -> None:
+    class Seen(Rows):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            inputs, label = super().__getitem__(index)
+            flipped = not torch.equal(inputs, self.data.batch([index])[0][0])
+            seen.setdefault((id(self.data), index), []).append(flipped)
+            return inputs, label
+
+    seen: dict[tuple[int, int], list[bool]] = {}
+    members = {"members": (0, 1), "partitions": (0, 1), "capacities": (1.0, 1.0), "steps_per_epoch": 5,
+               "reshuffle": False}
+    own = [small_data(40), small_data(40)]
+    train_group(small_network(norm=False), [MapDataset(Seen(each, augment=True)) for each in own],
+                task(0, 1, num_steps=10, **members), FP32Trainer())
+    at_once = {key: list(flips) for key, flips in seen.items()}
+    assert {len(flips) for flips in at_once.values()} == {2}
+    assert any(first != second for first, second in at_once.values())
+    assert any(at_once[id(own[0]), index] != at_once[id(own[1]), index] for index in range(40))
+    seen.clear()
+    for first_step, num_steps in ((0, 3), (3, 4), (7, 3)):
+        train_group(small_network(norm=False), [MapDataset(Seen(each, augment=True)) for each in own],
+                    task(0, 1, first_step=first_step, num_steps=num_steps, **members), FP32Trainer())
+    assert seen == at_once
 
 
 def test_a_new_leader_joins_the_schedule_where_it_stands() -> None:

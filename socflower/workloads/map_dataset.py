@@ -1,0 +1,136 @@
+"""Torch's map-style data sets as data of a training."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
+
+from socflower.capture.random_state import forked_generator
+from socflower.errors import ConfigError, require_range
+from socflower.workloads.data_source import DataSource, Indices
+
+CollateFn: TypeAlias = Callable[[list[Any]], Any]
+
+
+class MapDataset(DataSource):
+    """A map-style `torch.utils.data.Dataset` as a data source, without a copy of it.
+
+    Before each sample is read, the generators of torch, NumPy and `random` are seeded with the batch's key and the
+    sample's number, so that augmentation is the same on every engine and with any number of workers. The states of this
+    process's generators are restored.
+
+    Parameters
+    ----------
+    dataset : map-style Dataset
+        Anything with `len()` and `dataset[i]`, 0 <= i < len.
+    collate_fn : (list of samples) -> (inputs, labels)
+        Makes a batch; by default torch's `default_collate`.
+    num_workers : int
+        Processes that read samples; 0 reads in this one. They live as long as this object.
+
+    Raises
+    ------
+    ConfigError
+        For an iterable-style dataset, and when a batch is read that is not a pair of tensors with one entry per sample.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: CollateFn = default_collate, num_workers: int = 0) -> None:
+        require_range("MapDataset", least=0, num_workers=num_workers)
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") \
+                or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(f"data: {type(dataset).__name__} cannot be read by number of the sample; give a "
+                              "map-style Dataset, with len(dataset) and dataset[i]")
+        self._dataset = dataset
+        self._collate = collate_fn
+        self._wanted: list[list[_Place]] = []
+        self._num_workers = num_workers
+        self._loader = DataLoader(
+            _Seeded(dataset), batch_sampler=self._wanted, collate_fn=_as_read,
+            num_workers=num_workers, persistent_workers=num_workers > 0)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def batch(self, indices: Indices, key: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """Return the collated samples at `indices`; see `DataSource.batch`."""
+        places = [(tuple(key), int(index)) for index in indices]
+        # The workers divide the batch; the loader returns their parts in this order.
+        bounds = np.linspace(0, len(places), max(1, self._num_workers) + 1).astype(int)
+        self._wanted[:] = [places[first:end] for first, end in pairwise(bounds) if end > first]
+        with _restored_generators():
+            made = self._collate([sample for part in self._loader for sample in part])
+        return _require_pair(made, len(places), self._dataset)
+
+
+def as_data_source(data: Any) -> DataSource:
+    """Return what a user's `data_fn` returned as a data source: itself, or a `MapDataset` of its samples.
+
+    Of a `DataLoader` its dataset, collate function and number of workers are used; batch size and order are those of
+    the training. `ConfigError` for a loader with a sampler of its own, which would be ignored, and for anything that
+    cannot be read by number.
+    """
+    if isinstance(data, DataLoader):
+        if not isinstance(data.sampler, RandomSampler | SequentialSampler):
+            raise ConfigError(f"data: the DataLoader has a {type(data.sampler).__name__}, but which samples a step "
+                              "uses is the strategy's choice; return its dataset")
+        return MapDataset(data.dataset, data.collate_fn, data.num_workers)
+    return data if isinstance(data, DataSource) else MapDataset(data)
+
+
+_Place: TypeAlias = tuple[tuple[int, ...], int]
+
+
+class _Seeded(Dataset[Any]):
+    """Samples of a dataset by key and number, each read with generators seeded from both."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, place: _Place) -> Any:
+        key, index = place
+        seeds = np.random.SeedSequence([*key, index]).generate_state(4, np.uint32)
+        torch.manual_seed(int(seeds[0]) << 32 | int(seeds[1]))
+        np.random.seed(seeds[2])
+        random.seed(int(seeds[3]))
+        return self._dataset[index]
+
+
+def _as_read(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+@contextmanager
+def _restored_generators() -> Iterator[None]:
+    """Use the generators of torch, NumPy and `random` exclusively; their states are restored at exit."""
+    with forked_generator():
+        numpy_state, python_state = np.random.get_state(), random.getstate()
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
+
+
+def _require_pair(made: Any, num_samples: int, dataset: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(made, tuple | list) and len(made) == 2 and all(
+            isinstance(part, Tensor) and part.dim() and len(part) == num_samples for part in made):
+        return made[0], made[1]
+    raise ConfigError(f"data: a batch of {num_samples} samples of {type(dataset).__name__} is {_form(made)}; need a "
+                      "pair (inputs, labels) of tensors with one entry per sample: give such a collate_fn")
+
+
+def _form(made: Any) -> str:
+    """Describe a batch in a few words."""
+    if isinstance(made, Tensor):
+        return f"a tensor of shape {tuple(made.shape)}"
+    if isinstance(made, dict):
+        return f"a dict of {', '.join(map(str, made))}"
+    if isinstance(made, tuple | list):
+        return f"{type(made).__name__} of {', '.join(_form(part) for part in made)}"
+    return f"{type(made).__name__}"
