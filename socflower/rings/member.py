@@ -289,7 +289,7 @@ class _MemberSession:
                 continue
             self._timer.begin_step()
             with self._timer.timed():
-                inputs, labels = self._member.data.batch(
+                batch = self._member.data.batch(
                     torch.from_numpy(shares[position]), sample_key(group, self._num_steps, present[position]))
                 snapshot = _Snapshot(self._model)
             if self._compression is not None:
@@ -299,7 +299,7 @@ class _MemberSession:
             loss = torch.zeros(())
             try:
                 with self._timer.timed():
-                    loss = session.gradients([(inputs, labels)], total)
+                    loss = session.gradients([batch], total)
             finally:
                 # Also if the pass was interrupted: its random numbers and statistics must be undone.
                 self._pending_step = (snapshot, shares[position].tolist(), loss)

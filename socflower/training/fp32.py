@@ -4,26 +4,31 @@ import inspect
 import io
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from socflower.errors import ConfigError, require_range
+from socflower.errors import ConfigError, require_range, require_type
 from socflower.training.batch_statistics import MemberBuffers, depends_on_batch
 from socflower.training.sum_order import RingOrderSum
 from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_trained_parameters
+from socflower.workloads.batch_form import Batch, concatenated, form_of, mapped, output_of, split
+from socflower.workloads.batch_form import num_samples as num_samples_of
 
 REDUCTIONS = ("auto", "always", "ring")
 
 OptimizerFn: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFn: TypeAlias = Callable[[torch.optim.Optimizer, int], LRScheduler]
-LossFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+LossFn: TypeAlias = Callable[[Any, Any], Tensor]
+TrainStep: TypeAlias = Callable[[nn.Module, Batch], Tensor]
 
 
 def sgd(learning_rate: float = 0.01, momentum: float = 0.9, weight_decay: float = 0.0) -> OptimizerFn:
@@ -46,6 +51,13 @@ def cosine_annealing(optimizer: torch.optim.Optimizer, total_steps: int) -> LRSc
 class FP32Trainer:
     """Trains in float32.
 
+    `train_step(model, batch)` returns the mean loss of a batch of any form, a tensor without dimensions; it runs no
+    backward pass and steps no optimiser. Without it a batch (inputs, labels) gets `loss(model(inputs), labels)`,
+    where inputs in a dict are keyword arguments of the model and in a tuple positional ones, and a batch that is a dict
+    gets the `loss` of `model(**batch)`, as models of Hugging Face return it.
+    `max_grad_norm` limits the norm of the whole group's gradient, `accumulation_steps` computes it in so many passes,
+    which takes less memory, and `autocast` runs the passes in another type, such as torch.bfloat16; weights, gradients
+    and optimiser stay in float32.
     `optimizer` is called with the model's parameters and must hold all trainable ones, or they would silently stay
     untrained; frozen ones (`requires_grad` False) are optional.
     `scheduler` is called with the optimiser and the total number of steps, and stepped once a batch.
@@ -60,6 +72,10 @@ class FP32Trainer:
     optimizer: OptimizerFn = field(default_factory=sgd)
     scheduler: SchedulerFn | None = None
     loss: LossFn = functional.cross_entropy
+    train_step: TrainStep | None = None
+    max_grad_norm: float | None = None
+    accumulation_steps: int = 1
+    autocast: torch.dtype | None = None
     channels_last: bool = False
     reduction: str = "auto"
     num_buckets: int = 1
@@ -68,6 +84,15 @@ class FP32Trainer:
         if self.reduction not in REDUCTIONS:
             raise ConfigError(f"FP32Trainer: reduction = {self.reduction!r}; use one of "
                               f"{', '.join(REDUCTIONS)}")
+        if self.train_step is not None and self.loss is not functional.cross_entropy:
+            raise ConfigError("FP32Trainer: train_step computes the loss itself, so loss would be ignored; give one of "
+                              "the two")
+        require_type("FP32Trainer", (int,), "a whole number", accumulation_steps=self.accumulation_steps)
+        require_range("FP32Trainer", least=1, accumulation_steps=self.accumulation_steps)
+        if self.max_grad_norm is not None:
+            require_range("FP32Trainer", above=0.0, max_grad_norm=self.max_grad_norm)
+        if self.autocast not in (None, torch.bfloat16):
+            raise ConfigError(f"FP32Trainer: autocast = {self.autocast}; use torch.bfloat16, or None for float32")
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "FP32Session":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
@@ -104,11 +129,14 @@ class FP32Session:
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step of the group; see `TrainingSession.step`."""
-        loss = self.gradients(parts, sum(len(labels) for _, labels in parts))
+        loss = self.gradients(parts, sum(map(num_samples_of, parts)))
         self.apply()
         return loss
 
-    final_in_backward = True
+    @property
+    def final_in_backward(self) -> bool:
+        """Whether one backward pass computes the whole gradient; see `ExchangingSession.final_in_backward`."""
+        return self._trainer.accumulation_steps == 1
 
     def gradients(self, parts: Sequence[Part], num_samples: int) -> Tensor:
         """Compute the gradient of `parts` of a batch of `num_samples`; see `ExchangingSession.gradients`."""
@@ -124,19 +152,21 @@ class FP32Session:
 
         Parts are in the order of the members; another processor may add the gradients of further samples (F12).
         """
-        present = [part for part in parts if len(part[1])]
-        if not present:
-            return torch.zeros(())
-        if self._buffers is None:
-            inputs, labels = present[0] if len(present) == 1 else _concatenated(present)
-            return self._backward(inputs, labels, weight=len(labels) / num_samples)
+        present = [part for part in parts if num_samples_of(part)]
         loss = torch.zeros(())
+        if not present:
+            return loss
+        if self._buffers is None:
+            whole = present[0] if len(present) == 1 else concatenated(present)
+            for part in present if whole is None else [whole]:
+                loss = loss + self._backward(part, num_samples)
+            return loss
         if self._ring_order is not None:
             self._ring_order.begin()
-        for member, (inputs, labels) in enumerate(parts):
-            if len(labels):
-                self._buffers.activate(member, len(labels))
-                loss = loss + self._backward(inputs, labels, weight=len(labels) / num_samples)
+        for member, part in enumerate(parts):
+            if size := num_samples_of(part):
+                self._buffers.activate(member, size)
+                loss = loss + self._backward(part, num_samples)
                 if self._ring_order is not None:
                     self._ring_order.add_member(member)
         if self._ring_order is not None:
@@ -145,6 +175,8 @@ class FP32Session:
 
     def apply(self) -> None:
         """Step the optimiser and the schedule with the current gradients."""
+        if self._trainer.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._trainer.max_grad_norm)
         self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
@@ -190,21 +222,48 @@ class FP32Session:
         torch.save(state, stream)
         return stream.getvalue()
 
-    def _backward(self, inputs: Tensor, labels: Tensor, weight: float) -> Tensor:
-        if self._trainer.channels_last and inputs.dim() == 4:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-        made = self._model(inputs)
+    def _backward(self, batch: Batch, num_samples: int) -> Tensor:
+        """Add the gradient of `batch`, a part of a batch of `num_samples`; return its part of the mean loss."""
+        size, steps = num_samples_of(batch), self._trainer.accumulation_steps
+        loss = torch.zeros(())
+        for part in [batch] if steps == 1 else split(batch, [len(each) for each in np.array_split(range(size), steps)]):
+            if own := num_samples_of(part):
+                part_loss = self._loss(part)
+                if own != num_samples:
+                    part_loss = part_loss * (own / num_samples)
+                part_loss.backward()
+                loss = loss + part_loss.detach()
+        return loss
+
+    def _loss(self, batch: Batch) -> Tensor:
+        trainer = self._trainer
+        if trainer.channels_last:
+            batch = mapped(batch, lambda tensor: tensor.contiguous(memory_format=torch.channels_last)
+                           if tensor.dim() == 4 else tensor)
+        with torch.autocast("cpu", trainer.autocast) if trainer.autocast is not None else nullcontext():
+            if trainer.train_step is not None:
+                loss = trainer.train_step(self._model, batch)
+            elif isinstance(batch, Mapping):
+                loss = _own_loss(self._model(**batch), batch)
+            elif isinstance(batch, tuple | list) and len(batch) == 2:
+                loss = self._pair_loss(*batch)
+            else:
+                raise ConfigError(f"FP32Trainer: the data give {form_of(batch)}, of which the loss is unknown; give "
+                                  "FP32Trainer(train_step=...), a function (model, batch) that returns the loss")
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+            raise ConfigError(f"FP32Trainer: the loss of a batch is {_described(loss)}; it must be a tensor without "
+                              "dimensions, the mean over the samples, through which gradients flow")
+        return loss
+
+    def _pair_loss(self, inputs: Any, labels: Any) -> Tensor:
+        made = output_of(self._model, inputs)
         try:
-            loss = self._trainer.loss(made, labels)
+            return self._trainer.loss(made, labels)
         except IndexError:
             if not isinstance(made, Tensor) or made.dim() != 2 or int(labels.max()) < made.shape[1]:
                 raise
             raise ConfigError(f"FP32Trainer: the labels reach {int(labels.max())}, but the model has {made.shape[1]} "
                               "outputs; give the model an output for each class") from None
-        if weight != 1.0:
-            loss = loss * weight
-        loss.backward()
-        return loss.detach()
 
     def advance_schedule(self, num_steps: int) -> None:
         """Move the learning-rate schedule as if `num_steps` steps had been done."""
@@ -247,5 +306,16 @@ def _require_trains(optimizer: torch.optim.Optimizer, model: nn.Module, *, sched
                           "above 0")
 
 
-def _concatenated(parts: Sequence[Part]) -> Part:
-    return torch.cat([inputs for inputs, _ in parts]), torch.cat([labels for _, labels in parts])
+def _own_loss(output: Any, batch: Mapping[str, Any]) -> Any:
+    """Return the loss that a model has computed from a dict with labels."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise ConfigError(f"FP32Trainer: the model returned no loss for {form_of(batch)}; give it its labels, or "
+                          "FP32Trainer(train_step=...), a function (model, batch) that returns the loss")
+    return loss
+
+
+def _described(loss: Any) -> str:
+    if not isinstance(loss, Tensor):
+        return type(loss).__name__
+    return f"a tensor of shape {tuple(loss.shape)}" if loss.dim() else "a tensor without a gradient"

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -11,7 +10,8 @@ from socflower.capture.random_state import own_random_state
 from socflower.training.batches import BatchSchedule, sample_key
 from socflower.training.trainer import Part, SessionResult, Trainer, TrainingSpan
 from socflower.wire.message_keys import GroupTask
-from socflower.workloads import DataSource
+from socflower.workloads import DataSource, batch_form
+from socflower.workloads.batch_form import NOTHING
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ def train_group(
         losses, num_samples = [], 0
         for parts in _step_parts(data, task, departures or {}):
             losses.append(session.step(parts))
-            num_samples += sum(len(labels) for _, labels in parts)
+            num_samples += sum(map(batch_form.num_samples, parts))
         # Read once at the end instead of in every step, since reading a tensor's value synchronises.
         mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
         return GroupOutcome(mean_loss=mean_loss, num_samples=num_samples, end=session.finish())
@@ -61,15 +61,9 @@ def _step_parts(
         if not any(map(len, indices)):
             continue
         if task.reshuffle:
-            inputs, labels = own[0].batch(torch.from_numpy(np.concatenate(indices)), sample_key(task, step))
-            sizes = [len(each) for each in indices]
-            parts = list(zip(inputs.split(sizes), labels.split(sizes), strict=True))
+            parts = own[0].parts([torch.from_numpy(each) for each in indices], sample_key(task, step))
         else:
             parts = [own[member].batch(torch.from_numpy(each), sample_key(task, step, member))
                      for member, each in zip(present, indices, strict=True)]
-        if len(present) == len(task.members):
-            yield parts
-        else:
-            nothing = (parts[0][0][:0], parts[0][1][:0])
-            of_present = dict(zip(present, parts, strict=True))
-            yield [of_present.get(member, nothing) for member in range(len(task.members))]
+        of_present = dict(zip(present, parts, strict=True))
+        yield [of_present.get(member, NOTHING) for member in range(len(task.members))]

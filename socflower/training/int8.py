@@ -15,6 +15,7 @@ from socflower.precision.int8.network import UnsupportedOperator
 from socflower.training.batch_statistics import require_batch_statistics
 from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_trained_parameters
 from socflower.wire.saved_state import from_bytes, to_bytes
+from socflower.workloads.batch_form import num_samples, pair_of
 
 SCHEDULES = ("cosine", "constant")
 _STATE = "int8 trainer state"
@@ -63,8 +64,9 @@ class Int8Session:
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one step on the members' shares together; see `TrainingSession.step`."""
-        images = torch.cat([inputs for inputs, _ in parts]).numpy()
-        labels = torch.cat([labels for _, labels in parts]).numpy().astype(np.int32)
+        pairs = [pair_of(part, "Int8Trainer") for part in parts if num_samples(part)]
+        images = torch.cat([inputs for inputs, _ in pairs]).numpy()
+        labels = torch.cat([labels for _, labels in pairs]).numpy().astype(np.int32)
         if self._int8 is None:
             self._int8 = self._start(images.shape[1:])
         progress = min(1.0, self._step / self._total_steps)

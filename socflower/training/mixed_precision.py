@@ -36,6 +36,7 @@ from socflower.training.batch_statistics import require_batch_statistics
 from socflower.training.fp32 import FP32Session, FP32Trainer
 from socflower.training.trainer import Metric, Part, SessionResult, TrainingSpan
 from socflower.wire.message_keys import ALPHA, ALPHA_STEPS, CPU_SHARE
+from socflower.workloads import batch_form
 
 _PROFILED_SAMPLES = 32
 """Number of samples of the first batch on which beta is measured."""
@@ -118,12 +119,13 @@ class MixedPrecisionSession:
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step on both processors of every member; see `TrainingSession.step`."""
-        loss = self.gradients(parts, sum(len(labels) for _, labels in parts))
+        loss = self.gradients(parts, sum(map(batch_form.num_samples, parts)))
         self.apply()
         return loss
 
     def gradients(self, parts: Sequence[Part], num_samples: int) -> Tensor:
         """Compute the gradient of `parts` of a batch of `num_samples`; see `ExchangingSession.gradients`."""
+        parts = [batch_form.pair_of(part, "MixedPrecisionTrainer") for part in parts]
         num_own = sum(len(labels) for _, labels in parts)
         if num_own and self._trainer.rule != "fp32":
             self._prepare(parts)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from socflower.allocator import keep_freed_memory
 from socflower.errors import ConfigError
+from socflower.workloads.batch_form import Batch
 
-Part: TypeAlias = tuple[Tensor, Tensor]
-"""One member's share of a batch: inputs (samples, ...) and labels (samples,)."""
+Part: TypeAlias = Batch
+"""One member's share of a batch: often (inputs, labels), else as the data's collate function has it; `()` if none."""
 
 Metric: TypeAlias = float | list[float]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from socflower.errors import ConfigError
+from socflower.workloads.batch_form import Batch
 from socflower.workloads.data_source import DataSource, Indices
 
 
@@ -94,6 +95,13 @@ class LabelledData(DataSource):
         # selected copy, and twice as fast as addcmul with broadcast constants.
         inputs = self.inputs.index_select(0, rows).to(torch.float32).mul_(self._scale).add_(self._shift)
         return inputs, self.labels.index_select(0, rows)
+
+    def parts(self, indices: Sequence[Indices], key: Sequence[int] = ()) -> list[Batch]:
+        """Return one batch for each of `indices`, read at once, which is quicker."""
+        rows = [_as_rows(each) for each in indices]
+        inputs, labels = self.batch(torch.cat(rows))
+        sizes = [len(each) for each in rows]
+        return list(zip(inputs.split(sizes), labels.split(sizes), strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from socflower.capture.random_state import forked_generator
 from socflower.errors import ConfigError, require_range
+from socflower.workloads.batch_form import NOTHING, Batch, form_of, num_samples
 from socflower.workloads.data_source import DataSource, Indices
 
 CollateFn: TypeAlias = Callable[[list[Any]], Any]
@@ -29,15 +29,15 @@ class MapDataset(DataSource):
     ----------
     dataset : map-style Dataset
         Anything with `len()` and `dataset[i]`, 0 <= i < len.
-    collate_fn : (list of samples) -> (inputs, labels)
-        Makes a batch; by default torch's `default_collate`.
+    collate_fn : (list of samples) -> batch
+        Makes a batch of any form; by default torch's `default_collate`.
     num_workers : int
         Processes that read samples; 0 reads in this one. They live as long as this object.
 
     Raises
     ------
     ConfigError
-        For an iterable-style dataset, and when a batch is read that is not a pair of tensors with one entry per sample.
+        For an iterable-style dataset, and when a batch is read that has not one entry per sample.
     """
 
     def __init__(self, dataset: Any, collate_fn: CollateFn = default_collate, num_workers: int = 0) -> None:
@@ -57,15 +57,20 @@ class MapDataset(DataSource):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def batch(self, indices: Indices, key: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Indices, key: Sequence[int] = ()) -> Batch:
         """Return the collated samples at `indices`; see `DataSource.batch`."""
+        if not len(indices):
+            return NOTHING
         places = [(tuple(key), int(index)) for index in indices]
         # The workers divide the batch; the loader returns their parts in this order.
         bounds = np.linspace(0, len(places), max(1, self._num_workers) + 1).astype(int)
         self._wanted[:] = [places[first:end] for first, end in pairwise(bounds) if end > first]
         with _restored_generators():
             made = self._collate([sample for part in self._loader for sample in part])
-        return _require_pair(made, len(places), self._dataset)
+        if num_samples(made) != len(places):
+            raise ConfigError(f"data: the collate function made {form_of(made)} of {len(places)} samples of "
+                              f"{type(self._dataset).__name__}; the first dimension of every tensor must count samples")
+        return made
 
 
 def as_data_source(data: Any) -> DataSource:
@@ -115,22 +120,3 @@ def _restored_generators() -> Iterator[None]:
         finally:
             np.random.set_state(numpy_state)
             random.setstate(python_state)
-
-
-def _require_pair(made: Any, num_samples: int, dataset: Any) -> tuple[Tensor, Tensor]:
-    if isinstance(made, tuple | list) and len(made) == 2 and all(
-            isinstance(part, Tensor) and part.dim() and len(part) == num_samples for part in made):
-        return made[0], made[1]
-    raise ConfigError(f"data: a batch of {num_samples} samples of {type(dataset).__name__} is {_form(made)}; need a "
-                      "pair (inputs, labels) of tensors with one entry per sample: give such a collate_fn")
-
-
-def _form(made: Any) -> str:
-    """Describe a batch in a few words."""
-    if isinstance(made, Tensor):
-        return f"a tensor of shape {tuple(made.shape)}"
-    if isinstance(made, dict):
-        return f"a dict of {', '.join(map(str, made))}"
-    if isinstance(made, tuple | list):
-        return f"{type(made).__name__} of {', '.join(_form(part) for part in made)}"
-    return f"{type(made).__name__}"

@@ -99,13 +99,17 @@ def test_what_cannot_be_read_by_number_or_would_be_ignored_is_one_line(data: Any
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("samples", "says"), [
-    ([{"text": torch.ones(2), "label": 1}], "a batch of 1 samples of list is a dict of text, label; need a pair"),
-    ([torch.ones(3)], "is a tensor of shape (1, 3)"),
-    ([(torch.ones(2), 1, 2)], "is list of a tensor of shape (1, 2), a tensor of shape (1,), a tensor of shape (1,)"),
-    ([(torch.ones(2), "cat")], "is list of a tensor of shape (1, 2), tuple of str"),
+def test_batches_are_of_the_form_that_the_collate_function_makes() -> None:
+    batch = MapDataset([{"text": torch.ones(2), "label": 1}, {"text": torch.zeros(2), "label": 0}]).batch([1])
+    assert batch["text"].tolist() == [[0.0, 0.0]] and batch["label"].tolist() == [0]
+
+
+@pytest.mark.parametrize(("collate_fn", "says"), [
+    (lambda samples: samples[0], "the collate function made a tensor of shape (3,) of 2 samples of list"),
+    (lambda samples: {"x": torch.ones(1, 3)}, "made a dict of x of 2 samples"),
+    (lambda samples: "cat", "made str of 2 samples"),
 ])
-def test_a_batch_of_another_form_is_described_in_one_line(samples: list[Any], says: str) -> None:
+def test_a_batch_that_does_not_count_its_samples_is_one_line(collate_fn: Any, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        MapDataset(samples).batch([0])
+        MapDataset([torch.ones(3)] * 4, collate_fn).batch([0, 1])
     assert says in str(caught.value) and "\n" not in str(caught.value)

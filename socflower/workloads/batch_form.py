@@ -1,0 +1,103 @@
+"""Batches of any form: tensors in tuples, lists and dicts, as a collate function returns them.
+
+The first dimension of every tensor counts samples. `()` is the batch of none.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from socflower.errors import ConfigError
+
+Batch: TypeAlias = Any
+
+NOTHING: tuple[()] = ()
+"""The batch of no samples."""
+
+
+def num_samples(batch: Batch) -> int:
+    """Return the length of the first tensor in `batch`; 0 if it has none."""
+    return next((len(leaf) for leaf in _tensors(batch) if leaf.dim()), 0)
+
+
+def pair_of(batch: Batch, reader: str) -> tuple[Tensor, Tensor]:
+    """Return `batch` as a pair (inputs, labels) of tensors; `ConfigError` in the name of `reader` if it is none."""
+    if not num_samples(batch):
+        return torch.empty(0), torch.empty(0, dtype=torch.int64)
+    if isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
+        return batch[0], batch[1]
+    raise ConfigError(f"{reader}: takes batches (inputs, labels) of two tensors, and the data give {form_of(batch)}; "
+                      "give the data a collate_fn that returns such a pair, or use FP32Trainer")
+
+
+def concatenated(batches: Sequence[Batch]) -> Batch | None:
+    """Return one batch of all samples, or None if forms, shapes or types differ, as those of padded sequences do."""
+    if len({_signature(batch) for batch in batches}) != 1:
+        return None
+    return _combine(batches, lambda tensors: torch.cat(tensors) if tensors[0].dim() else tensors[0])
+
+
+def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """Return the batches of the first, the next, ... `sizes` samples."""
+    def rows(first: int, end: int) -> Batch:
+        return mapped(batch, lambda tensor: tensor[first:end] if tensor.dim() else tensor) if end > first else NOTHING
+
+    return [rows(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
+
+
+def mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """Return `batch` with every tensor changed."""
+    return _combine([batch], lambda tensors: change(tensors[0]))
+
+
+def output_of(model: nn.Module, inputs: Batch) -> Any:
+    """Return `model(inputs)`: a dict goes to its keyword arguments, a tuple or list to its positional ones."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def form_of(batch: Batch) -> str:
+    """Describe a batch in a few words."""
+    if isinstance(batch, Tensor):
+        return f"a tensor of shape {tuple(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return f"a dict of {', '.join(map(str, batch))}"
+    if isinstance(batch, tuple | list):
+        return f"{type(batch).__name__} of {', '.join(map(form_of, batch)) or 'nothing'}"
+    return type(batch).__name__
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    if isinstance(batch, Tensor):
+        return [batch]
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return [leaf for part in parts for leaf in _tensors(part)]
+
+
+def _signature(batch: Batch) -> Any:
+    """Return a value that is equal for batches that can be concatenated."""
+    if isinstance(batch, Tensor):
+        return batch.dtype, tuple(batch.shape[1:]), batch.dim()
+    if isinstance(batch, Mapping):
+        return type(batch), tuple((key, _signature(part)) for key, part in batch.items())
+    if isinstance(batch, tuple | list):
+        return type(batch), tuple(_signature(part) for part in batch)
+    return type(batch)
+
+
+def _combine(batches: Sequence[Batch], join: Callable[[list[Tensor]], Tensor]) -> Batch:
+    """Return one batch of the form of `batches`, each tensor joined from theirs; other values are the first one's."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return join(list(batches))
+    if isinstance(first, Mapping):
+        return type(first)({key: _combine([batch[key] for batch in batches], join) for key in first})  # type: ignore[call-arg]
+    if isinstance(first, tuple | list):
+        parts = [_combine(parts, join) for parts in zip(*batches, strict=True)]
+        # A named tuple takes its fields one by one.
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    return first
