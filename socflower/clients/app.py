@@ -238,6 +238,9 @@ def _train_alone(
             raise ConfigError(f"train config: {key} = {value!r} must be a whole number, 1 or more")
         return value
 
+    proximal_mu = config.get("proximal-mu", 0.0)
+    if not isinstance(proximal_mu, int | float) or not 0.0 <= proximal_mu < math.inf:
+        raise ConfigError(f"train config: proximal-mu = {proximal_mu!r} must be a number, 0 or more")
     batch_size, num_epochs = setting("batch-size", 32), setting("local-epochs", 1)
     partition_id, num_partitions = _partition(context)
     data = data_fn(context, partition_id, num_partitions)
@@ -248,7 +251,7 @@ def _train_alone(
     earlier_rounds = setting(SERVER_ROUND, 1) - 1
     session = trainer.start(model, TrainingSpan(
         first_step=earlier_rounds * steps, total_steps=setting("num-rounds", earlier_rounds + 1) * steps,
-        steps_per_epoch=steps // num_epochs))
+        steps_per_epoch=steps // num_epochs, proximal_mu=float(proximal_mu)))
     batches = local_batches(len(data), batch_size, num_epochs, seed=(setting("seed", 1), partition_id),
                             first_epoch=earlier_rounds * num_epochs)
     epochs = (earlier_rounds * num_epochs + step // (steps // num_epochs) for step in count())

@@ -31,7 +31,7 @@ from socflower.wire.message_keys import (
 )
 from socflower.wire.split_message_keys import SPLIT
 
-STANDALONE_KEYS = ("batch-size", "local-epochs", "num-rounds", "seed")
+STANDALONE_KEYS = ("batch-size", "local-epochs", "num-rounds", "proximal-mu", "seed")
 """Config keys that are read by a client that trains alone."""
 
 _STRATEGY_KEYS = frozenset({SERVER_ROUND, PRICED, RESUMED, WARM_UP})
@@ -42,7 +42,7 @@ _KEYS_OF_MODS: Mapping[Any, tuple[str, ...]] = {
     fixedclipping_mod: (_CLIPPING_NORM,), adaptiveclipping_mod: (_CLIPPING_NORM,), node_heat_mod: ("heat",)}
 
 _REMEDIES = {
-    "proximal-mu": "the trainers have no proximal term, so that FedProx would be FedAvg: use FedAvg",
+    "proximal-mu": "FedProx's term is for clients that train alone: give FedProx clients instead of groups",
     _CLIPPING_NORM: "what clips is a mod: give fixedclipping_mod or adaptiveclipping_mod of flwr.clientapp.mod",
     "lr": "the learning rate is the trainer's, as in FP32Trainer(optimizer=sgd(0.01))",
     "learning-rate": "the learning rate is the trainer's, as in FP32Trainer(optimizer=sgd(0.01))",

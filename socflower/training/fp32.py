@@ -98,6 +98,7 @@ class FP32Trainer:
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
         require_trained_parameters(model)
         session = FP32Session(self, model, span.num_members, span.total_steps)
+        session.stay_near(span.proximal_mu)
         if state is None:
             session.advance_schedule(span.first_step)
         else:
@@ -117,6 +118,8 @@ class FP32Session:
             # In a training model, layers in evaluation mode are intended, such as BatchNorm with frozen statistics.
             model.train()
         self._model = model
+        self._proximal_mu = 0.0
+        self._received: list[tuple[nn.Parameter, Tensor]] = []
         self._optimizer = trainer.optimizer(model.parameters())
         _require_trains(self._optimizer, model, scheduled=trainer.scheduler is not None)
         # Before a state is restored, in which momentum may be disabled.
@@ -175,11 +178,21 @@ class FP32Session:
 
     def apply(self) -> None:
         """Step the optimiser and the schedule with the current gradients."""
+        for parameter, received in self._received:
+            # A parameter without a gradient gets that of the proximal term, as in a loss that contains the term.
+            parameter.grad = (parameter.grad if parameter.grad is not None else 0.0) + self._proximal_mu * (
+                parameter.detach() - received)
         if self._trainer.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._trainer.max_grad_norm)
         self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
+
+    def stay_near(self, proximal_mu: float) -> None:
+        """Add `proximal_mu` / 2 times the squared distance from the present weights to every loss, as FedProx does."""
+        self._proximal_mu = proximal_mu
+        self._received = [(parameter, parameter.detach().clone()) for parameter in self._model.parameters()
+                          if proximal_mu and parameter.requires_grad]
 
     def disable_momentum(self) -> float:
         """Return the optimiser's momentum and set it to 0; the caller applies it instead.

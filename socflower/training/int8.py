@@ -47,6 +47,9 @@ class Int8Trainer:
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "Int8Session":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
         require_trained_parameters(model)
+        if span.proximal_mu:
+            raise ConfigError(f"Int8Trainer: proximal-mu = {span.proximal_mu}, but its integer update has no proximal "
+                              "term, so that FedProx would be FedAvg: use FedAvg, or FP32Trainer")
         session = Int8Session(self, model, span.first_step, span.total_steps)
         if state is not None:
             session.restore(state)

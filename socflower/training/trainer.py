@@ -26,6 +26,7 @@ class TrainingSpan:
     first_step: int = 0  # counted from the start of training
     total_steps: int = 1  # of the whole training
     steps_per_epoch: int = 1
+    proximal_mu: float = 0.0  # of FedProx: the loss grows by mu / 2 times the squared way from the received weights
     npu_ratios: tuple[float, ...] = ()  # each member's NPU share of its throughput (F10); empty: the client measures it
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -32,6 +33,7 @@ from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.split_replay import SplitReplay
+from socflower.training.int8 import Int8Trainer
 from socflower.wire.message_keys import PRICED, RESUMED, SERVER_ROUND, WARM_UP
 from tests.clients.split.models import BATCHES_PER_EPOCH, ThreadGrid, layered, parties_of, samples_of
 from tests.clients.test_app import DATA, TRAINER, fresh, group_task, make_app, message, node, part, weights
@@ -85,8 +87,8 @@ def test_what_is_read_is_let_through_where_it_is_read(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "key", "words"), [
     ("alone", "batch_size", "(did you mean 'batch-size'?)"),
     ("alone", "Local-Epochs", "(did you mean 'local-epochs'?)"),
-    ("alone", "lr", "FP32Trainer(optimizer=sgd(0.01))"), ("alone", "proximal-mu", "FedProx would be FedAvg"),
-    ("alone", "steps", "this client reads batch-size, local-epochs, num-rounds, seed"),
+    ("alone", "lr", "FP32Trainer(optimizer=sgd(0.01))"), ("group", "proximal-mu", "for clients that train alone"),
+    ("alone", "steps", "this client reads batch-size, local-epochs, num-rounds, proximal-mu, seed"),
     ("group", "batch-size", "a group's batch size, epochs and seed are arguments of its strategy"),
     ("group", "clipping_norm", "give fixedclipping_mod or adaptiveclipping_mod"),
     ("evaluate", "batch-size", "this client reads none when it evaluates"),
@@ -161,22 +163,27 @@ def watch_with(app: ClientApp, watch: Callable[[Message, Context, ClientAppCalla
     return Watched()
 
 
-@pytest.mark.parametrize("proximal_mu", [0.0, 1000.0])
-def test_fedprox_is_refused_since_nobody_adds_its_term(proximal_mu: float) -> None:
-    fedprox = FedProx(fraction_evaluate=0.0, proximal_mu=proximal_mu)
-    assert "'proximal-mu' is not used" in first_cause(fedprox, make_app())
-    assert train(FedProx(fraction_evaluate=0.0), make_app(extra_keys=["proximal-mu"])).arrays is not None
+def test_fedprox_keeps_clients_near_the_weights_they_got() -> None:
+    def moved(proximal_mu: float) -> float:
+        found = train(FedProx(fraction_evaluate=0.0, proximal_mu=proximal_mu), make_app(),
+                      train_config=ConfigRecord({"local-epochs": 5}))
+        received = weights(fresh())
+        return sum(float(np.square(array.numpy() - received[name].numpy()).sum())
+                   for name, array in found.arrays.items())
+
+    free, near, held = moved(0.0), moved(0.5), moved(4.0)
+    assert held < near < free
 
 
-def test_a_run_of_fedprox_ends_with_the_refusal_of_its_clients() -> None:
+def test_a_run_of_fedprox_with_a_trainer_without_its_term_ends_with_the_refusal() -> None:
     server_app = ServerApp()
 
     @server_app.main()
     def main(grid: Grid, context: Context) -> None:
         FedProx(fraction_evaluate=0.0, proximal_mu=1000.0).start(grid, weights(fresh()), num_rounds=1)
 
-    with pytest.raises(TrainingFailed, match=r"no client succeeded.*'proximal-mu' is not used"):
-        run_app(server_app, make_app(), cluster=parse_cluster({"boards": [2]}), num_workers=0)
+    with pytest.raises(TrainingFailed, match=r"no client succeeded.*its integer update has no proximal term"):
+        run_app(server_app, make_app(trainer=Int8Trainer()), cluster=parse_cluster({"boards": [2]}), num_workers=0)
 
 
 SCHEDULE = TrainingSchedule(num_samples=len(DATA), batch_size=16, num_epochs=1, interval_epochs=1)

@@ -105,6 +105,24 @@ def test_the_norm_of_the_whole_groups_gradient_is_clipped() -> None:
         assert_close(clipped, reference(steps))
 
 
+@pytest.mark.parametrize("proximal_mu", [0.01, 1.0, 5.0])
+def test_the_proximal_term_is_that_of_a_loss_that_contains_it(proximal_mu: float) -> None:
+    """Li et al., Federated Optimization in Heterogeneous Networks: h(w) = F(w) + mu / 2 ||w - w_t||^2."""
+    model, batch = built(Tagger, 4), tokens(6, 3)
+    received = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(4):
+        optimizer.zero_grad()
+        apart = zip(model.parameters(), received, strict=True)
+        term = torch.stack([(parameter - start).square().sum() for parameter, start in apart]).sum()
+        (own_step(model, batch) + proximal_mu / 2 * term).backward()
+        optimizer.step()
+    session = FP32Trainer(optimizer=SGD).start(ours := built(Tagger, 4), TrainingSpan(proximal_mu=proximal_mu))
+    for _ in range(4):
+        session.step([batch])
+    assert_close(ours, model)
+
+
 @pytest.mark.parametrize("accumulation_steps", [1, 2, 3, 7, 20])
 def test_accumulated_passes_have_the_gradient_of_one(accumulation_steps: int) -> None:
     sizes: list[int] = []
