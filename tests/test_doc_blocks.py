@@ -55,7 +55,7 @@ class Block(NamedTuple):
     @property
     def file_name(self) -> str | None:
         """The file that the block is written to as well."""
-        found = re.match(r"# ([\w-][\w./-]*\.(?:py|toml))\n", self.text)
+        found = re.match(r"# ([\w-][\w./-]*\.(?:py|toml))(?::|\n)", self.text)
         return found[1] if found and self.language in ("python", "toml") else None
 
 
@@ -281,6 +281,7 @@ def test_a_toml_file_is_loaded_and_a_fragment_has_known_keys(
     from socflower.thermal.fans.config import read_fan_file
 
     file = tmp_path / (block.file_name or "block.toml")
+    file.parent.mkdir(exist_ok=True)
     file.write_text(block.text, "utf-8")
     (tmp_path / "scenarios").symlink_to(ROOT / "scenarios")
     (tmp_path / "clusters").symlink_to(ROOT / "scenarios" / "clusters")

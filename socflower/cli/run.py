@@ -60,6 +60,8 @@ def run(
 ) -> None:
     """Run a scenario, write result, trace and report, and check its claims."""
     is_app = scenario.is_dir()
+    if cluster is not None and not scenario.exists():
+        raise ConfigError(f"{scenario}: no such folder; name the folder of a Flower app, with its pyproject.toml")
     if is_app:
         require_local_engine(engine, scenario)
     require_engine(engine)
@@ -70,7 +72,11 @@ def run(
 
     require_count("--nodes", nodes, 1, MOST_SOCS)
     if is_app:
-        _run_app_folder(scenario, cluster, out, nodes, training_flops, set_ or [], workers, as_json)
+        try:
+            _run_app_folder(scenario, cluster, out, nodes, training_flops, set_ or [], workers, as_json)
+        except KeyboardInterrupt:
+            print_notice("interrupted; nothing was written")
+            raise typer.Exit(130) from None
         return
     _require_model_file(save_model, out)
     from socflower.engines.deployment.options import DeploymentOptions

@@ -10,7 +10,9 @@ from typing import Any, TypeAlias
 from socflower.cluster import LayerProfile, ModelProfile
 from socflower.cluster.cluster_file import load_cluster
 from socflower.cluster.cost_model import BACKWARD_TO_FORWARD
+from socflower.cluster.task_graph import Activity
 from socflower.cluster.toml_file import parse_value
+from socflower.cluster.virtual_clock import Usage
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.run_app import load_flower_app, run_app
 from socflower.errors import ConfigError
@@ -56,7 +58,7 @@ def _run(
         "schema": 1, "app": str(folder), "engine": "local", "run_config": run_config,
         "virtual_s": clock.now_s, "wall_s": perf_counter() - started_s, "energy_j": usage.total_energy_j,
         "bytes": {tier.value: value for tier, value in usage.num_bytes.items()},
-        "notes": cluster_gpu_notes(cluster, "local"),
+        "notes": [*cluster_gpu_notes(cluster, "local"), *_pricing_notes(usage)],
         "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
                       "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
         "events": messages.documents(),
@@ -65,6 +67,14 @@ def _run(
         write_atomically(fresh / "result.json", json.dumps(result, indent=1))
         trace.write(fresh / "trace.json")
     return result
+
+
+def _pricing_notes(usage: Usage) -> list[str]:
+    """Return a line if no computation cost any virtual time."""
+    if usage.soc_seconds.get(Activity.COMPUTE, 0.0):
+        return []
+    return ["training took no virtual time, since nothing tells what it costs: give --training-flops, the operations "
+            "of one example's forward and backward pass"]
 
 
 def _override(override: str, run_config: Mapping[str, RunConfigValue]) -> tuple[str, RunConfigValue]:

@@ -341,6 +341,12 @@ def test_an_app_in_which_no_client_succeeds_ends_with_1_and_its_first_cause(
     assert not (tmp_path / "here").exists()
 
 
+def test_an_app_that_is_not_there_is_no_scenario(socflower: Socflower, tmp_path: Path) -> None:
+    ran = socflower("run", tmp_path / "myap", "--cluster", "cluster.toml")
+    assert (ran.status, ran.out) == (2, "")
+    assert f"{tmp_path / 'myap'}: no such folder; name the folder of a Flower app" in ran.err
+
+
 def test_a_round_in_which_no_client_succeeds_is_in_the_result_and_said(socflower: Socflower, tmp_path: Path) -> None:
     app = flower_app(tmp_path / "app", "one_fails")
     ran = socflower("run", app, "--cluster", app / "cluster.toml", "--out", "here", "--workers", 0, "--set", "fails=2",
@@ -349,6 +355,10 @@ def test_a_round_in_which_no_client_succeeds_is_in_the_result_and_said(socflower
     (event,) = json.loads((tmp_path / "here" / "result.json").read_text())["events"]
     assert event["kind"] == "no-client" and "round 2: 2 of 2 train messages failed" in event["text"]
     assert event["text"] in ran.out
+    assert "note: training took no virtual time, since nothing tells what it costs: give --training-flops" in ran.out
+    ran = socflower("run", app, "--cluster", app / "cluster.toml", "--out", "priced", "--workers", 0,
+                    "--set", "fails=2", "--set", "num-rounds=3", "--training-flops", "1e6")
+    assert ran.status == 0 and "note:" not in ran.out
     ran = socflower("run", app, "--cluster", app / "cluster.toml", "--out", "last", "--workers", 0, "--set", "fails=2")
     assert ran.status == 1 and ran.out == ""
     assert ran.err.splitlines()[-1] == (

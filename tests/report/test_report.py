@@ -251,6 +251,12 @@ def test_without_a_target_whole_trainings_are_compared() -> None:
                                    "fedavg takes 15 h 30 min."
 
 
+def test_the_result_says_what_is_real_and_what_is_modelled() -> None:
+    assert "Accuracy: real training, on this machine. Time, energy and bytes: modelled" in _render(_three()).text
+    deployed = [{**result, "virtual_s": None, "predicted_s": 1.0, "wall_s": 20.0} for result in _three()]
+    assert "Time: as measured. Energy and bytes: modelled." in _render(deployed).text
+
+
 def test_predictions_stand_apart_and_say_that_nothing_was_trained() -> None:
     rows = [{"model": "<vgg11>", "data": "cifar10", "batch_size": 64, "arithmetic": arithmetic, "strategy": name,
              "epoch_s": seconds, "epoch_energy_j": 7000.0}
