@@ -29,6 +29,7 @@ _EXPORTS = {
     "training.int8": ("Int8Trainer",),
     "training.mixed_precision": ("MixedPrecisionTrainer",),
     "training.group": ("train_group",),
+    "training.model_state": ("frozen_digest", "load_trainable_state", "trainable_state"),
     "precision.int8.model": ("EngineSettings", "Int8Model", "StepResult"),
     "precision.int8.requantisation": ("RescalingPolicy",),
     "precision.int8.batch_splitting": ("best_blocks", "profile_batch_blocks"),
@@ -74,7 +75,7 @@ _EXPORTS = {
     "workloads.sources": ("data_names", "load_data"),
     "workloads.partition": ("dirichlet_partition", "iid_partition"),
     "workloads.models.classifiers": ("build_model", "model_names"),
-    "workloads.evaluation": ("evaluate",),
+    "workloads.evaluation": ("Evaluation", "evaluate"),
     "wire.message_keys": ("HEAT", "HeatReport"),
     "errors": ("ConfigError", "DataUnavailable", "InfeasiblePlan", "SocflowerError", "TrainingFailed"),
 }

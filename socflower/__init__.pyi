@@ -56,11 +56,12 @@ from socflower.training.fp32 import FP32Trainer as FP32Trainer, cosine_annealing
 from socflower.training.group import train_group as train_group
 from socflower.training.int8 import Int8Trainer as Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionTrainer as MixedPrecisionTrainer
+from socflower.training.model_state import frozen_digest as frozen_digest, load_trainable_state as load_trainable_state, trainable_state as trainable_state
 from socflower.training.trainer import ExchangingSession as ExchangingSession, SessionResult as SessionResult, Trainer as Trainer, TrainingSession as TrainingSession, TrainingSpan as TrainingSpan
 from socflower.wire.message_keys import HEAT as HEAT, HeatReport as HeatReport
 from socflower.workloads.data_source import DataSource as DataSource
 from socflower.workloads.dataset import DataSet as DataSet, LabelledData as LabelledData
-from socflower.workloads.evaluation import evaluate as evaluate
+from socflower.workloads.evaluation import Evaluation as Evaluation, evaluate as evaluate
 from socflower.workloads.map_dataset import MapDataset as MapDataset
 from socflower.workloads.models.classifiers import build_model as build_model, model_names as model_names
 from socflower.workloads.partition import dirichlet_partition as dirichlet_partition, iid_partition as iid_partition

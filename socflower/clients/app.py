@@ -1,7 +1,8 @@
 """Makes a Flower ClientApp from a model function and a data function."""
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -17,12 +18,18 @@ from socflower.capture.random_state import build_exclusively, own_random_state
 from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import answer_query, member_reply, step_ledger, train_member
 from socflower.clients.saved_training import StateFiles, TrainerState
-from socflower.clients.settings import ReadSettings
+from socflower.clients.settings import ReadSettings, TrainConfig
 from socflower.errors import ConfigError
 from socflower.thermal.limits import paced
 from socflower.training.batches import local_batches
 from socflower.training.fp32 import FP32Trainer
 from socflower.training.group import train_group
+from socflower.training.model_state import (
+    frozen_digest,
+    frozen_parameters,
+    load_trainable_state,
+    trainable_state,
+)
 from socflower.training.trainer import SessionResult, Trainer, TrainingSpan, torch_threads
 from socflower.wire.message_keys import (
     ARRAYS,
@@ -30,6 +37,7 @@ from socflower.wire.message_keys import (
     CONFIG,
     DEPARTURES,
     EVENTS,
+    FROZEN_SHA256,
     GROUP,
     GROUP_ID,
     METRICS,
@@ -49,20 +57,20 @@ from socflower.wire.message_keys import (
     encode,
 )
 from socflower.wire.split_message_keys import SPLIT
-from socflower.workloads import DataSource, as_data_source, evaluate
+from socflower.workloads import DataSource, EvaluationStep, as_data_source, evaluate
 
 ModelFn: TypeAlias = Callable[[Context], nn.Module]
 DataFn: TypeAlias = Callable[[Context, int, int], DataSource | Dataset[Any] | DataLoader[Any]]
 SourceFn: TypeAlias = Callable[[Context, int, int], DataSource]
 Metrics: TypeAlias = dict[str, int | float]
-TrainerFn: TypeAlias = Callable[[Context], Trainer]
+TrainerFn: TypeAlias = Callable[[Context], Trainer] | Callable[[Context, Mapping[str, Any]], Trainer]
 StateFolderFn: TypeAlias = Callable[[Context], Path | None]
 
 
 def make_client_app(
     model_fn: ModelFn, data_fn: DataFn, trainer: Trainer | TrainerFn | None = None, *,
-    evaluate_data_fn: DataFn | None = None, mods: Sequence[Mod] = (), num_threads: int = 1,
-    state_folder: StateFolderFn | None = None, ring_ledger: StateFolderFn | None = None,
+    evaluate_data_fn: DataFn | None = None, evaluate_step: EvaluationStep | None = None, mods: Sequence[Mod] = (),
+    num_threads: int = 1, state_folder: StateFolderFn | None = None, ring_ledger: StateFolderFn | None = None,
     extra_keys: Sequence[str] = (),
 ) -> ClientApp:
     """Return a ClientApp that trains on its own, or as a whole group if the strategy asks for that.
@@ -77,10 +85,13 @@ def make_client_app(
         workers are used; batch size and order are the training's. For a group it is called for each member; if data are
         re-shuffled it is called as `(context, 0, 1)`, which means all data. Called every round, so a slow source
         should cache.
-    trainer : Trainer, or (context) -> Trainer
-        How to train; default `FP32Trainer()`.
+    trainer : Trainer, or (context) -> Trainer, or (context, config) -> Trainer
+        How to train; default `FP32Trainer()`. `config` is the message's train config: keys that the function reads are
+        settings of the trainer, such as "lr".
     evaluate_data_fn : same form as `data_fn`, optional
-        If given, EVALUATE messages are answered with `accuracy`, `loss` and `num-examples`.
+        If given, EVALUATE messages are answered with metrics and `num-examples`.
+    evaluate_step : (model, batch) -> dict of metrics, optional
+        Means over a batch's samples; by default accuracy and loss of a classifier. See `evaluate`.
     mods : sequence of Flower mods
     num_threads : int
         Torch threads of one client; 1 makes results independent of the machine's number of cores.
@@ -101,13 +112,8 @@ def make_client_app(
     """
     settings = ReadSettings(maker="make_client_app", mods=mods, extra_keys=extra_keys)
     app = ClientApp(mods=[adapt_mod(mod) for mod in mods])
-
     read_data = _as_sources(data_fn)
-
-    def trainer_for(context: Context) -> Trainer:
-        if trainer is None:
-            return FP32Trainer()
-        return cast(Trainer, trainer) if hasattr(trainer, "start") else trainer(context)
+    trainer_for = _trainer_function(trainer)
 
     def model_of(context: Context) -> nn.Module:
         return build_exclusively(model_fn, context)
@@ -118,26 +124,28 @@ def make_client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        settings.check_training(message)
         settings.check_node(context)
         if SPLIT in message.content.config_records:
             raise ConfigError("the message is an edge's part of a split training; make its ClientApp with "
                               "socflower.make_split_client_app")
+        config = TrainConfig(message)
+        own_trainer = trainer_for(context, config)
+        settings.check_training(message, config.read)
         with torch_threads(num_threads):
             if RING in message.content.config_records:
-                return _train_in_ring(model_of(context), message, context, read_data, trainer_for(context),
+                return _train_in_ring(model_of(context), message, context, read_data, own_trainer, config,
                                       state_folder, ring_ledger)
             model = _load(model_of(context), message)
             if GROUP in message.content.config_records:
-                metrics, end, outcome = _train_as_group(model, message, context, read_data, trainer_for(context),
+                metrics, end, outcome = _train_as_group(model, message, context, read_data, own_trainer, config,
                                                         state_folder)
                 content = RecordDict({OUTCOME: ConfigRecord(encode(outcome))} if outcome.preempted else {})
                 if not outcome.answers:
                     return Message(content, reply_to=message)
             else:
-                metrics, end = _train_alone(model, message, context, read_data, trainer_for(context))
+                metrics, end = _train_alone(model, message, context, read_data, own_trainer)
                 content = RecordDict()
-            content[ARRAYS] = _weights(model)
+            content[ARRAYS] = _weights(model, message)
             content[METRICS] = MetricRecord({**metrics, **end.metrics})
             if end.events:
                 content[EVENTS] = ConfigRecord({"texts": list(end.events)})
@@ -152,9 +160,8 @@ def make_client_app(
             settings.check_node(context)
             with torch_threads(num_threads):
                 model = _load(model_of(context), message)
-                outcome = evaluate(model, read_evaluation_data(context, *_partition(context)))
-            metrics = MetricRecord(
-                {"accuracy": outcome.accuracy, "loss": outcome.loss, NUM_EXAMPLES: outcome.num_samples})
+                outcome = evaluate(model, read_evaluation_data(context, *_partition(context)), step=evaluate_step)
+            metrics = MetricRecord({**outcome.metrics, NUM_EXAMPLES: outcome.num_samples})
             return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
     return app
@@ -165,14 +172,38 @@ def _as_sources(data_fn: DataFn) -> SourceFn:
     return lambda context, partition_id, num_partitions: as_data_source(data_fn(context, partition_id, num_partitions))
 
 
+def _trainer_function(trainer: Trainer | TrainerFn | None) -> Callable[[Context, TrainConfig], Trainer]:
+    """Return a function of context and train config that returns the trainer."""
+    if trainer is None or hasattr(trainer, "start"):
+        chosen = cast(Trainer, trainer or FP32Trainer())
+        return lambda context, config: chosen
+    make = cast(Callable[..., Trainer], trainer)
+    takes_config = sum(each.default is each.empty for each in inspect.signature(make).parameters.values()) > 1
+
+    def make_trainer(context: Context, config: TrainConfig) -> Trainer:
+        try:
+            made = make(context, config) if takes_config else make(context)
+        except KeyError as error:
+            if error.args != (config.missing,):
+                raise
+            raise ConfigError(f"the trainer's function reads {config.missing!r} of the train config, which was not "
+                              "sent; give it by the strategy's start(..., train_config=ConfigRecord({...}))") from None
+        if not hasattr(made, "start"):
+            raise ConfigError(f"the trainer's function returned {type(made).__name__}; return a trainer, such as "
+                              "FP32Trainer()")
+        return made
+
+    return make_trainer
+
+
 def _train_as_group(
-    model: nn.Module, message: Message, context: Context, data_fn: SourceFn, trainer: Trainer,
+    model: nn.Module, message: Message, context: Context, data_fn: SourceFn, trainer: Trainer, config: TrainConfig,
     state_folder: StateFolderFn | None,
 ) -> tuple[Metrics, SessionResult, RingOutcome]:
     task = GroupTask.decode(message.content.config_records[GROUP])
     data = [_all_data(task, context, data_fn)] if task.reshuffle else [
         data_fn(context, partition, task.num_partitions) for partition in task.partitions]
-    state = TrainerState(task, message, context, _state_files(message, context, state_folder))
+    state = TrainerState(task, message, context, _state_files(message, context, state_folder), config.digest)
     departures = _departures(message, task)
     outcome = train_group(model, data, task, trainer, state.read(), departures=departures)
     state.save(outcome.end.state, outcome.mean_loss)
@@ -184,7 +215,7 @@ def _train_as_group(
 
 
 def _train_in_ring(
-    model: nn.Module, message: Message, context: Context, data_fn: SourceFn, trainer: Trainer,
+    model: nn.Module, message: Message, context: Context, data_fn: SourceFn, trainer: Trainer, config: TrainConfig,
     state_folder: StateFolderFn | None, ledger: StateFolderFn | None,
 ) -> Message:
     """Train as one member of a ring; only the leader's message and the answering member's reply have the model (F8)."""
@@ -193,16 +224,22 @@ def _train_in_ring(
     has_model = ARRAYS in message.content.array_records
     if has_model:
         _load(model, message)
+        if frozen := [name for name in frozen_parameters(model) if name in message.content.array_records[ARRAYS]]:
+            raise ConfigError(f"{frozen[0]} is frozen and was sent, but only to the ring's leader; start the strategy "
+                              "with ArrayRecord(trainable_state(model)), and load frozen parameters in model_fn")
+    else:
+        _require_same_base(model, message)
     data = _all_data(task, context, data_fn) if task.reshuffle else data_fn(context, ring.participant,
                                                                             task.num_partitions)
-    state = TrainerState(task, message, context, _state_files(message, context, state_folder), is_leader=has_model)
+    state = TrainerState(task, message, context, _state_files(message, context, state_folder), config.digest,
+                         is_leader=has_model)
     end = train_member(
         context, task, ring, model=model, has_model=has_model, data=data, trainer=trainer, state=state.read(),
         departs_at=_departures(message, task).get(task.partitions.index(ring.participant)),
         on_step=step_ledger(ledger(context) if ledger is not None else None, message))
     if end.end is not None:
         state.save(end.end.state, end.mean_loss, in_file=end.outcome.answers)
-    return member_reply(message, context, task, end, _weights(model) if end.end is not None else None)
+    return member_reply(message, context, task, end, _weights(model, message) if end.end is not None else None)
 
 
 def _all_data(task: GroupTask, context: Context, data_fn: SourceFn) -> DataSource:
@@ -271,9 +308,31 @@ def _partition(context: Context) -> tuple[int, int]:
 
 
 def _load(model: nn.Module, message: Message) -> nn.Module:
-    model.load_state_dict(message.content.array_records[ARRAYS].to_torch_state_dict())
+    """Load what was sent; frozen parameters that were not are the node's own, and must be the server's."""
+    arrays = message.content.array_records[ARRAYS]
+    load_trainable_state(model, arrays.to_torch_state_dict())
+    if not all(name in arrays for name in frozen_parameters(model)):
+        _require_same_base(model, message)
     return model
 
 
-def _weights(model: nn.Module) -> ArrayRecord:
-    return ArrayRecord({name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()})
+def _require_same_base(model: nn.Module, message: Message) -> None:
+    """Raise `ConfigError` if the model's frozen parameters are not those of the server's model."""
+    config = message.content.config_records.get(CONFIG, ConfigRecord())
+    expected, own = config.get(FROZEN_SHA256), frozen_digest(model)
+    if own and expected is None:
+        raise ConfigError("the model has frozen parameters, which were not sent; so that every node can check that "
+                          f"its own are the server's, give ConfigRecord({{{FROZEN_SHA256!r}: frozen_digest(model)}}) "
+                          "as train_config, and as evaluate_config if clients evaluate")
+    if expected is not None and own != expected:
+        raise ConfigError(f"the frozen parameters of this node are not the server's: their digest is "
+                          f"{own[:12] or 'of nothing'}, and the server's {str(expected)[:12]}; load the same ones in "
+                          "model_fn, or make them with the same seed")
+
+
+def _weights(model: nn.Module, message: Message) -> ArrayRecord:
+    """Return what training changes, and frozen parameters if they were sent."""
+    sent = message.content.array_records.get(ARRAYS, ArrayRecord())
+    entries = {**{name: part for name, part in frozen_parameters(model).items() if name in sent},
+               **trainable_state(model)}
+    return ArrayRecord({name: entries[name].detach().contiguous() for name in model.state_dict() if name in entries})

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from flwr.app import ConfigRecord, Context, Message
 
@@ -11,7 +11,7 @@ from socflower.errors import ConfigError
 from socflower.wire.message_keys import CONFIG, LOST_STATE, RESUMED, GroupTask
 from socflower.wire.saved_state import DamagedFile, StateKind, StateStore
 
-_TRAINER = StateKind(name="trainer state", schema=2, remedy="start a new training (--fresh)")
+_TRAINER = StateKind(name="trainer state", schema=3, remedy="start a new training (--fresh)")
 # A server resumes from its last checkpoint, or the one before if that is damaged; the group may be a round ahead.
 _NUM_KEPT = 3
 
@@ -51,9 +51,11 @@ class TrainerState:
     """The optimiser state of one group at this node; momentum stays local (F3)."""
 
     def __init__(
-        self, task: GroupTask, message: Message, context: Context, files: StateFiles | None, *, is_leader: bool = True,
+        self, task: GroupTask, message: Message, context: Context, files: StateFiles | None, settings: str = "", *,
+        is_leader: bool = True,
     ) -> None:
         self._task, self._context, self._files = task, context, files
+        self._settings = settings  # a digest of the train config's settings of the trainer
         config = message.content.config_records.get(CONFIG, ConfigRecord())
         # Members of a ring get the optimiser from their leader.
         self._resumed, self._required = RESUMED in config, is_leader and bool(config.get(RESUMED))
@@ -70,6 +72,7 @@ class TrainerState:
         """
         saved = self._context.state.config_records.get(TRAINER_STATE)
         if saved and saved["position"] == list(self._begin):
+            self._require_same_settings(saved.get("settings", ""))
             return cast(bytes, saved["state"])
         if not self._resumed or not self._begin.next_step:
             return None
@@ -77,14 +80,25 @@ class TrainerState:
         if self._files is not None:
             try:
                 saved_state, payload = self._files.of(self._begin, _TRAINER).read(self._begin.next_step)
-                return bytes(payload) if saved_state["has_state"] else None  # none after the group diverged
+                if not saved_state["has_state"]:  # after the group diverged
+                    return None
             except ConfigError as error:
                 cause = error.cause if isinstance(error, DamagedFile) else str(error)
+            else:
+                self._require_same_settings(saved_state["settings"])
+                return bytes(payload)
         if not self._required:
             return None
         raise ConfigError(f"group {self._begin.group_id} {LOST_STATE} for step {self._begin.next_step} of "
                           f"{self._begin.total_steps} to resume from: {cause}; without its momentum the weights would "
                           "differ, so start a new training (--fresh)")
+
+    def _require_same_settings(self, before: Any) -> None:
+        """Raise `ConfigError` if settings have changed: the optimiser continues with those in its state."""
+        if before != self._settings:
+            raise ConfigError("the train config's settings of the trainer have changed within a training of groups, "
+                              "whose optimiser continues from round to round; keep them, and give a schedule as "
+                              "FP32Trainer(scheduler=...)")
 
     def save(self, state: bytes | None, mean_loss: float, *, in_file: bool = True) -> None:
         """Save the state of the task's end; None if there is none."""
@@ -92,9 +106,11 @@ class TrainerState:
         # Momentum of a group that diverged is NaN and would spoil the next interval's good weights as well.
         left = state if math.isfinite(mean_loss) else None
         if left is not None:
-            self._context.state[TRAINER_STATE] = ConfigRecord({"state": left, "position": list(position)})
+            self._context.state[TRAINER_STATE] = ConfigRecord(
+                {"state": left, "position": list(position), "settings": self._settings})
         else:
             self._context.state.pop(TRAINER_STATE, None)
         if self._files is not None and in_file:
             self._files.of(position, _TRAINER).write(
-                position.next_step, {"has_state": left is not None}, () if left is None else (left,))
+                position.next_step, {"has_state": left is not None, "settings": self._settings},
+                () if left is None else (left,))

@@ -4,7 +4,8 @@ A key that is misspelled, or that belongs to another client or strategy, would o
 """
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -20,6 +21,7 @@ from socflower.wire.message_keys import (
     ARRAYS,
     CONFIG,
     DEPARTURES,
+    FROZEN_SHA256,
     GROUP,
     NUM_PARTITIONS,
     PARTITION_ID,
@@ -34,18 +36,20 @@ from socflower.wire.split_message_keys import SPLIT
 STANDALONE_KEYS = ("batch-size", "local-epochs", "num-rounds", "proximal-mu", "seed")
 """Config keys that are read by a client that trains alone."""
 
-_STRATEGY_KEYS = frozenset({SERVER_ROUND, PRICED, RESUMED, WARM_UP})
-"""Keys that Flower's and our strategies set in configs."""
+_STRATEGY_KEYS = frozenset({FROZEN_SHA256, SERVER_ROUND, PRICED, RESUMED, WARM_UP})
+"""Keys that Flower's and our strategies set in configs, and those that are read of every config."""
 
 _CLIPPING_NORM = "clipping_norm"
 _KEYS_OF_MODS: Mapping[Any, tuple[str, ...]] = {
     fixedclipping_mod: (_CLIPPING_NORM,), adaptiveclipping_mod: (_CLIPPING_NORM,), node_heat_mod: ("heat",)}
 
+_RATE_IS_THE_TRAINERS = ("the learning rate is the trainer's: give trainer=lambda context, config: "
+                         "FP32Trainer(optimizer=sgd(config['lr']))")
 _REMEDIES = {
     "proximal-mu": "FedProx's term is for clients that train alone: give FedProx clients instead of groups",
     _CLIPPING_NORM: "what clips is a mod: give fixedclipping_mod or adaptiveclipping_mod of flwr.clientapp.mod",
-    "lr": "the learning rate is the trainer's, as in FP32Trainer(optimizer=sgd(0.01))",
-    "learning-rate": "the learning rate is the trainer's, as in FP32Trainer(optimizer=sgd(0.01))",
+    "lr": _RATE_IS_THE_TRAINERS,
+    "learning-rate": _RATE_IS_THE_TRAINERS,
 }
 """What to do instead, for keys that users often try."""
 
@@ -58,6 +62,34 @@ _NODE_KEYS = (
 
 _OWN_PREFIXES = ("ring-", "cloud-", "preempt-", "heat-")
 _MIN_SIMILARITY = 0.85  # `difflib` ratio from which a key counts as misspelled
+
+
+class TrainConfig(Mapping[str, Any]):
+    """The train config of a message, for the function that makes the trainer; notes which keys it reads."""
+
+    def __init__(self, message: Message) -> None:
+        self._config = message.content.config_records.get(CONFIG, ConfigRecord())
+        self.read: set[str] = set()
+        self.missing = ""  # the last key that was read and is not there
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._config:
+            self.missing = key
+            raise KeyError(key)
+        self.read.add(key)
+        return self._config[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._config)
+
+    def __len__(self) -> int:
+        return len(self._config)
+
+    @property
+    def digest(self) -> str:
+        """A digest of the settings that were read and are not the strategy's own."""
+        settings = sorted((key, repr(self._config[key])) for key in self.read - _STRATEGY_KEYS)
+        return hashlib.sha256(repr(settings).encode()).hexdigest() if settings else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,17 +108,17 @@ class ReadSettings:
         of_mods = (key for mod in self.mods for key in _keys_of(mod))
         object.__setattr__(self, "declared", frozenset({*self.extra_keys, *of_mods}))
 
-    def check_training(self, message: Message) -> None:
-        """Raise `ConfigError` for an unknown setting of a TRAIN message."""
+    def check_training(self, message: Message, read: Collection[str] = ()) -> None:
+        """Raise `ConfigError` for an unknown setting of a TRAIN message; the trainer's function has `read` some."""
         records = message.content.config_records
         if SPLIT in records:
             self._check(message, "train config", (ARRAYS, CONFIG, SPLIT), (),
                         "a split training's settings are arguments of SplitReplay and of its program")
         elif GROUP in records:
-            self._check(message, "train config", (ARRAYS, CONFIG, GROUP, RING, DEPARTURES), (),
+            self._check(message, "train config", (ARRAYS, CONFIG, GROUP, RING, DEPARTURES), read,
                         "a group's batch size, epochs and seed are arguments of its strategy")
         else:
-            self._check(message, "train config", (ARRAYS, CONFIG), STANDALONE_KEYS,
+            self._check(message, "train config", (ARRAYS, CONFIG), (*STANDALONE_KEYS, *read),
                         f"this client reads {', '.join(STANDALONE_KEYS)}")
 
     def check_evaluation(self, message: Message) -> None:
@@ -113,7 +145,7 @@ class ReadSettings:
                               f"heat; give {self.maker} mods=[node_heat_mod] of socflower.clients.heat_mod, or, if "
                               "another mod does, extra_keys=['heat']")
 
-    def _check(self, message: Message, what: str, records: Collection[str], keys: Sequence[str], known: str) -> None:
+    def _check(self, message: Message, what: str, records: Collection[str], keys: Collection[str], known: str) -> None:
         for name in message.content:
             if name not in records and name not in self.declared:
                 raise ConfigError(self._unused_text(
@@ -135,6 +167,6 @@ def _keys_of(mod: Mod) -> Iterable[str]:
     return _KEYS_OF_MODS.get(known, ()) if getattr(known, "__hash__", None) else ()
 
 
-def _suggestion(key: str, keys: Sequence[str]) -> str:
+def _suggestion(key: str, keys: Collection[str]) -> str:
     close = difflib.get_close_matches(key.lower().replace("_", "-"), keys, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -368,7 +368,7 @@ class _MemberSession:
         counters = [buffer for buffer in self._model.buffers() if not buffer.is_floating_point()]
         losses = float(torch.stack(self._losses).mean()) if self._losses else 0.0
         digest = hashlib.sha256()
-        for parameter in self._model.parameters():
+        for parameter in _trained(self._model):
             digest.update(array_to_bytes(parameter.detach().numpy()))
         reports = [json.loads(payload) for payload in self._collective.all_gather(json.dumps({
             "weights": digest.hexdigest(), "steps": self._num_steps, "loss": losses,
@@ -441,7 +441,12 @@ def _turns(port: RingPort, group: GroupTask, ring: RingTask) -> UplinkTurns | No
 
 def _common_tensors(model: nn.Module, num_steps: int) -> list[Tensor]:
     """Return what all members have in common after a number of steps: statistics only at the begin of an interval."""
-    return [*model.parameters(), *(() if num_steps else model.buffers())]
+    return [*_trained(model), *(() if num_steps else model.buffers())]
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are trained; the others are every member's own."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _to_bytes(tensors: Sequence[Tensor]) -> bytes:

@@ -84,6 +84,9 @@ class FP32Trainer:
         if self.reduction not in REDUCTIONS:
             raise ConfigError(f"FP32Trainer: reduction = {self.reduction!r}; use one of "
                               f"{', '.join(REDUCTIONS)}")
+        if not callable(self.optimizer):
+            raise ConfigError(f"FP32Trainer: optimizer = {type(self.optimizer).__name__}(...) is one model's; give a "
+                              "function that makes it, such as functools.partial(torch.optim.AdamW, lr=1e-3)")
         if self.train_step is not None and self.loss is not functional.cross_entropy:
             raise ConfigError("FP32Trainer: train_step computes the loss itself, so loss would be ignored; give one of "
                               "the two")

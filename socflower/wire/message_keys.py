@@ -34,6 +34,9 @@ ALPHA, ALPHA_STEPS = "socflower-alpha", "socflower-alpha-steps"
 CPU_SHARE = "cpu-share"
 """The metric for the share of its samples that its CPUs computed (F11)."""
 
+FROZEN_SHA256 = "frozen-sha256"
+"""In train and evaluate configs: the digest of the server's frozen parameters, which every node has of its own."""
+
 WARM_UP = "socflower-warm-up"
 """Present in messages of the epochs that only serve to choose the number of groups."""
 

@@ -1,42 +1,109 @@
-"""Accuracy and loss of a classifier on labelled data."""
+"""Metrics of a model on data: accuracy and loss of a classifier, or what a user's function computes of a batch."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from socflower.capture.graph import in_mode
 from socflower.errors import ConfigError, require_range
-from socflower.workloads.data_source import DataSource
+from socflower.workloads.batch_form import Batch, form_of, mapped, num_samples, output_of
+from socflower.workloads.map_dataset import as_data_source
+
+EvaluationStep: TypeAlias = Callable[[nn.Module, Batch], Mapping[str, Tensor | float]]
+"""A function of model and batch that returns metrics, each a mean over the batch's samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Accuracy and loss of a model on `num_samples` samples."""
+    """Metrics of a model, each a mean over `num_samples` samples."""
 
-    accuracy: float  # fraction of correct labels, 0..1
-    loss: float  # mean cross-entropy in nats
+    metrics: Mapping[str, float]
     num_samples: int
 
+    @property
+    def accuracy(self) -> float:
+        """The fraction of correct labels, 0..1."""
+        return self._metric("accuracy")
 
-def evaluate(model: nn.Module, data: DataSource, batch_size: int = 128) -> Evaluation:
-    """Return the model's accuracy and mean loss over all of `data`, computed on the model's own device.
+    @property
+    def loss(self) -> float:
+        """The mean loss; of a classifier, cross-entropy in nats."""
+        return self._metric("loss")
 
-    The model runs in evaluation mode; afterwards the mode of every submodule is restored. Raises ConfigError
-    for empty data and for a batch size below 1.
+    def _metric(self, name: str) -> float:
+        if name not in self.metrics:
+            raise ConfigError(f"evaluation: there is no {name}, only {', '.join(self.metrics) or 'nothing'}; return it "
+                              "from the function that evaluates a batch")
+        return self.metrics[name]
+
+
+def evaluate(model: nn.Module, data: Any, batch_size: int = 128, *, step: EvaluationStep | None = None) -> Evaluation:
+    """Return the model's metrics over all of `data`, computed on the model's own device.
+
+    Parameters
+    ----------
+    data : DataSource, map-style Dataset or DataLoader
+    step : (model, batch) -> dict of metrics, optional
+        Without it, pairs (inputs, labels) give accuracy and cross-entropy, and dicts the loss of `model(**batch)`, with
+        accuracy if it returns logits (n, classes) for labels (n,).
+
+    Notes
+    -----
+    The model runs in evaluation mode; afterwards the mode of every submodule is restored. Raises ConfigError for empty
+    data, a batch size below 1, and batches of which no metric is known.
     """
-    if len(data) == 0:
+    source = as_data_source(data)
+    if len(source) == 0:
         raise ConfigError("evaluation: the data has no samples")
     require_range("evaluation", least=1, batch_size=batch_size)
     first_weight = next(model.parameters(), None)
     device = first_weight.device if first_weight is not None else torch.device("cpu")
-    num_correct, summed_loss = 0, 0.0
+    sums: dict[str, float] = {}
     with in_mode(model, training=False), torch.inference_mode():
-        for start in range(0, len(data), batch_size):
-            inputs, labels = data.batch(torch.arange(start, min(start + batch_size, len(data))))
-            inputs, labels = inputs.to(device), labels.to(device)
-            logits = model(inputs)
-            summed_loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
-            num_correct += int((logits.argmax(dim=1) == labels).sum())
-    return Evaluation(num_correct / len(data), summed_loss / len(data), len(data))
+        for start in range(0, len(source), batch_size):
+            batch = mapped(source.batch(torch.arange(start, min(start + batch_size, len(source)))),
+                           lambda tensor: tensor.to(device))
+            added = _classifier_sums(model, batch) if step is None else _sums(step(model, batch), batch)
+            if start and added.keys() != sums.keys():
+                raise ConfigError(f"evaluation: one batch gave {', '.join(sums) or 'nothing'} and another "
+                                  f"{', '.join(added) or 'nothing'}; return the same metrics for every batch")
+            sums = {name: sums.get(name, 0.0) + value for name, value in added.items()}
+    return Evaluation({name: value / len(source) for name, value in sums.items()}, len(source))
+
+
+def _sums(means: Mapping[str, Tensor | float], batch: Batch) -> dict[str, float]:
+    return {name: float(value) * num_samples(batch) for name, value in means.items()}
+
+
+def _classifier_sums(model: nn.Module, batch: Batch) -> dict[str, float]:
+    """Return the number of correct labels, if the model gives one for each sample, and the summed loss."""
+    if isinstance(batch, Mapping):
+        made = model(**batch)
+        loss, logits, labels = getattr(made, "loss", None), getattr(made, "logits", None), batch.get("labels")
+        if loss is None:
+            raise ConfigError(f"evaluation: the model returned no loss for {form_of(batch)}; {_GIVE_STEP}")
+        num_correct = _num_correct(logits, labels)
+        return {**({} if num_correct is None else {"accuracy": num_correct}), "loss": float(loss) * num_samples(batch)}
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ConfigError(f"evaluation: the data give {form_of(batch)}, of which no metric is known; {_GIVE_STEP}")
+    inputs, labels = batch
+    logits = output_of(model, inputs)
+    num_correct = _num_correct(logits, labels)
+    if num_correct is None:
+        raise ConfigError(f"evaluation: {form_of(logits)} for labels as {form_of(labels)} are no classes; {_GIVE_STEP}")
+    return {"accuracy": num_correct, "loss": float(functional.cross_entropy(logits, labels, reduction="sum"))}
+
+
+_GIVE_STEP = "give a function (model, batch) that returns metrics, as evaluate(..., step=...)"
+
+
+def _num_correct(logits: Any, labels: Any) -> int | None:
+    """Return how many labels (n,) have the largest of their logits (n, classes); None for other forms."""
+    if not isinstance(logits, Tensor) or not isinstance(labels, Tensor) or logits.dim() != 2 or labels.dim() != 1 \
+            or labels.is_floating_point():
+        return None
+    return int((logits.argmax(dim=1) == labels).sum())

@@ -87,7 +87,8 @@ def test_what_is_read_is_let_through_where_it_is_read(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "key", "words"), [
     ("alone", "batch_size", "(did you mean 'batch-size'?)"),
     ("alone", "Local-Epochs", "(did you mean 'local-epochs'?)"),
-    ("alone", "lr", "FP32Trainer(optimizer=sgd(0.01))"), ("group", "proximal-mu", "for clients that train alone"),
+    ("alone", "lr", "FP32Trainer(optimizer=sgd(config['lr']))"),
+    ("group", "proximal-mu", "for clients that train alone"),
     ("alone", "steps", "this client reads batch-size, local-epochs, num-rounds, proximal-mu, seed"),
     ("group", "batch-size", "a group's batch size, epochs and seed are arguments of its strategy"),
     ("group", "clipping_norm", "give fixedclipping_mod or adaptiveclipping_mod"),

@@ -76,14 +76,16 @@ class _StruckWork:
         self._done()
 
 
-def model(*, norm: bool = False) -> nn.Module:
+def model(*, norm: bool = False, frozen: bool = False) -> nn.Module:
     def layers() -> nn.Module:
         first: list[nn.Module] = [nn.Flatten(), nn.Linear(16, 12)]
         if norm:
             first.append(nn.BatchNorm1d(12))
         return nn.Sequential(*first, nn.ReLU(), nn.Linear(12, 3))
 
-    return built(layers, 2)
+    made = built(layers, 2)
+    made[1].requires_grad_(not frozen)
+    return made
 
 
 def samples(count: int = NUM_SAMPLES) -> LabelledData:
@@ -141,17 +143,17 @@ class Members:
     def __init__(
         self, size: int, monkeypatch: pytest.MonkeyPatch, strike: Strike, *, norm: bool = False,
         sample_s: Sequence[float] | None = None, rebalance_steps: int = 0, num_steps: int = NUM_STEPS,
-        own_data: bool = False, augmented: bool = False,
+        own_data: bool = False, augmented: bool = False, frozen: bool = False,
     ) -> None:
         def struck(transport: str, port: RingPort, ranks: Any, generation: int, heartbeat_s: float) -> Collective:
             return StruckRing(open_ring(transport, port, ranks, generation, heartbeat_s), port.rank, generation, strike)
 
         monkeypatch.setattr(ring_member_module, "open_ring", struck)
-        self._addresses, self._norm = tuple(free_addresses(size)), norm
+        self._addresses, self._norm, self._frozen = tuple(free_addresses(size)), norm, frozen
         self._task, self._rebalance_steps = task(size, num_steps, reshuffle=not own_data), rebalance_steps
         self._own_data, self._augmented = own_data, augmented
         self.paces = [Pace(sample_s or (0.01,) * size, rank) for rank in range(size)]
-        self.models = {rank: model(norm=norm) for rank in range(size)}
+        self.models = {rank: model(norm=norm, frozen=frozen) for rank in range(size)}
         self.ledgers: dict[int, list[AppliedStep]] = {rank: [] for rank in range(size)}
         # gRPC alone: a gloo ring that is closed shuts the process's connections to its ports, so a process has but one.
         with ThreadPoolExecutor(size) as threads:
@@ -192,7 +194,7 @@ class Members:
 
     def check(self) -> None:
         """Check that survivors have all steps once, the same weights, and those of an undisturbed training."""
-        reference = model(norm=self._norm)
+        reference = model(norm=self._norm, frozen=self._frozen)
         everyones = [self._data_of(rank) for rank in range(len(self.paces))] if self._own_data else [self._data_of(0)]
         train_group(reference, everyones, self._task, trainer(), None)
         survivors = list(self.ends)
@@ -215,6 +217,25 @@ def test_undisturbed_members_train_what_one_process_does(monkeypatch: pytest.Mon
     members = Members(3, monkeypatch, nothing)
     members.check()
     assert all(end.outcome.recoveries_s == () for end in members.ends.values())
+
+
+def test_frozen_parameters_do_not_travel_when_a_member_falls_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    load_bytes = vars(ring_member_module)["_load_bytes"]
+
+    def noting(tensors: Sequence[Tensor], payload: bytes) -> None:
+        sent.append(len(payload))
+        load_bytes(tensors, payload)
+
+    monkeypatch.setattr(ring_member_module, "_load_bytes", noting)
+
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if rank == 2 and (generation, operation, number) == (0, "all_reduce", 3):
+            raise PeerLost("struck")
+
+    Members(3, monkeypatch, strike, frozen=True).check()
+    trained_bytes = 4 * (12 * 3 + 3)
+    assert sent and all(trained_bytes <= size < trained_bytes + 4 * 16 * 12 for size in sent)
 
 
 @pytest.mark.parametrize("own_data", [False, True])

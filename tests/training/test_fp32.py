@@ -235,3 +235,8 @@ def test_labels_beyond_the_outputs_are_the_callers_mistake_and_not_the_accelerat
     trainer = MixedPrecisionTrainer(rule="half", parallel=False) if mixed else FP32Trainer()
     with pytest.raises(ConfigError, match="the labels reach 12, but the model has 10 outputs; give the model an"):
         trainer.start(weight_and_bias(), TrainingSpan()).step([(inputs, labels)])
+
+
+def test_an_optimiser_in_place_of_a_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"AdamW\(...\) is one model's; give a function that makes it"):
+        FP32Trainer(optimizer=torch.optim.AdamW(nn.Linear(1, 1).parameters()))  # type: ignore[arg-type]

@@ -1,12 +1,15 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from socflower.errors import ConfigError
 from socflower.workloads import LabelledData, build_model, evaluate, load_data
+from tests.seeded import built
 
 
 def noise(num_samples: int) -> LabelledData:
@@ -52,6 +55,59 @@ def test_nothing_to_evaluate_is_refused() -> None:
         evaluate(model, noise(4).select([]))
     with pytest.raises(ConfigError, match="batch_size = 0 must be 1 or more"):
         evaluate(model, noise(4), batch_size=0)
+
+
+class Regression(nn.Module):
+    """Returns what models of Hugging Face return: a loss, and logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        logits = self.layer(inputs)
+        return SimpleNamespace(logits=logits, loss=functional.cross_entropy(logits, labels))
+
+
+def rows(count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [{"inputs": torch.randn(4, generator=generator), "labels": torch.tensor(number % 3)}
+            for number in range(count)]
+
+
+def test_dicts_have_the_models_own_loss_and_the_accuracy_of_its_logits() -> None:
+    model, data = built(Regression, 3), rows(20)
+    inputs, labels = torch.stack([row["inputs"] for row in data]), torch.tensor([int(row["labels"]) for row in data])
+    with torch.no_grad():
+        made = model(inputs, labels)
+    found = evaluate(model, data, 7)
+    assert found.accuracy == pytest.approx(float((made.logits.argmax(1) == labels).float().mean()))
+    assert found.loss == pytest.approx(float(made.loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 20])
+def test_a_users_metrics_are_means_over_samples(batch_size: int) -> None:
+    def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | float]:
+        ones = (batch["labels"] == 1).float()
+        return {"mse": (model.layer(batch["inputs"]) ** 2).mean(), "share": float(ones.mean())}
+
+    model, data = built(Regression, 3), rows(20)
+    found = evaluate(model, DataLoader(data, batch_size=3), batch_size, step=step)
+    with torch.no_grad():
+        expected = float((model.layer(torch.stack([row["inputs"] for row in data])) ** 2).mean())
+    assert found.metrics == {"mse": pytest.approx(expected, rel=1e-5), "share": pytest.approx(7 / 20)}
+    with pytest.raises(ConfigError, match="there is no accuracy, only mse, share; return it from the function"):
+        _ = found.accuracy
+
+
+def test_data_of_which_no_metric_is_known_is_refused() -> None:
+    targets = [(torch.zeros(4), torch.tensor(0.5))] * 4
+    with pytest.raises(ConfigError, match=r"labels as a tensor of shape \(4,\) are no classes; give a function"):
+        evaluate(nn.Linear(4, 1), targets)
+    with pytest.raises(ConfigError, match=r"the data give a tensor of shape .*, of which no metric is known"):
+        evaluate(nn.Linear(4, 1), [torch.zeros(4)] * 4)
+    with pytest.raises(ConfigError, match="one batch gave a and another b"):
+        evaluate(nn.Linear(4, 1), targets, 3, step=lambda model, batch: {"a" if len(batch[0]) == 3 else "b": 1.0})
 
 
 def test_lenet_learns_the_digits(shared_cache: Path) -> None:
