@@ -4,6 +4,7 @@ Layers always draw their initial weights and their masks from it. Without a lock
 changes the numbers that another thread draws at the same time.
 """
 
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,21 @@ def forked_generator(seed: int | None = None, *, cuda: Sequence[int | torch.devi
         if seed is not None:
             seed_generators(seed)
         yield
+
+
+@contextmanager
+def forked_generators(seed: int | None = None) -> Iterator[None]:
+    """Like `forked_generator`, for the global generators of torch, NumPy and `random`, all seeded with `seed`."""
+    with forked_generator(seed):
+        numpy_state, python_state = np.random.get_state(), random.getstate()
+        if seed is not None:
+            np.random.seed(seed)
+            random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
 
 
 def build_exclusively(build: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:

@@ -21,7 +21,7 @@ _SPANS = StateKind(name="trace of a round", schema=2, remedy="start anew with --
 _NUM_KEPT = 2  # the newest, and the previous one in case the newest is damaged
 
 # These change neither weights nor virtual time.
-_FREE_KEYS = ("name", "question", "compare", "expect")
+_FREE_KEYS = ("name", "question", "compare", "expect", "folder")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

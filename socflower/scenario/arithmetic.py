@@ -17,25 +17,18 @@ from socflower.precision.processor_costs import Int8Pricing, MixedPricing
 from socflower.quantities import percent
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.workload import example_inputs, initial_model, scenario_data
 from socflower.training.fp32 import FP32Trainer, OptimizerFn, cosine_annealing, sgd
 from socflower.training.int8 import Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.trainer import Trainer
-from socflower.workloads import LabelledData, build_model, data_shape, load_data
-
-
-def initial_model(scenario: Scenario, num_classes: int | None = None) -> nn.Module:
-    """Return the scenario's model with initial weights from its seed, for the data's classes or `num_classes`."""
-    shape = data_shape(scenario.data.name)
-    return build_model(scenario.model.name, in_channels=shape.channels, image_size=shape.size,
-                       num_classes=num_classes or shape.num_classes, seed=scenario.seed)
+from socflower.workloads import DataSource
+from socflower.workloads.batch_form import pair_of
 
 
 def model_profile(scenario: Scenario, model: nn.Module | None = None) -> ModelProfile:
     """Return the layer profile of the scenario's model on its data; `model` is that model if it is built already."""
-    shape = data_shape(scenario.data.name)
-    input_shape = (shape.channels, shape.size, shape.size)
-    return profile_module(model or initial_model(scenario), input_shape, scenario.model.name)
+    return profile_module(model or initial_model(scenario), example_inputs(scenario), scenario.model.name)
 
 
 def pricing(scenario: Scenario) -> Pricing:
@@ -101,13 +94,13 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
     fp32 = FP32Trainer(
         optimizer=optimizer(scenario),
         scheduler=cosine_annealing if settings.schedule == "cosine" else None,
-        channels_last=True,  # the registry's models support it and are faster with it
+        channels_last=not scenario.model.factory,  # the registry's models support it and are faster with it
         reduction=settings.reduction, num_buckets=scenario.strategy.overlap_buckets,
     )
     if precision.arithmetic == "fp32":
         return fp32
-    held_out = _split(scenario.data.name, precision.held_out)[1]
-    inputs, _ = held_out.batch(np.arange(len(held_out)))
+    held_out = _split(scenario_data(scenario).train, precision.held_out)[1]
+    inputs, _ = pair_of(held_out.batch(np.arange(len(held_out))), "mixed precision")
     device = scenario_cluster(scenario).device_of(soc)
     ratio = MixedPricing(rule=precision.rule).npu_ratio(scenario.model.name, device)
     return MixedPrecisionTrainer(fp32=fp32, rule=precision.rule, held_out=inputs, npu_ratio=ratio,
@@ -127,11 +120,10 @@ def optimizer(scenario: Scenario) -> OptimizerFn:
     return sgd(settings.learning_rate, scenario.momentum, settings.weight_decay)
 
 
-def training_data(scenario: Scenario) -> LabelledData:
+def training_data(scenario: Scenario) -> DataSource:
     """Return the samples to train on: all except the held-out ones."""
-    if not scenario.precision.held_out:
-        return load_data(scenario.data.name).train
-    return _split(scenario.data.name, scenario.precision.held_out)[0]
+    train = scenario_data(scenario).train
+    return _split(train, scenario.precision.held_out)[0] if scenario.precision.held_out else train
 
 
 def num_training_samples(scenario: Scenario, num_train: int) -> int:
@@ -144,8 +136,7 @@ def num_training_samples(scenario: Scenario, num_train: int) -> int:
 
 
 @cache
-def _split(name: str, num_held_out: int) -> tuple[LabelledData, LabelledData]:
+def _split(train: DataSource, num_held_out: int) -> tuple[DataSource, DataSource]:
     """Return training and held-out samples; the latter are spread evenly, since files may be sorted by class."""
-    train = load_data(name).train
     held_out = np.arange(num_held_out) * len(train) // num_held_out
     return train.select(np.delete(np.arange(len(train)), held_out)), train.select(held_out)

@@ -31,12 +31,12 @@ from socflower.quantities import counted, human_joules, human_ratio, human_secon
 from socflower.scenario.app.split_result import cut_text
 from socflower.scenario.arithmetic import mixing_note, model_profile, num_training_samples, pricing
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
-from socflower.scenario.schema.config import PrecisionConfig, Scenario
+from socflower.scenario.schema.config import DataConfig, ModelConfig, PrecisionConfig, Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.scenario.split_setting import SplitSetting
+from socflower.scenario.workload import num_samples as num_samples_of
 from socflower.sim import EventClock
-from socflower.workloads import data_shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,8 +97,8 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
     for entry in scenario.compare.predict:
         for name in strategies:
             planned = scenario.replaced(
-                strategy=scenario.strategy.replaced(name=name), model=scenario.model.replaced(name=entry.model),
-                data=scenario.data.replaced(name=entry.data),
+                strategy=scenario.strategy.replaced(name=name), model=ModelConfig(name=entry.model),
+                data=DataConfig(name=entry.data),
                 train=scenario.train.replaced(batch_size=entry.batch_size),
                 precision=PrecisionConfig(arithmetic=entry.arithmetic))
             if not planned.has_groups:
@@ -153,7 +153,7 @@ def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[IntervalCosts, T
         num_groups = min(len(cluster.boards), num_socs or cluster.num_socs)
     cost = pricing(scenario)
     plan = plan_groups(cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost))
-    num_samples = num_training_samples(scenario, data_shape(scenario.data.name).num_train)
+    num_samples = num_training_samples(scenario, num_samples_of(scenario))
     work = IntervalCosts(
         cluster=cluster, plan=plan, profile=model_profile(scenario), num_samples=num_samples,
         batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, serialize_uplinks=False,

@@ -9,12 +9,12 @@ from socflower.engines.names import require_engine
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.precision import Int8Model
 from socflower.precision.int8.network import UnsupportedOperator
-from socflower.scenario.arithmetic import initial_model, unsupported
+from socflower.scenario.arithmetic import model_profile, unsupported
 from socflower.scenario.heat import check_boards
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.split_setting import SplitSetting
-from socflower.workloads import data_shape, load_data, model_names
+from socflower.scenario.workload import check_workload, image_shape, initial_model
 
 
 class PreparedRun:
@@ -57,7 +57,9 @@ class PreparedRun:
         self._check_groups(engine, num_socs)
         check_boards(scenario, self.cluster)
         if trains_here:
-            load_data(scenario.data.name)
+            check_workload(scenario)
+            if scenario.factories:
+                model_profile(scenario)
             if scenario.precision.arithmetic != "fp32":
                 self._check_int8()
 
@@ -70,9 +72,6 @@ class PreparedRun:
         if engine == "deployment" and scenario.precision.arithmetic == "int8" and scenario.has_groups:
             raise ConfigError(f"{scenario.name} [precision] arithmetic = 'int8' hands out no gradients that machines "
                               "could exchange; use arithmetic = 'mixed' with rule = 'int8', or another engine")
-        if scenario.model.name not in model_names():
-            raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r} is unknown; use one of "
-                              + ", ".join(model_names()))
         for event in scenario.events:
             if event.soc >= self.cluster.num_socs:
                 raise ConfigError(f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to "
@@ -80,11 +79,10 @@ class PreparedRun:
 
     def _check_int8(self) -> None:
         """Raise if int8 cannot train the scenario's model, or this machine lacks the kernel path."""
-        scenario, shape = self.scenario, data_shape(self.scenario.data.name)
+        scenario = self.scenario
         self._model = initial_model(scenario)
         try:
-            Int8Model.from_module(self._model, input_shape=(shape.channels, shape.size, shape.size),
-                                  unsupported=unsupported(scenario))
+            Int8Model.from_module(self._model, input_shape=image_shape(scenario), unsupported=unsupported(scenario))
         except UnsupportedOperator as error:
             raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r}: {error.what}; set [precision] "
                               "unsupported = 'fp32' to run such operators in FP32, or arithmetic = 'fp32'") from None

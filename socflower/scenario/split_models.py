@@ -22,20 +22,20 @@ from socflower.edgecloud.plan.device_costs import CutShape, split_costs
 from socflower.edgecloud.program import JoinedProgram, LayeredProgram, SplitProgram, cut_shapes
 from socflower.edgecloud.samples import CodeSamples, FeatureSamples, ImageTargets, LabelledSamples, Samples
 from socflower.errors import ConfigError
-from socflower.scenario.arithmetic import initial_model, optimizer
+from socflower.scenario.arithmetic import optimizer
 from socflower.scenario.schema.config import Scenario
+from socflower.scenario.workload import image_shape, initial_model, scenario_data
 from socflower.training.fp32 import LossFn
 from socflower.workloads import (
     ClickData,
     DataSet,
     GeneratorSamples,
+    LabelledData,
     build_click_model,
     build_generator,
     class_subset,
     click_data,
-    data_shape,
     evaluate,
-    load_data,
     load_weights,
     partition,
 )
@@ -131,10 +131,9 @@ class ImageWorkload(SplitWorkload):
     @cached_property
     def program(self) -> LayeredProgram:
         """A model of the registry, with weights from the scenario's seed or pretrained ones."""
-        shape = data_shape(self.scenario.data.name)
         classes = self.scenario.split.classes
         model = initial_model(self.scenario, num_classes=len(classes) or None)
-        return self._program(model, (shape.channels, shape.size, shape.size), functional.cross_entropy)
+        return self._program(model, image_shape(self.scenario), functional.cross_entropy)
 
     def samples(self, edge: int) -> Samples:
         """Return an edge's part of the images."""
@@ -294,10 +293,14 @@ def split_workload(scenario: Scenario, num_edges: int) -> SplitWorkload:
 
 def _selected_images(scenario: Scenario) -> DataSet:
     """Return the scenario's images, restricted to the classes that it names."""
-    data, classes = load_data(scenario.data.name), scenario.split.classes
+    data, classes = scenario_data(scenario), scenario.split.classes
+    train, test = data.train, data.test
+    if not isinstance(train, LabelledData) or not isinstance(test, LabelledData):
+        raise ConfigError(f"{scenario.name} [data] factory = {scenario.data.factory!r}: strategy.name = "
+                          f"{scenario.strategy.name!r} trains on images with labels; return LabelledData")
     if not classes:
-        return data
-    return DataSet(class_subset(data.train, classes), class_subset(data.test, classes), data.name,
+        return DataSet(train, test, scenario.data.name, data.source)
+    return DataSet(class_subset(train, classes), class_subset(test, classes), scenario.data.name,
                    f"{data.source}, classes {', '.join(map(str, classes))}")
 
 

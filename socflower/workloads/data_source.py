@@ -29,6 +29,35 @@ class DataSource(ABC):
         What is random in a sample, such as augmentation, must be a function of `key` and the sample's number.
         """
 
+    @property
+    def targets(self) -> Any:
+        """The class of each sample, for partitions by class; None if it is not known without reading the samples."""
+        return None
+
     def parts(self, indices: Sequence[Indices], key: Sequence[int] = ()) -> list[Batch]:
         """Return one batch for each of `indices`."""
         return [self.batch(each, key) for each in indices]
+
+    def select(self, indices: Indices) -> "DataSource":
+        """Return the samples at `indices`, in that order; what is random in them stays that of their numbers here."""
+        return _Selection(self, torch.as_tensor(indices, dtype=torch.int64))
+
+
+class _Selection(DataSource):
+    """Some samples of a data source."""
+
+    def __init__(self, source: DataSource, rows: torch.Tensor) -> None:
+        self._source, self._rows = source, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def targets(self) -> Any:
+        """The class of each sample of the selection, if the source knows them."""
+        targets = self._source.targets
+        return None if targets is None else torch.as_tensor(targets)[self._rows]
+
+    def batch(self, indices: Indices, key: Sequence[int] = ()) -> Batch:
+        """Return the samples at `indices` of the selection; see `DataSource.batch`."""
+        return self._source.batch(self._rows[torch.as_tensor(indices, dtype=torch.int64)], key)

@@ -60,6 +60,11 @@ class LabelledData(DataSource):
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def targets(self) -> torch.Tensor:
+        """The labels."""
+        return self.labels
+
     def _require_classes(self) -> None:
         if not len(self.labels):
             return

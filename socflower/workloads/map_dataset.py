@@ -1,8 +1,7 @@
 """Torch's map-style data sets as data of a training."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from socflower.capture.random_state import forked_generator
+from socflower.capture.random_state import forked_generators
 from socflower.errors import ConfigError, require_range
 from socflower.workloads.batch_form import NOTHING, Batch, form_of, num_samples
 from socflower.workloads.data_source import DataSource, Indices
@@ -57,6 +56,11 @@ class MapDataset(DataSource):
     def __len__(self) -> int:
         return len(self._dataset)
 
+    @property
+    def targets(self) -> Any:
+        """The samples' classes, if the dataset has them by this name, as those of torchvision do; else None."""
+        return getattr(self._dataset, "targets", None)
+
     def batch(self, indices: Indices, key: Sequence[int] = ()) -> Batch:
         """Return the collated samples at `indices`; see `DataSource.batch`."""
         if not len(indices):
@@ -65,7 +69,7 @@ class MapDataset(DataSource):
         # The workers divide the batch; the loader returns their parts in this order.
         bounds = np.linspace(0, len(places), max(1, self._num_workers) + 1).astype(int)
         self._wanted[:] = [places[first:end] for first, end in pairwise(bounds) if end > first]
-        with _restored_generators():
+        with forked_generators():
             made = self._collate([sample for part in self._loader for sample in part])
         if num_samples(made) != len(places):
             raise ConfigError(f"data: the collate function made {form_of(made)} of {len(places)} samples of "
@@ -108,15 +112,3 @@ class _Seeded(Dataset[Any]):
 
 def _as_read(samples: list[Any]) -> list[Any]:
     return samples
-
-
-@contextmanager
-def _restored_generators() -> Iterator[None]:
-    """Use the generators of torch, NumPy and `random` exclusively; their states are restored at exit."""
-    with forked_generator():
-        numpy_state, python_state = np.random.get_state(), random.getstate()
-        try:
-            yield
-        finally:
-            np.random.set_state(numpy_state)
-            random.setstate(python_state)

@@ -1,10 +1,8 @@
 """Worker processes that run a ClientApp, one message at a time, for any node."""
 
-import importlib
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,6 +24,7 @@ from socflower.engines.local.flower_internals import (
     LOAD_CLIENT_APP_EXCEPTION,
 )
 from socflower.errors import ConfigError
+from socflower.user_code import import_attribute
 
 _PRELOADED = ("flwr.clientapp", "torch", "torch._dynamo", "socflower.clients.app", "socflower.rings.member")
 """Imported once in the fork server, whose children then start in milliseconds and share the memory pages.
@@ -42,18 +41,9 @@ class AppReference:
     folder: Path | None = None  # prepended to the import path
 
     def load(self) -> object:
-        """Import and return the app; `ConfigError` if module or attribute is missing."""
-        if self.folder is not None and str(self.folder) not in sys.path:
-            sys.path.insert(0, str(self.folder))
-        module_name, _, attribute = self.target.partition(":")
-        try:
-            return getattr(importlib.import_module(module_name), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"app {self.target!r} cannot be loaded: {error}; check [tool.flwr.app.components]"
-                              ) from None
-        except SystemExit as end:
-            raise ConfigError(f"app {self.target!r} cannot be loaded: its module ends with sys.exit({end.code!r}); "
-                              "leave that to `if __name__ == '__main__'`") from None
+        """Import and return the app; `ConfigError` if that fails."""
+        return import_attribute(self.target, self.folder, f"app {self.target!r}",
+                                "check [tool.flwr.app.components]")
 
 
 ClientAppSource: TypeAlias = AppReference | Callable[[], ClientApp] | ClientApp

@@ -6,6 +6,8 @@ bundle contains the scenario, and Flower sends the bundle to the SuperLink and t
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from socflower.cluster import sustained_rates
 from socflower.engines.app_files import AppFiles
@@ -15,8 +17,11 @@ from socflower.scenario.arithmetic import pricing
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster, to_document
 from socflower.scenario.schema.strategies import group_strategy
+from socflower.user_code import own_sources
 
 SCENARIO_FILE = "scenario.json"
+CODE_FOLDER = "code"
+"""Of a bundle: the modules of the user's that the scenario names functions of."""
 
 _IN_FOLDER = '''"""The {part}App of every socflower scenario."""
 
@@ -78,8 +83,16 @@ def app_in_folder() -> AppFiles:
 
 
 def app_in_bundle(scenario: Scenario) -> AppFiles:
-    """Return the app whose bundle contains its scenario, for other machines."""
-    return _app(_IN_BUNDLE, {SCENARIO_FILE: json.dumps(to_document(scenario))})
+    """Return the app whose bundle contains its scenario, and the modules of its factories, for other machines."""
+    own = own_sources(Path(scenario.folder), scenario.factories) if scenario.folder else {}
+    return _app(_IN_BUNDLE, {SCENARIO_FILE: json.dumps(to_document(scenario)),
+                             **{f"{CODE_FOLDER}/{name}": file.read_text("utf-8") for name, file in own.items()}})
+
+
+def bundled_document(bundle: Path) -> dict[str, Any]:
+    """Return the document of a bundle's scenario, whose factories are imported from the bundle."""
+    document: dict[str, Any] = json.loads((bundle / SCENARIO_FILE).read_text("utf-8"))
+    return {**document, "folder": str(bundle / CODE_FOLDER)} if "folder" in document else document
 
 
 def _app(template: str, extra_files: Mapping[str, str] | None = None) -> AppFiles:

@@ -21,12 +21,13 @@ from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_tr
 from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.strategies import group_strategy
+from socflower.scenario.workload import scenario_data
 from socflower.sim import EventClock, Trace
 from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.warm_up import profile_group_count
-from socflower.workloads import DataSet, Evaluation, evaluate, load_data
+from socflower.workloads import Evaluation, evaluate
 
 
 def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
@@ -42,7 +43,7 @@ class _Training:
         self._grid = grid
         self._folder = folder
         self._cluster = run.cluster
-        self._data: DataSet = load_data(scenario.data.name)
+        self._data = scenario_data(scenario)
         self._num_samples = num_training_samples(scenario, len(self._data.train))
         self._model = run.take_model()
         self._profile = model_profile(scenario, self._model)

@@ -25,14 +25,15 @@ from socflower.engines.run_folder import RunFolder
 from socflower.errors import SocflowerError
 from socflower.scenario.app.group_training import train
 from socflower.scenario.app.split_training import split_client_app, train_split
-from socflower.scenario.arithmetic import initial_model, trainer, training_data
+from socflower.scenario.arithmetic import trainer, training_data
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document
+from socflower.scenario.workload import initial_model, partitions
 from socflower.strategies.group_grid import GroupGrid
 from socflower.training.trainer import Trainer
 from socflower.wire.message_keys import PARTITION_ID
-from socflower.workloads import LabelledData, partition
+from socflower.workloads import DataSource
 
 FolderOf: TypeAlias = Callable[[Context], RunFolder]
 
@@ -74,7 +75,7 @@ def scenario_client_app(folder_of: FolderOf) -> ClientApp:
     def model(context: Context) -> nn.Module:
         return initial_model(scenario_of(context))
 
-    def data(context: Context, partition_id: int, num_partitions: int) -> LabelledData:
+    def data(context: Context, partition_id: int, num_partitions: int) -> DataSource:
         if num_partitions == 1:
             return training_data(scenario_of(context))
         return _part(folder_of(context), partition_id, num_partitions)
@@ -120,11 +121,10 @@ def await_nodes(grid: Grid, num_nodes: int, timeout_s: float = _NODES_TIMEOUT_S)
 
 
 @cache
-def _part(folder: RunFolder, partition_id: int, num_partitions: int) -> LabelledData:
+def _part(folder: RunFolder, partition_id: int, num_partitions: int) -> DataSource:
     scenario = _read(folder)
-    data, settings = training_data(scenario), scenario.data
-    parts = partition(data.labels.numpy(), num_partitions, settings.partition, settings.alpha, scenario.seed)
-    return data.select(parts[partition_id])
+    data = training_data(scenario)
+    return data.select(partitions(scenario, data, num_partitions)[partition_id])
 
 
 @cache

@@ -25,7 +25,7 @@ from socflower.engines.checkpoint import CheckpointFolder, Checkpointing, traini
 from socflower.engines.deployment.outcome_lines import to_lines
 from socflower.engines.run_folder import CloudAddress, RunFolder
 from socflower.errors import ConfigError
-from socflower.scenario.app.deployed import SCENARIO_FILE, needs_cloud
+from socflower.scenario.app.deployed import bundled_document, needs_cloud
 from socflower.scenario.app.main import scenario_client_app, scenario_server_app
 from socflower.scenario.app.round_record import versions
 from socflower.scenario.schema.config import Scenario
@@ -73,8 +73,7 @@ class BundledRunFolder(RunFolder):
 
     def read_scenario(self) -> dict[str, Any]:
         """Return the document of the bundle's scenario."""
-        document: dict[str, Any] = json.loads((self.bundle / SCENARIO_FILE).read_text("utf-8"))
-        return document
+        return bundled_document(self.bundle)
 
     def read_checkpointing(self) -> Checkpointing | None:
         """Return where checkpoints are kept and which to resume from; `ConfigError` if they are of another run."""
@@ -139,7 +138,7 @@ def _checkpoints(folder: Path) -> CheckpointFolder:
 
 @cache
 def _scenario(bundle: Path) -> Scenario:
-    return from_document(json.loads((bundle / SCENARIO_FILE).read_text("utf-8")))
+    return from_document(bundled_document(bundle))
 
 
 def _print_line(line: str) -> None:

@@ -1,10 +1,7 @@
 """The cloud as a process: its program, its token, and its service until a signal ends it."""
 
-import importlib
 import json
-import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +23,7 @@ from socflower.scenario.app.split_training import split_settings
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import apply_override, from_document, load_scenario
 from socflower.scenario.split_setting import SplitSetting
+from socflower.user_code import import_attribute
 from socflower.wire.saved_state import write_atomically
 from socflower.wire.secure_channel import Tls
 
@@ -125,14 +123,8 @@ def _scenario(path: Path, overrides: Sequence[str]) -> Scenario:
 
 
 def _import_program(program: str) -> SplitProgram:
-    module, _, name = program.partition(":")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)  # a command's sys.path has the folder of its script instead
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"program {program}: cannot be imported ({error}); write module:name, importable from here"
-                          ) from None
+    # A command's sys.path has the folder of its script instead of the working directory.
+    found = import_attribute(program, Path.cwd(), f"program {program}", "write module:name, importable from here")
     found = found() if callable(found) and not isinstance(found, SplitProgram) else found
     if not isinstance(found, SplitProgram):
         raise ConfigError(f"program {program}: is a {type(found).__name__}, not a SplitProgram; make one with "

@@ -1,6 +1,7 @@
 """The tables of a scenario file: keys, defaults, limits, descriptions; docs/reference/scenarios.md is made of them."""
 
-from typing import Annotated, Self
+import re
+from typing import Annotated, Any, Self
 
 from pydantic import Field
 
@@ -17,6 +18,7 @@ ARITHMETICS = ("fp32", "int8", "mixed")
 REBALANCE = ("off", "shares", "groups", "both")
 FAULT_KINDS = ("raise", "nan", "hang", "die", "preempt")
 
+_FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _HELD_OUT = 128
 _READERS = {"rule": ("mixed",), "algorithm": ("int8",), "gradient_bits": ("int8",), "adaptive_rescaling": ("int8",),
             "unsupported": ("int8", "mixed")}
@@ -30,22 +32,42 @@ Epochs = Annotated[int, Field(gt=0, le=_MAX_EPOCHS)]
 Round = Annotated[int, Field(gt=0, le=MOST_INTERVALS)]
 
 
-class ModelConfig(Table):
+class Factory(Table):
+    """A table of a scenario that may name a function of the user's."""
+
+    factory: str = Field("", description=(
+        "`package.module:function` of your own; the scenario's folder is on the import path"))
+    arguments: dict[str, Any] = Field({}, description="keyword arguments of `factory`")
+
+    def check(self) -> None:
+        """Refuse a factory that cannot be imported by its name, and arguments without a factory."""
+        if self.factory and not _FACTORY.fullmatch(self.factory):
+            raise ValueError(f'factory = {self.factory!r}: write "package.module:function"')
+        if self.arguments and not self.factory:
+            raise ValueError(f"arguments = {self.arguments} are those of a factory, and none is named; add factory = "
+                             '"package.module:function"')
+
+
+class ModelConfig(Factory):
     """`[model]`"""
 
-    name: str = Field("lenet5", description=(
+    factory: str = Field("", description=(
+        "`package.module:function` that returns your own nn.Module; [how](#your-own-model-and-data)"))
+    name: str = Field(default_factory=lambda table: table.get("factory") or "lenet5", description=(
         "`lenet5`, `vgg11`, `resnet18`, `mobilenet-v1`, or small relatives for 32×32 images: `vgg-small` (six "
         "convolutions, 0.31 M parameters), `vgg-mini` (three, 69 thousand), `vgg-tiny` (63 thousand) and `resnet8` "
         "(BatchNorm and residuals, 78 thousand). With [a cloud](#edgecloud) also `click-model` and `digit-generator`"))
 
 
-class DataConfig(Table):
+class DataConfig(Factory):
     """`[data]`"""
 
-    name: str = Field("digits", description=(
+    factory: str = Field("", description="`package.module:function` that returns your own training and test data")
+    name: str = Field(default_factory=lambda table: table.get("factory") or "digits", description=(
         "`digits` (4,000 training and 1,000 test images of MNIST, embedded); `mnist`, `cifar10`: from the folder named "
         "by `SOCFLOWER_DATA` (`mnist/train.parquet`, `mnist/test.parquet`, …), else from the Hugging Face hub with "
-        "`socflower[hub]`; with `click-model` `clicks`, 60,000 generated samples in the shape of MovieLens"))
+        "`socflower[hub]`; with `click-model` `clicks`, 60,000 generated samples in the shape of MovieLens. Default: "
+        "`digits`, or the path of the `factory`"))
     partition: Annotated[str, OneOf(("iid", "dirichlet"))] = Field("iid", description=(
         "how data are spread over SoCs; `dirichlet` is label skew"))
     alpha: float = Field(0.5, gt=0, description="of the Dirichlet distribution; smaller is more uneven")
@@ -321,3 +343,10 @@ class Scenario(ScenarioFile):
 
     name: str = "scenario"
     question: str = ""
+    folder: str | None = None  # of the file, from which its factories are imported; None without factories
+    code: str | None = None  # SHA-256 of the factories' modules in it
+
+    @property
+    def factories(self) -> tuple[str, ...]:
+        """The user's functions that it names."""
+        return tuple(each.factory for each in (self.model, self.data) if each.factory)

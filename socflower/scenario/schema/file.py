@@ -1,5 +1,6 @@
 """Scenario files: reading, overriding single keys, and the resolved document in results."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from socflower.errors import ConfigError
 from socflower.scenario.expectations import require_known_claims
 from socflower.scenario.schema.config import Scenario, ScenarioFile
 from socflower.scenario.schema.links import inline_recorded_link, resolve_file_paths
+from socflower.user_code import own_sources
 
 
 def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
@@ -24,7 +26,19 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
     inline_recorded_link(document, path)
     resolve_file_paths(document, Path())  # paths in overrides are relative to the working directory
     text = path.read_text("utf-8")
-    return parse_scenario(document, name=path.stem, question=_leading_comment(text), where=str(path))
+    scenario = parse_scenario(document, name=path.stem, question=_leading_comment(text), where=str(path))
+    if not scenario.factories:
+        return scenario
+    folder = path.parent.resolve()
+    return scenario.replaced(folder=str(folder), code=_digest(own_sources(folder, scenario.factories)))
+
+
+def _digest(files: Mapping[str, Path]) -> str:
+    """Return one digest of files' paths and contents, so that no result of other code is taken for this one's."""
+    digest = hashlib.sha256()
+    for name, file in files.items():
+        digest.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def _resolve_cluster(document: dict[str, Any], path: Path) -> None:
@@ -69,8 +83,10 @@ def to_document(scenario: Scenario) -> dict[str, Any]:
 
 def from_document(document: Mapping[str, Any]) -> Scenario:
     """Return the scenario of a resolved document."""
-    tables = {key: value for key, value in document.items() if key not in ("name", "question")}
-    return parse_scenario(tables, name=document["name"], question=document["question"], where=document["name"])
+    own = ("name", "question", "folder", "code")
+    tables = {key: value for key, value in document.items() if key not in own}
+    scenario = parse_scenario(tables, name=document["name"], question=document["question"], where=document["name"])
+    return scenario.replaced(**{key: document[key] for key in own if key in document})
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:

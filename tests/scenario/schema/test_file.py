@@ -158,7 +158,7 @@ def test_an_unknown_key_is_named_with_its_value_and_what_was_meant(
 
 
 def test_an_unknown_key_like_no_other_gets_the_list_of_keys(write: Write) -> None:
-    assert "known keys: name, partition, alpha" in refusal(write("[data]\nxyz = 1"))
+    assert "known keys: factory, arguments, name, partition, alpha" in refusal(write("[data]\nxyz = 1"))
 
 
 @pytest.mark.parametrize(("text", "says"), [

@@ -1,0 +1,213 @@
+"""Model and data of a scenario: those of the registry by name, or what functions of the user's return."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from socflower.capture.random_state import forked_generators
+from socflower.errors import ConfigError
+from socflower.scenario.schema.config import DataConfig, Factory, Scenario
+from socflower.training.trainer import require_trained_parameters
+from socflower.user_code import call, import_attribute, raised
+from socflower.workloads import (
+    DataSource,
+    LabelledData,
+    as_data_source,
+    build_model,
+    data_names,
+    data_shape,
+    evaluate,
+    load_data,
+    model_names,
+    partition,
+)
+from socflower.workloads.batch_form import Batch, form_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrainingData:
+    """Training and test samples of a scenario, and their origin."""
+
+    train: DataSource
+    test: DataSource
+    source: str
+
+
+def initial_model(scenario: Scenario, num_classes: int | None = None) -> nn.Module:
+    """Return the scenario's model with initial weights from its seed, for the data's classes or `num_classes`.
+
+    The user's function draws from torch's, NumPy's and Python's global generators, all seeded with the scenario's seed;
+    their states are restored afterwards.
+    """
+    if scenario.model.factory:
+        made = _made("model", scenario.model, scenario)
+        if not isinstance(made, nn.Module):
+            raise ConfigError(f"{_factory_text('model', scenario)}: returned a {type(made).__name__}, not a "
+                              "torch.nn.Module")
+        return made
+    channels, size, known_classes = _image_shape(scenario)
+    return build_model(scenario.model.name, in_channels=channels, image_size=size,
+                       num_classes=num_classes or known_classes, seed=scenario.seed)
+
+
+def scenario_data(scenario: Scenario) -> TrainingData:
+    """Return the scenario's data, made once a process; `ConfigError` or `DataUnavailable` if there are none."""
+    settings = scenario.data
+    if not settings.factory:
+        loaded = load_data(settings.name)
+        return TrainingData(train=loaded.train, test=loaded.test, source=loaded.source)
+    return _own_data(settings.factory, json.dumps(settings.arguments, sort_keys=True), scenario.seed, scenario.folder,
+                     scenario.name)
+
+
+def num_samples(scenario: Scenario) -> int:
+    """Return the number of training samples; data of the registry are not loaded for it."""
+    if scenario.data.factory:
+        return len(scenario_data(scenario).train)
+    return data_shape(scenario.data.name).num_train
+
+
+def example_inputs(scenario: Scenario) -> torch.Tensor | tuple[int, ...]:
+    """Return an example of the model's inputs: a batch of one sample, or of the registry the shape of a sample."""
+    if not scenario.data.factory:
+        shape = data_shape(scenario.data.name)
+        return shape.channels, shape.size, shape.size
+    batch = _first(scenario, scenario_data(scenario).train)
+    inputs = batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch
+    if not isinstance(inputs, torch.Tensor):
+        raise ConfigError(f"{_factory_text('data', scenario)}: its batches are {form_of(batch)}; give pairs (inputs, "
+                          "labels) of tensors")
+    return inputs
+
+
+def image_shape(scenario: Scenario) -> tuple[int, int, int]:
+    """Return channels, height and width of a sample's inputs; `ConfigError` if they are no images of floats."""
+    example = example_inputs(scenario)
+    shape = example if isinstance(example, tuple) else tuple(example.shape[1:])
+    if len(shape) != 3 or (isinstance(example, torch.Tensor) and not example.is_floating_point()):
+        kind = "float32" if isinstance(example, tuple) else str(example.dtype).removeprefix("torch.")
+        raise ConfigError(f"{_factory_text('data', scenario)}: a sample's inputs are {kind} of shape {shape}, and "
+                          f"[precision] arithmetic = {scenario.precision.arithmetic!r} takes images, (channels, "
+                          "height, width) of float32; use arithmetic = 'fp32'")
+    return shape[0], shape[1], shape[2]
+
+
+def partitions(scenario: Scenario, train: DataSource, num_partitions: int) -> list[NDArray[np.int64]]:
+    """Return the numbers of each client's training samples; `ConfigError` for label skew of data without labels."""
+    settings = scenario.data
+    return partition(_labels(scenario, train), num_partitions, settings.partition, settings.alpha, scenario.seed)
+
+
+def check_workload(scenario: Scenario) -> None:
+    """Raise `ConfigError` for unknown names, and for what a factory of the user's returns that cannot train."""
+    _check_name("model", scenario.model, model_names(), scenario)
+    _check_name("data", scenario.data, data_names(), scenario)
+    if not scenario.factories:
+        scenario_data(scenario)
+        return
+    data, model = scenario_data(scenario), initial_model(scenario)
+    _labels(scenario, data.train)
+    if scenario.model.factory:
+        try:
+            require_trained_parameters(model)
+        except ConfigError as error:
+            raise ConfigError(f"{_factory_text('model', scenario)}: {error}") from None
+    try:
+        evaluate(model, data.test.select([0]))
+    except Exception as error:
+        what = str(error) if isinstance(error, ConfigError) else raised(error)
+        raise ConfigError(f"{scenario.name}: model {scenario.model.name} cannot evaluate the test data of "
+                          f"{scenario.data.name}: {what}") from error
+
+
+def _check_name(table: str, settings: Any, known: tuple[str, ...], scenario: Scenario) -> None:
+    if settings.factory and settings.name in known:
+        raise ConfigError(f"{scenario.name} [{table}] name = {settings.name!r} is that of a built-in, and factory = "
+                          f"{settings.factory!r} is given too; remove one")
+    if not settings.factory and settings.name not in known:
+        hint = f', or factory = "{settings.name}"' if ":" in settings.name else ""
+        raise ConfigError(f"{scenario.name} [{table}] name = {settings.name!r} is unknown; use one of "
+                          f"{', '.join(known)}{hint}")
+
+
+def _made(table: str, settings: Factory, scenario: Scenario) -> Any:
+    """Return what the factory of a table returns for its arguments."""
+    text = _factory_text(table, scenario)
+    function = import_attribute(settings.factory, None if scenario.folder is None else Path(scenario.folder), text,
+                                f"it is looked for in {scenario.folder or 'the import path'}")
+    if not callable(function):
+        raise ConfigError(f"{text}: is a {type(function).__name__}, not a function")
+    with forked_generators(scenario.seed):
+        return call(function, settings.arguments, text)
+
+
+def _factory_text(table: str, scenario: Scenario) -> str:
+    return f"{scenario.name} [{table}] factory = {getattr(scenario, table).factory!r}"
+
+
+@cache
+def _own_data(factory: str, arguments: str, seed: int, folder: str | None, name: str) -> TrainingData:
+    scenario = Scenario(name=name, seed=seed, folder=folder,
+                        data=DataConfig(factory=factory, arguments=json.loads(arguments)))
+    text = _factory_text("data", scenario)
+    made = _made("data", scenario.data, scenario)
+    parts = (made.get("train"), made.get("test")) if isinstance(made, Mapping) else \
+        (made.train, made.test) if hasattr(made, "train") and hasattr(made, "test") else made
+    if not isinstance(parts, tuple | list) or len(parts) != 2 or any(part is None for part in parts):
+        raise ConfigError(f"{text}: returned {form_of(made)}; return (train, test), or an object that has both")
+    train, test = (_as_source(part, which, text) for part, which in zip(parts, ("training", "test"), strict=True))
+    return TrainingData(train=train, test=test, source=factory)
+
+
+def _as_source(part: Any, which: str, text: str) -> DataSource:
+    try:
+        source = as_data_source(part)
+    except ConfigError as error:
+        raise ConfigError(f"{text}: {which} {error}") from None
+    if not len(source):
+        raise ConfigError(f"{text}: there is no {which} sample")
+    return source
+
+
+def _first(scenario: Scenario, source: DataSource) -> Batch:
+    try:
+        return source.batch([0])
+    except Exception as error:
+        what = str(error) if isinstance(error, ConfigError) else raised(error)
+        raise ConfigError(f"{_factory_text('data', scenario)}: its first sample cannot be read: {what}") from error
+
+
+def _image_shape(scenario: Scenario) -> tuple[int, int, int]:
+    """Return channels, pixels a side, and classes, which models of the registry are built for."""
+    if not scenario.data.factory:
+        shape = data_shape(scenario.data.name)
+        return shape.channels, shape.size, shape.num_classes
+    train = scenario_data(scenario).train
+    if not isinstance(train, LabelledData) or train.inputs.shape[2] != train.inputs.shape[3]:
+        raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r} takes square images of a known "
+                          f"number of classes; let {scenario.data.factory} return LabelledData, or name a [model] "
+                          "factory")
+    return train.inputs.shape[1], train.inputs.shape[2], train.num_classes
+
+
+def _labels(scenario: Scenario, train: DataSource) -> NDArray[np.int64]:
+    """Return the class of each sample; zeros for an even partition, which needs none."""
+    if scenario.data.partition == "iid":
+        return np.zeros(len(train), np.int64)
+    if train.targets is None:
+        raise ConfigError(f"{scenario.name} [data] partition = {scenario.data.partition!r} needs each sample's class: "
+                          f"give the Dataset of {scenario.data.factory} a list `targets`, as torchvision's have, or "
+                          "use partition = 'iid'")
+    labels = np.asarray(train.targets, np.int64)
+    if labels.shape != (len(train),):
+        raise ConfigError(f"{scenario.name} [data] factory = {scenario.data.factory!r}: `targets` has shape "
+                          f"{labels.shape}, and there are {len(train)} training samples; it takes a class of each")
+    return labels

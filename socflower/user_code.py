@@ -1,0 +1,108 @@
+"""Code of the user: functions and apps by `package.module:name`, and the files that such a module is made of."""
+
+import ast
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from socflower.errors import ConfigError, SocflowerError
+
+
+def import_attribute(target: str, folder: Path | None, what: str, advice: str) -> Any:
+    """Return the attribute of a module by `package.module:name`, with `folder` first on the import path.
+
+    `ConfigError` if it cannot be imported, for whatever reason, as "`what` cannot be loaded: reason; `advice`".
+    """
+    if folder is not None and str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()  # the module may have been written a moment ago
+    path, _, name = target.partition(":")
+    try:
+        module = importlib.import_module(path)
+        found = getattr(module, name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{what} cannot be loaded: {error}; {advice}") from None
+    except SystemExit as end:
+        raise ConfigError(f"{what} cannot be loaded: its module ends with sys.exit({end.code!r}); leave that to "
+                          "`if __name__ == '__main__'`") from None
+    except Exception as error:
+        raise ConfigError(f"{what} cannot be loaded: {raised(error)}") from error
+    _require_place(module, folder, what)
+    return found
+
+
+def _require_place(module: ModuleType, folder: Path | None, what: str) -> None:
+    """Raise `ConfigError` if `folder` has a module of this name, and another one was imported."""
+    stem = module.__name__.replace(".", "/")
+    actual = Path(module.__file__ or "").resolve()
+    for file in () if folder is None else (folder / f"{stem}.py", folder / stem / "__init__.py"):
+        if file.is_file() and file.resolve() != actual:
+            raise ConfigError(f"{what} cannot be loaded: module {module.__name__!r} is {actual} already, not {file}; "
+                              "rename it")
+
+
+def call(function: Callable[..., Any], arguments: Mapping[str, Any], what: str) -> Any:
+    """Return what a user's function returns; `ConfigError` in the name of `what` for any exception of another kind."""
+    try:
+        return function(**arguments)
+    except SocflowerError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{what} failed: {raised(error)}") from error
+
+
+def raised(error: BaseException) -> str:
+    """Return an exception as one line, with the file and line that raised it."""
+    where = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(where[-1].filename).name}, line {where[-1].lineno})" if where else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+
+
+def own_sources(folder: Path, targets: Iterable[str]) -> dict[str, Path]:
+    """Return the Python files in `folder` that the modules of `targets` need, by their path in it.
+
+    These are the modules, the whole packages around them, and what their import statements name of the folder.
+    """
+    found: dict[str, Path] = {}
+    waiting = [target.partition(":")[0] for target in targets]
+    while waiting:
+        name = waiting.pop().partition(".")[0]
+        if not name:
+            continue
+        for file in (folder / f"{name}.py", *(folder / name).rglob("*.py")):
+            path = file.relative_to(folder).as_posix()
+            if path not in found and file.is_file():
+                found[path] = file
+                waiting += _imported(file)
+    return dict(sorted(found.items()))
+
+
+def _imported(file: Path) -> list[str]:
+    """Return the modules that a file's import statements name; none if it is not Python."""
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (SyntaxError, ValueError, OSError):  # its import says so
+        return []
+    return [name for node in nodes for name in (
+        [alias.name for alias in node.names] if isinstance(node, ast.Import)
+        else [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else [])]
+
+
+@contextmanager
+def forgotten_modules(folder: Path) -> Iterator[None]:
+    """Forget the modules in `folder` at exit, for the next folder may have others of the same names."""
+    before = list(sys.path)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        inside = folder.resolve()
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if file and Path(file).resolve().is_relative_to(inside):
+                del sys.modules[name]

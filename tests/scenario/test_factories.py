@@ -1,0 +1,268 @@
+"""Scenarios that name the user's own functions: the same training as the registry's, on all engines, or one line."""
+
+import json
+import random
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from socflower.engines.checkpoint import difference, training_keys
+from socflower.errors import ConfigError
+from socflower.scenario.app.deployed import app_in_bundle, bundled_document
+from socflower.scenario.planning import plan_scenario
+from socflower.scenario.prepared_run import prepare
+from socflower.scenario.runner import run_scenario
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import from_document, load_scenario, to_document
+from socflower.scenario.workload import initial_model, scenario_data
+from socflower.user_code import forgotten_modules
+from socflower.workloads import MapDataset
+
+pytestmark = pytest.mark.usefixtures("on_few_digits")
+
+CODE = """
+    import helper_NAME
+    import numpy as np
+    import random
+    import torch
+    from socflower import build_model, load_data
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    def lenet(seed):
+        return build_model("lenet5", in_channels=1, image_size=28, num_classes=10, seed=seed)
+
+    def digits():
+        return load_data("digits")
+
+    def drawn(num_classes=3):
+        model = nn.Linear(4, num_classes)
+        model.bias.data[:2] = torch.tensor([np.random.rand(), random.random()])
+        return model
+
+    def tokens():
+        return nn.Sequential(nn.Embedding(20, 8), nn.Flatten(), nn.Linear(40, 2))
+
+    def points(num_train=64, noise=0.5):
+        inputs = torch.randn(num_train + 16, 4)
+        labels = (inputs[:, 0] + noise * torch.randn(num_train + 16) > 0).long()
+        train = TensorDataset(inputs[:num_train], labels[:num_train])
+        train.targets = labels[:num_train].tolist()
+        return train, TensorDataset(inputs[num_train:], labels[num_train:])
+
+    def ids():
+        inputs = torch.randint(20, (80, 5))
+        return {"train": TensorDataset(inputs[:64], inputs[:64, 0] % 2),
+                "test": TensorDataset(inputs[64:], inputs[64:, 0] % 2)}
+
+    def without_targets():
+        train, test = points()
+        del train.targets
+        return train, test
+
+    raises = lambda: 1 / 0
+    exits = lambda: exit(3)
+    a_list = lambda: [1, 2, 3]
+    an_empty_one = lambda: (TensorDataset(torch.zeros(0, 4), torch.zeros(0)), points()[1])
+    a_stream = lambda: (iter(()), points()[1])
+    a_number = 3
+    frozen = lambda: nn.Linear(4, 2).requires_grad_(False)
+    too_wide = lambda: nn.Linear(5, 2)
+    one_output = lambda: nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    unreadable = lambda: (range(5), range(5))
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[str]:
+    """The name of a module in `tmp_path` with functions for scenarios; its name is new, as modules stay imported."""
+    name = f"own_{uuid4().hex[:8]}"
+    (tmp_path / f"{name}.py").write_text(textwrap.dedent(CODE).replace("NAME", name), "utf-8")
+    (tmp_path / f"helper_{name}.py").write_text("number = 1\n", "utf-8")
+    with forgotten_modules(tmp_path):
+        yield name
+
+
+def write(folder: Path, module: str, *, model: str = "", data: str = "", more: str = "") -> Path:
+    """Write a scenario with functions of the module, each with arguments, as in `lenet seed=1`."""
+    text = "[cluster]\nboards = 2\nsocs_per_board = 2\n[train]\nepochs = 1\nbatch_size = 32\nlearning_rate = 0.05\n" \
+           "[strategy]\ngroups = 2\nsync_interval_epochs = 0.5\n"
+    for table, call in (("model", model), ("data", data)):
+        if call:
+            function, *arguments = call.split()
+            text += f'[{table}]\nfactory = "{module}:{function}"\n' + "".join(
+                f"arguments.{each}\n" for each in arguments)
+    path = folder / "mine.toml"
+    path.write_text(text + more, "utf-8")
+    return path
+
+
+def load(folder: Path, module: str, overrides: tuple[str, ...] = (), **tables: str) -> Scenario:
+    return load_scenario(write(folder, module, **tables), overrides)
+
+
+@pytest.mark.parametrize("arithmetic", ["fp32", "int8", "mixed"])
+def test_functions_that_return_the_registrys_model_and_data_train_the_registrys_weights(
+    arithmetic: str, own: str, tmp_path: Path,
+) -> None:
+    override = (f"precision.arithmetic={arithmetic}",)
+    ours = run_scenario(load(tmp_path, own, override, model="lenet seed=1", data="digits"), num_workers=0)
+    theirs = run_scenario(load(tmp_path, own, override), num_workers=0)
+    assert ours["virtual_s"] == theirs["virtual_s"]
+    if arithmetic == "int8":
+        assert ours["weights_sha256"] == theirs["weights_sha256"]
+    # The registry's models train in another memory layout, which changes the order of FP32 sums.
+    assert ours["rounds"][0]["loss"] == pytest.approx(theirs["rounds"][0]["loss"], rel=1e-3)
+
+
+def test_equal_seeds_give_equal_weights_and_leave_the_generators_as_they_were(own: str, tmp_path: Path) -> None:
+    scenario = load(tmp_path, own, model="drawn")
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    first, again, other = (initial_model(each).state_dict() for each in (
+        scenario, scenario, scenario.replaced(seed=2)))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+    drawn = torch.rand(1), np.random.rand(), random.random()
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    assert drawn == (torch.rand(1), np.random.rand(), random.random())
+
+
+@pytest.mark.parametrize("partition", ["iid", "dirichlet"])
+def test_any_dataset_trains_and_is_planned_with_its_own_length(own: str, tmp_path: Path, partition: str) -> None:
+    scenario = load(tmp_path, own, (f"data.partition={partition}", "train.batch_size=8", "train.learning_rate=0.5"),
+                    model="drawn num_classes=2", data="points noise=0.0")
+    first, second = (run_scenario(scenario, num_workers=0) for _ in range(2))
+    assert first["weights_sha256"] == second["weights_sha256"]
+    assert (first["final_accuracy"] or 0) > 0.6
+    assert "4 steps" in plan_scenario(scenario)["work"]  # 64 samples, two groups, batches of 8
+    assert first["data_source"] == f"{own}:points"
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "ring"])
+def test_token_ids_train_under_other_strategies(strategy: str, own: str, tmp_path: Path) -> None:
+    scenario = load(tmp_path, own, (f"strategy.name={strategy}",), model="tokens", data="ids")
+    assert run_scenario(scenario, num_workers=0)["rounds"]
+
+
+def test_groups_auto_and_training_with_a_cloud_take_functions(own: str, tmp_path: Path) -> None:
+    auto = load(tmp_path, own, ('strategy.groups="auto"',), model="drawn num_classes=2", data="points")
+    assert run_scenario(auto, num_workers=0)["warm_up"]["num_groups"] >= 1
+    split = load(tmp_path, own, ("strategy.name=split-replay", "strategy.socs=1", "train.batch_size=200"),
+                 model="lenet seed=1", data="digits")
+    assert run_scenario(split, num_workers=0)["split"]["num_edges"] == 1
+
+
+@pytest.mark.parametrize(("tables", "line"), [
+    ({"model": "nothing"}, r"\[model\] factory = 'own_\w+:nothing' cannot be loaded: module .* has no attribute"),
+    ({"model": "raises"}, r"\[model\] factory = 'own_\w+:raises' failed: ZeroDivisionError: .* \(own_\w+.py, line"),
+    ({"model": "exits"}, "failed: SystemExit: 3"),
+    ({"model": "a_number"}, "is a int, not a function"),
+    ({"model": "a_list"}, "returned a list, not a torch.nn.Module"),
+    ({"model": "lenet"}, r"failed: TypeError: lenet\(\) missing 1 required positional argument: 'seed'"),
+    ({"model": "frozen", "data": "points"}, "has all of its parameters frozen"),
+    ({"model": "too_wide", "data": "points"}, "cannot evaluate the test data of own_.*mat1 and mat2 shapes"),
+    ({"model": "one_output", "data": "points"}, "cannot evaluate the test data of own_"),
+    ({"data": "a_list"}, r"returned list of int, int, int; return \(train, test\)"),
+    ({"data": "an_empty_one"}, "there is no training sample"),
+    ({"data": "a_stream"}, "training data: .* cannot be read by number"),
+    ({"data": "points"}, "takes square images of a known number of classes"),
+    ({"model": "drawn", "data": "unreadable"}, "cannot evaluate the test data of own_"),
+    ({"model": "tokens", "data": "ids", "more": "[precision]\narithmetic = 'int8'\n"},
+     r"inputs are int64 of shape \(5,\), and \[precision\] arithmetic = 'int8' takes images"),
+    ({"model": "lenet seed=1", "more": "name = 'vgg11'\n"}, "'vgg11' is that of a built-in, and factory = 'own_"),
+])
+def test_what_a_function_returns_wrong_is_one_line_before_training(
+    tables: dict[str, str], line: str, own: str, tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=line) as caught:
+        prepare(load(tmp_path, own, **tables))
+    assert "\n" not in str(caught.value)
+
+
+def test_label_skew_needs_the_classes(own: str, tmp_path: Path) -> None:
+    scenario = load(tmp_path, own, ("data.partition=dirichlet",), model="drawn", data="without_targets")
+    with pytest.raises(ConfigError, match=r"needs each sample's class: give the Dataset of own_.* a list"):
+        prepare(scenario)
+
+
+@pytest.mark.parametrize(("table", "line"), [
+    ('factory = "models"', 'factory = \'models\': write "package.module:function"'),
+    ('factory = "my-models:make"', 'write "package.module:function"'),
+    ("arguments.width = 3", "are those of a factory, and none is named"),
+    ("factory = 3", r"\[model\] factory = 3 must be a text"),
+    ('factory = "a:b"\narguments = 3', r"arguments\] must be a table, got 3"),
+])
+def test_a_factory_is_written_as_a_module_and_a_function(table: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(f"[model]\n{table}\n", "utf-8")
+    with pytest.raises(ConfigError, match=line):
+        load_scenario(tmp_path / "mine.toml")
+
+
+def test_a_module_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
+    for name, text, line in (("not_there", None, "No module named 'not_there'; it is looked for in"),
+                             ("own_broken", "def make(:\n", "cannot be loaded: SyntaxError: "),
+                             ("own_needs", "import no_such_package\n", "No module named 'no_such_package'"),
+                             ("random", "def make(): ...\n", "module 'random' is .* already, not .*random.py; rename")):
+        if text is not None:
+            (tmp_path / f"{name}.py").write_text(text, "utf-8")
+        attribute = "random" if name == "random" else "make"
+        (tmp_path / "mine.toml").write_text(f'[model]\nfactory = "{name}:{attribute}"\n', "utf-8")
+        with forgotten_modules(tmp_path), pytest.raises(ConfigError, match=line):
+            prepare(load_scenario(tmp_path / "mine.toml"))
+
+
+def test_a_result_of_other_code_is_another_run_and_one_in_another_folder_the_same(own: str, tmp_path: Path) -> None:
+    before = to_document(load(tmp_path, own, model="drawn", data="points"))
+    assert from_document(before) == load(tmp_path, own, model="drawn", data="points")
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for file in tmp_path.glob("*.py"):
+        (moved / file.name).write_bytes(file.read_bytes())
+    assert training_keys(to_document(load(moved, own, model="drawn", data="points"))) == training_keys(before)
+    (tmp_path / f"helper_{own}.py").write_text("number = 2\n", "utf-8")  # which the module imports
+    after = to_document(load(tmp_path, own, model="drawn", data="points"))
+    changed = difference(training_keys(before), training_keys(after))
+    assert changed is not None and changed[0] == "code"
+
+
+def test_a_bundle_for_other_machines_has_the_code_and_reads_it_there(own: str, tmp_path: Path) -> None:
+    scenario = load(tmp_path, own, model="drawn", data="points")
+    bundle = tmp_path / "bundle"
+    app_in_bundle(scenario).write(bundle, {})
+    assert sorted(file.name for file in (bundle / "code").iterdir()) == [f"helper_{own}.py", f"{own}.py"]
+    with forgotten_modules(bundle):
+        there = from_document(bundled_document(bundle))
+        assert there.folder == str(bundle / "code")
+        assert len(scenario_data(there).train) == 64
+        assert torch.equal(initial_model(there).state_dict()["weight"], initial_model(there).state_dict()["weight"])
+
+
+def test_what_is_random_in_a_sample_is_that_of_its_number_in_the_whole_set() -> None:
+    class Noisy(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return torch.rand(2), index
+
+    source = MapDataset(Noisy(torch.zeros(6, 2)))
+    part = source.select([4, 1, 3])
+    assert len(part) == 3
+    for one, other in zip(part.batch([2, 0], (7,)), source.batch([3, 4], (7,)), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["simulation", "deployment"])
+def test_functions_are_called_in_the_processes_of_the_other_engines(engine: str, own: str, tmp_path: Path) -> None:
+    """On a deployment the ring sums in another order."""
+    scenario = load(tmp_path, own, model="drawn num_classes=2", data="points")
+    there, here = run_scenario(scenario, engine), run_scenario(scenario, num_workers=1)
+    assert json.dumps(there["scenario"]) == json.dumps(here["scenario"])
+    assert there["final_accuracy"] == here["final_accuracy"]
+    if engine == "simulation":
+        assert there["weights_sha256"] == here["weights_sha256"]
