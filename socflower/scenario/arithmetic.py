@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from socflower.capture.batch_form import pair_of
 from socflower.capture.layer_profile import profile_module
 from socflower.cluster import FP32, Device, ModelProfile, Pricing
 from socflower.errors import ConfigError
@@ -23,7 +24,6 @@ from socflower.training.int8 import Int8Trainer
 from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.trainer import Trainer
 from socflower.workloads import DataSource
-from socflower.workloads.batch_form import pair_of
 
 
 def model_profile(scenario: Scenario, model: nn.Module | None = None) -> ModelProfile:

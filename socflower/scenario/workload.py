@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from socflower.capture.batch_form import Batch, form_of
 from socflower.capture.random_state import forked_generators
 from socflower.errors import ConfigError
 from socflower.scenario.schema.config import DataConfig, Factory, Scenario
@@ -29,7 +30,6 @@ from socflower.workloads import (
     model_names,
     partition,
 )
-from socflower.workloads.batch_form import Batch, form_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
+from socflower.capture.batch_form import Batch, concatenated, form_of, mapped, output_of, split
+from socflower.capture.batch_form import num_samples as num_samples_of
 from socflower.errors import ConfigError, require_range, require_type
 from socflower.training.batch_statistics import MemberBuffers, depends_on_batch
 from socflower.training.sum_order import RingOrderSum
 from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_trained_parameters
-from socflower.workloads.batch_form import Batch, concatenated, form_of, mapped, output_of, split
-from socflower.workloads.batch_form import num_samples as num_samples_of
 
 REDUCTIONS = ("auto", "always", "ring")
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from socflower.capture import batch_form
+from socflower.capture.batch_form import NOTHING
 from socflower.capture.random_state import own_random_state
 from socflower.training.batches import BatchSchedule, sample_key
 from socflower.training.trainer import Part, SessionResult, Trainer, TrainingSpan
 from socflower.wire.message_keys import GroupTask
-from socflower.workloads import DataSource, batch_form
-from socflower.workloads.batch_form import NOTHING
+from socflower.workloads import DataSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

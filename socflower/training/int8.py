@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from socflower.capture.batch_form import num_samples, pair_of
 from socflower.errors import ConfigError, require_range
 from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.training.batch_statistics import require_batch_statistics
 from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_trained_parameters
 from socflower.wire.saved_state import from_bytes, to_bytes
-from socflower.workloads.batch_form import num_samples, pair_of
 
 SCHEDULES = ("cosine", "constant")
 _STATE = "int8 trainer state"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from socflower.capture import batch_form
 from socflower.capture.graph import in_mode
 from socflower.capture.random_state import forked_generator
 from socflower.errors import ConfigError, TrainingFailed
@@ -36,7 +37,6 @@ from socflower.training.batch_statistics import require_batch_statistics
 from socflower.training.fp32 import FP32Session, FP32Trainer
 from socflower.training.trainer import Metric, Part, SessionResult, TrainingSpan
 from socflower.wire.message_keys import ALPHA, ALPHA_STEPS, CPU_SHARE
-from socflower.workloads import batch_form
 
 _PROFILED_SAMPLES = 32
 """Number of samples of the first batch on which beta is measured."""

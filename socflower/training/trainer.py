@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from socflower.allocator import keep_freed_memory
+from socflower.capture.batch_form import Batch
 from socflower.errors import ConfigError
-from socflower.workloads.batch_form import Batch
 
 Part: TypeAlias = Batch
 """One member's share of a batch: often (inputs, labels), else as the data's collate function has it; `()` if none."""

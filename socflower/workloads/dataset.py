@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from socflower.capture.batch_form import Batch
 from socflower.errors import ConfigError
-from socflower.workloads.batch_form import Batch
 from socflower.workloads.data_source import DataSource, Indices
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from socflower.capture.batch_form import Batch, form_of, mapped, num_samples, output_of
 from socflower.capture.graph import in_mode
 from socflower.errors import ConfigError, require_range
-from socflower.workloads.batch_form import Batch, form_of, mapped, num_samples, output_of
 from socflower.workloads.map_dataset import as_data_source
 
 EvaluationStep: TypeAlias = Callable[[nn.Module, Batch], Mapping[str, Tensor | float]]

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
+from socflower.capture.batch_form import NOTHING, Batch, form_of, num_samples
 from socflower.capture.random_state import forked_generators
 from socflower.errors import ConfigError, require_range
-from socflower.workloads.batch_form import NOTHING, Batch, form_of, num_samples
 from socflower.workloads.data_source import DataSource, Indices
 
 CollateFn: TypeAlias = Callable[[list[Any]], Any]

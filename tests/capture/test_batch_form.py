@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from socflower.capture.batch_form import NOTHING, concatenated, form_of, num_samples, output_of, pair_of, split
 from socflower.errors import ConfigError
-from socflower.workloads.batch_form import NOTHING, concatenated, form_of, num_samples, output_of, pair_of, split
 
 
 class Named(NamedTuple):
