@@ -1,6 +1,6 @@
 """`socflower compare`: the same work under several strategies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +31,11 @@ def compare(
     strategies: Annotated[str | None, typer.Option(help="Comma-separated; default the scenario's [compare].")] = None,
     engine: Engine = "local",
     out: Annotated[Path | None, typer.Option(help="Folder; an interrupted comparison continues there.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Comma-separated: each strategy under each seed; prints mean ± "
+                                                   "sample standard deviation. Default: the scenario's.")] = None,
+    tune: Annotated[str | None, typer.Option(help="KEY=VALUE,VALUE,...: search a key of [train] for each strategy, "
+                                                  "with a seed that is not reported: the quickest to the target "
+                                                  "accuracy of [compare], else the most accurate.")] = None,
     set_: Set = None,
     workers: Workers = None,
     as_json: Json = False,
@@ -40,13 +45,17 @@ def compare(
     refuse_unread(context, unread_by_compare(engine))
     require_count("--workers", workers, 0, MAX_WORKERS)
     from socflower.scenario.comparison import compare as run_comparison
+    from socflower.scenario.comparison import parse_seeds
     from socflower.scenario.schema.file import load_scenario
+    from socflower.scenario.tuning import parse_tuning
 
     loaded = load_scenario(scenario, set_ or ())
     names = [name.strip() for name in strategies.split(",")] if strategies else list(loaded.compare.strategies)
     target = out or Path("out") / f"{loaded.name}-compare"
     with run_progress(as_json) as bar:
-        document = run_comparison(loaded, names, target, engine=engine, num_workers=workers, on_start=bar)
+        document = run_comparison(loaded, names, target, engine=engine, num_workers=workers, on_start=bar,
+                                  seeds=parse_seeds(seeds) if seeds else (),
+                                  tuning=parse_tuning(tune) if tune else None)
     if as_json:
         print_json(document)
     else:
@@ -63,7 +72,9 @@ def print_comparison(console: Console, scenario: "Scenario", document: Mapping[s
     table = Table("strategy", "final\naccuracy", f"time to\n{goal}", "energy\nto it", "time\nin all",
                   "energy\nin all", "between\nSoCs", "over\nhub",
                   header_style="bold", padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for row in document["rows"]:
+    for row in document["means"]:
+        _add_means(table, row, deployed)
+    for row in () if document["means"] else document["rows"]:
         inside = row["bytes"]["intra_board"] + row["bytes"]["inter_board"]
         reached = row["time_to_accuracy_s"]
         table.add_row(row["strategy"], percent(row["final_accuracy"]),
@@ -73,12 +84,33 @@ def print_comparison(console: Console, scenario: "Scenario", document: Mapping[s
                       human_bytes(inside), human_bytes(row["bytes"]["hub"]))
     console.print(table)
     print_line("times as measured; energy and bytes as predicted" if deployed else "virtual times", console, "dim")
+    if document["means"]:
+        print_line("mean ± sample standard deviation over seeds "
+                   + ", ".join(map(str, document["means"][0]["seeds"])), console, "dim")
     if document["headline"]:
         print_line(document["headline"], console, "bold")
+    if tuning := document["tuning"]:
+        print_line(f"{tuning['key']}, searched with seed {tuning['seed']}: " + ", ".join(
+            f"{name} {found['chosen']}" for name, found in tuning["strategies"].items()), console)
     if document["predictions"]:
         _print_predictions(console, document["predictions"])
     print_claims(console, document["expectations"])
     print_line(f"report: {out / 'report.html'}", console)
+
+
+def _add_means(table: Table, row: Mapping[str, Any], deployed: bool) -> None:
+    """Add the row of a strategy's seeds: each mean with its spread below it."""
+    num_seeds, spread = len(row["seeds"]), row["spread"]
+
+    def cell(figure: str, shown: Callable[[float | None], str]) -> str:
+        if row[figure] is None:
+            return f"{row['num_reached']} of {num_seeds}\nreached it" if figure == "time_to_accuracy_s" else shown(None)
+        return f"{shown(row[figure])}\n± {shown(spread[figure])}"
+
+    table.add_row(row["strategy"], cell("final_accuracy", percent), cell("time_to_accuracy_s", human_seconds),
+                  cell("energy_to_accuracy_j", _joules), cell("wall_s" if deployed else "virtual_s", human_seconds),
+                  cell("energy_j", _joules), human_bytes(row["bytes"]["intra_board"] + row["bytes"]["inter_board"]),
+                  human_bytes(row["bytes"]["hub"]))
 
 
 def _print_predictions(console: Console, predictions: Sequence[Mapping[str, Any]]) -> None:

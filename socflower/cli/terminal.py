@@ -96,7 +96,8 @@ def print_claims(console: Console, expectations: Sequence[Mapping[str, Any]]) ->
     """Print each claim and whether it holds."""
     words = {True: "[green]holds[/]", False: "[bold red]FAILS[/]", None: "[dim]open: its other strategy did not run[/]"}
     for claim in expectations:
-        console.print(f"{words[claim['holds']]}  {claim['name']} = {claim['expected']:g}{_observed(claim)}")
+        seed = f", seed {claim['seed']}" if "seed" in claim else ""
+        console.print(f"{words[claim['holds']]}  {claim['name']} = {claim['expected']:g}{_observed(claim)}{seed}")
 
 
 def _observed(claim: Mapping[str, Any]) -> str:

@@ -69,10 +69,11 @@ class Table(BaseModel):
 
     def replaced(self, **changes: Any) -> Self:
         """Return a copy with other values, checked like the original; `ConfigError` if they do not fit."""
+        values = {**dict(self), **changes}
         try:
-            return self.__class__.model_validate({**dict(self), **changes}, by_name=True)
+            return self.__class__.model_validate(values, by_name=True)
         except ValidationError as error:
-            raise ConfigError(_refusal(self.__class__, dict(self), "", error)) from None
+            raise ConfigError(_refusal(self.__class__, values, "", error)) from None
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:

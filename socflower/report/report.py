@@ -48,29 +48,35 @@ _MAX_EVENTS = 500
 
 def write_report(
     path: Path, results: Sequence[Mapping[str, Any]], *, title: str, question: str = "",
-    predictions: Sequence[Mapping[str, Any]] = (),
+    predictions: Sequence[Mapping[str, Any]] = (), means: Sequence[Mapping[str, Any]] = (),
+    tuning: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the report of one or several result documents atomically; `predictions` are epochs that nobody trained.
 
-    The first result is compared with each of the others. Equal arguments give equal bytes. Raises `ConfigError`
+    The first result is compared with each of the others; with `means` over several seeds, the means are. `tuning` is
+    that of a comparison document. Equal arguments give equal bytes. Raises `ConfigError`
     without results.
     """
-    content = render_report(results, title=title, question=question, predictions=predictions)
+    content = render_report(results, title=title, question=question, predictions=predictions, means=means,
+                            tuning=tuning)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, content)
 
 
 def render_report(
     results: Sequence[Mapping[str, Any]], *, title: str, question: str = "",
-    predictions: Sequence[Mapping[str, Any]] = (),
+    predictions: Sequence[Mapping[str, Any]] = (), means: Sequence[Mapping[str, Any]] = (),
+    tuning: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the HTML that `write_report` writes."""
     if not results:
         raise ConfigError("report: needs at least one result, got none")
     runs = name_runs(results)
-    comparison, claims = comparison_of(runs), claims_of(runs)
+    means_by_name = name_runs(means)
+    comparison, claims = comparison_of(means_by_name or runs), claims_of(runs)
     return _ENVIRONMENT.get_template("report.html.j2").render(
         title=title, question=question.strip(), missing=MISSING, runs=runs, targets=targets_of(runs),
+        means=means_by_name, tuning=tuning,
         comparison=comparison, claims=claims, verdict=verdict_on(claims), predictions=prediction_table(predictions),
         over_time=_accuracy_over_time(runs), over_energy=_accuracy_over_energy(runs), mixing=_mixing_plots(runs),
         heat_plots=heat_plots(runs), cut_plot=cut_plot(runs), breakdowns=_breakdowns(runs), plans=_plans(runs),

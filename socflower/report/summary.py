@@ -81,8 +81,11 @@ def name_runs(results: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
                   for label, result in zip(labels, results, strict=True)]
     distinct = [f"{label} #{labels[:index].count(label) + 1}" if labels.count(label) > 1 else label
                 for index, label in enumerate(labels)]
-    return tuple(Run(label=label, style=index, result=result)
-                 for index, (label, result) in enumerate(zip(distinct, results, strict=True)))
+    # The seeds of a strategy look the same.
+    looks = [printable(result.get("strategy")) for result in results] if distinct == labels else distinct
+    styles = {look: index for index, look in enumerate(dict.fromkeys(looks))}
+    return tuple(Run(label=label, style=styles[look], result=result)
+                 for label, look, result in zip(distinct, looks, results, strict=True))
 
 
 def targets_of(runs: Iterable[Run]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Comparison of the same work under several strategies; finished results are reused."""
+"""Comparison of the same work under several strategies and seeds; finished results are reused."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +8,7 @@ from typing import Any
 from socflower.engines.checkpoint import training_keys
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.report import write_report
+from socflower.report.spread import means_of
 from socflower.report.summary import headline_of
 from socflower.scenario.expectations import check_expectations
 from socflower.scenario.planning import predicted_epochs
@@ -16,6 +17,7 @@ from socflower.scenario.runner import costs_to_accuracy, run_to_folder
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
 from socflower.scenario.schema.strategies import STRATEGIES, family_of
+from socflower.scenario.tuning import Tuning, best_of, search_seed
 from socflower.wire.folders import exclusive_folder
 from socflower.wire.saved_state import remove_partial, write_atomically
 
@@ -24,15 +26,25 @@ _ROW_KEYS = ("strategy", "seed", "final_accuracy", "virtual_s", "wall_s", "energ
 OnStart = Callable[[str], Callable[[dict[str, Any]], None]]
 
 
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Return the seeds of `--seeds 1,2,3`; `ConfigError` unless they are different whole numbers."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) < 2**32 for part in parts) or len(set(map(int, parts))) < len(parts):
+        raise ConfigError(f"--seeds {text}: write different whole numbers from 0 to 4294967295, as in 1,2,3")
+    return tuple(map(int, parts))
+
+
 def compare(
     scenario: Scenario, strategies: Sequence[str], out: Path, *, engine: str = "local", num_workers: int | None = None,
-    on_start: OnStart = lambda strategy: lambda entry: None,
+    on_start: OnStart = lambda strategy: lambda entry: None, seeds: Sequence[int] = (), tuning: Tuning | None = None,
 ) -> dict[str, Any]:
-    """Run the scenario under each strategy and return the comparison document.
+    """Run the scenario under each strategy, and each of `seeds`, and return the comparison document.
 
-    Each strategy's result is in `out/<strategy>/`; an existing result of the same scenario and engine is reused, so
-    that an interrupted comparison continues where it stopped. `comparison.json` and `report.html` contain all of them.
-    The claims are checked for the first strategy against the others. Nothing of `predictions` was trained.
+    Each result is in `out/<strategy>/`, with `seeds` in `out/<strategy>/seed-<seed>/`; an existing result of the same
+    scenario and engine is reused, so that an interrupted comparison continues where it stopped. `comparison.json` and
+    `report.html` contain all of them. The claims are checked for the first strategy against the others, for each seed.
+    Nothing of `predictions` was trained. With `tuning` each strategy first trains with each of its values, in
+    `out/tune/`, and then with the best one.
     """
     family = family_of(scenario.strategy.name)
     for name in strategies:
@@ -43,42 +55,108 @@ def compare(
                               f"of {', '.join(family)}")
         if strategies.count(name) > 1:
             raise ConfigError(f"--strategies {name}: is named twice; name each once")
-    # Prepare all before the first run, so that an error appears before any training.
-    variants = {name: prepare(scenario.under(name), engine) for name in strategies}
+    comparison = _Comparison(scenario, tuple(strategies), out, engine, num_workers, on_start, tuple(seeds), tuning)
+    comparison.check()
     with exclusive_folder(out, f"--out {out}"):
         remove_partial(out)
-        return _compare(scenario, variants, out, engine, num_workers, on_start)
+        return comparison.run()
 
 
-def _compare(
-    scenario: Scenario, variants: Mapping[str, PreparedRun], out: Path, engine: str, num_workers: int | None,
-    on_start: OnStart,
-) -> dict[str, Any]:
-    results: list[dict[str, Any]] = []
-    for name, variant in variants.items():
-        result = _finished(out / name / "result.json", variant.scenario, engine)
+class _Comparison:
+    """The runs of one comparison; `done` names the finished ones."""
+
+    def __init__(
+        self, scenario: Scenario, strategies: tuple[str, ...], out: Path, engine: str, num_workers: int | None,
+        on_start: OnStart, seeds: tuple[int, ...], tuning: Tuning | None,
+    ) -> None:
+        self._scenario, self._strategies, self._seeds, self._tuning = scenario, strategies, seeds, tuning
+        self._out, self._engine, self._num_workers, self._on_start = out, engine, num_workers, on_start
+        self._done: list[str] = []
+        self._search_seed = search_seed(scenario, seeds or (scenario.seed,))
+        self._prepared: dict[str, PreparedRun] = {}
+
+    def check(self) -> None:
+        """Prepare all runs, so that an error appears before any training."""
+        for name in self._strategies:
+            under = self._scenario.under(name)
+            for value in self._tuning.values if self._tuning else ():
+                tried = self._tuning.variant(under, value) if self._tuning else under
+                prepare(tried.replaced(seed=self._search_seed), self._engine)
+            for seed in self._seeds:
+                prepare(under.replaced(seed=seed), self._engine)
+            if not self._seeds:
+                self._prepared[name] = prepare(under, self._engine)
+
+    def run(self) -> dict[str, Any]:
+        """Run what is not finished, and write comparison and report."""
+        found = {name: self._search(name) for name in self._strategies} if self._tuning else {}
+        by_seed = [[self._reported(name, seed, found) for name in self._strategies]
+                   for seed in self._seeds or (self._scenario.seed,)]
+        results = [result for runs in by_seed for result in runs]
+        target = self._scenario.compare.target_accuracy or common_target(results)
+        for result in results:
+            result |= costs_to_accuracy(result, target)
+            result["expectations"] = []
+        for subject, *others in by_seed:
+            claims = check_expectations(self._scenario.expect, subject, others)
+            subject["expectations"] = [{**claim, **({"seed": subject["seed"]} if self._seeds else {})}
+                                       for claim in claims]
+        return self._write(results, target, found)
+
+    def _write(self, results: list[dict[str, Any]], target: float | None, found: Mapping[str, Any]) -> dict[str, Any]:
+        means = means_of(results)
+        predictions = predicted_epochs(self._scenario, self._strategies)
+        tuning = None if self._tuning is None else {
+            "key": self._tuning.key, "seed": self._search_seed, "strategies": found}
+        document = {
+            "schema": 1, "scenario": to_document(self._scenario), "engine": self._engine, "target_accuracy": target,
+            "rows": [{key: result[key] for key in _ROW_KEYS} for result in results], "means": means,
+            "headline": headline_of(means or results), "tuning": tuning,
+            "expectations": [claim for result in results for claim in result["expectations"]],
+            "predictions": predictions,
+        }
+        write_atomically(self._out / "comparison.json", json.dumps(document, indent=1))
+        write_report(self._out / "report.html", results, title=self._scenario.name, question=self._scenario.question,
+                     predictions=predictions, means=means, tuning=tuning)
+        return document
+
+    def _search(self, name: str) -> dict[str, Any]:
+        """Return the best value of the search for a strategy, and what each value came to."""
+        assert self._tuning is not None
+        key, tried = self._tuning.key, []
+        for value in self._tuning.values:
+            variant = self._tuning.variant(self._scenario.under(name), value).replaced(seed=self._search_seed)
+            result = self._run(variant, self._out / "tune" / name / f"{key}-{value}", f"{name}, {key} {value}")
+            tried.append(result | costs_to_accuracy(result, self._scenario.compare.target_accuracy))
+        return {"chosen": self._tuning.values[best_of(tried)], "tried": [
+            {"value": value, "final_accuracy": result["final_accuracy"],
+             "time_to_accuracy_s": result["time_to_accuracy_s"]}
+            for value, result in zip(self._tuning.values, tried, strict=True)]}
+
+    def _reported(self, name: str, seed: int, found: Mapping[str, Any]) -> dict[str, Any]:
+        variant = self._scenario.under(name).replaced(seed=seed)
+        if self._tuning is not None:
+            variant = self._tuning.variant(variant, found[name]["chosen"])
+        folder = self._out / name
+        if self._seeds:
+            return self._run(variant, folder / f"seed-{seed}", f"{name}, seed {seed}")
+        prepared = self._prepared[name]
+        return self._run(variant if self._tuning else prepared, folder, name)
+
+    def _run(self, run: Scenario | PreparedRun, folder: Path, label: str) -> dict[str, Any]:
+        """Return the result in a folder if it is of this scenario, else run it."""
+        scenario = run.scenario if isinstance(run, PreparedRun) else run
+        result = _finished(folder / "result.json", scenario, self._engine)
         if result is None:
+            prepared = run if isinstance(run, PreparedRun) else prepare(run, self._engine)
             try:
-                result = run_to_folder(variant, out / name, engine, num_workers=num_workers, on_round=on_start(name))
+                result = run_to_folder(prepared, folder, self._engine, num_workers=self._num_workers,
+                                       on_round=self._on_start(label))
             except TrainingFailed as error:
-                done = f"; finished and kept in {out}: {', '.join([*variants][:len(results)])}" if results else ""
-                raise TrainingFailed(f"{name}: {error}{done}") from None
-        results.append(result)
-    target = scenario.compare.target_accuracy or common_target(results)
-    for result in results:
-        result |= costs_to_accuracy(result, target)
-        result["expectations"] = []
-    results[0]["expectations"] = check_expectations(scenario.expect, results[0], results[1:])
-    predictions = predicted_epochs(scenario, [*variants])
-    document = {
-        "schema": 1, "scenario": to_document(scenario), "engine": engine, "target_accuracy": target,
-        "rows": [{key: result[key] for key in _ROW_KEYS} for result in results],
-        "headline": headline_of(results), "expectations": results[0]["expectations"], "predictions": predictions,
-    }
-    write_atomically(out / "comparison.json", json.dumps(document, indent=1))
-    write_report(out / "report.html", results, title=scenario.name, question=scenario.question,
-                 predictions=predictions)
-    return document
+                done = f"; finished and kept in {self._out}: {'; '.join(self._done)}" if self._done else ""
+                raise TrainingFailed(f"{label}: {error}{done}") from None
+        self._done.append(label)
+        return result
 
 
 def common_target(results: Sequence[dict[str, Any]]) -> float | None:

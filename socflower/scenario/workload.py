@@ -3,7 +3,8 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,9 @@ def _check_name(table: str, settings: Any, known: tuple[str, ...], scenario: Sce
         raise ConfigError(f"{scenario.name} [{table}] name = {settings.name!r} is that of a built-in, and factory = "
                           f"{settings.factory!r} is given too; remove one")
     if not settings.factory and settings.name not in known:
-        hint = f', or factory = "{settings.name}"' if ":" in settings.name else ""
+        close = get_close_matches(settings.name, known, n=1)
+        hint = f', or factory = "{settings.name}"' if ":" in settings.name else f"; did you mean {close[0]!r}?" \
+            if close else ""
         raise ConfigError(f"{scenario.name} [{table}] name = {settings.name!r} is unknown; use one of "
                           f"{', '.join(known)}{hint}")
 
@@ -153,7 +156,7 @@ def _factory_text(table: str, scenario: Scenario) -> str:
     return f"{scenario.name} [{table}] factory = {getattr(scenario, table).factory!r}"
 
 
-@cache
+@lru_cache(maxsize=2)  # of two seeds
 def _own_data(factory: str, arguments: str, seed: int, folder: str | None, name: str) -> TrainingData:
     scenario = Scenario(name=name, seed=seed, folder=folder,
                         data=DataConfig(factory=factory, arguments=json.loads(arguments)))

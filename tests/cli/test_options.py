@@ -47,6 +47,7 @@ VALUES = {
     "superlink_ca": ("--superlink-ca", "ca.pem"), "restarts": ("--restarts", 1),
     "checkpoint_folder": ("--checkpoint-folder", "/other"), "warm": ("--warm",),
     "save_model": ("--save-model", "model.npz"), "strategies": ("--strategies", "ring"),
+    "seeds": ("--seeds", "1,2"), "tune": ("--tune", "epochs=1,2"),
 }
 
 
