@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt $(shell find native -type f) | $(BIN)/p
 	@touch $@
 
 demo: setup ## four strategies on the embedded digits: a table, plots and a report in out/demo
-	$(BIN)/socflower compare scenarios/digits_demo.toml --out out/demo
+	$(BIN)/socflower demo
 
 picture: demo ## draw the README's picture, light and dark, from the results of the demonstration
 	$(BIN)/python docs/draw_picture.py out/demo

@@ -19,6 +19,7 @@ from socflower.cli.plan import plan
 from socflower.cli.process import interrupted_by_signals
 from socflower.cli.profile import profile
 from socflower.cli.run import run
+from socflower.cli.scenarios import demo, scenarios
 from socflower.cli.terminal import ERR, OUT
 from socflower.errors import SocflowerError, TrainingFailed
 
@@ -27,7 +28,7 @@ app = typer.Typer(
     suggest_commands=False,  # click does it already
     help="Train neural networks with Flower on virtual clusters of small machines.",
 )
-for _command in (run, compare, plan, bench, profile, doctor, heat, fan, certificates):
+for _command in (run, compare, plan, scenarios, demo, bench, profile, doctor, heat, fan, certificates):
     app.command(cls=PlainCommand)(_command)
 app.add_typer(cloud, name="cloud")
 

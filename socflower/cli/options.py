@@ -10,7 +10,19 @@ from typer.core import TyperArgument, TyperCommand
 
 from socflower.errors import ConfigError
 
-ScenarioPath = Annotated[Path, typer.Argument(help="A scenario file (TOML).", show_default=False)]
+
+def _shipped_or_file(path: Path) -> Path:
+    from socflower.scenario.shipped import find_scenario
+
+    return find_scenario(path)
+
+
+def scenario_argument(help: str) -> Any:
+    """Return an argument that is a file or the name of a shipped scenario; the command gets its path."""
+    return typer.Argument(help=help, show_default=False, callback=_shipped_or_file)
+
+
+ScenarioPath = Annotated[Path, scenario_argument("A scenario file (TOML), or the name of a shipped scenario.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override one key: table.key=value. Repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Engine = Annotated[str, typer.Option(help="local (no Ray, virtual time), simulation (Flower's own, Ray) or deployment "

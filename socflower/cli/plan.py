@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from socflower.cli.options import Json, Set
+from socflower.cli.options import Json, Set, scenario_argument
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import OUT, print_json, print_line
 from socflower.errors import ConfigError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the planners are loaded by the command
 
 
 def plan(
-    scenario: Annotated[Path, typer.Argument(help="A scenario file, or a cluster file.", show_default=False)],
+    scenario: Annotated[Path, scenario_argument("A scenario file, the name of a shipped scenario, or a cluster file.")],
     groups: Annotated[int | None, typer.Option(help="Number of groups, in place of the file's.")] = None,
     set_: Set = None,
     as_json: Json = False,

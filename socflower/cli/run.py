@@ -9,7 +9,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from socflower.cli.options import Engine, Json, Set, Workers, refuse_unread, require_local_engine, unread_by_run
+from socflower.cli.options import (
+    Engine,
+    Json,
+    Set,
+    Workers,
+    refuse_unread,
+    require_local_engine,
+    scenario_argument,
+    unread_by_run,
+)
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import (
     OUT,
@@ -32,8 +41,8 @@ if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that ne
 
 def run(
     context: typer.Context,
-    scenario: Annotated[Path, typer.Argument(help="A scenario file (TOML), or the folder of a Flower app.",
-                                             show_default=False)],
+    scenario: Annotated[Path, scenario_argument("A scenario file (TOML), the name of a shipped scenario, or the folder "
+                                                "of a Flower app.")],
     engine: Engine = "local",
     out: Annotated[Path | None, typer.Option(help="Folder for result.json, trace.json and report.html; default "
                                                   "out/<scenario>.")] = None,

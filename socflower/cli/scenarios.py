@@ -1,0 +1,50 @@
+"""`socflower scenarios` and `socflower demo`: what is shipped, and the comparison to begin with."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+
+from socflower.cli.compare import compare
+from socflower.cli.options import Json, Workers
+from socflower.cli.terminal import OUT, print_json
+from socflower.quantities import counted, human_seconds
+
+DEMO = "digits_demo"
+
+
+def scenarios(as_json: Json = False) -> None:
+    """List the scenarios that come with socflower; run, compare and plan take them by name, from any folder."""
+    from socflower.scenario.shipped import list_scenarios
+
+    listed = list(list_scenarios())
+    if as_json:
+        print_json({"schema": 1, "scenarios": listed})
+    else:
+        print_scenarios(OUT, listed)
+
+
+def print_scenarios(console: Console, listed: Sequence[Mapping[str, Any]]) -> None:
+    """Print each scenario: its name and size, its question, and what it needs."""
+    for entry in listed:
+        parts = [counted(entry["num_socs"], "SoC"), entry["model"], entry["data"], *entry["needs"]]
+        if (wall_s := entry["recorded_wall_s"]) is not None:
+            parts.append(f"about {human_seconds(wall_s)}")
+        console.print(entry["name"], style="bold", markup=False, highlight=False)
+        for text, style in ((entry["question"], "italic"), (", ".join(filter(None, parts)), "dim")):
+            console.print(Padding(text, (0, 0, 0, 2)), style=style, markup=False, highlight=False)
+
+
+def demo(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option(help="Folder; an interrupted comparison continues there.")] = Path("out/demo"),
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """Compare four strategies on 32 virtual SoCs: the scenario digits_demo, in about two minutes."""
+    from socflower.scenario.shipped import scenario_files
+
+    compare(context, scenario_files()[DEMO], out=out, workers=workers, as_json=as_json)

@@ -1,0 +1,79 @@
+"""What socflower ships beside its code: scenarios, and templates of Flower apps."""
+
+import difflib
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from socflower.errors import ConfigError
+
+_PACKAGE = Path(__file__).parents[1]
+_RECORDED = "recorded.json"
+_SUBFOLDERS = ("", "full")  # of scenarios; the others hold clusters and an app
+
+
+def shipped_folder(name: str) -> Path:
+    """Return the folder "scenarios" or "templates": within the installed package, or of the checkout in use."""
+    installed = _PACKAGE / "_shipped" / name
+    return installed if installed.is_dir() else _PACKAGE.parent / name
+
+
+@cache
+def scenario_files() -> dict[str, Path]:
+    """Return the shipped scenarios by name, which is that of the file without its ending; `full/` comes last."""
+    folder = shipped_folder("scenarios")
+    return {path.stem: path for part in _SUBFOLDERS for path in sorted((folder / part).glob("*.toml"))}
+
+
+def find_scenario(path: Path) -> Path:
+    """Return `path` if it exists, else the shipped scenario of that name.
+
+    Raises `ConfigError` for a name that is neither, and for a missing file whose name is like that of a scenario.
+    """
+    names = scenario_files()
+    if path.exists() or path.is_symlink():
+        return path
+    if str(path) in names:
+        return names[str(path)]
+    is_name = path.name == str(path) and not path.suffix
+    close = difflib.get_close_matches(path.stem, names, n=1, cutoff=0.6 if is_name else 0.8)
+    if not close and not is_name:
+        return path  # whoever reads it says what is missing
+    meant = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError(f"scenario {path}: no such file, and no scenario of that name is shipped; {meant}"
+                      "`socflower scenarios` lists them")
+
+
+def list_scenarios() -> Iterator[dict[str, Any]]:
+    """Yield a document for each shipped scenario: question, size, what it needs, and how long it took when recorded."""
+    from socflower.scenario.schema.file import load_scenario, scenario_cluster
+
+    recorded = json.loads((shipped_folder("scenarios") / _RECORDED).read_text("utf-8"))
+    for name, path in scenario_files().items():
+        scenario = load_scenario(path)
+        yield {
+            "name": name, "path": str(path), "question": first_question(scenario.question),
+            "num_socs": scenario.strategy.socs or scenario_cluster(scenario).num_socs,
+            "model": scenario.model.name, "data": scenario.data.name, "strategy": scenario.strategy.name,
+            "epochs": scenario.train.epochs, "needs": needs_of(scenario.data.name, scenario.question),
+            "recorded_wall_s": recorded["wall_s"].get(name),
+        }
+
+
+def first_question(text: str) -> str:
+    """Return a scenario's comment up to its first question mark."""
+    return text[:text.index("?") + 1] if "?" in text else text
+
+
+def needs_of(data: str | None, comment: str) -> list[str]:
+    """Return what must be installed or given to run a scenario with this data set and comment."""
+    needed = []
+    if data == "digits":
+        needed.append("socflower[demo]")
+    elif data in ("mnist", "cifar10"):
+        needed.append(f"{data} in SOCFLOWER_DATA, or socflower[hub]")
+    if "--engine deployment" in comment:
+        needed.append("--engine deployment")
+    return needed
