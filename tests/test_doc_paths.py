@@ -33,7 +33,7 @@ def lines_of(page: Path) -> Iterator[tuple[int, str]]:
 def ours() -> tuple[frozenset[str], frozenset[str]]:
     """Return the repository's files and its folders; what was built or written by commands is none of it."""
     files = {path.name for path in ROOT.iterdir() if path.is_file()}
-    for folder in ("benchmarks", "docs", "native", "scenarios", "socflower", "tests"):
+    for folder in ("benchmarks", "docs", "native", "scenarios", "socflower", "templates", "tests"):
         files |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*") if path.is_file()}
     files = {name for name in files if "__pycache__" not in name}
     return frozenset(files), frozenset(str(parent) for name in files for parent in Path(name).parents)

@@ -14,6 +14,7 @@ from socflower.cli.compare import compare
 from socflower.cli.doctor import doctor
 from socflower.cli.fan import fan
 from socflower.cli.heat import heat
+from socflower.cli.new import new
 from socflower.cli.options import PlainCommand
 from socflower.cli.plan import plan
 from socflower.cli.process import interrupted_by_signals
@@ -28,7 +29,7 @@ app = typer.Typer(
     suggest_commands=False,  # click does it already
     help="Train neural networks with Flower on virtual clusters of small machines.",
 )
-for _command in (run, compare, plan, scenarios, demo, bench, profile, doctor, heat, fan, certificates):
+for _command in (new, run, compare, plan, scenarios, demo, bench, profile, doctor, heat, fan, certificates):
     app.command(cls=PlainCommand)(_command)
 app.add_typer(cloud, name="cloud")
 
