@@ -20,7 +20,7 @@ NOTHING: tuple[()] = ()
 
 def num_samples(batch: Batch) -> int:
     """Return the length of the first tensor in `batch`; 0 if it has none."""
-    return next((len(leaf) for leaf in _tensors(batch) if leaf.dim()), 0)
+    return next((len(leaf) for leaf in tensors_in(batch) if leaf.dim()), 0)
 
 
 def pair_of(batch: Batch, reader: str) -> tuple[Tensor, Tensor]:
@@ -71,11 +71,12 @@ def form_of(batch: Batch) -> str:
     return type(batch).__name__
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
+def tensors_in(batch: Batch) -> list[Tensor]:
+    """Return the tensors of `batch` in order."""
     if isinstance(batch, Tensor):
         return [batch]
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
-    return [leaf for part in parts for leaf in _tensors(part)]
+    return [leaf for part in parts for leaf in tensors_in(part)]
 
 
 def _signature(batch: Batch) -> Any:

@@ -1,25 +1,29 @@
 """Layer profiles of torch modules, from one forward pass on the meta device, which computes no values."""
 
 import copy
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
-from socflower.capture.graph import CAPTURE_LOCK, Example, reason, require_batch
+from socflower.capture.batch_form import Batch, form_of, mapped, num_samples, output_of, tensors_in
+from socflower.capture.graph import CAPTURE_LOCK, reason
+from socflower.capture.operation_costs import AttentionAsFused, products_of
 from socflower.capture.random_state import forked_generator
-from socflower.cluster.cost_model import LayerProfile, ModelProfile
+from socflower.cluster.cost_model import BACKWARD_TO_FORWARD, LayerProfile, ModelProfile
 from socflower.errors import ConfigError
 
 FLOAT32_BYTES = 4
+
+ExampleBatch: TypeAlias = Batch | tuple[int, ...]
+"""What `forward` takes: a tensor, a tuple of its positional or a dict of its keyword arguments; or a sample's shape."""
 
 _IDENTITIES = (nn.Identity, nn.Sequential)  # without children, a Sequential returns its input
 
@@ -28,7 +32,10 @@ _IDENTITIES = (nn.Identity, nn.Sequential)  # without children, a Sequential ret
 class _Tally:
     """FLOPs and outputs of one module, for the whole batch, its submodules not included."""
 
-    flops: int = 0
+    flops: float = 0.0
+    backward_flops: float = 0.0
+    both_flops: float = 0.0  # of the backward pass if all operands needed a gradient
+    in_backward: bool = False
     output_elements: int = 0  # of its returned tensors
     made_elements: Counter[str] = field(default_factory=Counter)
     """Of tensors that it makes, by the leaf module that returned last before; "" for none."""
@@ -37,39 +44,69 @@ class _Tally:
 class _Recorder(TorchDispatchMode):
     """Counts the work of each module by the innermost call in which it is done, in the order of the first calls."""
 
-    def __init__(self, skeleton: nn.Module, counter: FlopCounterMode) -> None:
+    def __init__(self, skeleton: nn.Module) -> None:
         TorchDispatchMode.__init__(self)
         self.tallies: dict[str, _Tally] = {}
-        self._counter = counter  # the mode around this one
+        self._first_to_multiply: _Tally | None = None
         self._open: list[_Tally] = []  # of calls that have not returned yet
         self._last_leaf = ""
+        self._is_fused = False
         for name, module in skeleton.named_modules():
             # Outermost hooks, so that the work of the module's own hooks is counted with the module.
             module.register_forward_pre_hook(partial(self._begin_call, name), prepend=True)
             module.register_forward_hook(partial(self._end_call, name))
 
+    def attention_as_fused(self) -> AttentionAsFused:
+        """Return a mode in which attention makes what the fused kernels keep."""
+        return AttentionAsFused(self._fused, self._make)
+
+    def finish(self) -> None:
+        """Count both gradients of the first layer that multiplies, if it trains, as F1's costs do for all layers."""
+        first = self._first_to_multiply
+        if first is not None and first.backward_flops:
+            first.backward_flops = first.both_flops
+
     def _begin_call(self, name: str, *_: Any) -> None:
         self._open.append(self.tallies.setdefault(name, _Tally()))
 
     def _end_call(self, name: str, module: nn.Module, _inputs: Any, output: Any) -> None:
-        self._open.pop().output_elements += sum(tensor.numel() for tensor in _tensors_in(output))
+        tally, returned = self._open.pop(), _tensors_in(output)
+        tally.output_elements += sum(tensor.numel() for tensor in returned)
         if _is_leaf(module):
+            tally.in_backward |= any(tensor.requires_grad for tensor in returned)
             self._last_leaf = name
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        before = self._counter.get_total_flops()
         result = func(*args, **(kwargs or {}))
         if not self._open:  # inputs are being prepared
             return result
-        self._open[-1].flops += self._counter.get_total_flops() - before
-        # Neither views nor results in place are new tensors.
-        given = [tensor.untyped_storage() for tensor in _tensors_in((args, kwargs))]
-        for tensor in _tensors_in(result):
-            if tensor.is_floating_point() and not any(tensor.untyped_storage() is storage for storage in given):
-                self._open[-1].made_elements[self._last_leaf] += tensor.numel()
+        tally, given = self._open[-1], _tensors_in((args, kwargs))
+        tally.in_backward |= any(tensor.requires_grad for tensor in given)
+        for product in products_of(func, args, kwargs or {}, result):
+            self._first_to_multiply = self._first_to_multiply or tally
+            tally.flops += product.flops
+            tally.backward_flops += product.backward_flops
+            tally.both_flops += product.flops * BACKWARD_TO_FORWARD
+        if not self._is_fused:
+            # Neither views nor results in place are new tensors.
+            storages = [tensor.untyped_storage() for tensor in given]
+            self._make(sum(tensor.numel() for tensor in _tensors_in(result) if tensor.is_floating_point()
+                           and not any(tensor.untyped_storage() is storage for storage in storages)))
         return result
+
+    def _make(self, num_elements: int) -> None:
+        if self._open and num_elements:
+            self._open[-1].made_elements[self._last_leaf] += num_elements
+
+    @contextmanager
+    def _fused(self) -> Iterator[None]:
+        self._is_fused = True
+        try:
+            yield
+        finally:
+            self._is_fused = False
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -103,63 +140,112 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (getattr(value, name, None) for name in dict.fromkeys(names))
 
 
-def profile_module(module: nn.Module, example_input: Example, name: str) -> ModelProfile:
+def profile_module(module: nn.Module, example_input: ExampleBatch, name: str) -> ModelProfile:
     """Return the layers of `module` in the order in which they first run, with their costs per sample.
 
-    `example_input` is a batch, whose values do not matter, or the shape of one float32 sample without the batch
-    dimension. A copy without values runs in evaluation mode: the module, its mode, its buffers and the random
-    state are unchanged, and no values are computed.
+    `example_input` is a batch of what `forward` takes, a tensor, a tuple of positional or a dict of keyword arguments
+    (with labels only if `forward` takes them), or the shape of one float32 sample without the batch dimension. A copy
+    without values runs in evaluation mode: the module, its mode, its buffers and the random state are unchanged, and
+    no values are computed. Where `forward` reads values, as to skip padding, a copy runs once on the CPU with the
+    example instead, and `ran_on` of the profile says so.
 
-    A layer is a module without children. FLOPs are those of matrix products and convolutions, without biases, as
-    `FlopCounterMode` counts them; element-wise layers have none. A module that runs twice counts twice in FLOPs
-    and output bytes but once in weights; tied weights also count once, where they first run. Only weights that
-    are trained count, at their own precision. A module with children becomes a layer where it owns weights or
-    multiplies outside its children. Weights of modules that never run follow at the end, so that the sum over
-    layers is the size of a gradient exchange. Identities do not count as layers.
+    A layer is a module without children. FLOPs are those of matrix products, convolutions and attention, without
+    biases, as torch's `FlopCounterMode` counts them; element-wise layers, normalisation and embeddings have none. The
+    backward pass multiplies once for the gradient of each operand that needs one: twice in a layer that trains, once
+    behind trained layers, not at all before the first. A module that runs twice counts twice in FLOPs and output bytes
+    but once in weights; tied weights also count once, where they first run. Weights count at their own precision, those
+    with `requires_grad` apart from frozen ones. A module with children becomes a layer where it owns weights or
+    multiplies outside its children. Weights of modules that never run follow at the end, so that the sum over layers
+    is the size of a gradient exchange. Identities do not count as layers.
 
     Output bytes of torch's own layers are those of the tensors that they return, in any container. For other modules,
     and those with children such as `nn.MultiheadAttention`, they are those of all floating-point tensors that the
     module's own operations make: attention scores, residual sums, results of functions. Where such a module is not a
-    layer itself, they count with the layer that ran before them.
+    layer itself, they count with the layer that ran before them. `scaled_dot_product_attention` makes what its fused
+    kernels keep: the output and one value for each query and head.
 
     Raises ConfigError where the forward pass fails for that input, with the reason.
     """
-    skeleton, inputs = _without_values(module, example_input, name)
-    counter = FlopCounterMode(display=False)
-    recorder = _Recorder(skeleton, counter)
+    batch = _example_batch(example_input, name)
+    ran_on, size = "meta", num_samples(batch)
     try:
-        # Tensors made inside a forward function are on the meta device too, and draw no random numbers.
-        with CAPTURE_LOCK.shared(), forked_generator(), torch.device("meta"), torch.no_grad(), counter, recorder:
-            skeleton(inputs)
+        skeleton, recorder = _recorded(_without_values(module, name), mapped(batch, _empty), ran_on)
+    except _ForwardFailed as without_values:
+        ran_on = "cpu"
+        try:
+            if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers(), *tensors_in(batch)]):
+                raise without_values
+            skeleton, recorder = _recorded(_with_values(module, name), mapped(batch, _on_cpu), ran_on)
+        except _ForwardFailed as failure:
+            what = tuple(batch.shape) if isinstance(batch, torch.Tensor) else f"({form_of(batch)})"
+            error = failure.error
+            raise ConfigError(f"model {name}: forward pass for inputs {what} failed: {reason(error)}") from error
+    input_bytes = _num_bytes(tensors_in(batch)) / size
+    return ModelProfile(name=name, layers=_layers(skeleton, recorder.tallies, size), input_bytes=input_bytes,
+                        ran_on=ran_on)
+
+
+class _ForwardFailed(Exception):
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _recorded(skeleton: nn.Module, batch: Batch, device: str) -> tuple[nn.Module, _Recorder]:
+    """Return the module and what its forward pass did, with a graph, since that decides what is differentiated."""
+    recorder = _Recorder(skeleton)
+    try:
+        # Tensors made inside a forward function are on the device too; on the meta device they draw no numbers.
+        with (CAPTURE_LOCK.shared(), forked_generator(), torch.inference_mode(False), torch.enable_grad(),
+              torch.device(device), recorder.attention_as_fused(), recorder):
+            output_of(skeleton, batch)
     except Exception as error:  # a user's forward function may raise anything
-        shape = tuple(inputs.shape)
-        raise ConfigError(f"model {name}: forward pass for inputs {shape} failed: {reason(error)}") from error
-    layers = _layers(skeleton, recorder.tallies, num_samples=inputs.shape[0])
-    sample_elements = math.prod(inputs.shape[1:])
-    return ModelProfile(name=name, layers=layers, input_bytes=float(sample_elements * FLOAT32_BYTES))
+        raise _ForwardFailed(error) from error
+    recorder.finish()
+    return skeleton, recorder
 
 
-def _without_values(module: nn.Module, example_input: Example, name: str) -> tuple[nn.Module, torch.Tensor]:
-    """Return a copy of the module and its input on the meta device, which keeps shapes but no values."""
-    if isinstance(example_input, torch.Tensor):
-        require_batch(example_input, name)
-        inputs = torch.empty_like(example_input, device="meta", requires_grad=False)
-    else:
-        inputs = torch.empty((1, *example_input), device="meta")
+def _example_batch(example: ExampleBatch, name: str) -> Batch:
+    """Return the example, or a batch of one sample without values for a shape."""
+    if isinstance(example, tuple | list) and all(isinstance(size, int) for size in example):
+        return torch.zeros(1).expand(1, *example)
+    if not num_samples(example):
+        raise ConfigError(f"model {name}: example input needs a batch dimension of 1 or more, got {form_of(example)}")
+    return example
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta", requires_grad=False)
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu")
+
+
+def _without_values(module: nn.Module, name: str) -> nn.Module:
+    """Return a copy of the module on the meta device, which keeps shapes but no values."""
     # Tensors entered in the memo are not copied: a model may fill half the memory.
     memo: dict[int, Any] = {}
     for weight in module.parameters():
         memo[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return _copied(module, name, memo)
+
+
+def _with_values(module: nn.Module, name: str) -> nn.Module:
+    return _copied(module, name, {}).cpu()
+
+
+def _copied(module: nn.Module, name: str, memo: dict[int, Any]) -> nn.Module:
     try:
         skeleton = copy.deepcopy(module, memo)
     except Exception as error:  # locks, files, process groups and others raise various types
         raise ConfigError(f"model {name}: cannot be copied: {reason(error)}") from error
-    return skeleton.eval(), inputs
+    return skeleton.eval()
 
 
-def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], num_samples: int) -> tuple[LayerProfile, ...]:
+def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], size: int) -> tuple[LayerProfile, ...]:
     modules = dict(skeleton.named_modules())
     never_run = [name for name in modules if name not in tallies]
     counted: set[int] = set()
@@ -170,7 +256,8 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], num_samples: int) -
     for name in [*tallies, *never_run]:
         module = modules[name]
         tally = tallies.get(name, _Tally())
-        weights = [w for w in module.parameters(recurse=False) if w.requires_grad and id(w) not in counted]
+        weights = [weight for weight in module.parameters(recurse=False) if id(weight) not in counted]
+        trained = [weight for weight in weights if weight.requires_grad]
         counted.update(id(weight) for weight in weights)
         is_leaf = _is_leaf(module)
         runs = is_leaf and name in tallies and not isinstance(module, _IDENTITIES)
@@ -182,12 +269,17 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], num_samples: int) -
         if is_leaf and not type(module).__module__.startswith("torch."):
             output_elements[name] = max(made, tally.output_elements)
         layers.append(LayerProfile(
-            name=name or type(module).__name__, kind=type(module).__name__, num_tensors=len(weights),
-            forward_flops=tally.flops / num_samples, output_bytes=0.0,
-            weight_bytes=float(sum(weight.numel() * weight.element_size() for weight in weights))))
+            name=name or type(module).__name__, kind=type(module).__name__, num_tensors=len(trained),
+            forward_flops=tally.flops / size, output_bytes=0.0, weight_bytes=_num_bytes(trained),
+            frozen_bytes=_num_bytes(weights) - _num_bytes(trained), in_backward=tally.in_backward,
+            backward_to_forward=tally.backward_flops / tally.flops if tally.flops else BACKWARD_TO_FORWARD))
         names.append(name)
     for leaf, num_elements in unclaimed.items():
         # Neither identities nor operations before the first layer have a layer to be counted with.
         output_elements[leaf if leaf in output_elements else names[0]] += num_elements
-    return tuple(replace(layer, output_bytes=output_elements[name] / num_samples * FLOAT32_BYTES)
+    return tuple(replace(layer, output_bytes=output_elements[name] / size * FLOAT32_BYTES)
                  for name, layer in zip(names, layers, strict=True))
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> float:
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))

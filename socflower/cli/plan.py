@@ -79,7 +79,7 @@ def print_plan(console: Console, cluster: "Cluster", document: Mapping[str, Any]
         f"a synchronisation {human_seconds(predicted['sync_s'])}, {predicted['syncs_per_epoch']:.3g} an epoch",
         f"an epoch {human_seconds(predicted['epoch_s'])} and {human_joules(predicted['epoch_energy_j'])}, "
         f"{percent(predicted['compute_fraction'])} of the SoCs' time computing",
-        f"memory of a SoC {human_bytes(predicted['memory_bytes'])}",
+        f"memory of a SoC {human_bytes(predicted['memory_bytes'])}{_frozen_text(document['model'])}",
     )
     for line in lines:
         print_line(line, console)
@@ -93,6 +93,14 @@ def print_plan(console: Console, cluster: "Cluster", document: Mapping[str, Any]
                    f"{percent(heat['slowdown'])} slower than without{hottest}", console)
     for note in document["notes"]:
         print_line(f"note: {note}", console, "dim")
+
+
+def _frozen_text(model: Mapping[str, float]) -> str:
+    """Return what part of the weights trains and travels; "" where all do."""
+    if model["trained_bytes"] == model["weight_bytes"]:
+        return ""
+    return (f"; of {human_bytes(model['weight_bytes'])} of weights {human_bytes(model['trained_bytes'])} train and are "
+            "exchanged")
 
 
 def _step_line(document: Mapping[str, Any]) -> str:

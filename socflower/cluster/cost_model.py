@@ -4,7 +4,7 @@ All planners and the simulator take compute costs from here. `socflower.capture.
 modules.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from socflower.cluster.device import Device
@@ -15,6 +15,12 @@ BACKWARD_TO_FORWARD = 2.0
 """A backward pass multiplies twice per weight (input gradient, weight gradient) where a forward pass does once."""
 
 
+
+def forward_share(forward_flops: float, training_flops: float) -> float:
+    """Return the part of the forward pass in training; without operations, that of weights that are trained."""
+    return forward_flops / training_flops if training_flops else 1.0 / (1.0 + BACKWARD_TO_FORWARD)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerProfile:
     """One layer, per sample. Multiply and add count as two operations; activations are float32."""
@@ -23,8 +29,21 @@ class LayerProfile:
     kind: str
     forward_flops: float
     output_bytes: float
-    weight_bytes: float
-    num_tensors: int
+    weight_bytes: float  # of the weights that are trained
+    num_tensors: int  # that are trained
+    frozen_bytes: float = 0.0  # of the weights that are not
+    backward_to_forward: float = BACKWARD_TO_FORWARD  # FLOPs of the backward pass for each of the forward pass
+    in_backward: bool = True  # whether gradients pass through it, so that its outputs are kept
+
+    @property
+    def training_flops(self) -> float:
+        """Operations of one sample's forward and backward pass."""
+        return self.forward_flops * (1.0 + self.backward_to_forward)
+
+    @property
+    def forward_share(self) -> float:
+        """The part of the forward pass in them; for a layer without operations, that of one that trains."""
+        return forward_share(self.forward_flops, self.training_flops)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +53,7 @@ class ModelProfile:
     name: str
     layers: tuple[LayerProfile, ...]
     input_bytes: float  # of one sample
+    ran_on: str = field(default="meta", compare=False)  # device of the profiled pass; "meta" computes no values
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -47,12 +67,32 @@ class ModelProfile:
     @property
     def training_flops(self) -> float:
         """Operations of one sample's forward and backward pass."""
-        return self.forward_flops * (1.0 + BACKWARD_TO_FORWARD)
+        return sum(layer.training_flops for layer in self.layers)
+
+    @property
+    def forward_share(self) -> float:
+        """The part of the forward pass in them."""
+        return forward_share(self.forward_flops, self.training_flops)
+
+    @property
+    def trained_share(self) -> float:
+        """Its training FLOPs as a part of those with all weights trained, which measured timings are of."""
+        return self.training_flops / (self.forward_flops * (1.0 + BACKWARD_TO_FORWARD)) if self.forward_flops else 1.0
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of all trainable weights; also of one gradient exchange."""
         return sum(layer.weight_bytes for layer in self.layers)
+
+    @property
+    def frozen_bytes(self) -> float:
+        """Bytes of the weights that are not trained (`requires_grad` False): they take memory and stay in place."""
+        return sum(layer.frozen_bytes for layer in self.layers)
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Bytes of all weights, trained or not."""
+        return self.weight_bytes + self.frozen_bytes
 
     @property
     def num_tensors(self) -> int:
@@ -61,12 +101,18 @@ class ModelProfile:
 
     @property
     def activation_bytes(self) -> float:
-        """Bytes of one sample's activations kept for the backward pass."""
-        return self.input_bytes + sum(layer.output_bytes for layer in self.layers)
+        """Bytes of one sample's activations: those kept for the backward pass, and the largest of the others."""
+        kept = sum(layer.output_bytes for layer in self.layers if layer.in_backward)
+        return self.input_bytes + kept + max((0.0, *(x.output_bytes for x in self.layers if not x.in_backward)))
 
     def training_memory_bytes(self, batch_size: int, optimizer_copies: float = 1.0) -> float:
-        """Return the peak memory of a training step: weights, gradients, optimiser state, activations."""
-        return self.weight_bytes * (2.0 + optimizer_copies) + self.activation_bytes * batch_size
+        """Return the peak memory of a training step: weights, gradients, optimiser state, activations.
+
+        `optimizer_copies` of the trained weights: 1 for SGD with momentum, 2 for Adam. Frozen weights have neither
+        gradients nor optimiser state.
+        """
+        trained = self.weight_bytes * (2.0 + optimizer_copies)
+        return trained + self.frozen_bytes + self.activation_bytes * batch_size
 
 
 UPDATE_PASSES = 5.0
@@ -151,16 +197,16 @@ def step_cost(model: ModelProfile, device: Device, num_samples: int, processor: 
     """Return a device's cost for `num_samples` of a batch and one update of the weights.
 
     compute = samples x training FLOPs / sustained rate + layers x fixed overhead, so that T_train(BS) of F1 is less
-    than proportional in the batch; or, where the device's profile has timings of the model, the measured time.
+    than proportional in the batch; or, where the device's profile has timings of the model, the measured time, less
+    what frozen weights save.
     Either is divided between the passes like the FLOPs. update = passes over the weights / memory bandwidth. A member
     without samples only updates.
     """
     name = processor or device.default_processor
     compute_s = compute_seconds(model, device, num_samples, name)
-    forward_share = 1.0 / (1.0 + BACKWARD_TO_FORWARD)
     return StepCost(
-        forward_s=compute_s * forward_share,
-        backward_s=compute_s * (1.0 - forward_share),
+        forward_s=compute_s * model.forward_share,
+        backward_s=compute_s * (1.0 - model.forward_share),
         update_s=UPDATE_PASSES * model.weight_bytes / device.memory_bytes_per_s,
         processor=name,
     )
@@ -170,7 +216,7 @@ def compute_seconds(model: ModelProfile, device: Device, num_samples: int, proce
     """Return the seconds of forward and backward pass of `num_samples` on one processor."""
     timings = device.processor(processor).timings.get(model.name)
     if timings is not None:
-        return timings.seconds(num_samples)
+        return timings.seconds(num_samples) * model.trained_share
     arithmetic_s = num_samples * model.training_flops / device.processor(processor).rate(model.name)
     return arithmetic_s + (len(model.layers) * device.layer_overhead_s if num_samples else 0.0)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from socflower.cluster import Activity, Cluster, Usage, sustained_rates
+from socflower.cluster import Activity, Cluster, ModelProfile, Usage, sustained_rates
 from socflower.edgecloud.plan.cost_model import period_s, training_s
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.device_costs import training_energy_j
@@ -58,9 +58,11 @@ def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
 def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     """Return the plan document of `socflower plan`: groups on boards, communication groups, predictions.
 
-    `predicted` has the seconds of a step (with `serialize_uplinks` as configured, in turns, free-running, F7) and of
-    a synchronisation; the fraction of a step in which the slowest SoC neither computes nor updates; and the seconds and
-    joules of an epoch, the mean over the whole training with all its synchronisations. `one_soc` has the epoch of one
+    `model` has the bytes of the weights, of those that train and so travel, and of a sample's activations, and a
+    sample's FLOPs. `predicted` has the seconds of a step (with `serialize_uplinks` as configured, in turns,
+    free-running, F7) and of a synchronisation; the fraction of a step in which the slowest SoC neither computes nor
+    updates; and the seconds and joules of an epoch, the mean over the whole training with all its synchronisations.
+    `one_soc` has the epoch of one
     SoC alone (None where only one takes part), and `verdict` says which of both is quicker. With `groups = "auto"`,
     which only training can decide (F2), the plan is that of one group per board, and `notes` says so.
     """
@@ -79,13 +81,24 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
         notes.append("int8 on each device's fastest int8 processor, " + ", ".join(sorted(
             {f"{device.name}: {device.int8_processor or 'none known, FP32 instead'}"
              for device in (board.device for board in cluster.boards)})))
+    if work.profile.ran_on != "meta":
+        notes.append(f"the forward pass of {scenario.model.name} reads values: its operations are those of a pass on "
+                     f"the {work.profile.ran_on.upper()} with the first sample")
     notes += gpu_notes(priced_processors(scenario), None)
     what = (f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
             f"{counted(work.steps_per_epoch, 'step')}, batches of {scenario.train.batch_size} a group")
     predicted = _predict(scenario, work)
     one_soc = _predict_one_soc(scenario, cluster) if len(plan.participants) > 1 else None
-    return {"schema": 1, "work": what, **plan.to_document(), **turns.to_document(),
+    return {"schema": 1, "work": what, "model": _model_document(work.profile), **plan.to_document(),
+            **turns.to_document(),
             "predicted": predicted, "one_soc": one_soc, "verdict": _verdict(predicted, one_soc), "notes": notes}
+
+
+def _model_document(profile: ModelProfile) -> dict[str, float]:
+    """Return the bytes of the weights, all and those that train and travel, and a sample's operations."""
+    return {"weight_bytes": profile.parameter_bytes, "trained_bytes": profile.weight_bytes,
+            "activation_bytes_per_sample": profile.activation_bytes, "forward_flops": profile.forward_flops,
+            "training_flops": profile.training_flops}
 
 
 def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict[str, Any]]:
@@ -217,7 +230,8 @@ def _predict(scenario: Scenario, work: IntervalCosts) -> dict[str, float]:
         "syncs_per_epoch": 0.0 if synchronisation is None else sum(count for _, count in shapes) / epochs,
         "epoch_s": training.duration_s / epochs,
         "epoch_energy_j": training.total_energy_j / epochs,
-        "memory_bytes": work.profile.training_memory_bytes(max(work.shares.values())),
+        "memory_bytes": work.profile.training_memory_bytes(
+            max(work.shares.values()), optimizer_copies=2.0 if scenario.train.optimizer == "adam" else 1.0),
         "compute_fraction": training.soc_seconds.get(Activity.COMPUTE, 0.0) / busy if busy else 0.0,
     }
 

@@ -76,26 +76,31 @@ def num_samples(scenario: Scenario) -> int:
     return data_shape(scenario.data.name).num_train
 
 
-def example_inputs(scenario: Scenario) -> torch.Tensor | tuple[int, ...]:
-    """Return an example of the model's inputs: a batch of one sample, or of the registry the shape of a sample."""
+def example_inputs(scenario: Scenario) -> Batch:
+    """Return an example of what `forward` takes: a batch of one sample, or of the registry the shape of a sample."""
     if not scenario.data.factory:
         shape = data_shape(scenario.data.name)
         return shape.channels, shape.size, shape.size
     batch = _first(scenario, scenario_data(scenario).train)
-    inputs = batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch
-    if not isinstance(inputs, torch.Tensor):
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0]
+    if not isinstance(batch, Mapping):
         raise ConfigError(f"{_factory_text('data', scenario)}: its batches are {form_of(batch)}; give pairs (inputs, "
-                          "labels) of tensors")
-    return inputs
+                          "labels), or dicts of the arguments of a model that returns its loss")
+    return batch
 
 
 def image_shape(scenario: Scenario) -> tuple[int, int, int]:
     """Return channels, height and width of a sample's inputs; `ConfigError` if they are no images of floats."""
+    if not scenario.data.factory:
+        images = data_shape(scenario.data.name)
+        return images.channels, images.size, images.size
     example = example_inputs(scenario)
-    shape = example if isinstance(example, tuple) else tuple(example.shape[1:])
-    if len(shape) != 3 or (isinstance(example, torch.Tensor) and not example.is_floating_point()):
-        kind = "float32" if isinstance(example, tuple) else str(example.dtype).removeprefix("torch.")
-        raise ConfigError(f"{_factory_text('data', scenario)}: a sample's inputs are {kind} of shape {shape}, and "
+    is_tensor = isinstance(example, torch.Tensor)
+    shape = tuple(example.shape[1:]) if is_tensor else ()
+    if len(shape) != 3 or not example.is_floating_point():
+        kind = f"{str(example.dtype).removeprefix('torch.')} of shape {shape}" if is_tensor else form_of(example)
+        raise ConfigError(f"{_factory_text('data', scenario)}: a sample's inputs are {kind}, and "
                           f"[precision] arithmetic = {scenario.precision.arithmetic!r} takes images, (channels, "
                           "height, width) of float32; use arithmetic = 'fp32'")
     return shape[0], shape[1], shape[2]

@@ -70,6 +70,26 @@ def test_sums_of_a_profile() -> None:
     assert MODEL.training_memory_bytes(10) == 100.0 * 3 + 5400.0
 
 
+FROZEN = ModelProfile(name="m", input_bytes=100.0, layers=(
+    LayerProfile(name="base", kind="Linear", forward_flops=2e6, output_bytes=400.0, weight_bytes=0.0, num_tensors=0,
+                 frozen_bytes=1000.0, backward_to_forward=0.0, in_backward=False),
+    LayerProfile(name="head", kind="Linear", forward_flops=1e6, output_bytes=40.0, weight_bytes=60.0, num_tensors=1,
+                 backward_to_forward=1.0),
+))
+
+
+def test_frozen_weights_take_memory_but_neither_gradients_nor_updates_nor_a_backward_pass() -> None:
+    assert (FROZEN.weight_bytes, FROZEN.frozen_bytes, FROZEN.parameter_bytes) == (60.0, 1000.0, 1060.0)
+    assert (FROZEN.forward_flops, FROZEN.training_flops) == (3e6, 4e6)
+    assert FROZEN.activation_bytes == 100.0 + 40.0 + 400.0  # input, what is kept, and what is there while it is made
+    assert FROZEN.training_memory_bytes(10, optimizer_copies=2.0) == 1000.0 + 60.0 * 4 + 5400.0
+    cost = step_cost(FROZEN, machine(layer_overhead_s=0.0), 9)
+    assert (cost.forward_s, cost.backward_s) == pytest.approx((3.0, 1.0))  # of 4 MFLOP a sample at 9 MFLOP/s
+    assert cost.update_s == pytest.approx(5 * 60 / 500)
+    measured = with_npu(cpu=StepTimings(batches=(1, 9), step_s=(1.0, 9.0)))  # of 9 MFLOP a sample
+    assert step_cost(FROZEN, measured, 9).compute_s == pytest.approx(4.0)
+
+
 @pytest.mark.parametrize(("changes", "says"), [
     ({"processors": {}}, "has no processor"), ({"memory_bytes": 0.0}, "memory_bytes = 0.0 must be above 0"),
     ({"idle_w": -1.0}, "idle_w = -1.0 must be 0 or more"),

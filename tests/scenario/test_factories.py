@@ -4,6 +4,7 @@ import json
 import random
 import textwrap
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -11,8 +12,10 @@ from uuid import uuid4
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch.utils.data import TensorDataset
 
+from socflower.cli.plan import print_plan
 from socflower.engines.checkpoint import difference, training_keys
 from socflower.errors import ConfigError
 from socflower.scenario.app.deployed import app_in_bundle, bundled_document
@@ -20,8 +23,8 @@ from socflower.scenario.planning import plan_scenario
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import Scenario
-from socflower.scenario.schema.file import from_document, load_scenario, to_document
-from socflower.scenario.workload import initial_model, scenario_data
+from socflower.scenario.schema.file import from_document, load_scenario, scenario_cluster, to_document
+from socflower.scenario.workload import image_shape, initial_model, scenario_data
 from socflower.user_code import forgotten_modules
 from socflower.workloads import MapDataset
 
@@ -66,6 +69,25 @@ CODE = """
         train, test = points()
         del train.targets
         return train, test
+
+    class Reader(nn.Module):
+        def __init__(self, trained):
+            super().__init__()
+            self.base, self.head = nn.Sequential(nn.Embedding(20, 32), nn.Linear(32, 64)), nn.Linear(64, 2)
+            self.base.requires_grad_(trained)
+
+        def forward(self, ids, labels):
+            hidden = self.base(ids[:, :int((ids >= 0).sum(dim=1).max())])
+            logits = self.head(hidden.mean(dim=1))
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    def reader(trained=True):
+        return Reader(trained)
+
+    def dicts():
+        train, test = ids().values()
+        as_dict = lambda pairs: [{"ids": inputs, "labels": label} for inputs, label in pairs]
+        return as_dict(train), as_dict(test)
 
     raises = lambda: 1 / 0
     exits = lambda: exit(3)
@@ -266,3 +288,27 @@ def test_functions_are_called_in_the_processes_of_the_other_engines(engine: str,
     assert there["final_accuracy"] == here["final_accuracy"]
     if engine == "simulation":
         assert there["weights_sha256"] == here["weights_sha256"]
+
+
+def test_a_plan_prices_batches_of_dicts_and_exchanges_only_what_trains(own: str, tmp_path: Path) -> None:
+    whole, frozen = (plan_scenario(load(tmp_path, own, model=f"reader trained={trained}", data="dicts"))
+                     for trained in ("true", "false"))
+    base_bytes, head_bytes = 4 * (20 * 32 + 32 * 64 + 64), 4 * (2 * 64 + 2)
+    forward = 2 * (5 * 32 * 64 + 64 * 2)
+    assert whole["model"]["weight_bytes"] == frozen["model"]["weight_bytes"] == base_bytes + head_bytes
+    assert (whole["model"]["trained_bytes"], frozen["model"]["trained_bytes"]) == (base_bytes + head_bytes, head_bytes)
+    assert (whole["model"]["training_flops"], frozen["model"]["training_flops"]) == (3 * forward, forward + 2 * 64 * 2)
+    assert frozen["predicted"]["sync_s"] < whole["predicted"]["sync_s"]
+    assert frozen["predicted"]["memory_bytes"] < whole["predicted"]["memory_bytes"]
+    adam = load(tmp_path, own, ("train.optimizer=adam",), model="reader trained=false", data="dicts")
+    assert plan_scenario(adam)["predicted"]["memory_bytes"] == frozen["predicted"]["memory_bytes"] + head_bytes
+    assert any("reads values: its operations are those of a pass on the CPU" in note for note in whole["notes"])
+    console = Console(width=200, record=True, file=StringIO())
+    print_plan(console, scenario_cluster(adam), {**frozen, "heat": None})
+    assert "; of 11.5 kB of weights 520 B train and are exchanged" in console.export_text()
+
+
+def test_int8_takes_no_dicts(own: str, tmp_path: Path) -> None:
+    scenario = load(tmp_path, own, ("precision.arithmetic=int8",), model="reader", data="dicts")
+    with pytest.raises(ConfigError, match=r"inputs are a dict of ids, labels, and \[precision\] .* takes images"):
+        image_shape(scenario)

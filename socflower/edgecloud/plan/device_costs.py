@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from socflower.cluster.cost_model import BACKWARD_TO_FORWARD, UPDATE_PASSES, LayerProfile, ModelProfile, compute_seconds
+from socflower.cluster.cost_model import UPDATE_PASSES, LayerProfile, ModelProfile, compute_seconds
 from socflower.cluster.device import Device
 from socflower.edgecloud.plan.cost_model import training_s
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts
-from socflower.edgecloud.plan.phases import FORWARD_SHARE, Phases
+from socflower.edgecloud.plan.phases import Phases
 from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.quantisation import BITS
 
@@ -48,9 +48,10 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
     """Return the costs of a batch at every cut, with the front half at the edge (in a `reverse` split: in the cloud).
 
     The seconds of a whole step are those of the cost model (`cluster.cost_model`), measured ones where the device has
-    them, distributed over the layers by FLOPs and fixed overhead; a third is the forward pass. The first
-    `frozen_layers` have no backward pass and no update. Memory at the edge: weights, gradients and optimiser state of
-    the trained layers, the weights only of frozen layers, and the batch's activations.
+    them, distributed over the layers by FLOPs and fixed overhead, and within a layer over forward and backward pass by
+    FLOPs: a third is the forward pass of a layer that trains. The first `frozen_layers` have no backward pass and no
+    update. Memory at the edge: weights, gradients and optimiser state of the trained layers, the weights only of frozen
+    layers, and the batch's activations.
 
     Raises ConfigError if cuts do not follow each other, leave no layer behind them, or the batch is empty.
     """
@@ -61,7 +62,8 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
 
     def state_bytes(layers: Sequence[LayerProfile], first: int) -> float:
         """Return the bytes of weights, and of the optimiser state of trained layers."""
-        return sum(layer.weight_bytes * (1.0 + (optimizer_copies if first + index >= frozen_layers else 0.0))
+        return sum(layer.frozen_bytes
+                   + layer.weight_bytes * (1.0 + (optimizer_copies if first + index >= frozen_layers else 0.0))
                    for index, layer in enumerate(layers))
 
     def memory_bytes(first: int, last: int, input_bytes: float) -> float:
@@ -72,7 +74,7 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
     costs: list[CutCost] = []
     for cut in cuts:
         front = model.layers[:cut.num_layers]
-        weights_bytes = sum(layer.weight_bytes for layer in front)
+        weights_bytes = sum(layer.weight_bytes + layer.frozen_bytes for layer in front)
         elements = cut.feature_elements_per_sample * batch_size
         first, last, elsewhere = 0, cut.num_layers, (cut.num_layers, num_layers)
         input_bytes = model.input_bytes
@@ -137,14 +139,15 @@ class _Seconds:
            processor: str | None) -> "_Seconds":
         name = processor or device.default_processor
         rate = device.processor(name).rate(model.name)
-        by_formula = [batch_size * layer.forward_flops * (1.0 + BACKWARD_TO_FORWARD) / rate + device.layer_overhead_s
+        by_formula = [batch_size * layer.training_flops / rate + device.layer_overhead_s
                       for layer in model.layers]
         whole_s = compute_seconds(model, device, batch_size, name)
         scale = whole_s / total if (total := sum(by_formula)) else 0.0
-        forward = tuple(seconds * scale * FORWARD_SHARE for seconds in by_formula)
+        forward = tuple(seconds * scale * layer.forward_share
+                        for layer, seconds in zip(model.layers, by_formula, strict=True))
         backward = tuple(
             0.0 if index < frozen_layers else
-            by_formula[index] * scale * (1.0 - FORWARD_SHARE) + UPDATE_PASSES * layer.weight_bytes
+            by_formula[index] * scale * (1.0 - layer.forward_share) + UPDATE_PASSES * layer.weight_bytes
             / device.memory_bytes_per_s
             for index, layer in enumerate(model.layers))
         return _Seconds(forward, backward)
