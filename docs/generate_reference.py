@@ -39,7 +39,7 @@ PARTS = {
     "cluster": "Clusters and devices",
     "capture": "Profiles of models",
     "sim": "Virtual time",
-    "engines": "Running an app in virtual time",
+    "engines": "Running and following an app",
     "workloads": "Models and data",
     "wire": "Messages",
     "errors": "Errors",
@@ -121,18 +121,28 @@ def cli_page() -> str:
     return between(CLI, "commands", "\n\n".join(commands(typer.main.get_command(app), "socflower")))
 
 
-def commands(command: Any, path: str) -> Iterator[str]:
-    """Yield a section for each command: its arguments and options but for --json, which all have."""
+def commands(command: Any, path: str, shown: set[str] | None = None) -> Iterator[str]:
+    """Yield a section for each command: its arguments and options but for --json, which all have.
+
+    Options that an earlier section has with the same meaning are only named; `shown` has their lines.
+    """
+    shown = set() if shown is None else shown
     if hasattr(command, "commands"):
         for name, inner in sorted(command.commands.items()):
-            yield from commands(inner, f"{path} {name}")
+            yield from commands(inner, f"{path} {name}", shown)
         return
     parameters = [parameter for parameter in command.params if parameter.name != "as_json"]
     named = [parameter.make_metavar(typer.Context(command)) for parameter in parameters
              if parameter.param_type_name == "argument"]
-    lines = [f"- {parameter_line(parameter, command)}" for parameter in parameters]
-    yield "\n".join([f"### {' '.join([path, *named])}", "", command.help.partition("\n\n")[0], *([""] if lines else []),
-                     *lines])
+    lines = {parameter_line(parameter, command): parameter for parameter in parameters}
+    again = [f"`{max(parameter.opts, key=len)}`" for line, parameter in lines.items()
+             if line in shown and parameter.param_type_name == "option"]
+    texts = [f"- {line}" for line, parameter in lines.items()
+             if line not in shown or parameter.param_type_name == "argument"]
+    texts += [f"- {', '.join(again)}: as above."] if again else []
+    shown.update(lines)
+    yield "\n".join([f"### {' '.join([path, *named])}", "", command.help.partition("\n\n")[0], *([""] if texts else []),
+                     *texts])
 
 
 def parameter_line(parameter: Any, command: Any) -> str:

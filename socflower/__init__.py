@@ -68,6 +68,7 @@ _EXPORTS = {
     "capture.layer_profile": ("profile_module",),
     "sim.event_clock": ("EventClock",),
     "sim.trace": ("Trace",),
+    "engines.run_log": ("CsvLogger", "JsonLinesLogger", "RunLogger", "TensorBoardLogger", "logged_evaluation"),
     "engines.local.run_app": ("load_flower_app", "quiet_flower", "run_app"),
     "workloads.data_source": ("DataSource",),
     "workloads.dataset": ("DataSet", "LabelledData"),

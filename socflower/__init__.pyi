@@ -20,6 +20,7 @@ from socflower.edgecloud.program import JoinedProgram as JoinedProgram, LayeredP
 from socflower.edgecloud.samples import CodeSamples as CodeSamples, FeatureSamples as FeatureSamples, ImageTargets as ImageTargets, LabelledSamples as LabelledSamples, Samples as Samples
 from socflower.edgecloud.stream.credentials import read_token as read_token
 from socflower.engines.local.run_app import load_flower_app as load_flower_app, quiet_flower as quiet_flower, run_app as run_app
+from socflower.engines.run_log import CsvLogger as CsvLogger, JsonLinesLogger as JsonLinesLogger, RunLogger as RunLogger, TensorBoardLogger as TensorBoardLogger, logged_evaluation as logged_evaluation
 from socflower.errors import ConfigError as ConfigError, DataUnavailable as DataUnavailable, InfeasiblePlan as InfeasiblePlan, SocflowerError as SocflowerError, TrainingFailed as TrainingFailed
 from socflower.hierarchy.group_count import default_candidates as default_candidates
 from socflower.hierarchy.plan import GroupPlan as GroupPlan, plan_groups as plan_groups

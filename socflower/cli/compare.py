@@ -8,7 +8,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from socflower.cli.options import Engine, Json, ScenarioPath, Set, Workers, refuse_unread, unread_by_compare
+from socflower.cli.options import (
+    Engine,
+    Json,
+    Log,
+    ScenarioPath,
+    Set,
+    Workers,
+    refuse_unread,
+    round_logging,
+    unread_by_compare,
+)
 from socflower.cli.terminal import (
     OUT,
     exit_on_failed_claims,
@@ -38,6 +48,7 @@ def compare(
                                                   "accuracy of [compare], else the most accurate.")] = None,
     set_: Set = None,
     workers: Workers = None,
+    log: Log = "",
     as_json: Json = False,
 ) -> None:
     """Run the same work under several strategies and put them side by side."""
@@ -52,10 +63,11 @@ def compare(
     loaded = load_scenario(scenario, set_ or ())
     names = [name.strip() for name in strategies.split(",")] if strategies else list(loaded.compare.strategies)
     target = out or Path("out") / f"{loaded.name}-compare"
+    logging = round_logging(log)
     with run_progress(as_json) as bar:
         document = run_comparison(loaded, names, target, engine=engine, num_workers=workers, on_start=bar,
                                   seeds=parse_seeds(seeds) if seeds else (),
-                                  tuning=parse_tuning(tune) if tune else None)
+                                  tuning=parse_tuning(tune) if tune else None, logging=logging)
     if as_json:
         print_json(document)
     else:

@@ -3,12 +3,15 @@
 import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperCommand
 
 from socflower.errors import ConfigError
+
+if TYPE_CHECKING:  # flwr is loaded by the command that runs something
+    from socflower.engines.run_log import RoundLogging
 
 
 def _shipped_or_file(path: Path) -> Path:
@@ -29,6 +32,9 @@ Engine = Annotated[str, typer.Option(help="local (no Ray, virtual time), simulat
                                           "(SuperLink and SuperNodes, real time).")]
 Workers = Annotated[int | None, typer.Option(help="Worker processes of the local engine; 0 runs all in this one. "
                                                   "Default: one per core.")]
+
+Log = Annotated[str, typer.Option(help="Follow the rounds in --out: some of tensorboard, csv, jsonl, "
+                                       "comma-separated.")]
 
 _DEPLOYMENT_OPTIONS = ("superlink", "superlink_ca", "restarts", "checkpoint_folder", "warm")
 _APP_FOLDER_OPTIONS = ("cluster", "nodes", "training_flops")
@@ -56,6 +62,14 @@ class PlainCommand(TyperCommand):
         return super().get_help(ctx).replace("\\[", "[")
 
 
+def round_logging(log: str) -> "RoundLogging":
+    """Return what `--log` asks for; `ConfigError` for a logger that is unknown, named twice or not installed."""
+    from socflower.cli.terminal import print_notice
+    from socflower.engines.run_log import RoundLogging
+
+    return RoundLogging(tuple(name.strip() for name in log.split(",")) if log else (), print_notice)
+
+
 def require_local_engine(engine: str, folder: object) -> None:
     """Raise `ConfigError` if the app in `folder` is to run on an engine that only runs scenarios."""
     if engine == "simulation":
@@ -77,6 +91,7 @@ def unread_by_run(*, of_app_folder: bool, engine: str, is_remote: bool, keeps_ch
         return {**dict.fromkeys(_DEPLOYMENT_OPTIONS, "is for scenarios on --engine deployment, and this is the folder "
                                                      "of a Flower app"),
                 "fresh": "is for scenarios: the run of an app folder keeps no checkpoints",
+                "log": "is for scenarios: an app logs what it evaluates with logged_evaluation",
                 "save_model": "is for scenarios: an app of your own keeps its model itself"}
     unread = dict.fromkeys(_APP_FOLDER_OPTIONS, "is for the folder of a Flower app; a scenario has its own [cluster] "
                                                 "and [strategy] socs")

@@ -12,10 +12,12 @@ from rich.table import Table
 from socflower.cli.options import (
     Engine,
     Json,
+    Log,
     Set,
     Workers,
     refuse_unread,
     require_local_engine,
+    round_logging,
     scenario_argument,
     unread_by_run,
 )
@@ -65,6 +67,7 @@ def run(
                                                       "torch loaded; uses Flower's internals.")] = False,
     save_model: Annotated[Path | None, typer.Option(help="File for the trained model, FILE.npz: arrays by the names "
                                                          "of the state dict.")] = None,
+    log: Log = "",
     as_json: Json = False,
 ) -> None:
     """Run a scenario, write result, trace and report, and check its claims."""
@@ -97,14 +100,14 @@ def run(
                             checkpoint_folder=checkpoint_folder, fresh=fresh, warm=warm)
     loaded = load_scenario(scenario, set_ or ())
     prepared = prepare(loaded, engine, trains_here=not superlink)
-    target = out or Path("out") / loaded.name
+    target, logging = out or Path("out") / loaded.name, round_logging(log)
     try:
         with run_progress(as_json) as bar:
             # Checkpoints of a run on a remote SuperLink are on its machine.
             result = runner.run_to_folder(
                 prepared, target, engine, num_workers=workers, on_round=bar(loaded.strategy.name),
                 resumable=not superlink, fresh=fresh, on_notice=print_notice, deployment=deployment,
-                save_model=save_model)
+                save_model=save_model, logging=logging)
     except KeyboardInterrupt:
         kept = runner.checkpoint_folder(target)
         print_notice(f"interrupted; {runner.kept_line(kept) if kept.rounds() else 'nothing was written'}")

@@ -17,7 +17,7 @@ DEMO = "digits_demo"
 
 
 def scenarios(as_json: Json = False) -> None:
-    """List the scenarios that come with socflower; run, compare and plan take them by name, from any folder."""
+    """List the scenarios that run, compare and plan take by name."""
     from socflower.scenario.shipped import list_scenarios
 
     listed = list(list_scenarios())
@@ -40,11 +40,11 @@ def print_scenarios(console: Console, listed: Sequence[Mapping[str, Any]]) -> No
 
 def demo(
     context: typer.Context,
-    out: Annotated[Path, typer.Option(help="Folder; an interrupted comparison continues there.")] = Path("out/demo"),
+    out: Annotated[Path, typer.Option(help="Folder of the comparison.")] = Path("out/demo"),
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
-    """Compare four strategies on 32 virtual SoCs: the scenario digits_demo, in about two minutes."""
+    """Compare four strategies on 32 virtual SoCs, as `make demo` does: the scenario digits_demo."""
     from socflower.scenario.shipped import scenario_files
 
     compare(context, scenario_files()[DEMO], out=out, workers=workers, as_json=as_json)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from socflower.engines.checkpoint import training_keys
+from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.report import write_report
 from socflower.report.spread import means_of
@@ -37,6 +38,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 def compare(
     scenario: Scenario, strategies: Sequence[str], out: Path, *, engine: str = "local", num_workers: int | None = None,
     on_start: OnStart = lambda strategy: lambda entry: None, seeds: Sequence[int] = (), tuning: Tuning | None = None,
+    logging: RoundLogging = NO_LOGGING,
 ) -> dict[str, Any]:
     """Run the scenario under each strategy, and each of `seeds`, and return the comparison document.
 
@@ -44,7 +46,7 @@ def compare(
     scenario and engine is reused, so that an interrupted comparison continues where it stopped. `comparison.json` and
     `report.html` contain all of them. The claims are checked for the first strategy against the others, for each seed.
     Nothing of `predictions` was trained. With `tuning` each strategy first trains with each of its values, in
-    `out/tune/`, and then with the best one.
+    `out/tune/`, and then with the best one. `logging` writes the rounds of each run into its folder.
     """
     family = family_of(scenario.strategy.name)
     for name in strategies:
@@ -55,7 +57,8 @@ def compare(
                               f"of {', '.join(family)}")
         if strategies.count(name) > 1:
             raise ConfigError(f"--strategies {name}: is named twice; name each once")
-    comparison = _Comparison(scenario, tuple(strategies), out, engine, num_workers, on_start, tuple(seeds), tuning)
+    comparison = _Comparison(scenario, tuple(strategies), out, engine, num_workers, on_start, tuple(seeds), tuning,
+                             logging)
     comparison.check()
     with exclusive_folder(out, f"--out {out}"):
         remove_partial(out)
@@ -67,10 +70,11 @@ class _Comparison:
 
     def __init__(
         self, scenario: Scenario, strategies: tuple[str, ...], out: Path, engine: str, num_workers: int | None,
-        on_start: OnStart, seeds: tuple[int, ...], tuning: Tuning | None,
+        on_start: OnStart, seeds: tuple[int, ...], tuning: Tuning | None, logging: RoundLogging,
     ) -> None:
         self._scenario, self._strategies, self._seeds, self._tuning = scenario, strategies, seeds, tuning
         self._out, self._engine, self._num_workers, self._on_start = out, engine, num_workers, on_start
+        self._logging = logging
         self._done: list[str] = []
         self._search_seed = search_seed(scenario, seeds or (scenario.seed,))
         self._prepared: dict[str, PreparedRun] = {}
@@ -151,10 +155,14 @@ class _Comparison:
             prepared = run if isinstance(run, PreparedRun) else prepare(run, self._engine)
             try:
                 result = run_to_folder(prepared, folder, self._engine, num_workers=self._num_workers,
-                                       on_round=self._on_start(label))
+                                       on_round=self._on_start(label), logging=self._logging)
             except TrainingFailed as error:
                 done = f"; finished and kept in {self._out}: {'; '.join(self._done)}" if self._done else ""
                 raise TrainingFailed(f"{label}: {error}{done}") from None
+        else:
+            with self._logging.into(folder) as log_round:
+                for entry in result["rounds"]:
+                    log_round(entry)
         self._done.append(label)
         return result
 

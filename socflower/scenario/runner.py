@@ -18,6 +18,7 @@ from socflower.engines.local.run_app import run_on_local_grid
 from socflower.engines.local.workers import AppReference
 from socflower.engines.names import num_cores
 from socflower.engines.run_folder import RunFolder
+from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.engines.simulation import run_in_flower_simulation
 from socflower.errors import ConfigError, DataUnavailable, InfeasiblePlan, SocflowerError, TrainingFailed
 from socflower.report.report import write_report
@@ -117,31 +118,36 @@ def _failure(outcome: Mapping[str, Any]) -> SocflowerError:
 
 def with_predictions(result: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a deployment, in which virtual time is a prediction."""
-
-    def predicted(entry: dict[str, Any]) -> dict[str, Any]:
-        return {**entry, "virtual_s": None, "predicted_s": entry["virtual_s"]}
-
     warm_up = result["warm_up"]
-    return {**predicted(result), "rounds": [predicted(entry) for entry in result["rounds"]],
-            "warm_up": None if warm_up is None else predicted(warm_up)}
+    return {**_predicted(result), "rounds": [_predicted(entry) for entry in result["rounds"]],
+            "warm_up": None if warm_up is None else _predicted(warm_up)}
+
+
+def _predicted(entry: dict[str, Any]) -> dict[str, Any]:
+    return {**entry, "virtual_s": None, "predicted_s": entry["virtual_s"]}
 
 
 def run_to_folder(
     scenario: Scenario | PreparedRun, out: Path, engine: str = "local", *, num_workers: int | None = None,
     on_round: OnRound = lambda entry: None, resumable: bool = False, fresh: bool = False,
     on_notice: OnNotice = lambda line: None, deployment: DeploymentOptions = DEFAULT_DEPLOYMENT,
-    save_model: Path | None = None,
+    save_model: Path | None = None, logging: RoundLogging = NO_LOGGING,
 ) -> dict[str, Any]:
     """Run and write `result.json`, `trace.json` and `report.html` into `out`, all three or none.
 
     A `resumable` run keeps checkpoints in `out/checkpoint` until it succeeds, and resumes from the newest one there
-    unless `fresh` is set; `on_notice` gets a line about that. `save_model` is a file for the trained model. Raises
-    `ConfigError` for a checkpoint of another run.
+    unless `fresh` is set; `on_notice` gets a line about that. `save_model` is a file for the trained model. `logging`
+    writes the rounds into `out` while the run goes. Raises `ConfigError` for a checkpoint of another run.
     """
     prepared = scenario if isinstance(scenario, PreparedRun) else prepare(
         scenario, engine, trains_here=not deployment.superlink)
-    run = partial(_run_to_folder, prepared, out, engine, num_workers, on_round, on_notice, deployment, save_model)
-    with exclusive_folder(out, f"--out {out}"):
+    with exclusive_folder(out, f"--out {out}"), logging.into(out) as log_round:
+
+        def follow(entry: dict[str, Any]) -> None:
+            log_round(_predicted(entry) if engine == "deployment" else entry)
+            on_round(entry)
+
+        run = partial(_run_to_folder, prepared, out, engine, num_workers, follow, on_notice, deployment, save_model)
         return run(None) if not resumable else _resumed(run, prepared.scenario, out, engine, fresh, on_notice)
 
 

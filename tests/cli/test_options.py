@@ -36,7 +36,7 @@ READ_BY_RUN = {
     "cluster": {"app folder"}, "nodes": {"app folder"}, "training_flops": {"app folder"},
     "fresh": SCENARIOS - {"scenario, remote"}, "superlink": DEPLOYED_HERE | REMOTE, "superlink_ca": REMOTE,
     "restarts": DEPLOYED_HERE | {"scenario, remote with checkpoints"}, "checkpoint_folder": REMOTE,
-    "warm": DEPLOYED_HERE, "save_model": SCENARIOS - REMOTE,
+    "warm": DEPLOYED_HERE, "save_model": SCENARIOS - REMOTE, "log": SCENARIOS,
 }
 """By parameter: what reads it. That --json is read everywhere shows in the tests of what commands print."""
 
@@ -48,6 +48,7 @@ VALUES = {
     "checkpoint_folder": ("--checkpoint-folder", "/other"), "warm": ("--warm",),
     "save_model": ("--save-model", "model.npz"), "strategies": ("--strategies", "ring"),
     "seeds": ("--seeds", "1,2"), "tune": ("--tune", "epochs=1,2"),
+    "log": ("--log", "csv,jsonl"),
 }
 
 
