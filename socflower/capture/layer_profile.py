@@ -20,8 +20,6 @@ from socflower.capture.random_state import forked_generator
 from socflower.cluster.cost_model import BACKWARD_TO_FORWARD, LayerProfile, ModelProfile
 from socflower.errors import ConfigError
 
-FLOAT32_BYTES = 4
-
 ExampleBatch: TypeAlias = Batch | tuple[int, ...]
 """What `forward` takes: a tensor, a tuple of its positional or a dict of its keyword arguments; or a sample's shape."""
 
@@ -36,8 +34,8 @@ class _Tally:
     backward_flops: float = 0.0
     both_flops: float = 0.0  # of the backward pass if all operands needed a gradient
     in_backward: bool = False
-    output_elements: int = 0  # of its returned tensors
-    made_elements: Counter[str] = field(default_factory=Counter)
+    output_bytes: int = 0  # of its returned tensors
+    made_bytes: Counter[str] = field(default_factory=Counter)
     """Of tensors that it makes, by the leaf module that returned last before; "" for none."""
 
 
@@ -71,7 +69,7 @@ class _Recorder(TorchDispatchMode):
 
     def _end_call(self, name: str, module: nn.Module, _inputs: Any, output: Any) -> None:
         tally, returned = self._open.pop(), _tensors_in(output)
-        tally.output_elements += sum(tensor.numel() for tensor in returned)
+        tally.output_bytes += _num_bytes(returned)
         if _is_leaf(module):
             tally.in_backward |= any(tensor.requires_grad for tensor in returned)
             self._last_leaf = name
@@ -92,13 +90,13 @@ class _Recorder(TorchDispatchMode):
         if not self._is_fused:
             # Neither views nor results in place are new tensors.
             storages = [tensor.untyped_storage() for tensor in given]
-            self._make(sum(tensor.numel() for tensor in _tensors_in(result) if tensor.is_floating_point()
-                           and not any(tensor.untyped_storage() is storage for storage in storages)))
+            self._make(_num_bytes(tensor for tensor in _tensors_in(result) if tensor.is_floating_point()
+                                  and not any(tensor.untyped_storage() is storage for storage in storages)))
         return result
 
-    def _make(self, num_elements: int) -> None:
-        if self._open and num_elements:
-            self._open[-1].made_elements[self._last_leaf] += num_elements
+    def _make(self, num_bytes: int) -> None:
+        if self._open and num_bytes:
+            self._open[-1].made_bytes[self._last_leaf] += num_bytes
 
     @contextmanager
     def _fused(self) -> Iterator[None]:
@@ -169,13 +167,13 @@ def profile_module(module: nn.Module, example_input: ExampleBatch, name: str) ->
     batch = _example_batch(example_input, name)
     ran_on, size = "meta", num_samples(batch)
     try:
-        skeleton, recorder = _recorded(_without_values(module, name), mapped(batch, _empty), ran_on)
+        skeleton, recorder = _recorded(_without_values(module, name), mapped(batch, _empty), ran_on, name)
     except _ForwardFailed as without_values:
         ran_on = "cpu"
         try:
             if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers(), *tensors_in(batch)]):
                 raise without_values
-            skeleton, recorder = _recorded(_with_values(module, name), mapped(batch, _on_cpu), ran_on)
+            skeleton, recorder = _recorded(_with_values(module, name), mapped(batch, _on_cpu), ran_on, name)
         except _ForwardFailed as failure:
             what = tuple(batch.shape) if isinstance(batch, torch.Tensor) else f"({form_of(batch)})"
             error = failure.error
@@ -191,9 +189,13 @@ class _ForwardFailed(Exception):
         self.error = error
 
 
-def _recorded(skeleton: nn.Module, batch: Batch, device: str) -> tuple[nn.Module, _Recorder]:
+def _recorded(skeleton: nn.Module, batch: Batch, device: str, name: str) -> tuple[nn.Module, _Recorder]:
     """Return the module and what its forward pass did, with a graph, since that decides what is differentiated."""
-    recorder = _Recorder(skeleton)
+    try:
+        recorder = _Recorder(skeleton)
+    except Exception as error:  # a ScriptModule takes no hooks
+        raise ConfigError(f"model {name}: cannot be profiled: {reason(error)}; give the module that it was made of") \
+            from error
     try:
         # Tensors made inside a forward function are on the device too; on the meta device they draw no numbers.
         with (CAPTURE_LOCK.shared(), forked_generator(), torch.inference_mode(False), torch.enable_grad(),
@@ -251,7 +253,7 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], size: int) -> tuple
     counted: set[int] = set()
     names: list[str] = []
     layers: list[LayerProfile] = []
-    output_elements: Counter[str] = Counter()
+    output_bytes: Counter[str] = Counter()
     unclaimed: Counter[str] = Counter()  # made by modules that are not layers, by the leaf before
     for name in [*tallies, *never_run]:
         module = modules[name]
@@ -262,24 +264,24 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], size: int) -> tuple
         is_leaf = _is_leaf(module)
         runs = is_leaf and name in tallies and not isinstance(module, _IDENTITIES)
         if not (runs or weights or tally.flops):
-            unclaimed += tally.made_elements
+            unclaimed += tally.made_bytes
             continue
-        made = tally.made_elements.total()
-        output_elements[name] = made if not is_leaf else tally.output_elements
+        made = tally.made_bytes.total()
+        output_bytes[name] = made if not is_leaf else tally.output_bytes
         if is_leaf and not type(module).__module__.startswith("torch."):
-            output_elements[name] = max(made, tally.output_elements)
+            output_bytes[name] = max(made, tally.output_bytes)
         layers.append(LayerProfile(
             name=name or type(module).__name__, kind=type(module).__name__, num_tensors=len(trained),
-            forward_flops=tally.flops / size, output_bytes=0.0, weight_bytes=_num_bytes(trained),
-            frozen_bytes=_num_bytes(weights) - _num_bytes(trained), in_backward=tally.in_backward,
+            forward_flops=tally.flops / size, output_bytes=0.0, weight_bytes=float(_num_bytes(trained)),
+            frozen_bytes=float(_num_bytes(weights) - _num_bytes(trained)), in_backward=tally.in_backward,
             backward_to_forward=tally.backward_flops / tally.flops if tally.flops else BACKWARD_TO_FORWARD))
         names.append(name)
-    for leaf, num_elements in unclaimed.items():
+    for leaf, num_bytes in unclaimed.items():
         # Neither identities nor operations before the first layer have a layer to be counted with.
-        output_elements[leaf if leaf in output_elements else names[0]] += num_elements
-    return tuple(replace(layer, output_bytes=output_elements[name] / size * FLOAT32_BYTES)
+        output_bytes[leaf if leaf in output_bytes else names[0]] += num_bytes
+    return tuple(replace(layer, output_bytes=output_bytes[name] / size)
                  for name, layer in zip(names, layers, strict=True))
 
 
-def _num_bytes(tensors: Iterable[torch.Tensor]) -> float:
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -64,6 +64,8 @@ def _recurrent(steps: torch.Tensor, of_input: torch.Tensor, of_hidden: torch.Ten
             Product(2.0 * num_rows * of_hidden.numel(), hidden_needs, of_hidden.requires_grad))
 
 
+_LOG_SUM_BYTES = 4
+
 _WITH_SUMMAND = frozenset((_aten.addmm, _aten.baddbmm))
 
 # Of the CPU, since profiles run there or on the meta device.
@@ -77,7 +79,7 @@ class AttentionAsFused(TorchFunctionMode):
     """Reports calls of `scaled_dot_product_attention` to `within`, so that they count as the fused kernels keep them.
 
     On the meta device torch takes the path that makes all scores; the kernels that train make the output and one
-    log-sum for each query and head. `within` is a context around the call, and `report` gets the number of elements.
+    log-sum for each query and head. `within` is a context around the call, and `report` gets the number of bytes.
     """
 
     def __init__(self, within: Callable[[], AbstractContextManager[None]], report: Callable[[int], None]) -> None:
@@ -103,6 +105,6 @@ class AttentionAsFused(TorchFunctionMode):
             output: torch.Tensor = functional.scaled_dot_product_attention(*args, **kwargs)
             if output.is_meta and output.ndim == 4:  # the kernels store heads beside each other, for the projection
                 output = output.transpose(1, 2).contiguous().transpose(1, 2)
-        self._report(output.numel() + math.prod(output.shape[:-1]))
+        self._report(output.numel() * output.element_size() + math.prod(output.shape[:-1]) * _LOG_SUM_BYTES)
         return output
 

@@ -23,7 +23,7 @@ def forward_share(forward_flops: float, training_flops: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerProfile:
-    """One layer, per sample. Multiply and add count as two operations; activations are float32."""
+    """One layer, per sample. Multiply and add count as two operations."""
 
     name: str
     kind: str
