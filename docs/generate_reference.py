@@ -183,9 +183,13 @@ def section(heading: str, table: type, doc: str) -> str:
 
 
 def key_lines(table: type) -> Iterator[str]:
-    """Yield a line for each key that is no table: the key with its default, what it takes, what it means."""
+    """Yield a line for each key that is no table, or a described one: its default, what it takes, what it means."""
     for key, entry in keys_of(table).items():
-        if table_of(entry.annotation)[0] or key == "expect":
+        inner = table_of(entry.annotation)[0]
+        if key == "expect" or (inner and not entry.description):
+            continue
+        if inner:
+            yield f"- `{key}` ({', '.join(f'`{name}`' for name in keys_of(inner))}): {_from_here(entry.description)}"
             continue
         takes = allowed(entry.annotation, entry.metadata)
         for long, short in SHORT_KINDS:
@@ -193,8 +197,13 @@ def key_lines(table: type) -> Iterator[str]:
         takes = re.sub(r"(list of names) out of .*?( not empty|$)", r"\1,\2", takes).removeprefix("one of ").rstrip(",")
         has_default = not entry.is_required() and entry.default not in (None, PydanticUndefined)
         shown = f"{key} = {json.dumps(entry.default)}" if has_default else key
-        means = re.sub(r"\]\((?![#.]|http)", "](../", entry.description or "")
-        yield f"- `{shown}` ({'required; ' if entry.is_required() else ''}{takes}): {means}"
+        yield (f"- `{shown}` ({'required; ' if entry.is_required() else ''}{takes}): "
+               f"{_from_here(entry.description or '')}")
+
+
+def _from_here(text: str) -> str:
+    """Return a description with its links, which begin in docs/, as the page of reference has them."""
+    return re.sub(r"\]\((?![#.]|http)", "](../", text)
 
 
 def results_page() -> str:

@@ -29,6 +29,7 @@ from socflower.training.model_state import (
     frozen_parameters,
     load_trainable_state,
     trainable_state,
+    untrained_names,
 )
 from socflower.training.trainer import SessionResult, Trainer, TrainingSpan, torch_threads
 from socflower.wire.message_keys import (
@@ -49,6 +50,8 @@ from socflower.wire.message_keys import (
     QUERY_ACTION,
     RING,
     SERVER_ROUND,
+    TRAIN_LOSS,
+    UNTRAINED,
     WARM_UP,
     GroupTask,
     RingOutcome,
@@ -142,6 +145,7 @@ def make_client_app(
                 content = RecordDict({OUTCOME: ConfigRecord(encode(outcome))} if outcome.preempted else {})
                 if not outcome.answers:
                     return Message(content, reply_to=message)
+                _name_untrained(content, model)
             else:
                 metrics, end = _train_alone(model, message, context, read_data, own_trainer)
                 content = RecordDict()
@@ -210,7 +214,7 @@ def _train_as_group(
     stayed = [soc for position, soc in enumerate(task.members) if position not in departures]
     ended = RingOutcome(outcome=COMPLETED if stayed else PREEMPTED, members=tuple(stayed), num_steps=task.num_steps,
                         answers=bool(stayed), preempted=tuple(task.members[position] for position in departures))
-    return {"train-loss": outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples, GROUP_ID: task.group_id}, \
+    return {TRAIN_LOSS: outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples, GROUP_ID: task.group_id}, \
         outcome.end, ended
 
 
@@ -239,7 +243,10 @@ def _train_in_ring(
         on_step=step_ledger(ledger(context) if ledger is not None else None, message))
     if end.end is not None:
         state.save(end.end.state, end.mean_loss, in_file=end.outcome.answers)
-    return member_reply(message, context, task, end, _weights(model, message) if end.end is not None else None)
+    reply = member_reply(message, context, task, end, _weights(model, message) if end.end is not None else None)
+    if end.end is not None:
+        _name_untrained(reply.content, model)
+    return reply
 
 
 def _all_data(task: GroupTask, context: Context, data_fn: SourceFn) -> DataSource:
@@ -295,7 +302,7 @@ def _train_alone(
     with own_random_state(setting("seed", 1), partition_id, earlier_rounds * steps):
         losses = [session.step([data.batch(torch.from_numpy(indices), (setting("seed", 1), epoch, partition_id))])
                   for epoch, indices in zip(epochs, paced(batches), strict=False)]
-    metrics: Metrics = {"train-loss": float(torch.stack(losses).mean()), NUM_EXAMPLES: len(data) * num_epochs}
+    metrics: Metrics = {TRAIN_LOSS: float(torch.stack(losses).mean()), NUM_EXAMPLES: len(data) * num_epochs}
     return metrics, session.finish()
 
 
@@ -328,6 +335,12 @@ def _require_same_base(model: nn.Module, message: Message) -> None:
         raise ConfigError(f"the frozen parameters of this node are not the server's: their digest is "
                           f"{own[:12] or 'of nothing'}, and the server's {str(expected)[:12]}; load the same ones in "
                           "model_fn, or make them with the same seed")
+
+
+def _name_untrained(content: RecordDict, model: nn.Module) -> None:
+    """Name the arrays that an outer strategy must not step on; Flower cannot count the bytes of an empty list."""
+    if names := untrained_names(model):
+        content[UNTRAINED] = ConfigRecord({"names": names})
 
 
 def _weights(model: nn.Module, message: Message) -> ArrayRecord:

@@ -5,6 +5,7 @@ These mods expect a TRAIN message with one config record, and a reply with one m
 
 import copy
 
+import numpy as np
 from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
 from flwr.clientapp.typing import ClientAppCallable, Mod
@@ -26,6 +27,10 @@ def adapt_mod(mod: Mod) -> Mod:
     return _ClippingAdapter(mod) if clips else mod
 
 
+def _name_of(mod: Mod) -> str:
+    return getattr(mod, "__name__", type(mod).__name__)
+
+
 class _ClippingAdapter:
     """Gives a mod only the model and config of TRAIN messages; other messages bypass it, since they have no update."""
 
@@ -36,9 +41,13 @@ class _ClippingAdapter:
         if message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
             return call_next(message, context)
         if RING in message.content.config_records:
-            name = getattr(self._mod, "__name__", type(self._mod).__name__)
-            raise ConfigError(f"{name}: a member of a ring sends its gradients to the others, and has no update of its "
-                              "own to clip; take it off the mods, and clip at the server")
+            raise ConfigError(f"{_name_of(self._mod)}: a member of a ring sends its gradients to the others, and has "
+                              "no update of its own to clip; take it off the mods, and clip at the server")
+        for record in message.content.array_records.values():
+            for name, array in record.items():
+                if np.issubdtype(np.dtype(array.dtype), np.integer):
+                    raise ConfigError(f"{_name_of(self._mod)}: the model has {name!r}, an integer, which cannot be "
+                                      "clipped; use GroupNorm in place of BatchNorm")
         replies: list[Message] = []
 
         def answer(_: Message, context: Context) -> Message:

@@ -30,6 +30,7 @@ from socflower.wire.message_keys import (
     OUTCOME,
     SERVER_ROUND,
     STATUS,
+    TRAIN_LOSS,
     GroupTask,
     NodeStatus,
     RingTask,
@@ -83,7 +84,7 @@ def member_reply(message: Message, context: Context, group: GroupTask, end: Memb
     context.state.pop(_KEPT_MODEL, None)
     if end.outcome.outcome == COMPLETED:
         assert weights is not None and end.end is not None
-        metrics = MetricRecord({"train-loss": end.mean_loss, NUM_EXAMPLES: end.num_samples, GROUP_ID: group.group_id,
+        metrics = MetricRecord({TRAIN_LOSS: end.mean_loss, NUM_EXAMPLES: end.num_samples, GROUP_ID: group.group_id,
                                 **end.end.metrics})
         content[METRICS] = metrics
         if end.outcome.answers:

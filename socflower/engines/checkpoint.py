@@ -18,6 +18,7 @@ from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, remov
 
 _ROUND = StateKind(name="checkpoint", schema=3, remedy="start anew with --fresh")
 _SPANS = StateKind(name="trace of a round", schema=2, remedy="start anew with --fresh")
+_OUTER = "/outer/"  # begins the names of an outer strategy's arrays; no tensor of a module has a slash in front
 _NUM_KEPT = 2  # the newest, and the previous one in case the newest is damaged
 
 # These change neither weights nor virtual time.
@@ -41,6 +42,7 @@ class Checkpoint:
     away: list[int] = field(default_factory=list)  # SoCs that no work was planned for
     planned_without: list[int] = field(default_factory=list)  # SoCs that the round was planned without
     balance: Mapping[str, Any] = field(default_factory=dict)  # state of re-balancing
+    outer: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # moments of an outer strategy
     resumed_from: list[int] = field(default_factory=list)
     trace_parts: list[int] = field(default_factory=list)  # rounds whose spans are in separate files
 
@@ -84,8 +86,10 @@ class CheckpointFolder:
         """Write the spans of the round, then the checkpoint; remove checkpoints that are no longer kept."""
         if trace_part is not None:
             self._spans.write(checkpoint.server_round, trace_part)
-        state = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint) if entry.name != "arrays"}
-        self._rounds.write(checkpoint.server_round, state, pack_arrays(checkpoint.arrays))
+        state = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)
+                 if entry.name not in ("arrays", "outer")}
+        arrays = {**checkpoint.arrays, **{f"{_OUTER}{name}": array for name, array in checkpoint.outer.items()}}
+        self._rounds.write(checkpoint.server_round, state, pack_arrays(arrays))
 
     def rounds(self) -> list[int]:
         """Return the rounds that have checkpoints, newest first, intact or not."""
@@ -95,7 +99,10 @@ class CheckpointFolder:
         """Return a checkpoint; `DamagedFile` if the checkpoint or its spans are damaged."""
         state, payload = self._rounds.read(server_round)
         try:
-            checkpoint = Checkpoint(**state, arrays=unpack_arrays(payload))
+            arrays = unpack_arrays(payload)
+            checkpoint = Checkpoint(
+                **state, arrays={name: array for name, array in arrays.items() if not name.startswith(_OUTER)},
+                outer={name.removeprefix(_OUTER): array for name, array in arrays.items() if name.startswith(_OUTER)})
         except MalformedBytes as error:  # forged; the digest is no signature
             raise DamagedFile(f"{self._rounds.path(server_round)} is damaged ({error})", _ROUND.remedy) from None
         for _ in self.trace_parts(checkpoint):

@@ -28,6 +28,9 @@ _CLIENT_FAULTS = (1, 2)  # Flower's error codes of a ClientApp that cannot be lo
 BACKEND_DROPPED = "backend-dropped"
 """The kind of event of a reply that is averaged although its client's accelerator failed."""
 
+OUTER_STEP, NOT_EVALUATED = "outer-step", "not-evaluated"
+"""Kinds of events of an outer strategy with too few groups for its rule, and of nodes that did not evaluate."""
+
 GROUP_LOST = frozenset({"client-raised", "no-reply"})
 """Kinds of events of a lost group that `GroupGrid` reports, in place of the error reply."""
 
@@ -39,7 +42,7 @@ class ReplyEvent:
     kind: str  # a group's work is lost: "client-raised", "no-reply", "not-finite", "malformed", "not-a-group",
     # "group-left"; it is kept: "backend-dropped" (an accelerator failed); "preempted", "returned", "planned-anew",
     # "re-balanced", "hot" (a device that was throttled); in rings "member-lost", "left-out", "leader-lost",
-    # "ring-formed-again"
+    # "ring-formed-again"; of no group: "outer-step", "not-evaluated"
     group_id: int  # of a client that trains alone: its SoC
     text: str
 

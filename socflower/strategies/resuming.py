@@ -109,7 +109,7 @@ class Resumable(Strategy):
 
 
 class PlannedRounds(Resumable):
-    """A strategy that knows its number of rounds, and whose model is evaluated by `evaluate_fn` on the server only."""
+    """A strategy that knows its number of rounds; its model is evaluated by `evaluate_fn`, on the server."""
 
     fraction_evaluate = 0.0
 

@@ -9,7 +9,9 @@ from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
+from numpy.typing import NDArray
 
 from socflower.cluster import Cluster, Usage, sustained_rates
 from socflower.errors import ConfigError, require_type
@@ -33,8 +35,9 @@ from socflower.quantities import counted
 from socflower.rings.settings import RingSettings
 from socflower.strategies.group_replies import outcome_of, settle
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric, mixed_phases
+from socflower.strategies.outer_step import ChosenNodes, OuterStep, refuse_integers_clipped, reproducible_draws
 from socflower.strategies.records import aggregate_records
-from socflower.strategies.replies import ReplyEvent, heat_events
+from socflower.strategies.replies import NOT_EVALUATED, OUTER_STEP, ReplyEvent, failure_event, heat_events
 from socflower.strategies.resuming import PlannedRounds
 from socflower.strategies.round import IN_PROCESS, Round, ring_tasks
 from socflower.strategies.round_planner import RoundPlanner
@@ -99,6 +102,10 @@ class SoCFlow(PlannedRounds):
     rebalancing : Rebalancing, optional
         Set shares of a batch by the members' measured speeds (F4), and move SoCs between groups of a board so that
         groups are about equally fast (F20). In virtual time, speeds are the clock's; in rings, members measure them.
+    outer : Strategy, optional
+        A strategy of Flower's that makes the next model of the groups' models, as of FedAvg's clients: `FedAdam(…)`.
+        Its settings of federated evaluation hold for nodes. By default models are averaged by samples (F8), and the
+        model is evaluated on the server only.
     tolerate_client_errors : bool
         Drop and report a client that raises instead of ending the run. A client that dies or returns NaN is always
         dropped and reported.
@@ -117,7 +124,7 @@ class SoCFlow(PlannedRounds):
         self, *, cluster: Cluster, schedule: TrainingSchedule | None = None, groups: int | Grouping | GroupPlan = 1,
         costs: Costs = Costs(), exchange: ExchangeSettings = ExchangeSettings(),  # noqa: B008 - frozen values
         rings: RingSettings = RingSettings(), rebalancing: Rebalancing | None = None,  # noqa: B008 - frozen, too
-        tolerate_client_errors: bool = False, **unknown: Any,
+        outer: Strategy | None = None, tolerate_client_errors: bool = False, **unknown: Any,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown)
         if schedule is None:  # not Python's error, which would hide that of an option that is part of it now
@@ -148,6 +155,11 @@ class SoCFlow(PlannedRounds):
             batch_size=schedule.batch_size, steps_per_epoch=self.steps_per_epoch, reshuffle=schedule.reshuffle,
             serialize_uplinks=False, overlap_buckets=exchange.overlap_buckets, pricing=costs.pricing,
             rebalancing=rebalancing)
+        self._outer = None if outer is None else OuterStep(outer, len(groups.groups), len(groups.participants))
+        if outer is not None and type(self).average_models is not SoCFlow.average_models:
+            raise ConfigError(f"{name}: it has an average_models of its own, which outer = {type(outer).__name__}(…) "
+                              "would replace; give one of the two")
+        self.fraction_evaluate = 0.0 if outer is None else float(getattr(outer, "fraction_evaluate", 1.0))
         self._clock = costs.clock
         self.round: Round | None = None
         self.reports: list[RoundReport] = []
@@ -161,6 +173,7 @@ class SoCFlow(PlannedRounds):
     def resume_from(
         self, server_round: int, *, without_state: Collection[int] = (), away: Collection[int] = (),
         planned_without: Collection[int] = (), balance: Mapping[str, Any] | None = None,
+        outer: Mapping[str, NDArray[Any]] | None = None,
     ) -> None:
         """Make `start` continue after `server_round`; see `Resumable.resume_from`. The rest is the `state` then.
 
@@ -168,13 +181,18 @@ class SoCFlow(PlannedRounds):
         differ. `without_state` are ids of groups that may have none, such as those whose reply was dropped in that
         round. `away` are the SoCs to exclude from plans; `planned_without` are those that the round's plan excluded.
         A group with another leader than in that round starts with a new optimiser. `balance` is the state of
-        re-balancing.
+        re-balancing, `outer` the moments of the outer strategy.
         """
         for key, socs in (("away", away), ("planned_without", planned_without)):
             if unknown := [soc for soc in socs if soc not in self._planner.participant_of]:
                 raise ConfigError(f"resume_from: {key} has {unknown[0]!r}, which is no SoC of the plan; use the state "
                                   "of the same strategy")
+        if outer and self._outer is None:
+            raise ConfigError("resume_from: outer has moments, and this SoCFlow has no outer strategy; give it the one "
+                              "that the training had")
         super().resume_from(server_round)
+        if self._outer is not None:
+            self._outer.restore(outer or {})
         self._planner.restore(away=away, planned_without=planned_without, balance=balance or {})
         self._resumed_states = {group.group_id: (group.leader, group.group_id not in without_state)
                                 for group in self.plan.groups} if server_round else {}
@@ -184,7 +202,8 @@ class SoCFlow(PlannedRounds):
         """The state besides the weights that the next rounds depend on, as keyword arguments for `resume_from`."""
         return {"without_state": list(self.reports[-1].without_state) if self.reports else [],
                 "away": list(self._planner.registry.away), "planned_without": list(self._planner.planned_without),
-                "balance": self._planner.balancer.state(self.plan)}
+                "balance": self._planner.balancer.state(self.plan),
+                "outer": {} if self._outer is None else self._outer.state()}
 
     @property
     def plan(self) -> GroupPlan:
@@ -237,6 +256,10 @@ class SoCFlow(PlannedRounds):
             raise ConfigError(f"SoCFlow: the train config has {_CLIPPING_NORM!r}, of differential privacy with "
                               "clipping at the clients, and a member of a ring has no update of its own to clip; use "
                               "the wrapper that clips at the server")
+        if self.round is None:
+            refuse_integers_clipped(arrays, at_clients=_CLIPPING_NORM in config)
+        if self._outer is not None and self.round is None:
+            self._outer.refuse_unfit(server_round, arrays, config, len(this.plan.groups), in_rings=this.in_rings)
         self._log_changes(this, grid)
         self.round = this
         planner.ask_absent(grid, server_round)
@@ -260,7 +283,7 @@ class SoCFlow(PlannedRounds):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message],
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the groups' models by samples, in group order; broken replies are dropped and reported.
+        """Average the groups' models by samples, or as the outer strategy does; drop and report broken replies.
 
         Raises `TrainingFailed` if none is left, or if a client raised and that is not tolerated.
         """
@@ -284,16 +307,26 @@ class SoCFlow(PlannedRounds):
             group_id = group_id_of(reply)
             events = (*events, *client_events(reply, group_id, f"group {group_id}"),
                       *heat_events(reply, group_id, f"group {group_id}"))
+        metrics = [cast(MetricRecord, reply.content[METRICS]) for reply in usable]
+        samples = [float(cast(float, metric[NUM_EXAMPLES])) for metric in metrics]
+        mean = _weighted_mean(metrics, samples)
+        arrays: ArrayRecord | None
+        if self._outer is None:
+            arrays = self.average_models([cast(ArrayRecord, reply.content[ARRAYS]) for reply in usable], samples)
+        else:
+            if too_few := self._outer.too_few(len(usable)):
+                events = (*events, ReplyEvent(kind=OUTER_STEP, group_id=0, text=too_few))
+            arrays, mean = self._outer.apply(server_round, this.sent, usable, mean)
+            if arrays is None:
+                events = (*events, ReplyEvent(kind=OUTER_STEP, group_id=0, text=(
+                    f"{self._outer.name} made no model of {counted(len(usable), 'group')}; the global model stays")))
         for event in events:
             log(WARNING, "aggregate_train: %s", event.text)
         self.reports.append(RoundReport(
             server_round=server_round, epoch=this.interval.epoch_end, events=events, usage=self._price(this, usable),
             alpha=mean_metric(usable, ALPHA), cpu_share=mean_metric(usable, CPU_SHARE), in_turn=this.turns.taken,
             without_state=tuple(sorted({event.group_id for event in settled.lost} | settled.leaders_replaced))))
-        metrics = [cast(MetricRecord, reply.content[METRICS]) for reply in usable]
-        samples = [float(cast(float, metric[NUM_EXAMPLES])) for metric in metrics]
-        arrays = self.average_models([cast(ArrayRecord, reply.content[ARRAYS]) for reply in usable], samples)
-        return arrays, _weighted_mean(metrics, samples)
+        return arrays, mean
 
     def average_models(self, models: Sequence[ArrayRecord], samples: Sequence[float]) -> ArrayRecord:
         """Return the next global model: the groups' average by samples, in group order (F8).
@@ -301,6 +334,43 @@ class SoCFlow(PlannedRounds):
         A strategy with another rule overrides this. The models have the tensors that were sent, without NaN.
         """
         return aggregate_records(models, samples)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+    ) -> list[Message]:
+        """Address nodes of the plan as the outer strategy samples them, reproducibly; none without one."""
+        super().configure_evaluate(server_round, arrays, config, grid)
+        if self.is_done(server_round) or self._outer is None or not self.fraction_evaluate or self.round is None:
+            return []
+        present = set(self._planner.registry.present(grid))
+        nodes = [self.round.node_of[soc] for soc in self.round.plan.participants if soc in present]
+        strategy = self._outer.strategy
+        needed = max(int(getattr(strategy, key, 1)) for key in ("min_evaluate_nodes", "min_available_nodes"))
+        if len(nodes) < needed:  # Flower would wait for more
+            self._add_events([f"round {server_round} is not evaluated by nodes: {self._outer.name} asks for {needed}, "
+                              f"and {len(nodes)} are available"])
+            return []
+        with reproducible_draws(f"{self._schedule.seed} {server_round}"):
+            messages = strategy.configure_evaluate(
+                server_round, arrays, ConfigRecord(dict(config)), ChosenNodes(grid, nodes))
+        return sorted(messages, key=lambda message: nodes.index(message.metadata.dst_node_id))
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Aggregate as the outer strategy does, in the order of the SoCs; failures are events of the round."""
+        if self.is_done(server_round) or self._outer is None or not self.fraction_evaluate or self.round is None:
+            return None
+        soc_of = {node: soc for soc, node in self.round.node_of.items()}
+        ordered = sorted(replies, key=lambda reply: soc_of.get(reply.metadata.src_node_id, -1))
+        self._add_events([failure_event(reply, 0, f"evaluation, node {reply.metadata.src_node_id}").text
+                          for reply in ordered if reply.has_error()])
+        return self._outer.strategy.aggregate_evaluate(server_round, ordered)
+
+    def _add_events(self, texts: Sequence[str]) -> None:
+        """Add events of the evaluation to the report of the round."""
+        for text in texts:
+            log(WARNING, "evaluation: %s", text)
+        self.reports[-1] = replace(self.reports[-1], events=(*self.reports[-1].events, *(
+            ReplyEvent(kind=NOT_EVALUATED, group_id=0, text=text) for text in texts)))
 
     def _use_clock_of(self, grid: Grid) -> None:
         """Use the grid's clock, if it has one; raise `ConfigError` if the grid's cluster is another one."""
@@ -371,6 +441,7 @@ class SoCFlow(PlannedRounds):
             batch_size=self._schedule.batch_size, reshuffle=self._schedule.reshuffle, deal_epoch=interval.deal_epoch,
             seed=self._schedule.seed, num_samples=self._schedule.num_samples,
             npu_ratios=self._npu_ratios(group),
+            proximal_mu=0.0 if self._outer is None else self._outer.proximal_mu,
         )
 
     def _npu_ratios(self, group: Group) -> tuple[float, ...]:

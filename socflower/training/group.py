@@ -36,7 +36,8 @@ def train_group(
     leaves; when all have left, the interval ends.
     """
     span = TrainingSpan(num_members=len(task.members), first_step=task.first_step, total_steps=task.total_steps,
-                        steps_per_epoch=task.steps_per_epoch, npu_ratios=task.npu_ratios)
+                        steps_per_epoch=task.steps_per_epoch, npu_ratios=task.npu_ratios,
+                        proximal_mu=task.proximal_mu)
     with own_random_state(task.seed, task.group_id, task.first_step):
         session = trainer.start(model, span, state)
         losses, num_samples = [], 0

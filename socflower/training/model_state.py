@@ -18,6 +18,12 @@ def trainable_state(model: nn.Module) -> dict[str, Tensor]:
             if entry.requires_grad or not isinstance(entry, nn.Parameter)}
 
 
+def untrained_names(model: nn.Module) -> list[str]:
+    """Return the names in the state dict of what no optimiser steps: buffers and frozen parameters."""
+    return [name for name, entry in model.state_dict(keep_vars=True).items()
+            if not (isinstance(entry, nn.Parameter) and entry.requires_grad)]
+
+
 def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are not trained, by their names in the state dict."""
     return {name: entry for name, entry in model.state_dict(keep_vars=True).items()

@@ -22,11 +22,20 @@ NUM_PARTITIONS = "num-partitions"
 PRICED = "socflower-priced"
 """Present in a message whose virtual time the strategy accounts for, so that the grid does not."""
 
+TRAIN_LOSS = "train-loss"
+"""The metric for the mean loss of the training behind a reply."""
+
 GROUP_ID = "socflower-group"
 """The metric that marks a reply as the work of that group, not only of the client's own node."""
 
 EVENTS = "socflower-events"
 """The record of a reply with the errors that the client recovered from, one line each."""
+
+UNTRAINED = "socflower-untrained"
+"""The record of a group's reply that names the arrays that are no trainable parameters, such as BatchNorm's statistics.
+
+An outer strategy steps on the others; a reply without the record has none but integers.
+"""
 
 ALPHA, ALPHA_STEPS = "socflower-alpha", "socflower-alpha-steps"
 """The metrics of a mixed-precision client: each confidence and its number of steps (F9)."""
@@ -132,6 +141,7 @@ class GroupTask:
     seed: int
     num_samples: int  # of the whole data set, as given to the strategy
     npu_ratios: tuple[float, ...] = ()  # of the members' throughputs (F10); none where clients measure, or need none
+    proximal_mu: float = 0.0  # of FedProx, whose clients the groups are
 
     def __post_init__(self) -> None:
         if self.npu_ratios and len(self.npu_ratios) != len(self.members):

@@ -36,14 +36,16 @@ def equal(left: Checkpoint, right: Checkpoint) -> bool:
     same_arrays = list(left.arrays) == list(right.arrays) and all(
         one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
         for one, other in zip(left.arrays.values(), right.arrays.values(), strict=True))
-    return same_arrays and replace(left, arrays={}) == replace(right, arrays={})
+    same_moments = {name: array.tobytes() for name, array in left.outer.items()} == {
+        name: array.tobytes() for name, array in right.outer.items()}
+    return same_arrays and same_moments and replace(left, arrays={}, outer={}) == replace(right, arrays={}, outer={})
 
 
-@given(arrays=ARRAYS, virtual_s=FLOATS, loss=st.none() | FLOATS, dropped=st.lists(st.integers(0, 99)))
+@given(arrays=ARRAYS, outer=ARRAYS, virtual_s=FLOATS, loss=st.none() | FLOATS, dropped=st.lists(st.integers(0, 99)))
 def test_a_checkpoint_comes_back_as_it_was(
-    arrays: dict[str, Any], virtual_s: float, loss: float | None, dropped: list[int],
+    arrays: dict[str, Any], outer: dict[str, Any], virtual_s: float, loss: float | None, dropped: list[int],
 ) -> None:
-    written = checkpoint(3, arrays=arrays, clock={"duration_s": virtual_s}, rounds=[{"loss": loss}],
+    written = checkpoint(3, arrays=arrays, outer=outer, clock={"duration_s": virtual_s}, rounds=[{"loss": loss}],
                          without_state=dropped, warm_up={"num_groups": 4}, resumed_from=[1, 2])
     with TemporaryDirectory() as folder:
         kept = CheckpointFolder(Path(folder))

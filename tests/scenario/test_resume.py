@@ -18,6 +18,7 @@ from socflower.scenario.app import main as app
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import EventConfig, PrecisionConfig, Scenario
 from socflower.scenario.schema.file import to_document
+from socflower.scenario.schema.outer import OuterConfig
 from tests.scenario.small_runs import small, without_drawing
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
@@ -83,11 +84,18 @@ def with_precision(scenario: Scenario, **precision: Any) -> Scenario:
     return scenario.replaced(precision=PrecisionConfig(**precision))
 
 
+def with_outer(scenario: Scenario, **outer: Any) -> Scenario:
+    return scenario.replaced(strategy=scenario.strategy.replaced(outer=OuterConfig(**outer)))
+
+
 CASES: dict[str, Scenario] = {
     "socflow": small(interval=0.25),
     "socflow without reshuffling": small(interval=0.5, reshuffle=False, epochs=2),
     "preempted": small(epochs=3, events=(
         EventConfig(kind="preempt", soc=1, round=2, rounds=2), EventConfig(kind="preempt", soc=0, round=3))),
+    "outer moments": with_outer(small(interval=0.5, epochs=2), name="fedadam", eta=0.01),
+    "outer momentum, preempted": with_outer(small(epochs=3, events=(
+        EventConfig(kind="preempt", soc=1, round=2, rounds=1),)), name="fedavgm", server_momentum=0.5),
     "ring": small("ring", epochs=3),
     "sgd": small("sgd", epochs=3),
     "fedavg": small("fedavg", epochs=3),
@@ -98,7 +106,8 @@ CASES: dict[str, Scenario] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.slow if name == "outer momentum, preempted" else ()) for name in CASES])
 def test_resuming_after_every_single_round_changes_nothing(name: str, reference: Reference, tmp_path: Path) -> None:
     """The k-th process does round k alone: nothing but the files can have carried anything over."""
     scenario, out = CASES[name], tmp_path / "out"

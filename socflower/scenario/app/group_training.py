@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
+from flwr.serverapp import strategy as flower_strategies
+from flwr.serverapp.strategy import Strategy as OuterStrategy
 
 from socflower import _int8
 from socflower.engines.checkpoint import Checkpoint
@@ -20,6 +22,7 @@ from socflower.scenario.arithmetic import model_profile, num_training_samples, p
 from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
+from socflower.scenario.schema.outer import OUTER_STRATEGIES, OuterConfig
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.scenario.workload import scenario_data
 from socflower.sim import EventClock, Trace
@@ -27,6 +30,7 @@ from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.warm_up import profile_group_count
+from socflower.wire.message_keys import TRAIN_LOSS
 from socflower.workloads import Evaluation, evaluate
 
 
@@ -98,7 +102,7 @@ class _Training:
         if self._resumed is not None:
             strategy.resume_from(self._resumed.server_round, without_state=self._resumed.without_state,
                                  away=self._resumed.away, planned_without=self._resumed.planned_without,
-                                 balance=self._resumed.balance)
+                                 balance=self._resumed.balance, outer=self._resumed.outer)
         final = strategy.start(
             self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
             evaluate_fn=self._record.evaluation(
@@ -140,6 +144,7 @@ class _Training:
             exchange=ExchangeSettings(
                 serialize_uplinks=settings.serialize_uplinks, overlap_buckets=settings.overlap_buckets),
             rings=self._scenario.ring, rebalancing=rebalancing(self._scenario),
+            **({} if settings.outer is None else {"outer": _outer(settings.outer)}),
             tolerate_client_errors=settings.tolerate_client_errors)
 
     def _fedavg(self, arrays: ArrayRecord) -> ArrayRecord:
@@ -186,6 +191,14 @@ class _Training:
     def _evaluate(self, arrays: ArrayRecord) -> Evaluation:
         self._model.load_state_dict(arrays.to_torch_state_dict())
         return evaluate(self._model, self._data.test)
+
+
+def _outer(settings: OuterConfig) -> OuterStrategy:
+    """Return the outer strategy; nodes do not evaluate, as a scenario is evaluated on the server."""
+    more = {"train_loss_key": TRAIN_LOSS} if settings.name == "qfedavg" else {}
+    outer: OuterStrategy = getattr(flower_strategies, OUTER_STRATEGIES[settings.name][0])(**settings.arguments, **more)
+    outer.fraction_evaluate = 0.0  # type: ignore[attr-defined]
+    return outer
 
 
 def _mixed(alpha: float | None, cpu_share: float | None) -> dict[str, float]:

@@ -10,6 +10,7 @@ from socflower.cluster.toml_file import OneOf, Table, keys_of
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.rings.settings import RingSettings
+from socflower.scenario.schema.outer import OuterConfig
 from socflower.scenario.schema.split import SPLIT_STRATEGIES, EdgeCloudConfig
 from socflower.scenario.schema.strategies import CLUSTER_STRATEGIES, STRATEGIES, GroupStrategy, family_of
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
@@ -177,6 +178,25 @@ class StrategyConfig(Table):
     rebalance_steps: int = Field(10, ge=0, le=_MAX_EPOCHS, description=(
         "with `shares` and `both`, after how many steps the members of a group look at their speeds; 0: only between "
         "rounds"))
+    outer: OuterConfig | None = Field(None, description=(
+        "table of Flower's strategy that [makes the next model](guides/groups.md#outer-strategies) of the groups' "
+        "models: its class in small letters and its arguments"))
+
+    def check(self) -> None:
+        """Refuse an outer strategy without groups, or without their number where its rule counts them."""
+        if self.outer is None:
+            return
+        if not takes_outer(self.name):
+            raise ValueError(f"outer is for strategies with several groups, and name is {self.name!r}; leave it out")
+        if self.outer.counts_groups and self.groups == "auto":
+            raise ValueError(f"outer.name = {self.outer.name!r} needs a number of groups, and groups is "
+                             "\"auto\"; give it")
+
+
+def takes_outer(strategy: str) -> bool:
+    """Return whether a strategy has several groups, of whose models an outer strategy can make one."""
+    kind = STRATEGIES[strategy]
+    return isinstance(kind, GroupStrategy) and kind.num_groups is None
 
 
 class OwnTraining(Table):
@@ -308,7 +328,8 @@ class ScenarioFile(ClusterFile):
         """Return the scenario under another strategy, with that strategy's own values of `[compare]`."""
         own = self.compare.train.get(strategy, OwnTraining())
         interval = own.sync_interval_epochs or self.strategy.sync_interval_epochs
-        return self.replaced(strategy=self.strategy.replaced(name=strategy, sync_interval_epochs=interval),
+        outer = self.strategy.outer if takes_outer(strategy) else None
+        return self.replaced(strategy=self.strategy.replaced(name=strategy, sync_interval_epochs=interval, outer=outer),
                              train=self.train.replaced(**_of_train(own)))
 
     @property

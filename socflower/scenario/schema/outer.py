@@ -1,0 +1,63 @@
+"""The table `[strategy.outer]`: which of Flower's strategies makes the next model of the groups' models."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from socflower.cluster.toml_file import OneOf, Table
+
+OUTER_STRATEGIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "fedavg": ("FedAvg", ()),
+    "fedavgm": ("FedAvgM", ("server_learning_rate", "server_momentum")),
+    "fedadam": ("FedAdam", ("eta", "beta_1", "beta_2", "tau")),
+    "fedyogi": ("FedYogi", ("eta", "beta_1", "beta_2", "tau")),
+    "fedadagrad": ("FedAdagrad", ("eta", "tau")),
+    "fedprox": ("FedProx", ("proximal_mu",)),
+    "fedmedian": ("FedMedian", ()),
+    "fedtrimmedavg": ("FedTrimmedAvg", ("beta",)),
+    "krum": ("Krum", ("num_malicious_nodes",)),
+    "multikrum": ("MultiKrum", ("num_malicious_nodes", "num_nodes_to_select")),
+    "bulyan": ("Bulyan", ("num_malicious_nodes",)),
+    "qfedavg": ("QFedAvg", ("client_learning_rate", "q")),
+}
+"""Each by its name: the class of `flwr.serverapp.strategy`, and the keys that it takes."""
+
+_COUNTS_GROUPS = ("fedtrimmedavg", "krum", "multikrum", "bulyan")
+
+
+class OuterConfig(Table):
+    """`[strategy.outer]`: Flower's strategy that makes the next model of the groups' models, with its own defaults."""
+
+    name: Annotated[str, OneOf(OUTER_STRATEGIES)] = Field(description=(
+        "its class, in small letters"))
+    eta: float | None = Field(None, gt=0, description="of `fedadam`, `fedyogi`, `fedadagrad`")
+    beta_1: float | None = Field(None, ge=0, lt=1, description="of `fedadam`, `fedyogi`")
+    beta_2: float | None = Field(None, ge=0, lt=1, description="of `fedadam`, `fedyogi`")
+    tau: float | None = Field(None, gt=0, description="of `fedadam`, `fedyogi`, `fedadagrad`")
+    server_learning_rate: float | None = Field(None, gt=0, description="of `fedavgm`")
+    server_momentum: float | None = Field(None, ge=0, lt=1, description="of `fedavgm`")
+    proximal_mu: float | None = Field(None, ge=0, description="of `fedprox`")
+    beta: float | None = Field(None, ge=0, lt=0.5, description="of `fedtrimmedavg`")
+    num_malicious_nodes: int | None = Field(None, ge=0, description="groups, of `krum`, `multikrum`, `bulyan`")
+    num_nodes_to_select: int | None = Field(None, gt=0, description="groups, of `multikrum`")
+    client_learning_rate: float | None = Field(None, gt=0, description="of `qfedavg`, which requires it")
+    q: float | None = Field(None, ge=0, description="of `qfedavg`")
+
+    def check(self) -> None:
+        """Refuse keys of another strategy."""
+        own = OUTER_STRATEGIES[self.name][1]
+        for key in self.arguments:
+            if key not in own:
+                raise ValueError(f"{key} is not for {self.name!r}" + (f", which takes {', '.join(own)}" if own else ""))
+        if self.name == "qfedavg" and self.client_learning_rate is None:
+            raise ValueError("'qfedavg' needs client_learning_rate, the learning rate of the groups")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keys that are given, besides the name."""
+        return self.model_dump(exclude_none=True, exclude={"name"})
+
+    @property
+    def counts_groups(self) -> bool:
+        """Whether its rule needs a number of groups that is known beforehand."""
+        return self.name in _COUNTS_GROUPS
