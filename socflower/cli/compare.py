@@ -9,26 +9,28 @@ from rich.console import Console
 from rich.table import Table
 
 from socflower.cli.options import (
-    Engine,
     Json,
     Log,
-    ScenarioPath,
     Set,
     Workers,
     refuse_unread,
     round_logging,
+    scenario_argument,
     unread_by_compare,
 )
+from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import (
     OUT,
     exit_on_failed_claims,
     print_claims,
     print_json,
     print_line,
+    print_notice,
     print_question,
     run_progress,
 )
 from socflower.engines.names import MAX_WORKERS, require_count, require_engine
+from socflower.errors import ConfigError
 from socflower.quantities import human_bytes, human_joules, human_ratio, human_seconds, percent
 
 if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
@@ -37,30 +39,48 @@ if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that ne
 
 def compare(
     context: typer.Context,
-    scenario: ScenarioPath,
+    scenario: Annotated[list[Path], scenario_argument("A scenario file (TOML), the name of a shipped scenario, or the "
+                                                      "folders of Flower apps.")],
     strategies: Annotated[str | None, typer.Option(help="Comma-separated; default the scenario's [compare].")] = None,
-    engine: Engine = "local",
+    engine: Annotated[str, typer.Option(help="As of run.")] = "local",
     out: Annotated[Path | None, typer.Option(help="Folder; an interrupted comparison continues there.")] = None,
-    seeds: Annotated[str | None, typer.Option(help="Comma-separated: each strategy under each seed; prints mean ± "
-                                                   "sample standard deviation. Default: the scenario's.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Comma-separated: each strategy under each; prints mean ± sample "
+                                                   "standard deviation.")] = None,
     tune: Annotated[str | None, typer.Option(help="KEY=VALUE,VALUE,...: search a key of [train] for each strategy, "
-                                                  "with a seed that is not reported: the quickest to the target "
-                                                  "accuracy of [compare], else the most accurate.")] = None,
+                                                  "with an unreported seed, for the quickest to [compare] "
+                                                  "target_accuracy, else the most accurate.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="As of run.")] = None,
+    vary: Annotated[str, typer.Option(help="For app folders: KEY=VALUE,VALUE,... of their run config.")] = "",
+    nodes: Annotated[int | None, typer.Option(help="As of run.")] = None,
+    training_flops: Annotated[float | None, typer.Option(help="As of run.")] = None,
+    expect: Annotated[list[str] | None, typer.Option(help="As of run; of each app.")] = None,
     set_: Set = None,
     workers: Workers = None,
     log: Log = "",
     as_json: Json = False,
 ) -> None:
-    """Run the same work under several strategies and put them side by side."""
+    """Run the same work under several strategies, or several Flower apps, and put them side by side."""
+    folders = [path for path in scenario if path.is_dir()]
     require_engine(engine)
-    refuse_unread(context, unread_by_compare(engine))
+    refuse_unread(context, unread_by_compare(engine, of_app_folders=bool(folders)))
     require_count("--workers", workers, 0, MAX_WORKERS)
+    from socflower.cluster.cluster_file import MOST_SOCS
+
+    require_count("--nodes", nodes, 1, MOST_SOCS)
+    if len(scenario) > 1 and len(folders) < len(scenario):
+        raise ConfigError(f"compare {' '.join(map(str, scenario))}: takes one scenario file, or folders of Flower apps")
+    if folders:
+        claims = _compare_app_folders(folders, cluster, out, vary, as_json, {
+            "engine": engine, "num_nodes": nodes, "training_flops": training_flops, "overrides": tuple(set_ or ()),
+            "num_workers": workers, "claims": tuple(expect or ())})
+        exit_on_failed_claims(claims)
+        return
     from socflower.scenario.comparison import compare as run_comparison
     from socflower.scenario.comparison import parse_seeds
     from socflower.scenario.schema.file import load_scenario
     from socflower.scenario.tuning import parse_tuning
 
-    loaded = load_scenario(scenario, set_ or ())
+    loaded = load_scenario(scenario[0], set_ or ())
     names = [name.strip() for name in strategies.split(",")] if strategies else list(loaded.compare.strategies)
     target = out or Path("out") / f"{loaded.name}-compare"
     logging = round_logging(log)
@@ -75,18 +95,42 @@ def compare(
     exit_on_failed_claims(document["expectations"])
 
 
-def print_comparison(console: Console, scenario: "Scenario", document: Mapping[str, Any], out: Path) -> None:
-    """Print the strategies side by side."""
-    print_question(console, scenario)
+def _compare_app_folders(
+    folders: Sequence[Path], cluster: Path | None, out: Path | None, vary: str, as_json: bool,
+    settings: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Compare app folders, print the comparison and return the claims."""
+    from socflower.scenario.app_comparison import app_variants, compare_apps
+
+    if cluster is None:
+        raise ConfigError(f"{folders[0]} is the folder of a Flower app: name the cluster that the apps run on with "
+                          "--cluster FILE")
+    runs = app_variants(folders, vary, cluster_file=cluster, **settings)
+    target = out or Path("out") / ("-".join(folder.resolve().name for folder in folders) + "-compare")
+    with prints_to_stderr():
+        document = compare_apps(runs, target, on_notice=print_notice)
+    if as_json:
+        print_json(document)
+    else:
+        print_comparison(OUT, None, document, target)
+    claims: list[dict[str, Any]] = document["expectations"]
+    return claims
+
+
+def print_comparison(console: Console, scenario: "Scenario | None", document: Mapping[str, Any], out: Path) -> None:
+    """Print the strategies, or apps, side by side."""
+    if scenario is not None:
+        print_question(console, scenario)
     # Heads of two lines, so that eight columns fit a terminal of 80.
     goal = percent(document["target_accuracy"])
     deployed = any(row["virtual_s"] is None for row in document["rows"])
-    table = Table("strategy", "final\naccuracy", f"time to\n{goal}", "energy\nto it", "time\nin all",
-                  "energy\nin all", "between\nSoCs", "over\nhub",
+    table = Table("app" if scenario is None else "strategy", "final\naccuracy", f"time to\n{goal}",
+                  "energy\nto it", "time\nin all", "energy\nin all", "between\nSoCs", "over\nhub",
                   header_style="bold", padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for row in document["means"]:
+    means = document.get("means")
+    for row in means or ():
         _add_means(table, row, deployed)
-    for row in () if document["means"] else document["rows"]:
+    for row in () if means else document["rows"]:
         inside = row["bytes"]["intra_board"] + row["bytes"]["inter_board"]
         reached = row["time_to_accuracy_s"]
         table.add_row(row["strategy"], percent(row["final_accuracy"]),
@@ -96,15 +140,15 @@ def print_comparison(console: Console, scenario: "Scenario", document: Mapping[s
                       human_bytes(inside), human_bytes(row["bytes"]["hub"]))
     console.print(table)
     print_line("times as measured; energy and bytes as predicted" if deployed else "virtual times", console, "dim")
-    if document["means"]:
+    if means:
         print_line("mean ± sample standard deviation over seeds "
-                   + ", ".join(map(str, document["means"][0]["seeds"])), console, "dim")
+                   + ", ".join(map(str, means[0]["seeds"])), console, "dim")
     if document["headline"]:
         print_line(document["headline"], console, "bold")
-    if tuning := document["tuning"]:
+    if tuning := document.get("tuning"):
         print_line(f"{tuning['key']}, searched with seed {tuning['seed']}: " + ", ".join(
             f"{name} {found['chosen']}" for name, found in tuning["strategies"].items()), console)
-    if document["predictions"]:
+    if document.get("predictions"):
         _print_predictions(console, document["predictions"])
     print_claims(console, document["expectations"])
     print_line(f"report: {out / 'report.html'}", console)

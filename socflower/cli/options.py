@@ -1,7 +1,7 @@
 """The options that a command reads; an option that would have no effect is refused."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:  # flwr is loaded by the command that runs something
     from socflower.engines.run_log import RoundLogging
 
 
-def _shipped_or_file(path: Path) -> Path:
+def _shipped_or_file(given: Path | Sequence[Path]) -> Path | list[Path]:
     from socflower.scenario.shipped import find_scenario
 
-    return find_scenario(path)
+    return find_scenario(given) if isinstance(given, Path) else [find_scenario(path) for path in given]
 
 
 def scenario_argument(help: str) -> Any:
@@ -25,7 +25,6 @@ def scenario_argument(help: str) -> Any:
     return typer.Argument(help=help, show_default=False, callback=_shipped_or_file)
 
 
-ScenarioPath = Annotated[Path, scenario_argument("A scenario file (TOML), or the name of a shipped scenario.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override one key: table.key=value. Repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Engine = Annotated[str, typer.Option(help="local (no Ray, virtual time), simulation (Flower's own, Ray) or deployment "
@@ -37,7 +36,7 @@ Log = Annotated[str, typer.Option(help="Follow the rounds in --out: some of tens
                                        "comma-separated.")]
 
 _DEPLOYMENT_OPTIONS = ("superlink", "superlink_ca", "restarts", "checkpoint_folder", "warm")
-_APP_FOLDER_OPTIONS = ("cluster", "nodes", "training_flops")
+_APP_FOLDER_OPTIONS = ("cluster", "nodes", "training_flops", "expect")
 
 
 class PlainCommand(TyperCommand):
@@ -70,29 +69,23 @@ def round_logging(log: str) -> "RoundLogging":
     return RoundLogging(tuple(name.strip() for name in log.split(",")) if log else (), print_notice)
 
 
-def require_local_engine(engine: str, folder: object) -> None:
-    """Raise `ConfigError` if the app in `folder` is to run on an engine that only runs scenarios."""
-    if engine == "simulation":
-        command = f'flwr run {folder} --stream --federation-config "num-supernodes=N"'
-    elif engine == "deployment":
-        command = f"flwr run {folder} NAME --stream, where NAME is a SuperLink of your Flower configuration"
-    else:
-        return
-    raise ConfigError(f"--engine {engine}: is for scenarios, and {folder} is the folder of a Flower app, which runs "
-                      f"here on engine local; Flower itself runs it so: {command}")
-
-
 def unread_by_run(*, of_app_folder: bool, engine: str, is_remote: bool, keeps_checkpoints: bool) -> dict[str, str]:
     """Return the options that a run of this kind does not read, as a map from parameter to reason.
 
     `is_remote`: on a SuperLink that is not started here. `keeps_checkpoints`: in a named folder on its machine.
     """
     if of_app_folder:
-        return {**dict.fromkeys(_DEPLOYMENT_OPTIONS, "is for scenarios on --engine deployment, and this is the folder "
-                                                     "of a Flower app"),
-                "fresh": "is for scenarios: the run of an app folder keeps no checkpoints",
-                "log": "is for scenarios: an app logs what it evaluates with logged_evaluation",
-                "save_model": "is for scenarios: an app of your own keeps its model itself"}
+        unread = {"fresh": "is for scenarios: the run of an app folder keeps no checkpoints",
+                  "log": "is for scenarios: an app logs what it evaluates with logged_evaluation",
+                  "save_model": "is for scenarios: an app of your own keeps its model itself",
+                  **dict.fromkeys(("superlink", "superlink_ca", "checkpoint_folder"),
+                                  "is for scenarios, and this is the folder of a Flower app")}
+        if engine != "local":
+            unread["workers"] = f"is for --engine local only, and this is --engine {engine}"
+        if engine != "deployment":
+            unread |= dict.fromkeys(("restarts", "warm"), f"is for --engine deployment only, and this is --engine "
+                                                          f"{engine}")
+        return unread
     unread = dict.fromkeys(_APP_FOLDER_OPTIONS, "is for the folder of a Flower app; a scenario has its own [cluster] "
                                                 "and [strategy] socs")
     if engine != "local":
@@ -113,9 +106,14 @@ def unread_by_run(*, of_app_folder: bool, engine: str, is_remote: bool, keeps_ch
     return unread
 
 
-def unread_by_compare(engine: str) -> dict[str, str]:
-    """Return the options that `compare` does not read on an engine, as a map from parameter to reason."""
-    return {} if engine == "local" else {"workers": f"is for --engine local only, and this is --engine {engine}"}
+def unread_by_compare(engine: str, *, of_app_folders: bool) -> dict[str, str]:
+    """Return the options that `compare` does not read, as a map from parameter to reason."""
+    unread = {} if engine == "local" else {"workers": f"is for --engine local only, and this is --engine {engine}"}
+    if of_app_folders:
+        return unread | dict.fromkeys(("strategies", "seeds", "tune", "log"), "is for scenarios, and these are folders "
+                                      "of Flower apps; --vary compares values of their run config")
+    return unread | dict.fromkeys((*_APP_FOLDER_OPTIONS, "vary"), "is for folders of Flower apps, and this is a "
+                                                                 "scenario")
 
 
 def refuse_unread(context: typer.Context, unread: Mapping[str, str]) -> None:

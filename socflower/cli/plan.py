@@ -30,6 +30,9 @@ def plan(
     from socflower.scenario.schema.file import load_scenario, scenario_cluster
     from socflower.scenario.schema.strategies import group_strategy
 
+    if scenario.is_dir():
+        raise ConfigError(f"{scenario} is the folder of a Flower app, whose ServerApp plans when it runs: plan its "
+                          "cluster, socflower plan CLUSTER.toml --groups N, or run it")
     overrides = [*(set_ or ()), *([f"strategy.groups={groups}"] if groups is not None else ())]
     loaded = load_scenario(scenario, overrides)
     if groups is not None and not (loaded.has_groups and group_strategy(loaded.strategy.name).num_groups is None):

@@ -16,7 +16,6 @@ from socflower.cli.options import (
     Set,
     Workers,
     refuse_unread,
-    require_local_engine,
     round_logging,
     scenario_argument,
     unread_by_run,
@@ -35,7 +34,7 @@ from socflower.cli.terminal import (
 )
 from socflower.engines.names import MAX_WORKERS, require_count, require_engine
 from socflower.errors import ConfigError
-from socflower.quantities import human_bytes, human_joules, human_seconds, percent
+from socflower.quantities import human_bytes, human_joules, human_seconds, percent, plain_number
 
 if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
     from socflower.scenario.schema.config import Scenario
@@ -51,6 +50,8 @@ def run(
     set_: Set = None,
     workers: Workers = None,
     cluster: Annotated[Path | None, typer.Option(help="For an app folder: the cluster file it runs on.")] = None,
+    expect: Annotated[list[str] | None, typer.Option(help="For an app folder: a claim, 'accuracy>=0.9'. "
+                                                          "Repeatable.")] = None,
     nodes: Annotated[int | None, typer.Option(help="For an app folder: how many SoCs take part; default all.")] = None,
     training_flops: Annotated[float | None, typer.Option(help="For an app folder: operations of one training "
                                                               "example, to price its clients' work.")] = None,
@@ -74,9 +75,10 @@ def run(
     is_app = scenario.is_dir()
     if cluster is not None and not scenario.exists():
         raise ConfigError(f"{scenario}: no such folder; name the folder of a Flower app, with its pyproject.toml")
-    if is_app:
-        require_local_engine(engine, scenario)
     require_engine(engine)
+    if is_app and superlink:
+        raise ConfigError(f"--superlink {superlink}: is for scenarios; Flower itself runs {scenario} there: "
+                          f"flwr run {scenario} NAME --stream, where NAME is a SuperLink of your Flower configuration")
     refuse_unread(context, unread_by_run(of_app_folder=is_app, engine=engine, is_remote=bool(superlink),
                                          keeps_checkpoints=bool(checkpoint_folder)))
     require_count("--workers", workers, 0, MAX_WORKERS)
@@ -85,10 +87,13 @@ def run(
     require_count("--nodes", nodes, 1, MOST_SOCS)
     if is_app:
         try:
-            _run_app_folder(scenario, cluster, out, nodes, training_flops, set_ or [], workers, as_json)
+            claims = _run_app_folder(scenario, cluster, out, as_json, {
+                "engine": engine, "num_nodes": nodes, "training_flops": training_flops, "overrides": tuple(set_ or ()),
+                "num_workers": workers, "claims": tuple(expect or ())}, restarts, warm)
         except KeyboardInterrupt:
             print_notice("interrupted; nothing was written")
             raise typer.Exit(130) from None
+        exit_on_failed_claims(claims)
         return
     _require_model_file(save_model, out)
     from socflower.engines.deployment.options import DeploymentOptions
@@ -131,23 +136,28 @@ def _require_model_file(save_model: Path | None, out: Path | None) -> None:
 
 
 def _run_app_folder(
-    folder: Path, cluster: Path | None, out: Path | None, nodes: int | None, training_flops: float | None,
-    overrides: list[str], workers: int | None, as_json: bool,
-) -> None:
-    from socflower.scenario.app_folder import run_app_folder
+    folder: Path, cluster: Path | None, out: Path | None, as_json: bool, settings: Mapping[str, Any], restarts: int,
+    warm: bool,
+) -> list[dict[str, Any]]:
+    """Run an app folder, print its result and return its claims."""
+    from socflower.engines.deployment.options import DeploymentOptions
+    from socflower.scenario.app_folder import AppRun, run_app_folder
 
     if cluster is None:
         raise ConfigError(f"{folder} is the folder of a Flower app: name the cluster it runs on with --cluster FILE")
     target = out or Path("out") / folder.resolve().name
     if target.resolve() == folder.resolve():
         raise ConfigError(f"--out {target}: is the app's own folder; name another one")
+    run = AppRun(folder=folder, cluster_file=cluster, **settings,
+                 deployment=DeploymentOptions(restarts=restarts, warm=warm))
     with prints_to_stderr():
-        result = run_app_folder(folder, cluster, target, num_nodes=nodes, training_flops=training_flops,
-                                overrides=tuple(overrides), num_workers=workers)
+        result = run_app_folder(run, target, on_notice=print_notice)
     if as_json:
         print_json(result)
     else:
         print_app_result(OUT, result, target)
+    claims: list[dict[str, Any]] = result["expectations"]
+    return claims
 
 
 def print_result(console: Console, scenario: "Scenario", result: Mapping[str, Any], out: Path) -> None:
@@ -194,12 +204,22 @@ def _heat_rows(heat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def print_app_result(console: Console, result: Mapping[str, Any], out: Path) -> None:
-    """Print the cost of a Flower app on the cluster, and its failed messages."""
+    """Print the metrics of a Flower app, its cost on the cluster, and its failed messages."""
     for event in result["events"]:
         print_line(event["text"], console, "yellow")
-    traffic = ", ".join(f"{human_bytes(value)} {tier.replace('_', ' ')}" for tier, value in result["bytes"].items())
-    console.print(f"virtual time {human_seconds(result['virtual_s'])}, energy {human_joules(result['energy_j'])}, "
-                  f"{traffic or 'no bytes'}; wall clock here {human_seconds(result['wall_s'])}")
+    for source, of in (("server", "server"), ("evaluate", "clients' evaluation"), ("train", "clients' training")):
+        newest = next((entry for entry in reversed(result["rounds"]) if entry.get(source)), None)
+        if newest:
+            print_line(f"round {newest['round']}, {of}: " + ", ".join(
+                f"{name} {plain_number(value)}" for name, value in newest[source].items()), console)
+    traffic = ", ".join(f"{human_bytes(value)} {tier.replace('_', ' ')}" for tier, value in result["bytes"].items()
+                        if value)
+    deployed = result["virtual_s"] is None
+    time = f"predicted time {human_seconds(result['predicted_s'])}" if deployed else \
+        f"virtual time {human_seconds(result['virtual_s'])}"
+    console.print(f"{time}, energy {human_joules(result['energy_j'])}, {traffic or 'no bytes'}; wall clock here "
+                  f"{human_seconds(result['wall_s'])}")
     for note in result["notes"]:
         print_line(f"note: {note}", console)
-    print_line(f"result and trace: {out}", console)
+    print_claims(console, result["expectations"])
+    print_line(f"report: {out / 'report.html'}   trace (open in ui.perfetto.dev): {out / 'trace.json'}", console)

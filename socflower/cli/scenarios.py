@@ -47,4 +47,4 @@ def demo(
     """Compare four strategies on 32 virtual SoCs, as `make demo` does: the scenario digits_demo."""
     from socflower.scenario.shipped import scenario_files
 
-    compare(context, scenario_files()[DEMO], out=out, workers=workers, as_json=as_json)
+    compare(context, [scenario_files()[DEMO]], out=out, workers=workers, as_json=as_json)

@@ -96,8 +96,8 @@ def print_claims(console: Console, expectations: Sequence[Mapping[str, Any]]) ->
     """Print each claim and whether it holds."""
     words = {True: "[green]holds[/]", False: "[bold red]FAILS[/]", None: "[dim]open: its other strategy did not run[/]"}
     for claim in expectations:
-        seed = f", seed {claim['seed']}" if "seed" in claim else ""
-        console.print(f"{words[claim['holds']]}  {claim['name']} = {claim['expected']:g}{_observed(claim)}{seed}")
+        of = "".join(f", {prefix}{claim[key]}" for key, prefix in (("seed", "seed "), ("app", "")) if key in claim)
+        console.print(f"{words[claim['holds']]}  {claim['name']} = {claim['expected']:g}{_observed(claim)}{of}")
 
 
 def _observed(claim: Mapping[str, Any]) -> str:

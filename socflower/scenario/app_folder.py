@@ -1,90 +1,187 @@
-"""Runs any Flower app folder on the local engine: its unmodified ServerApp and ClientApp in virtual time."""
+"""Runs any Flower app folder: its unmodified ServerApp and ClientApp, with its metrics and their virtual time."""
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeAlias
 
-from socflower.cluster import LayerProfile, ModelProfile
+from socflower.cluster import Cluster
 from socflower.cluster.cluster_file import load_cluster
-from socflower.cluster.cost_model import BACKWARD_TO_FORWARD
 from socflower.cluster.task_graph import Activity
 from socflower.cluster.toml_file import parse_value
-from socflower.cluster.virtual_clock import Usage
+from socflower.engines.app_metrics import RoundLog
+from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
+from socflower.engines.deployment.run import run_in_deployment
 from socflower.engines.local.message_log import MessageLog
-from socflower.engines.local.run_app import load_flower_app, run_app
+from socflower.engines.local.run_app import FlowerApp, load_flower_app, run_app
+from socflower.engines.names import num_cores
+from socflower.engines.run_folder import RunFolder
+from socflower.engines.simulation import run_in_flower_simulation
 from socflower.errors import ConfigError
+from socflower.report.report import write_report
+from socflower.scenario.app.own_app import app_outcome, own_app_files, training_profile
+from socflower.scenario.expectations import check_app_claims, parse_claims
 from socflower.scenario.priced_processors import cluster_gpu_notes
+from socflower.scenario.runner import DEFAULT_DEPLOYMENT, WARNING_OF_SIMULATION, failure, with_predictions
 from socflower.sim import EventClock, Trace
-from socflower.wire.folders import exclusive_folder, new_folder
+from socflower.user_code import forgotten_modules
+from socflower.wire.folders import exclusive_folder, new_folder, temporary_folder
 from socflower.wire.saved_state import write_atomically
 
 RunConfigValue: TypeAlias = bool | int | float | str
+OnNotice: TypeAlias = Callable[[str], None]
+
+RESULT_FILES = ("result.json", "trace.json", "report.html", "comparison.json")
 
 
-def run_app_folder(
-    folder: Path, cluster_file: Path, out: Path, *, num_nodes: int | None = None, training_flops: float | None = None,
-    overrides: tuple[str, ...] = (), num_workers: int | None = None,
-) -> dict[str, Any]:
-    """Run the app and write `result.json` and `trace.json`; return the result.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AppRun:
+    """An app folder and how it is run; a node is a SoC of the cluster (default: all).
 
-    A node is a SoC of the cluster (default: all). `training_flops` is the cost of one example in training; without it
-    only messages take virtual time, training does not. `overrides` set keys of the run config. Raises
-    `TrainingFailed`, and writes nothing, if no client succeeded, or none of those that trained last.
+    `training_flops` is the cost of one example in training; without it only messages take virtual time, training does
+    not. `overrides` set keys of the run config; `claims` are those of `--expect`.
     """
-    with exclusive_folder(out, f"--out {out}"):
-        return _run(folder, cluster_file, out, num_nodes, training_flops, overrides, num_workers)
+
+    folder: Path
+    cluster_file: Path
+    engine: str = "local"
+    num_nodes: int | None = None
+    training_flops: float | None = None
+    overrides: tuple[str, ...] = ()
+    num_workers: int | None = None
+    claims: tuple[str, ...] = ()
+    deployment: DeploymentOptions = DEFAULT_DEPLOYMENT
+    label: str = ""  # in tables; default: the folder's name
+
+    @property
+    def title(self) -> str:
+        """The run's name in tables."""
+        return self.label or self.folder.resolve().name
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what can be known before the app is loaded."""
+        training_profile(self.training_flops)
+        parse_claims(self.claims)
+        run_config(load_flower_app(self.folder), self.overrides)
+        cluster = load_cluster(self.cluster_file)
+        if self.num_nodes is not None and self.num_nodes > cluster.num_socs:
+            raise ConfigError(f"--nodes {self.num_nodes}: {self.cluster_file} has {cluster.num_socs} SoCs; start fewer "
+                              "nodes, or describe a larger cluster")
 
 
-def _run(
-    folder: Path, cluster_file: Path, out: Path, num_nodes: int | None, training_flops: float | None,
-    overrides: tuple[str, ...], num_workers: int | None,
-) -> dict[str, Any]:
-    app = load_flower_app(folder)
-    cluster = load_cluster(cluster_file)
-    run_config = dict(app.run_config)
-    for override in overrides:
-        key, value = _override(override, app.run_config)
-        run_config[key] = value
-    trace, messages = Trace(), MessageLog()
-    started_s = perf_counter()
-    clock = run_app(app.server_app, app.client_app, cluster=cluster, num_nodes=num_nodes, run_config=run_config,
-                    num_workers=num_workers, model_profile=_profile(training_flops),
-                    clock=EventClock(cluster, trace=trace), messages=messages)
-    usage = clock.usage
-    result = {
-        "schema": 1, "app": str(folder), "engine": "local", "run_config": run_config,
-        "virtual_s": clock.now_s, "wall_s": perf_counter() - started_s, "energy_j": usage.total_energy_j,
-        "bytes": {tier.value: value for tier, value in usage.num_bytes.items()},
-        "notes": [*cluster_gpu_notes(cluster, "local"), *_pricing_notes(usage)],
-        "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
-                      "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
-        "events": messages.documents(),
-    }
-    with new_folder(out) as fresh:
+def run_app_folder(run: AppRun, out: Path, *, on_notice: OnNotice = lambda line: None) -> dict[str, Any]:
+    """Run the app and write `result.json`, `trace.json` and `report.html`; return the result.
+
+    Results of other runs in `out` are removed. Raises `TrainingFailed`, and changes nothing, if no client succeeded, or
+    none of those that trained last.
+    """
+    run.check()
+    with exclusive_folder(out, f"--out {out}"), new_folder(out) as fresh:
+        result = _run(run, fresh, on_notice)
         write_atomically(fresh / "result.json", json.dumps(result, indent=1))
-        trace.write(fresh / "trace.json")
+        write_app_report(fresh / "report.html", [result], run.title)
+        for name in RESULT_FILES:
+            (out / name).unlink(missing_ok=True)
     return result
 
 
-def _pricing_notes(usage: Usage) -> list[str]:
+def write_app_report(path: Path, results: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Write the report of one or several apps."""
+    write_report(path, [{**result, "strategy": result["label"], "scenario": {
+        key: result[key] for key in ("app", "strategy", "cluster_file", "num_nodes", "run_config")}}
+        for result in results], title=title)
+
+
+def _run(run: AppRun, fresh: Path, on_notice: OnNotice) -> dict[str, Any]:
+    app, cluster = load_flower_app(run.folder), load_cluster(run.cluster_file)
+    config, started_s = run_config(app, run.overrides), perf_counter()
+    if run.engine == "local":
+        with forgotten_modules(run.folder):
+            outcome = _run_locally(run, app, cluster, config, fresh)
+    else:
+        outcome = _run_in_flower(run, cluster, config, fresh, on_notice)
+    result = {
+        "schema": 1, "app": str(run.folder), "label": run.title, "engine": run.engine, "run_config": config,
+        "cluster_file": str(run.cluster_file), "num_nodes": run.num_nodes or cluster.num_socs,
+        "wall_s": perf_counter() - started_s, **outcome}
+    result["expectations"], missed = check_app_claims(parse_claims(run.claims), result)
+    if run.engine == "deployment":
+        result = with_predictions(result)
+    result["notes"] = [*cluster_gpu_notes(cluster, run.engine), *_pricing_notes(result), *missed]
+    return result
+
+
+def _run_locally(
+    run: AppRun, app: FlowerApp, cluster: Cluster, config: dict[str, RunConfigValue], fresh: Path,
+) -> dict[str, Any]:
+    trace, messages = Trace(), MessageLog()
+    clock = EventClock(cluster, trace=trace)
+    rounds = RoundLog(clock)
+    run_app(app.server_app, app.client_app, cluster=cluster, num_nodes=run.num_nodes, run_config=config,
+            num_workers=run.num_workers, model_profile=training_profile(run.training_flops), clock=clock,
+            messages=messages, rounds=rounds)
+    trace.write(fresh / "trace.json")
+    return app_outcome(clock, messages, rounds)
+
+
+def _run_in_flower(
+    run: AppRun, cluster: Cluster, config: dict[str, RunConfigValue], fresh: Path, on_notice: OnNotice,
+) -> dict[str, Any]:
+    """Run the app in Flower's processes, which read from a temporary folder what they run."""
+    num_nodes = run.num_nodes or cluster.num_socs
+    document = {"app": str(run.folder.resolve()), "cluster_file": str(run.cluster_file.resolve()),
+                "run_config": config, "training_flops": run.training_flops}
+    with temporary_folder() as temporary:
+        folder = RunFolder(temporary)
+        folder.write_scenario(document)
+        if run.engine == "simulation":
+            on_notice(WARNING_OF_SIMULATION)
+            run_in_flower_simulation(folder, own_app_files(), num_nodes, min(num_cores(), num_nodes))
+        else:
+            deployed = DeployedApp(document=document, local_files=own_app_files(), bundle_files=own_app_files(),
+                                   node_configs=_node_configs(cluster, num_nodes))
+            run_in_deployment(deployed, folder, run.deployment, on_notice)
+        outcome = folder.read_outcome()
+        assert outcome is not None
+        if "error" in outcome:
+            raise failure(outcome)
+        folder.trace.replace(fresh / "trace.json")
+    return outcome
+
+
+def _node_configs(cluster: Cluster, num_nodes: int) -> tuple[str, ...]:
+    """Return `--node-config` of the SuperNodes of the first SoCs: partition, and position in the rack."""
+    boards = [cluster.board_of(soc) for soc in range(num_nodes)]
+    return tuple(f"partition-id={soc} num-partitions={num_nodes} board={board} "
+                 f"slot={soc - cluster.socs_of(board).start}" for soc, board in enumerate(boards))
+
+
+def _pricing_notes(result: Mapping[str, Any]) -> list[str]:
     """Return a line if no computation cost any virtual time."""
-    if usage.soc_seconds.get(Activity.COMPUTE, 0.0):
+    if result["breakdown"]["soc_seconds"].get(Activity.COMPUTE.value, 0.0):
         return []
     return ["training took no virtual time, since nothing tells what it costs: give --training-flops, the operations "
             "of one example's forward and backward pass"]
 
 
-def _override(override: str, run_config: Mapping[str, RunConfigValue]) -> tuple[str, RunConfigValue]:
-    """Return key and value of `--set key=value`; `ConfigError` for an unknown key or a value of another type."""
+def run_config(app: FlowerApp, overrides: Sequence[str]) -> dict[str, RunConfigValue]:
+    """Return an app's run config with `--set key=value`; `ConfigError` for an unknown key or a value of another type"""
+    config: dict[str, RunConfigValue] = dict(app.run_config)
+    for override in overrides:
+        key, value = _override(override, app.run_config)
+        config[key] = value
+    return config
+
+
+def _override(override: str, config: Mapping[str, RunConfigValue]) -> tuple[str, RunConfigValue]:
     key, separator, text = (part.strip() for part in override.partition("="))
     if not separator or not text:
         raise ConfigError(f"--set {override}: write key=value, as in num-server-rounds=3")
-    if key not in run_config:
-        raise ConfigError(f"--set {override}: the app's run config has no {key!r}; it has {', '.join(run_config)}")
-    value, default = parse_value(text), run_config[key]
+    if key not in config:
+        raise ConfigError(f"--set {override}: the app's run config has no {key!r}; it has {', '.join(config)}")
+    value, default = parse_value(text), config[key]
     if not isinstance(value, bool | int | float | str):
         raise ConfigError(f"--set {override}: a run config holds numbers, texts, true and false only")
     # A text's default may accept any value, such as "auto" or a number; numbers and booleans keep their type.
@@ -97,13 +194,3 @@ def _kind(value: RunConfigValue) -> str:
     if isinstance(value, bool):
         return "true or false"
     return "a text" if isinstance(value, str) else "a number"
-
-
-def _profile(training_flops: float | None) -> ModelProfile | None:
-    if training_flops is None:
-        return None
-    if not 0 < training_flops < math.inf:
-        raise ConfigError(f"--training-flops {training_flops}: must be above 0 and finite")
-    layer = LayerProfile(name="model", kind="foreign", forward_flops=training_flops / (1.0 + BACKWARD_TO_FORWARD),
-                         output_bytes=0.0, weight_bytes=0.0, num_tensors=0)
-    return ModelProfile(name="foreign", layers=(layer,), input_bytes=0.0)

@@ -1,6 +1,9 @@
 """The claims of a scenario's `[expect]` table, checked against what was observed."""
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeAlias
 
@@ -60,6 +63,70 @@ def check_expectations(
     """Return each claim with the observed value; `holds` is None if its other strategy did not run."""
     by_strategy = {other["strategy"]: other for other in others}
     return [_check(key, expected, result, by_strategy) for key, expected in expect.items()]
+
+
+_APP_QUANTITIES = ("virtual_s", "energy_j", "wall_s", "hub_bytes", "inter_board_bytes")
+_CLAIM = re.compile(r"\s*([^\s<>=]+)\s*(>=|<=)\s*(\S+)\s*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AppClaim:
+    """A claim of `--expect` on an app: a figure of its result, or a metric of its last round that has it."""
+
+    quantity: str
+    bound: str  # ">=" or "<="
+    expected: float
+
+    @property
+    def name(self) -> str:
+        """The claim's name, as that of a scenario's."""
+        return f"{'min' if self.bound == '>=' else 'max'}_{self.quantity}"
+
+
+def parse_claims(texts: Sequence[str]) -> tuple[AppClaim, ...]:
+    """Return the claims of `--expect 'accuracy>=0.9'`; `ConfigError` for another form."""
+    claims = []
+    for text in texts:
+        found = _CLAIM.fullmatch(text)
+        try:
+            expected = float(found[3]) if found else math.nan
+        except ValueError:
+            expected = math.nan
+        if not found or not math.isfinite(expected):
+            raise ConfigError(f"--expect {text}: write a metric, >= or <=, and a number, as in 'accuracy>=0.9' (in "
+                              "quotes, or the shell redirects)")
+        claims.append(AppClaim(quantity=found[1], bound=found[2], expected=expected))
+    return tuple(claims)
+
+
+def check_app_claims(claims: Sequence[AppClaim], result: Result) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return each claim with the observed value, and a note on each one whose metric the app does not have."""
+    documents, notes = [], []
+    for claim in claims:
+        observed = _app_figure(claim.quantity, result)
+        holds = observed is not None and (observed >= claim.expected if claim.bound == ">=" else
+                                          observed <= claim.expected)
+        documents.append({"name": claim.name, "expected": claim.expected, "observed": observed, "holds": holds})
+        if observed is None:
+            known = dict.fromkeys(name for entry in result["rounds"] for source in _SOURCES
+                                  for name in entry.get(source, ()))
+            notes.append(f"--expect {claim.quantity}: the app has no such metric; it has "
+                         f"{', '.join(known) or 'none'}, and the result {', '.join(_APP_QUANTITIES)}")
+    return documents, notes
+
+
+_SOURCES = ("server", "evaluate", "train")
+
+
+def _app_figure(quantity: str, result: Result) -> float | None:
+    """Return a figure of the result, else the newest value of a metric: of the server, the evaluation, the training."""
+    if quantity in _APP_QUANTITIES:
+        return _RUN_QUANTITIES[quantity](result)
+    newest = result["rounds"][::-1]
+    candidates = [entry.get(source, {}).get(quantity) for source in _SOURCES for entry in newest]
+    if quantity in ("accuracy", "loss"):
+        candidates += [entry[quantity] for entry in newest]
+    return next((float(value) for value in candidates if isinstance(value, int | float)), None)
 
 
 def _check(key: str, expected: float, result: Result, others: Mapping[str, Result]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ _NOTES_OF_DEPLOYMENT = (
     _NOTES[1],
 )
 
-_WARNING_OF_SIMULATION = (
+WARNING_OF_SIMULATION = (
     "while this runs, every user of this machine can reach its SuperLink, and so run programs as you; where there are "
     "others, use --engine local")
 
@@ -88,12 +88,12 @@ def run_scenario(
             elif engine == "deployment":
                 run_in_deployment(deployed_app(scenario), folder, deployment, on_notice)
             else:
-                on_notice(_WARNING_OF_SIMULATION)
+                on_notice(WARNING_OF_SIMULATION)
                 run_in_flower_simulation(folder, app_in_folder(), _num_nodes(scenario), _num_useful_workers(scenario))
         outcome = folder.read_outcome()
         assert outcome is not None
         if "error" in outcome:
-            raise _failure(outcome)
+            raise failure(outcome)
         if trace_to is not None and folder.trace.exists():
             shutil.copyfile(folder.trace, trace_to)
         if model_to is not None:
@@ -110,7 +110,7 @@ def run_scenario(
     return result
 
 
-def _failure(outcome: Mapping[str, Any]) -> SocflowerError:
+def failure(outcome: Mapping[str, Any]) -> SocflowerError:
     """Return the error of a run; a user's mistake that only the app detected keeps its type and exit status."""
     mistakes = {kind.__name__: kind for kind in (ConfigError, DataUnavailable, InfeasiblePlan)}
     return mistakes.get(outcome.get("kind", ""), TrainingFailed)(outcome["error"])
@@ -118,7 +118,7 @@ def _failure(outcome: Mapping[str, Any]) -> SocflowerError:
 
 def with_predictions(result: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a deployment, in which virtual time is a prediction."""
-    warm_up = result["warm_up"]
+    warm_up = result.get("warm_up")  # an app of the user's has none
     return {**_predicted(result), "rounds": [_predicted(entry) for entry in result["rounds"]],
             "warm_up": None if warm_up is None else _predicted(warm_up)}
 

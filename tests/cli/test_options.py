@@ -9,7 +9,7 @@ import typer
 
 from socflower.cli import main as cli
 from socflower.errors import ConfigError
-from socflower.scenario import app_folder, comparison, prepared_run, runner
+from socflower.scenario import app_comparison, app_folder, comparison, prepared_run, runner
 from tests.command_line import Ran, Socflower
 
 SCENARIO = "[cluster]\nboards = [2, 2]\n[strategy]\ngroups = 2\n"
@@ -26,17 +26,20 @@ TARGETS = {
     "split scenario": ("split.toml",),
     "split scenario, deployment": ("split.toml", *DEPLOYED),
     "app folder": ("app", "--cluster", "cluster.toml"),
+    "app folder, deployment": ("app", "--cluster", "cluster.toml", *DEPLOYED),
 }
 HERE = {"scenario", "split scenario"}
 DEPLOYED_HERE = {"scenario, deployment", "split scenario, deployment"}
 REMOTE = {"scenario, remote", "scenario, remote with checkpoints"}
-SCENARIOS = TARGETS.keys() - {"app folder"}
+APPS = {"app folder", "app folder, deployment"}
+SCENARIOS = TARGETS.keys() - APPS
 READ_BY_RUN = {
-    "engine": SCENARIOS, "out": TARGETS.keys(), "set_": TARGETS.keys(), "workers": HERE | {"app folder"},
-    "cluster": {"app folder"}, "nodes": {"app folder"}, "training_flops": {"app folder"},
+    "engine": TARGETS.keys(), "out": TARGETS.keys(), "set_": TARGETS.keys(), "workers": HERE | {"app folder"},
+    "cluster": APPS, "nodes": APPS, "training_flops": APPS, "expect": APPS,
     "fresh": SCENARIOS - {"scenario, remote"}, "superlink": DEPLOYED_HERE | REMOTE, "superlink_ca": REMOTE,
-    "restarts": DEPLOYED_HERE | {"scenario, remote with checkpoints"}, "checkpoint_folder": REMOTE,
-    "warm": DEPLOYED_HERE, "save_model": SCENARIOS - REMOTE, "log": SCENARIOS,
+    "restarts": DEPLOYED_HERE | {"app folder, deployment", "scenario, remote with checkpoints"},
+    "checkpoint_folder": REMOTE,
+    "warm": DEPLOYED_HERE | {"app folder, deployment"}, "save_model": SCENARIOS - REMOTE, "log": SCENARIOS,
 }
 """By parameter: what reads it. That --json is read everywhere shows in the tests of what commands print."""
 
@@ -47,6 +50,7 @@ VALUES = {
     "superlink_ca": ("--superlink-ca", "ca.pem"), "restarts": ("--restarts", 1),
     "checkpoint_folder": ("--checkpoint-folder", "/other"), "warm": ("--warm",),
     "save_model": ("--save-model", "model.npz"), "strategies": ("--strategies", "ring"),
+    "expect": ("--expect", "accuracy>=0.5"), "vary": ("--vary", "key=1,2"),
     "seeds": ("--seeds", "1,2"), "tune": ("--tune", "epochs=1,2"),
     "log": ("--log", "csv,jsonl"),
 }
@@ -64,7 +68,8 @@ def begins(socflower: Socflower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         plain = {key: value for key, value in named.items() if not callable(value)}
         raise Begun(f"begun with {arguments} {plain}")
 
-    for module, name in ((runner, "run_to_folder"), (app_folder, "run_app_folder"), (comparison, "compare")):
+    for module, name in ((runner, "run_to_folder"), (app_folder, "run_app_folder"), (comparison, "compare"),
+                         (app_comparison, "compare_apps")):
         monkeypatch.setattr(module, name, begin)
     monkeypatch.setattr(prepared_run, "prepare", lambda scenario, *_, **named: scenario)
     for name, text in (("case.toml", SCENARIO), ("split.toml", SPLIT), ("ca.pem", "")):
@@ -105,17 +110,27 @@ def test_each_option_of_run_is_read_or_refused(begins: Socflower, target: str, t
     assert not (tmp_path / "out").exists()
 
 
+OF_APPS = {"cluster", "vary", "nodes", "training_flops", "expect"}
+OF_SCENARIOS = {"strategies", "seeds", "tune", "log"}
+
+
 @pytest.mark.parametrize("engine", ["local", "simulation", "deployment"])
-@pytest.mark.parametrize("scenario", ["case.toml", "split.toml"])
-def test_each_option_of_compare_is_read_or_refused(begins: Socflower, scenario: str, engine: str) -> None:
-    base = ("compare", scenario, "--engine", engine)
+@pytest.mark.parametrize("compared", ["case.toml", "split.toml", "app other"])
+def test_each_option_of_compare_is_read_or_refused(
+    begins: Socflower, compared: str, engine: str, tmp_path: Path,
+) -> None:
+    (tmp_path / "other").mkdir()
+    is_app = compared == "app other"
+    base = ("compare", *compared.split(), *(("--cluster", "cluster.toml") if is_app else ()), "--engine", engine)
     without = begins(*base)
+    assert is_begun(without)
     for parameter in parameters("compare"):
         if parameter.name == "engine":
             continue
         ran = begins(*base, *VALUES[parameter.name])
-        if parameter.name == "workers" and engine != "local":
-            assert is_refused(ran, "--workers"), ran.err
+        unread = (OF_SCENARIOS if is_app else OF_APPS) | ({"workers"} if engine != "local" else set())
+        if parameter.name in unread:
+            assert is_refused(ran, VALUES[parameter.name][0]), ran.err
         else:
             assert is_begun(ran) and ran.err != without.err, (parameter.name, ran.err)
 
@@ -133,10 +148,24 @@ def test_an_engine_that_nobody_knows_is_refused_with_the_list(begins: Socflower,
     assert is_refused(ran, "--engine bogus: unknown; use one of local, simulation, deployment"), ran.err
 
 
-@pytest.mark.parametrize("engine", ["simulation", "deployment"])
-def test_an_app_folder_on_an_engine_for_scenarios_is_told_what_runs_it(begins: Socflower, engine: str) -> None:
-    ran = begins("run", "app", "--cluster", "cluster.toml", "--engine", engine)
-    assert is_refused(ran, f"--engine {engine}: is for scenarios") and "flwr run app " in ran.err
+def test_an_app_folder_for_another_superlink_is_told_what_runs_it(begins: Socflower) -> None:
+    ran = begins("run", "app", "--cluster", "cluster.toml", *REMOTE_ARGS)
+    assert is_refused(ran, "--superlink") and "flwr run app NAME" in ran.err
+
+
+@pytest.mark.parametrize(("arguments", "line"), [
+    (("compare", "app"), "name the cluster that the apps run on with --cluster FILE"),
+    (("compare", "app", "--cluster", "cluster.toml"), "is one app; name others to compare it with, or values of"),
+    (("compare", "app", "app", "--cluster", "cluster.toml"), "an app is named twice"),
+    (("compare", "app", "--cluster", "cluster.toml", "--vary", "key=1"), "--vary key=1: write a key of the run config"),
+    (("compare", "app", "case.toml"), "takes one scenario file, or folders of Flower apps"),
+    (("compare", "case.toml", "split.toml"), "takes one scenario file, or folders of Flower apps"),
+    (("plan", "app"), "whose ServerApp plans when it runs: plan its cluster"),
+])
+def test_a_command_that_cannot_use_an_app_folder_so_says_what_to_do(
+    begins: Socflower, arguments: tuple[str, ...], line: str,
+) -> None:
+    assert is_refused(begins(*arguments), line)
 
 
 @pytest.mark.parametrize(("arguments", "option"), [

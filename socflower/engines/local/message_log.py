@@ -23,6 +23,7 @@ class MessageEvent:
 
     kind: str  # "client-failed": some of an exchange; "no-client": all of it; "no-message": none was ever sent
     text: str
+    round: int | None = None  # if the messages name it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class MessageLog:
             if failed:
                 self.events.append(MessageEvent(kind=_ALL if len(failed) == len(answered) else _SOME, text=(
                     f"{where}{len(failed)} of {len(answered)} {kind} messages failed; "
-                    f"first cause: {min(failed)[1]}")))
+                    f"first cause: {min(failed)[1]}"), round=round_of(answered[0][0])))
 
     @property
     def failure(self) -> str | None:
@@ -102,9 +103,9 @@ class MessageLog:
         if not self._exchanges:
             self.events.append(MessageEvent(kind=_NOTHING, text="the ServerApp sent no message to any client"))
 
-    def documents(self) -> list[dict[str, str]]:
+    def documents(self) -> list[dict[str, Any]]:
         """Return the events as documents of a result."""
-        return [{"kind": event.kind, "text": event.text} for event in self.events]
+        return [{"kind": event.kind, "text": event.text, "round": event.round} for event in self.events]
 
     @property
     def _judged_kinds(self) -> list[str]:
@@ -131,12 +132,18 @@ def _kind(message: Message) -> str:
     return message.metadata.message_type.partition(".")[0]
 
 
-def _round(message: Message) -> str:
-    """Return "round 3: " if the message contains its round, as those of Flower's and our strategies do."""
+def round_of(message: Message) -> int | None:
+    """Return the round that a message names, as those of Flower's and our strategies do."""
     for record in message.content.config_records.values():
         if isinstance(server_round := record.get(SERVER_ROUND), int):
-            return f"round {server_round}: "
-    return ""
+            return server_round
+    return None
+
+
+def _round(message: Message) -> str:
+    """Return "round 3: " if the message names its round."""
+    number = round_of(message)
+    return "" if number is None else f"round {number}: "
 
 
 def _fault(reply: Message | None) -> str | None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, RecordDict, UserConfig
-from flwr.serverapp import ServerApp
+from flwr.serverapp import Grid, ServerApp
 
 from socflower.cluster import Cluster, ModelProfile
 from socflower.cluster.toml_file import read_toml
+from socflower.engines.app_metrics import MeteredGrid, RoundLog, observed_strategies
 from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.priced_grid import PricedGrid
@@ -51,7 +52,7 @@ def run_app(
     server_app: ServerApp | AppReference, client_app: ClientAppSource, *, cluster: Cluster,
     num_nodes: int | None = None, run_config: UserConfig | None = None, num_workers: int | None = None,
     model_profile: ModelProfile | None = None, batch_size: int = 32, clock: EventClock | None = None,
-    messages: MessageLog | None = None,
+    messages: MessageLog | None = None, rounds: RoundLog | None = None,
 ) -> EventClock:
     """Run the app on `num_nodes` nodes (default: every SoC) and return the clock, with the virtual time it took.
 
@@ -59,33 +60,45 @@ def run_app(
     its `sys.exit` ends it normally with status 0 and raises `TrainingFailed` with any other. Strategies may drop failed
     replies and keep their weights: if no client succeeded, or none of those that trained last, this raises
     `TrainingFailed` with the first cause, even if the ServerApp ended normally. `messages` records the result of each
-    message.
+    message, `rounds` the metrics of each round.
     """
-    app = server_app.load() if isinstance(server_app, AppReference) else server_app
-    if not isinstance(app, ServerApp):
-        raise ConfigError(f"app {server_app!r} is a {type(app).__name__}, not a flwr.serverapp.ServerApp")
+    app = require_server_app(server_app)
     num_nodes = cluster.num_socs if num_nodes is None else num_nodes
     if num_nodes > cluster.num_socs:
         raise ConfigError(f"local engine: {num_nodes} nodes on a cluster of {cluster.num_socs} SoCs; describe a larger "
                           "cluster or start fewer nodes")
     clock = clock or EventClock(cluster)
     config = dict(run_config or {})
-    messages = messages or MessageLog()
+    messages, rounds = messages or MessageLog(), rounds or RoundLog(clock)
     with LocalGrid(client_app, num_nodes, run_config=config, num_workers=num_workers, messages=messages) as grid:
         priced = PricedGrid(grid, clock, cluster, model_profile=model_profile, batch_size=batch_size)
         context = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=config)
-        try:
-            app(GroupGrid(priced), context)
-        except SystemExit as end:
-            # With 0 or None the app has finished; the command's own exit status reports the result of the run.
-            if end.code is not None and end.code != 0:
-                _raise_first_cause(messages, end)
-                raise TrainingFailed(f"the ServerApp ended with sys.exit({end.code!r})") from end
-        except Exception as error:
-            _raise_first_cause(messages, error)
-            raise
-    messages.require_success()
+        run_server_app(app, MeteredGrid(priced, rounds), context, messages, rounds)
     return clock
+
+
+def require_server_app(source: object) -> ServerApp:
+    """Return the ServerApp that `source` is or refers to; `ConfigError` if that is another object."""
+    app = source.load() if isinstance(source, AppReference) else source
+    if not isinstance(app, ServerApp):
+        raise ConfigError(f"app {source!r} is a {type(app).__name__}, not a flwr.serverapp.ServerApp")
+    return app
+
+
+def run_server_app(app: ServerApp, grid: Grid, context: Context, messages: MessageLog, rounds: RoundLog) -> None:
+    """Run a ServerApp to its end; see `run_app` for what it raises."""
+    try:
+        with observed_strategies(rounds):
+            app(GroupGrid(grid), context)
+    except SystemExit as end:
+        # With 0 or None the app has finished; the command's own exit status reports the result of the run.
+        if end.code is not None and end.code != 0:
+            _raise_first_cause(messages, end)
+            raise TrainingFailed(f"the ServerApp ended with sys.exit({end.code!r})") from end
+    except Exception as error:
+        _raise_first_cause(messages, error)
+        raise
+    messages.require_success()
 
 
 def run_on_local_grid(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -51,19 +51,28 @@ def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None
     def main(grid: Grid, context: Context) -> None:
         keep_freed_memory()
         folder = folder_of(context)
-        folder.write_server_process(os.getpid())
-        try:
+
+        def outcome() -> dict[str, Any]:
             await_nodes(grid, int(context.run_config.get(NUM_NODES_KEY, 0)))
             run = prepared or PreparedRun(from_document(folder.read_scenario()))
-            folder.write_outcome((train_split if run.scenario.is_split else train)(run, GroupGrid(grid), folder))
-        except SocflowerError as error:
-            folder.write_outcome({"error": str(error), "kind": type(error).__name__})
-        except Exception as error:
-            # A bug in socflower; if Flower runs the app, only this traceback shows where it happened.
-            folder.write_outcome({"error": f"{type(error).__name__}: {error}", "bug": traceback.format_exc()})
-            raise
+            return (train_split if run.scenario.is_split else train)(run, GroupGrid(grid), folder)
+
+        report_outcome(folder, outcome)
 
     return app
+
+
+def report_outcome(folder: RunFolder, outcome: Callable[[], dict[str, Any]]) -> None:
+    """Write what a ServerApp came to, or its error, to the run's folder; an error that is a bug is raised too."""
+    folder.write_server_process(os.getpid())
+    try:
+        folder.write_outcome(outcome())
+    except SocflowerError as error:
+        folder.write_outcome({"error": str(error), "kind": type(error).__name__})
+    except Exception as error:
+        # If Flower runs the app, only this traceback shows where it happened.
+        folder.write_outcome({"error": f"{type(error).__name__}: {error}", "bug": traceback.format_exc()})
+        raise
 
 
 def scenario_client_app(folder_of: FolderOf) -> ClientApp:

@@ -57,7 +57,8 @@ class ModelConfig(Factory):
     name: str = Field(default_factory=lambda table: table.get("factory") or "lenet5", description=(
         "`lenet5`, `vgg11`, `resnet18`, `mobilenet-v1`, or small relatives for 32×32 images: `vgg-small` (six "
         "convolutions, 0.31 M parameters), `vgg-mini` (three, 69 thousand), `vgg-tiny` (63 thousand) and `resnet8` "
-        "(BatchNorm and residuals, 78 thousand). With [a cloud](#edgecloud) also `click-model` and `digit-generator`"))
+        "(BatchNorm and residuals, 78 thousand). With [a cloud](#edgecloud) also `click-model` and `digit-generator`. "
+        "Default: `lenet5`, or the `factory`"))
 
 
 class DataConfig(Factory):
@@ -68,7 +69,7 @@ class DataConfig(Factory):
         "`digits` (4,000 training and 1,000 test images of MNIST, embedded); `mnist`, `cifar10`: from the folder named "
         "by `SOCFLOWER_DATA` (`mnist/train.parquet`, `mnist/test.parquet`, …), else from the Hugging Face hub with "
         "`socflower[hub]`; with `click-model` `clicks`, 60,000 generated samples in the shape of MovieLens. Default: "
-        "`digits`, or the path of the `factory`"))
+        "`digits`, or the `factory`"))
     partition: Annotated[str, OneOf(("iid", "dirichlet"))] = Field("iid", description=(
         "how data are spread over SoCs; `dirichlet` is label skew"))
     alpha: float = Field(0.5, gt=0, description="of the Dirichlet distribution; smaller is more uneven")

@@ -1,0 +1,113 @@
+"""Comparison of Flower app folders, or of values of their run config, on one cluster; finished results are reused."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.report.summary import headline_of
+from socflower.scenario.app_folder import AppRun, OnNotice, run_app_folder, write_app_report
+from socflower.scenario.comparison import common_target
+from socflower.scenario.expectations import check_app_claims, parse_claims
+from socflower.scenario.runner import costs_to_accuracy
+from socflower.wire.folders import exclusive_folder
+from socflower.wire.saved_state import remove_partial, write_atomically
+
+_ROW_KEYS = ("app", "run_config", "final_accuracy", "virtual_s", "wall_s", "energy_j", "bytes", "weights_sha256",
+             "target_accuracy", "time_to_accuracy_s", "energy_to_accuracy_j")
+_INPUTS = (".py", ".toml", ".json", ".yaml")
+_INPUTS_FILE = "inputs.json"
+
+
+def app_variants(folders: Sequence[Path], vary: str, **settings: Any) -> list[AppRun]:
+    """Return a run for each folder, or with `vary`, `key=value,value`, for each folder and value.
+
+    `ConfigError` unless that makes two or more different runs.
+    """
+    key, separator, values = vary.partition("=")
+    tried = [value.strip() for value in values.split(",")] if vary else []
+    if vary and (not separator or "" in tried or len(set(tried)) < max(2, len(tried))):
+        raise ConfigError(f"--vary {vary}: write a key of the run config and different values, as in "
+                          "learning-rate=0.01,0.05")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ConfigError(f"compare {' '.join(map(str, folders))}: an app is named twice; name each once")
+    if len(folders) < 2 and not vary:
+        raise ConfigError(f"compare {folders[0]}: is one app; name others to compare it with, or values of a key of "
+                          "its run config with --vary KEY=VALUE,VALUE")
+    names = [folder.resolve().name for folder in folders]
+    labels = [str(folder) if names.count(name) > 1 else name for folder, name in zip(folders, names, strict=True)]
+    runs = [AppRun(folder=folder, label=label, **settings) for folder, label in zip(folders, labels, strict=True)]
+    if not vary:
+        return runs
+    return [replace(run, label=f"{run.label} {key.strip()}={value}" if len(runs) > 1 else f"{key.strip()}={value}",
+                    overrides=(*run.overrides, f"{key}={value}")) for run in runs for value in tried]
+
+
+def compare_apps(
+    runs: Sequence[AppRun], out: Path, *, on_notice: OnNotice = lambda line: None,
+    run_one: Callable[..., dict[str, Any]] = run_app_folder,
+) -> dict[str, Any]:
+    """Run the apps and return the comparison document; each result is in a folder of its own in `out`.
+
+    A result of the same app, settings and cluster is reused. The claims are checked for each app.
+    """
+    for run in runs:
+        run.check()
+    with exclusive_folder(out, f"--out {out}"):
+        remove_partial(out)
+        results: list[dict[str, Any]] = []
+        for run in runs:
+            try:
+                results.append(_result(run, out, on_notice, run_one))
+            except TrainingFailed as error:
+                kept = ", ".join(each["label"] for each in results)
+                done = f"; finished and kept in {out}: {kept}" if kept else ""
+                raise TrainingFailed(f"{run.title}: {error}{done}") from None
+        return _write(runs, results, out)
+
+
+def _result(run: AppRun, out: Path, on_notice: OnNotice, run_one: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    folder = out / "".join(char if char.isalnum() or char in "._=-" else "-" for char in run.title)
+    inputs = _inputs(run)
+    try:
+        if json.loads((folder / _INPUTS_FILE).read_text("utf-8")) == inputs:
+            kept: dict[str, Any] = json.loads((folder / "result.json").read_text("utf-8"))
+            return kept
+    except (OSError, ValueError):  # not finished
+        pass
+    on_notice(f"running {run.title}")
+    (folder / _INPUTS_FILE).unlink(missing_ok=True)
+    result = run_one(run, folder, on_notice=on_notice)
+    write_atomically(folder / _INPUTS_FILE, json.dumps(inputs))
+    return result
+
+
+def _inputs(run: AppRun) -> dict[str, Any]:
+    """Return what determines an app's result: its files, its settings, its cluster."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in run.folder.rglob("*") if file.suffix in _INPUTS and file.is_file()):
+        digest.update(f"{file.relative_to(run.folder)}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return {"files_sha256": digest.hexdigest(), "cluster": run.cluster_file.read_text("utf-8"), "engine": run.engine,
+            "num_nodes": run.num_nodes, "training_flops": run.training_flops, "overrides": list(run.overrides),
+            "label": run.title}
+
+
+def _write(runs: Sequence[AppRun], results: list[dict[str, Any]], out: Path) -> dict[str, Any]:
+    target = common_target(results)
+    claims = []
+    for run, result in zip(runs, results, strict=True):
+        result |= costs_to_accuracy(result, target)
+        result["expectations"] = check_app_claims(parse_claims(run.claims), result)[0]
+        claims += [{**claim, "app": run.title} for claim in result["expectations"]]
+    document = {
+        "schema": 1, "engine": runs[0].engine, "cluster_file": str(runs[0].cluster_file), "target_accuracy": target,
+        "rows": [{"strategy": result["label"], **{key: result[key] for key in _ROW_KEYS}} for result in results],
+        "headline": headline_of([{**result, "strategy": result["label"]} for result in results]),
+        "expectations": claims,
+    }
+    write_atomically(out / "comparison.json", json.dumps(document, indent=1))
+    write_app_report(out / "report.html", results, " and ".join(run.title for run in runs))
+    return document
