@@ -121,8 +121,10 @@ def print_profile(console: Console, document: Mapping[str, Any]) -> None:
             watts = "" if cell[f"{side}_w"] is None else f", {cell[f'{side}_w']:.3g} W"
             sides.append(f"{label} {human_seconds(cell[f'{side}_step_s'])} "
                          f"({cell[f'{side}_samples_per_s']:.4g} samples/s{watts})")
+        # A cell of an earlier version has no memory.
+        memory = f", memory {human_bytes(cell['memory_bytes'])} in FP32" if "memory_bytes" in cell else ""
         print_line(f"{cell['model']}, batch {cell['batch_size']}: a step in {', '.join(sides)}, ratio "
-                   f"{human_ratio(cell['fp32_step_s'] / cell['int8_step_s'])}", console)
+                   f"{human_ratio(cell['fp32_step_s'] / cell['int8_step_s'])}{memory}", console)
     link = document["link"]
     if link is not None:
         print_line(f"link to {link['peer']}: {human_bytes(link['bytes_per_s']['value'])}/s, round trip "

@@ -103,6 +103,7 @@ def _measure(model: str, data: str, batch_size: int, at: Conditions, meter: Powe
     settings = replace(settings, rescaling=RescalingPolicy(warm_up_batches=1))
     int8 = Int8Model.from_module(module, input_shape=image, settings=settings, unsupported="fp32")
     blocks = best_blocks(profile_batch_blocks(int8.graph, batch_size, int8.engine, repeats=at.repeats))
+    costs = profile_module(module, image, model)
     sides = dict(zip(operators.placement.operators, operators.placement.sides, strict=True))
     threads_before = torch.get_num_threads()
     torch.set_num_threads(at.num_threads)
@@ -114,7 +115,7 @@ def _measure(model: str, data: str, batch_size: int, at: Conditions, meter: Powe
     return {
         "model": model, "data": data, "batch_size": batch_size, "num_threads": at.num_threads,
         "kernel": operators.kernel, "measured_on": date.today().isoformat(),
-        "training_flops": profile_module(module, image, model).training_flops,
+        "training_flops": costs.training_flops, "memory_bytes": costs.training_memory_bytes(batch_size),
         "fp32_step_s": fp32_s, "int8_step_s": int8_s,
         "fp32_samples_per_s": batch_size / fp32_s, "int8_samples_per_s": batch_size / int8_s,
         "fp32_w": fp32_w, "int8_w": int8_w,

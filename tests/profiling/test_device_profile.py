@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from socflower.capture.layer_profile import profile_module
 from socflower.cluster import device, device_names, load_cluster
 from socflower.cluster.device import Device
 from socflower.cluster.device_catalog import DeviceFile, figure, read_device_file, toml_text
@@ -15,7 +16,7 @@ from socflower.cluster.toml_file import read_table
 from socflower.errors import ConfigError
 from socflower.profiling import cells as profile_cells
 from socflower.profiling import device_profile
-from socflower.profiling.cells import CellStore, Conditions, measure_cell
+from socflower.profiling.cells import CellStore, Conditions, build_module, measure_cell
 from socflower.profiling.device_profile import ProfileRequest, cell_file, existing_profile, host_name, profile_device
 from socflower.profiling.link_probe import ProbeServer, probe
 from socflower.scenario.schema.config import Scenario
@@ -73,6 +74,8 @@ def test_a_real_profile_is_read_by_planners(socflower: Socflower, tmp_path: Path
     for entry in document["cells"]:
         assert entry["fp32_samples_per_s"] == pytest.approx(entry["batch_size"] / entry["fp32_step_s"])
         assert entry["int8_step_s"] > 0 and entry["operators"] and entry["placement"] and entry["step_s"] > 0
+    costs = profile_module(*build_module("lenet5", "digits"), "lenet5")
+    assert [entry["memory_bytes"] for entry in document["cells"]] == [costs.training_memory_bytes(n) for n in (2, 8)]
     (tmp_path / "rack.toml").write_text('[cluster]\ndevice = "mine.toml"\n')
     soc = load_cluster(tmp_path / "rack.toml").device_of(0)
     assert {"mine": tomllib.loads((tmp_path / "mine.toml").read_text("utf-8"))["device"]["mine"]} == document["device"]
