@@ -31,7 +31,7 @@ from socflower.training.model_state import (
     trainable_state,
     untrained_names,
 )
-from socflower.training.trainer import SessionResult, Trainer, TrainingSpan, torch_threads
+from socflower.training.trainer import SessionResult, Trainer, TrainingSession, TrainingSpan, torch_threads
 from socflower.wire.message_keys import (
     ARRAYS,
     COMPLETED,
@@ -74,7 +74,7 @@ def make_client_app(
     model_fn: ModelFn, data_fn: DataFn, trainer: Trainer | TrainerFn | None = None, *,
     evaluate_data_fn: DataFn | None = None, evaluate_step: EvaluationStep | None = None, mods: Sequence[Mod] = (),
     num_threads: int = 1, state_folder: StateFolderFn | None = None, ring_ledger: StateFolderFn | None = None,
-    extra_keys: Sequence[str] = (),
+    extra_keys: Sequence[str] = (), app: ClientApp | None = None,
 ) -> ClientApp:
     """Return a ClientApp that trains on its own, or as a whole group if the strategy asks for that.
 
@@ -106,6 +106,9 @@ def make_client_app(
     extra_keys : sequence of str
         Keys of a message's config, records of a message, or keys of the node config that `mods` or functions of yours
         read. Any other unknown key is refused with `ConfigError`. The keys of Flower's clipping mods are known.
+    app : ClientApp, optional
+        A ClientApp of yours. Its functions answer messages that are not for a group: TRAIN messages of strategies such
+        as FedAvg, and EVALUATE messages if there is no `evaluate_data_fn`. Its mods belong in `mods`.
 
     Notes
     -----
@@ -114,33 +117,36 @@ def make_client_app(
     expects. A scheduler continues across rounds if the config has `num-rounds`.
     """
     settings = ReadSettings(maker="make_client_app", mods=mods, extra_keys=extra_keys)
-    app = ClientApp(mods=[adapt_mod(mod) for mod in mods])
+    if app is not None and app._mods:
+        raise ConfigError("make_client_app: the mods of the given app would not see messages for groups; give them to "
+                          "make_client_app(..., mods=[...])")
+    made, own_app = ClientApp(mods=[adapt_mod(mod) for mod in mods]), app
     read_data = _as_sources(data_fn)
-    trainer_for = _trainer_function(trainer)
+    trainers = _TrainerMaker(trainer, settings)
 
     def model_of(context: Context) -> nn.Module:
         return build_exclusively(model_fn, context)
 
-    @app.query(QUERY_ACTION)
+    @made.query(QUERY_ACTION)
     def query(message: Message, context: Context) -> Message:
         return answer_query(message, context)
 
-    @app.train()
+    @made.train()
     def train(message: Message, context: Context) -> Message:
+        if own_app is not None and not {GROUP, SPLIT} & {*message.content.config_records}:
+            return own_app(message, context)
         settings.check_node(context)
         if SPLIT in message.content.config_records:
             raise ConfigError("the message is an edge's part of a split training; make its ClientApp with "
                               "socflower.make_split_client_app")
-        config = TrainConfig(message)
-        own_trainer = trainer_for(context, config)
-        settings.check_training(message, config.read)
+        own_trainer, digest = trainers.make(message, context), TrainConfig(message).digest(settings.declared)
         with torch_threads(num_threads):
             if RING in message.content.config_records:
-                return _train_in_ring(model_of(context), message, context, read_data, own_trainer, config,
+                return _train_in_ring(model_of(context), message, context, read_data, own_trainer, digest,
                                       state_folder, ring_ledger)
             model = _load(model_of(context), message)
             if GROUP in message.content.config_records:
-                metrics, end, outcome = _train_as_group(model, message, context, read_data, own_trainer, config,
+                metrics, end, outcome = _train_as_group(model, message, context, read_data, own_trainer, digest,
                                                         state_folder)
                 content = RecordDict({OUTCOME: ConfigRecord(encode(outcome))} if outcome.preempted else {})
                 if not outcome.answers:
@@ -155,10 +161,12 @@ def make_client_app(
                 content[EVENTS] = ConfigRecord({"texts": list(end.events)})
             return Message(content, reply_to=message)
 
+    if evaluate_data_fn is None and own_app is not None:
+        made.evaluate()(own_app)
     if evaluate_data_fn is not None:
         read_evaluation_data = _as_sources(evaluate_data_fn)
 
-        @app.evaluate()
+        @made.evaluate()
         def evaluate_client(message: Message, context: Context) -> Message:
             settings.check_evaluation(message)
             settings.check_node(context)
@@ -168,7 +176,7 @@ def make_client_app(
             metrics = MetricRecord({**outcome.metrics, NUM_EXAMPLES: outcome.num_samples})
             return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
-    return app
+    return made
 
 
 def _as_sources(data_fn: DataFn) -> SourceFn:
@@ -176,38 +184,53 @@ def _as_sources(data_fn: DataFn) -> SourceFn:
     return lambda context, partition_id, num_partitions: as_data_source(data_fn(context, partition_id, num_partitions))
 
 
-def _trainer_function(trainer: Trainer | TrainerFn | None) -> Callable[[Context, TrainConfig], Trainer]:
-    """Return a function of context and train config that returns the trainer."""
-    if trainer is None or hasattr(trainer, "start"):
-        chosen = cast(Trainer, trainer or FP32Trainer())
-        return lambda context, config: chosen
-    make = cast(Callable[..., Trainer], trainer)
-    takes_config = sum(each.default is each.empty for each in inspect.signature(make).parameters.values()) > 1
+class _TrainerMaker:
+    """Makes a message's trainer, which refuses settings of the train config that nobody reads."""
 
-    def make_trainer(context: Context, config: TrainConfig) -> Trainer:
-        try:
-            made = make(context, config) if takes_config else make(context)
-        except KeyError as error:
-            if error.args != (config.missing,):
-                raise
-            raise ConfigError(f"the trainer's function reads {config.missing!r} of the train config, which was not "
-                              "sent; give it by the strategy's start(..., train_config=ConfigRecord({...}))") from None
+    def __init__(self, trainer: Trainer | TrainerFn | None, settings: ReadSettings) -> None:
+        self._trainer, self._settings = trainer or FP32Trainer(), settings
+        self._is_made = hasattr(self._trainer, "start")
+        parameters = [] if self._is_made else inspect.signature(cast(Any, trainer)).parameters.values()
+        self._takes_config = sum(each.default is each.empty for each in parameters) > 1
+
+    def make(self, message: Message, context: Context) -> Trainer:
+        config = TrainConfig(message)
+        if not self._takes_config:
+            self._settings.check_training(message)
+            return cast(Trainer, self._trainer) if self._is_made else self._started_with(context)
+        self._settings.check_training(message, {*config})  # what is not a setting of the trainer
+        # Functions in the trainer may read the config too, at the latest when it starts.
+        return _CheckingTrainer(self._started_with(context, config),
+                                lambda: self._settings.check_training(message, config.read))
+
+    def _started_with(self, *arguments: Any) -> Trainer:
+        made = cast(Callable[..., Trainer], self._trainer)(*arguments)
         if not hasattr(made, "start"):
             raise ConfigError(f"the trainer's function returned {type(made).__name__}; return a trainer, such as "
                               "FP32Trainer()")
         return made
 
-    return make_trainer
+
+class _CheckingTrainer:
+    """A trainer with a check once it has started."""
+
+    def __init__(self, trainer: Trainer, check: Callable[[], None]) -> None:
+        self._trainer, self._check = trainer, check
+
+    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> TrainingSession:
+        session = self._trainer.start(model, span, state)
+        self._check()
+        return session
 
 
 def _train_as_group(
-    model: nn.Module, message: Message, context: Context, data_fn: SourceFn, trainer: Trainer, config: TrainConfig,
+    model: nn.Module, message: Message, context: Context, data_fn: SourceFn, trainer: Trainer, settings: str,
     state_folder: StateFolderFn | None,
 ) -> tuple[Metrics, SessionResult, RingOutcome]:
     task = GroupTask.decode(message.content.config_records[GROUP])
     data = [_all_data(task, context, data_fn)] if task.reshuffle else [
         data_fn(context, partition, task.num_partitions) for partition in task.partitions]
-    state = TrainerState(task, message, context, _state_files(message, context, state_folder), config.digest)
+    state = TrainerState(task, message, context, _state_files(message, context, state_folder), settings)
     departures = _departures(message, task)
     outcome = train_group(model, data, task, trainer, state.read(), departures=departures)
     state.save(outcome.end.state, outcome.mean_loss)
@@ -219,7 +242,7 @@ def _train_as_group(
 
 
 def _train_in_ring(
-    model: nn.Module, message: Message, context: Context, data_fn: SourceFn, trainer: Trainer, config: TrainConfig,
+    model: nn.Module, message: Message, context: Context, data_fn: SourceFn, trainer: Trainer, settings: str,
     state_folder: StateFolderFn | None, ledger: StateFolderFn | None,
 ) -> Message:
     """Train as one member of a ring; only the leader's message and the answering member's reply have the model (F8)."""
@@ -235,7 +258,7 @@ def _train_in_ring(
         _require_same_base(model, message)
     data = _all_data(task, context, data_fn) if task.reshuffle else data_fn(context, ring.participant,
                                                                             task.num_partitions)
-    state = TrainerState(task, message, context, _state_files(message, context, state_folder), config.digest,
+    state = TrainerState(task, message, context, _state_files(message, context, state_folder), settings,
                          is_leader=has_model)
     end = train_member(
         context, task, ring, model=model, has_model=has_model, data=data, trainer=trainer, state=state.read(),

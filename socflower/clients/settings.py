@@ -64,18 +64,24 @@ _OWN_PREFIXES = ("ring-", "cloud-", "preempt-", "heat-")
 _MIN_SIMILARITY = 0.85  # `difflib` ratio from which a key counts as misspelled
 
 
+class MissingSetting(KeyError, ConfigError):
+    """A setting that a trainer's function reads was not sent."""
+
+    def __str__(self) -> str:
+        return (f"the trainer's function reads {self.args[0]!r} of the train config, which was not sent; give it by "
+                "the strategy's start(..., train_config=ConfigRecord({...}))")
+
+
 class TrainConfig(Mapping[str, Any]):
     """The train config of a message, for the function that makes the trainer; notes which keys it reads."""
 
     def __init__(self, message: Message) -> None:
         self._config = message.content.config_records.get(CONFIG, ConfigRecord())
         self.read: set[str] = set()
-        self.missing = ""  # the last key that was read and is not there
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._config:
-            self.missing = key
-            raise KeyError(key)
+            raise MissingSetting(key)
         self.read.add(key)
         return self._config[key]
 
@@ -85,10 +91,9 @@ class TrainConfig(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._config)
 
-    @property
-    def digest(self) -> str:
-        """A digest of the settings that were read and are not the strategy's own."""
-        settings = sorted((key, repr(self._config[key])) for key in self.read - _STRATEGY_KEYS)
+    def digest(self, declared: Collection[str]) -> str:
+        """Return a digest of the trainer's settings: those that are neither the strategy's nor `declared` by mods."""
+        settings = sorted((key, repr(self._config[key])) for key in self._config.keys() - _STRATEGY_KEYS - {*declared})
         return hashlib.sha256(repr(settings).encode()).hexdigest() if settings else ""
 
 

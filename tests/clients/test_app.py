@@ -374,3 +374,37 @@ def test_the_warm_up_keeps_no_files(tmp_path: Path) -> None:
     make_app(state_folder=lambda context: tmp_path)(message(group=half(0), **{WARM_UP: True}), node())
     assert not list(tmp_path.iterdir())
     make_app(state_folder=lambda context: None)(message(group=half(0)), node())
+
+
+# ---------------------------------------------------------------------------------------------- an app that exists
+def own_app() -> ClientApp:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        metrics = MetricRecord({"num-examples": 1, "mine": float(message.content["config"]["speed"])})
+        return Message(RecordDict({"arrays": message.content["arrays"], "metrics": metrics}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate_mine(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1, "mine": 2.0})}), reply_to=message)
+
+    return app
+
+
+def test_an_app_that_exists_answers_what_is_not_for_a_group() -> None:
+    app = make_app(app=own_app())
+    alone = app(message(speed=7.0), node())
+    assert metrics_of(alone)["mine"] == 7.0
+    assert_weights(alone, fresh())
+    assert metrics_of(app(message("evaluate"), node()))["mine"] == 2.0
+    expected = fresh()
+    trained_as_group(group_task(), DATA, expected)
+    assert_weights(app(message(group=group_task()), node(2)), expected)
+    own_data = make_app(app=own_app(), evaluate_data_fn=part)
+    assert "mine" not in metrics_of(own_data(message("evaluate"), node()))
+
+
+def test_mods_of_an_app_that_exists_must_be_given_for_groups_too() -> None:
+    with pytest.raises(ConfigError, match=r"mods of the given app would not see messages for groups; give them to"):
+        make_app(app=ClientApp(mods=[lambda message, context, call_next: call_next(message, context)]))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from flwr.app import Context
 
 from socflower.errors import ConfigError
@@ -20,6 +21,18 @@ def by_config(context: Context, config: Mapping[str, Any]) -> FP32Trainer:
 def test_settings_that_the_function_reads_are_those_of_the_trainer() -> None:
     reply = make_app(trainer=by_config)(message(lr=0.3, momentum=0.5, **{"batch-size": 4}), node(2))
     assert_weights(reply, trained_alone(batch_size=4, num_epochs=1, trainer=FP32Trainer(optimizer=sgd(0.3, 0.5))))
+
+
+def test_the_trainers_own_functions_may_read_settings_too() -> None:
+    def lazy(context: Context, config: Mapping[str, Any]) -> FP32Trainer:
+        return FP32Trainer(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=config["lr"], momentum=0.5))
+
+    reply = make_app(trainer=lazy)(message(lr=0.3, **{"batch-size": 4}), node(2))
+    assert_weights(reply, trained_alone(batch_size=4, num_epochs=1, trainer=FP32Trainer(optimizer=sgd(0.3, 0.5))))
+    with pytest.raises(ConfigError, match="train config: 'moment' is not used"):
+        make_app(trainer=lazy)(message(lr=0.3, moment=0.5), node(2))
+    with pytest.raises(ConfigError, match="reads 'lr' of the train config"):
+        make_app(trainer=lazy)(message(), node(2))
 
 
 @pytest.mark.parametrize("group", [None, task(0, 1, num_samples=48)])

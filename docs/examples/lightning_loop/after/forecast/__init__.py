@@ -1,0 +1,1 @@
+"""A module and a trainer in the style of Lightning under FedAvg; `diff -r before after` is its way to groups."""
