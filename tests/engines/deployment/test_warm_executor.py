@@ -341,5 +341,6 @@ def test_a_killed_fork_is_to_flower_a_clientapp_that_died() -> None:
     num_starts, num_lost = of_node.count("Start `flwr-clientapp`"), of_run.count("aggregate_train: group")
     assert [mark["round"] for mark in marks] == [0, 1, 2]
     # It died over the strategy's first question. Flower starts it again if it had not yet read that, and else answers
-    # for it with an error, after which the strategy asks again: once more than the question and two rounds.
-    assert (num_starts, num_lost) == (4, 0)
+    # for it with an error, after which the strategy asks again: once more than the question and two rounds. On a loaded
+    # machine it may have answered before it was killed, and nothing is lost.
+    assert num_starts in (3, 4) and num_lost == 0

@@ -34,4 +34,4 @@ def evaluate(message: Message, context: Context) -> Message:
 
 
 app = make_client_app(lambda context: load_model(), lambda context, part, num_parts: load_data(part, num_parts, 16)[0],
-                      lambda context, config: FP32Trainer(optimizer=lambda weights: AdamW(weights, config["lr"])), app=app)
+                      lambda context, config: FP32Trainer(optimizer=lambda part: AdamW(part, config["lr"])), app=app)
