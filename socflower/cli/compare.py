@@ -24,9 +24,9 @@ from socflower.cli.terminal import (
     exit_on_failed_claims,
     print_claims,
     print_json,
-    print_line,
     print_notice,
     print_question,
+    print_text,
     run_progress,
 )
 from socflower.engines.names import MAX_WORKERS, require_count, require_engine
@@ -139,19 +139,19 @@ def print_comparison(console: Console, scenario: "Scenario | None", document: Ma
                       human_seconds(row["wall_s"] if deployed else row["virtual_s"]), _joules(row["energy_j"]),
                       human_bytes(inside), human_bytes(row["bytes"]["hub"]))
     console.print(table)
-    print_line("times as measured; energy and bytes as predicted" if deployed else "virtual times", console, "dim")
+    print_text("times as measured; energy and bytes as predicted" if deployed else "virtual times", console, "dim")
     if means:
-        print_line("mean ± sample standard deviation over seeds "
+        print_text("mean ± sample standard deviation over seeds "
                    + ", ".join(map(str, means[0]["seeds"])), console, "dim")
     if document["headline"]:
-        print_line(document["headline"], console, "bold")
+        print_text(document["headline"], console, "bold")
     if tuning := document.get("tuning"):
-        print_line(f"{tuning['key']}, searched with seed {tuning['seed']}: " + ", ".join(
+        print_text(f"{tuning['key']}, searched with seed {tuning['seed']}: " + ", ".join(
             f"{name} {found['chosen']}" for name, found in tuning["strategies"].items()), console)
     if document.get("predictions"):
         _print_predictions(console, document["predictions"])
     print_claims(console, document["expectations"])
-    print_line(f"report: {out / 'report.html'}", console)
+    print_text(f"report: {out / 'report.html'}", console)
 
 
 def _add_means(table: Table, row: Mapping[str, Any], deployed: bool) -> None:
@@ -182,7 +182,7 @@ def _print_predictions(console: Console, predictions: Sequence[Mapping[str, Any]
             human_seconds(seconds) for seconds in row["epoch_s"]), human_ratio(row["gain"]))
     console.print(table)
     if strategies[1:]:
-        print_line(f"the gain is {strategies[0]}'s over the quickest of {', '.join(strategies[1:])}", console, "dim")
+        print_text(f"the gain is {strategies[0]}'s over the quickest of {', '.join(strategies[1:])}", console, "dim")
 
 
 def _joules(value: float | None) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from socflower.cli.options import Json, Set, scenario_argument
 from socflower.cli.process import prints_to_stderr
-from socflower.cli.terminal import OUT, print_json, print_line
+from socflower.cli.terminal import OUT, print_json, print_text
 from socflower.errors import ConfigError
 from socflower.quantities import counted, human_bytes, human_joules, human_seconds, percent
 
@@ -73,10 +73,10 @@ def print_plan(console: Console, cluster: "Cluster", document: Mapping[str, Any]
         table.add_row(str(board), "".join(cells))
     console.print(table)
     split = [group["id"] for group in document["groups"] if group["split"]]
-    print_line(f"{counted(len(document['groups']), 'group')}, split over boards: {split or 'none'}, contention "
+    print_text(f"{counted(len(document['groups']), 'group')}, split over boards: {split or 'none'}, contention "
                f"{document['contention']}, communication groups: {document['communication_groups']}", console)
     predicted = document["predicted"]
-    print_line(document["work"], console)
+    print_text(document["work"], console)
     lines = (
         _step_line(document),
         f"a synchronisation {human_seconds(predicted['sync_s'])}, {predicted['syncs_per_epoch']:.3g} an epoch",
@@ -85,17 +85,17 @@ def print_plan(console: Console, cluster: "Cluster", document: Mapping[str, Any]
         f"memory of a SoC {human_bytes(predicted['memory_bytes'])}{_frozen_text(document['model'])}",
     )
     for line in lines:
-        print_line(line, console)
+        print_text(line, console)
     if document["verdict"] is not None:
         pays = document["predicted"]["epoch_s"] < document["one_soc"]["epoch_s"]
-        print_line(document["verdict"], console, "bold" if pays else "bold yellow")
+        print_text(document["verdict"], console, "bold" if pays else "bold yellow")
     if heat := document.get("heat"):
         hottest = "" if heat["peak_c"] is None else f", at most {heat['peak_c']:.1f} °C"
-        print_line(f"with heat and users the training takes {human_seconds(heat['virtual_s'])} and "
+        print_text(f"with heat and users the training takes {human_seconds(heat['virtual_s'])} and "
                    f"{human_joules(heat['energy_j'])}, {human_joules(heat['cooling_j'])} of them for fans; "
                    f"{percent(heat['slowdown'])} slower than without{hottest}", console)
     for note in document["notes"]:
-        print_line(f"note: {note}", console, "dim")
+        print_text(f"note: {note}", console, "dim")
 
 
 def _frozen_text(model: Mapping[str, float]) -> str:
@@ -122,7 +122,7 @@ def _step_line(document: Mapping[str, Any]) -> str:
 
 def print_split_plan(console: Console, document: Mapping[str, Any]) -> None:
     """Print a split plan as tables."""
-    print_line(document["work"], console)
+    print_text(document["work"], console)
     for number, edge in enumerate(document["edges"]):
         link = edge["link"]
         table = Table("cut after", "edge", "up", "cloud", "down", "a batch", "edge memory", header_style="bold",
@@ -137,7 +137,7 @@ def print_split_plan(console: Console, document: Mapping[str, Any]) -> None:
                       human_seconds(edge["edge_only_s"]), "", "", "", human_seconds(edge["edge_only_s"]), "")
         console.print(table)
     predicted = document["predicted"]
-    print_line(f"predicted: {human_seconds(predicted['batch_s'])} a batch, {human_seconds(predicted['epoch_s'])} an "
+    print_text(f"predicted: {human_seconds(predicted['batch_s'])} a batch, {human_seconds(predicted['epoch_s'])} an "
                f"epoch, {human_joules(predicted['epoch_energy_j'])} of the edges", console)
     for note in document["notes"]:
-        print_line(f"note: {note}", console, "dim")
+        print_text(f"note: {note}", console, "dim")

@@ -29,6 +29,7 @@ from socflower.cli.terminal import (
     print_line,
     print_notice,
     print_question,
+    print_text,
     run_progress,
     share_of,
 )
@@ -191,7 +192,7 @@ def print_result(console: Console, scenario: "Scenario", result: Mapping[str, An
         table.add_row("time and energy of", priced)
     console.print(table)
     print_claims(console, result["expectations"])
-    print_line(f"report: {out / 'report.html'}   trace (open in ui.perfetto.dev): {out / 'trace.json'}", console)
+    print_text(f"report: {out / 'report.html'}   trace (open in ui.perfetto.dev): {out / 'trace.json'}", console)
 
 
 def _heat_rows(heat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

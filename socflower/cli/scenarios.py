@@ -31,8 +31,8 @@ def print_scenarios(console: Console, listed: Sequence[Mapping[str, Any]]) -> No
     """Print each scenario: its name and size, its question, and what it needs."""
     for entry in listed:
         parts = [counted(entry["num_socs"], "SoC"), entry["model"], entry["data"], *entry["needs"]]
-        if (wall_s := entry["recorded_wall_s"]) is not None:
-            parts.append(f"about {human_seconds(wall_s)}")
+        if (cpu_s := entry["recorded_cpu_s"]) is not None:
+            parts.append(f"about {human_seconds(cpu_s)} of one core")
         console.print(entry["name"], style="bold", markup=False, highlight=False)
         for text, style in ((entry["question"], "italic"), (", ".join(filter(None, parts)), "dim")):
             console.print(Padding(text, (0, 0, 0, 2)), style=style, markup=False, highlight=False)

@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Column
+from rich.text import Text
 
 from socflower.cli.process import prints_to_stderr
 from socflower.quantities import human_joules, human_seconds, percent, significant
@@ -49,7 +50,7 @@ def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
         if not started:
             bar.start()
             started = True
-        return bar.add_task(strategy, total=None, state="starting")
+        return bar.add_task(_shortened(strategy, console.width), total=None, state="starting")
 
     try:
 
@@ -72,6 +73,13 @@ def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
     finally:
         if started:
             bar.stop()
+
+
+def _shortened(label: str, width: int) -> str:
+    """Return a bar's label, cut where state, times and a bar would not fit a terminal of `width` columns."""
+    state = 6 if width < _NARROW else 15 if width < _MEDIUM_TIMES else 28 if width < _MEDIUM else 50
+    most = max(12, width - state - 28)
+    return label if len(label) <= most else label[:most - 1] + "…"
 
 
 def progress_state(entry: Mapping[str, Any], width: int) -> str:
@@ -124,6 +132,11 @@ def run_progress(as_json: bool) -> Iterator[StartBar]:
 def print_line(line: str, console: Console = OUT, style: str = "") -> None:
     """Print one line as it is: not wrapped, and what it quotes is no markup."""
     console.print(line, style=style or None, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_text(line: str, console: Console = OUT, style: str = "") -> None:
+    """Print one sentence as it is, wrapped between words; a path that is longer than a line stays whole."""
+    console.print(Text(line, style), overflow="ignore")
 
 
 def print_notice(line: str) -> None:

@@ -47,7 +47,7 @@ def find_scenario(path: Path) -> Path:
 
 
 def list_scenarios() -> Iterator[dict[str, Any]]:
-    """Yield a document for each shipped scenario: question, size, what it needs, and how long it took when recorded."""
+    """Yield a document for each shipped scenario: question, size, what it needs, and its CPU time when recorded."""
     from socflower.scenario.schema.file import load_scenario, scenario_cluster
 
     recorded = json.loads((shipped_folder("scenarios") / _RECORDED).read_text("utf-8"))
@@ -58,7 +58,7 @@ def list_scenarios() -> Iterator[dict[str, Any]]:
             "num_socs": scenario.strategy.socs or scenario_cluster(scenario).num_socs,
             "model": scenario.model.name, "data": scenario.data.name, "strategy": scenario.strategy.name,
             "epochs": scenario.train.epochs, "needs": needs_of(scenario.data.name, scenario.question),
-            "recorded_wall_s": recorded["wall_s"].get(name),
+            "recorded_cpu_s": recorded["cpu_s"].get(name),
         }
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from socflower.cli.terminal import progress, progress_state
 from socflower.quantities import counted
+from socflower.scenario import comparison, runner
 from socflower.scenario.schema.config import STRATEGIES
 from tests.command_line import Socflower
 
@@ -130,6 +131,41 @@ def test_progress_fits_a_terminal_with_all_of_its_times(strategy: str, width: in
     assert strategy in last and len(re.findall(r"\d:\d\d:\d\d", last)) == 2, last
     assert ("virtual" in last) == (width >= 104) and ("59 min 56 s" in last) == (width >= 72), last
     assert "━" in last
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 120])
+@pytest.mark.parametrize("label", ["ring, seed 4294967295", "split-replay, sync_interval_epochs 0.25"])
+def test_a_long_label_is_cut_before_the_times_are(label: str, width: int) -> None:
+    """As those of a comparison over seeds, or of a search."""
+    screen = io.StringIO()
+    console = Console(file=screen, width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    with progress(console, disable=False) as start:
+        start(label)({**LONGEST, "round": 40})
+    shown = re.sub(r"\x1b\[\S*?[A-Za-z]", "", screen.getvalue()).replace("\r", "\n")
+    last = [line for line in shown.split("\n") if "100.0%" in line][-1]
+    assert len(last.rstrip()) <= width and label[:11] in last
+    assert len(re.findall(r"\d:\d\d:\d\d", last)) == 2 and "━" in last, last
+
+
+@pytest.mark.usefixtures("on_few_digits")
+def test_what_commands_print_without_a_terminal_fits_80_columns(
+    socflower: Socflower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But for paths, which are not divided."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for module in (comparison, runner):
+        monkeypatch.setattr(module, "write_report", lambda path, *_, **__: path.touch())
+    (tmp_path / "case.toml").write_text(
+        "# A question that is longer than eighty columns, so that it has to be divided between its words, has it?\n"
+        "[cluster]\nboards = [4, 4]\n[train]\nepochs = 1\n[strategy]\ngroups = 'auto'\n"
+        "[expect]\nmin_accuracy = 0.1\n")
+    for command in (("plan", "case.toml"), ("plan", "split_against_edge"), ("scenarios",),
+                    ("run", "case.toml", "--workers", 0, "--set", "strategy.name=sgd"),
+                    ("compare", "case.toml", "--strategies", "sgd", "--workers", 0)):
+        ran = socflower(*command)
+        assert ran.status == 0, ran.err
+        assert [line for line in (ran.out + ran.err).splitlines()
+                if len(line.rstrip()) > 80 and not re.fullmatch(r"\S+", line.strip())] == [], command
 
 
 @pytest.mark.parametrize("width", range(40, 200, 4))
