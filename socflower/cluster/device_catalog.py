@@ -9,6 +9,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -237,8 +238,9 @@ def device_table(name: str) -> Mapping[str, Any]:
     """Return a device's table with the sources; `ConfigError` lists the names if there is none of that name."""
     devices = catalog()["device"]
     if name not in devices:
-        raise ConfigError(f"device {name!r} is unknown; the catalogue has {', '.join(devices)}; a file of your own "
-                          "ends in .toml")
+        close = get_close_matches(name, devices, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else "; a file of your own ends in .toml"
+        raise ConfigError(f"device {name!r} is unknown; the catalogue has {', '.join(devices)}{hint}")
     table: Mapping[str, Any] = devices[name]
     return table
 

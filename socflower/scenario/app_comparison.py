@@ -54,9 +54,9 @@ def compare_apps(
 
     A result of the same app, settings and cluster is reused. The claims are checked for each app.
     """
-    for run in runs:
-        run.check()
     with exclusive_folder(out, f"--out {out}"):
+        for run in runs:
+            run.check()
         remove_partial(out)
         results: list[dict[str, Any]] = []
         for run in runs:

@@ -77,8 +77,8 @@ def run_app_folder(run: AppRun, out: Path, *, on_notice: OnNotice = lambda line:
     Results of other runs in `out` are removed. Raises `TrainingFailed`, and changes nothing, if no client succeeded, or
     none of those that trained last.
     """
-    run.check()
     with exclusive_folder(out, f"--out {out}"), new_folder(out) as fresh:
+        run.check()
         result = _run(run, fresh, on_notice)
         write_atomically(fresh / "result.json", json.dumps(result, indent=1))
         write_app_report(fresh / "report.html", [result], run.title)

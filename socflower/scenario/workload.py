@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from socflower.capture.batch_form import Batch, form_of
+from socflower.capture.layer_profile import ExampleBatch
 from socflower.capture.random_state import forked_generators
 from socflower.errors import ConfigError
 from socflower.scenario.schema.config import DataConfig, Factory, Scenario
@@ -76,34 +77,35 @@ def num_samples(scenario: Scenario) -> int:
     return data_shape(scenario.data.name).num_train
 
 
-def example_inputs(scenario: Scenario) -> Batch:
-    """Return an example of what `forward` takes: a batch of one sample, or of the registry the shape of a sample."""
+def example_inputs(scenario: Scenario) -> ExampleBatch:
+    """Return an example of the model's inputs: a batch of one sample, or of the registry the shape of a sample."""
     if not scenario.data.factory:
         shape = data_shape(scenario.data.name)
         return shape.channels, shape.size, shape.size
     batch = _first(scenario, scenario_data(scenario).train)
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0]
-    if not isinstance(batch, Mapping):
-        raise ConfigError(f"{_factory_text('data', scenario)}: its batches are {form_of(batch)}; give pairs (inputs, "
-                          "labels), or dicts of the arguments of a model that returns its loss")
-    return batch
+    inputs = batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch
+    if isinstance(inputs, torch.Tensor | Mapping):
+        return inputs
+    if isinstance(inputs, tuple | list) and inputs:
+        return tuple(inputs)
+    raise ConfigError(f"{_factory_text('data', scenario)}: its batches are {form_of(batch)}; give pairs (inputs, "
+                      "labels), or dicts")
 
 
 def image_shape(scenario: Scenario) -> tuple[int, int, int]:
     """Return channels, height and width of a sample's inputs; `ConfigError` if they are no images of floats."""
     if not scenario.data.factory:
-        images = data_shape(scenario.data.name)
-        return images.channels, images.size, images.size
+        shape = data_shape(scenario.data.name)
+        return shape.channels, shape.size, shape.size
     example = example_inputs(scenario)
-    is_tensor = isinstance(example, torch.Tensor)
-    shape = tuple(example.shape[1:]) if is_tensor else ()
-    if len(shape) != 3 or not example.is_floating_point():
-        kind = f"{str(example.dtype).removeprefix('torch.')} of shape {shape}" if is_tensor else form_of(example)
-        raise ConfigError(f"{_factory_text('data', scenario)}: a sample's inputs are {kind}, and "
-                          f"[precision] arithmetic = {scenario.precision.arithmetic!r} takes images, (channels, "
-                          "height, width) of float32; use arithmetic = 'fp32'")
-    return shape[0], shape[1], shape[2]
+    if not isinstance(example, torch.Tensor) or example.dim() != 4 or not example.is_floating_point():
+        kind = form_of(example)
+        if isinstance(example, torch.Tensor):
+            kind = f"{str(example.dtype).removeprefix('torch.')} of shape {tuple(example.shape[1:])}"
+        raise ConfigError(f"{_factory_text('data', scenario)}: a sample's inputs are {kind}, and [precision] "
+                          f"arithmetic = {scenario.precision.arithmetic!r} takes images, (channels, height, width) of "
+                          "float32; use arithmetic = 'fp32'")
+    return example.shape[1], example.shape[2], example.shape[3]
 
 
 def partitions(scenario: Scenario, train: DataSource, num_partitions: int) -> list[NDArray[np.int64]]:
@@ -127,7 +129,8 @@ def check_workload(scenario: Scenario) -> None:
         except ConfigError as error:
             raise ConfigError(f"{_factory_text('model', scenario)}: {error}") from None
     try:
-        evaluate(model, data.test.select([0]))
+        outcome = evaluate(model, data.test.select([0]))
+        _ = outcome.accuracy, outcome.loss  # raise if there is none
     except Exception as error:
         what = str(error) if isinstance(error, ConfigError) else raised(error)
         raise ConfigError(f"{scenario.name}: model {scenario.model.name} cannot evaluate the test data of "

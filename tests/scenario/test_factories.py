@@ -38,6 +38,7 @@ CODE = """
     from socflower import build_model, load_data
     from torch import nn
     from torch.utils.data import TensorDataset
+    from types import SimpleNamespace
 
     def lenet(seed):
         return build_model("lenet5", in_channels=1, image_size=28, num_classes=10, seed=seed)
@@ -64,6 +65,20 @@ CODE = """
         inputs = torch.randint(20, (80, 5))
         return {"train": TensorDataset(inputs[:64], inputs[:64, 0] % 2),
                 "test": TensorDataset(inputs[64:], inputs[64:, 0] % 2)}
+
+    class Answering(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 2)
+
+        def forward(self, ids, mask, labels=None):
+            logits = self.head((self.embed(ids) * mask.unsqueeze(-1)).sum(1))
+            loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+            return SimpleNamespace(loss=loss, logits=logits)
+
+    def in_dicts():
+        rows = [{"ids": ids, "mask": torch.ones(5), "labels": ids[0] % 2} for ids in torch.randint(20, (80, 5))]
+        return SimpleNamespace(train=rows[:64], test=rows[64:])
 
     def without_targets():
         train, test = points()
@@ -130,7 +145,7 @@ def load(folder: Path, module: str, overrides: tuple[str, ...] = (), **tables: s
     return load_scenario(write(folder, module, **tables), overrides)
 
 
-@pytest.mark.parametrize("arithmetic", ["fp32", "int8", "mixed"])
+@pytest.mark.parametrize("arithmetic", ["fp32", "int8", pytest.param("mixed", marks=pytest.mark.slow)])
 def test_functions_that_return_the_registrys_model_and_data_train_the_registrys_weights(
     arithmetic: str, own: str, tmp_path: Path,
 ) -> None:
@@ -167,10 +182,15 @@ def test_any_dataset_trains_and_is_planned_with_its_own_length(own: str, tmp_pat
     assert first["data_source"] == f"{own}:points"
 
 
+@pytest.mark.parametrize(("model", "data"), [("tokens", "ids"), ("Answering", "in_dicts")])
 @pytest.mark.parametrize("strategy", ["fedavg", "ring"])
-def test_token_ids_train_under_other_strategies(strategy: str, own: str, tmp_path: Path) -> None:
-    scenario = load(tmp_path, own, (f"strategy.name={strategy}",), model="tokens", data="ids")
-    assert run_scenario(scenario, num_workers=0)["rounds"]
+def test_token_ids_and_dicts_are_planned_and_train_under_other_strategies(
+    strategy: str, model: str, data: str, own: str, tmp_path: Path,
+) -> None:
+    scenario = load(tmp_path, own, (f"strategy.name={strategy}",), model=model, data=data)
+    prepare(scenario)
+    result = run_scenario(scenario, num_workers=0)
+    assert result["rounds"][-1]["loss"] < 2.0 and result["virtual_s"] > 0
 
 
 def test_groups_auto_and_training_with_a_cloud_take_functions(own: str, tmp_path: Path) -> None:

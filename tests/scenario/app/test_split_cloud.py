@@ -28,6 +28,7 @@ from socflower.engines.run_folder import CloudAddress, RunFolder
 from socflower.errors import ConfigError
 from socflower.scenario.app.split_cloud import read_or_create_token, status_table
 from socflower.scenario.app.split_training import _cloud
+from socflower.user_code import forgotten_modules
 from socflower.wire.certificates import write_certificates
 from socflower.wire.frame_channel import StreamLost
 from socflower.wire.secure_channel import Tls
@@ -232,7 +233,7 @@ def one_line(ran: Ran) -> str:
 
 # -------------------------------------------------------------------------------------------------------- refusals
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the command is run, with a scenario, a program and a token."""
     (tmp_path / "case.toml").write_text(SCENARIO)
     (tmp_path / "cluster.toml").write_text("[cluster]\nboards = [1, 1]\n")
@@ -241,7 +242,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "cloud-token").write_text(new_token())
     (tmp_path / "short-token").write_text("abc")
     monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
+    with forgotten_modules(tmp_path):
+        yield tmp_path
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
