@@ -104,7 +104,8 @@ class _Seeded(Dataset[Any]):
     def __getitem__(self, place: _Place) -> Any:
         key, index = place
         seeds = np.random.SeedSequence([*key, index]).generate_state(4, np.uint32)
-        torch.manual_seed(int(seeds[0]) << 32 | int(seeds[1]))
+        # Not torch.manual_seed: it would note the stack of every call for a GPU that is not in use yet.
+        torch.default_generator.manual_seed(int(seeds[0]) << 32 | int(seeds[1]))
         np.random.seed(seeds[2])
         random.seed(int(seeds[3]))
         return self._dataset[index]

@@ -1,8 +1,8 @@
 """The client: fit and validate by the trainer."""
 
-import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from torch.optim import Adam
 
 from forecast.task import Forecast, Trainer, load_data
 from socflower import FP32Trainer, make_client_app
@@ -31,6 +31,5 @@ def evaluate(message: Message, context: Context) -> Message:
 
 
 app = make_client_app(lambda context: Forecast(), lambda context, part, num_parts: load_data(part, num_parts, 32)[0],
-                      lambda context, config: FP32Trainer(
-                          optimizer=lambda weights: torch.optim.Adam(weights, lr=config["lr"]),
-                          train_step=lambda module, batch: module.training_step(batch, 0)), app=app)
+                      lambda context, config: FP32Trainer(train_step=lambda lit, batch: lit.training_step(batch, 0),
+                                                          optimizer=lambda part: Adam(part, config["lr"])), app=app)
