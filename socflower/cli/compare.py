@@ -34,6 +34,7 @@ from socflower.errors import ConfigError
 from socflower.quantities import human_bytes, human_joules, human_ratio, human_seconds, percent
 
 if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
+    from socflower.engines.run_log import RoundLogging
     from socflower.scenario.schema.config import Scenario
 
 
@@ -72,7 +73,7 @@ def compare(
     if folders:
         claims = _compare_app_folders(folders, cluster, out, vary, as_json, {
             "engine": engine, "num_nodes": nodes, "training_flops": training_flops, "overrides": tuple(set_ or ()),
-            "num_workers": workers, "claims": tuple(expect or ())})
+            "num_workers": workers, "claims": tuple(expect or ())}, round_logging(log))
         exit_on_failed_claims(claims)
         return
     from socflower.scenario.comparison import compare as run_comparison
@@ -97,7 +98,7 @@ def compare(
 
 def _compare_app_folders(
     folders: Sequence[Path], cluster: Path | None, out: Path | None, vary: str, as_json: bool,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, Any], logging: "RoundLogging",
 ) -> list[dict[str, Any]]:
     """Compare app folders, print the comparison and return the claims."""
     from socflower.scenario.app_comparison import app_variants, compare_apps
@@ -108,7 +109,7 @@ def _compare_app_folders(
     runs = app_variants(folders, vary, cluster_file=cluster, **settings)
     target = out or Path("out") / ("-".join(folder.resolve().name for folder in folders) + "-compare")
     with prints_to_stderr():
-        document = compare_apps(runs, target, on_notice=print_notice)
+        document = compare_apps(runs, target, on_notice=print_notice, logging=logging)
     if as_json:
         print_json(document)
     else:

@@ -76,7 +76,6 @@ def unread_by_run(*, of_app_folder: bool, engine: str, is_remote: bool, keeps_ch
     """
     if of_app_folder:
         unread = {"fresh": "is for scenarios: the run of an app folder keeps no checkpoints",
-                  "log": "is for scenarios: an app logs what it evaluates with logged_evaluation",
                   "save_model": "is for scenarios: an app of your own keeps its model itself",
                   **dict.fromkeys(("superlink", "superlink_ca", "checkpoint_folder"),
                                   "is for scenarios, and this is the folder of a Flower app")}
@@ -110,8 +109,8 @@ def unread_by_compare(engine: str, *, of_app_folders: bool) -> dict[str, str]:
     """Return the options that `compare` does not read, as a map from parameter to reason."""
     unread = {} if engine == "local" else {"workers": f"is for --engine local only, and this is --engine {engine}"}
     if of_app_folders:
-        return unread | dict.fromkeys(("strategies", "seeds", "tune", "log"), "is for scenarios, and these are folders "
-                                      "of Flower apps; --vary compares values of their run config")
+        return unread | dict.fromkeys(("strategies", "seeds", "tune"), "is for scenarios, and these are folders of "
+                                      "Flower apps; --vary compares values of their run config")
     return unread | dict.fromkeys((*_APP_FOLDER_OPTIONS, "vary"), "is for folders of Flower apps, and this is a "
                                                                  "scenario")
 

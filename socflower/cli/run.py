@@ -38,6 +38,7 @@ from socflower.errors import ConfigError
 from socflower.quantities import human_bytes, human_joules, human_seconds, percent, plain_number
 
 if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
+    from socflower.engines.run_log import RoundLogging
     from socflower.scenario.schema.config import Scenario
 
 
@@ -90,7 +91,8 @@ def run(
         try:
             claims = _run_app_folder(scenario, cluster, out, as_json, {
                 "engine": engine, "num_nodes": nodes, "training_flops": training_flops, "overrides": tuple(set_ or ()),
-                "num_workers": workers, "claims": tuple(expect or ())}, restarts, warm)
+                "num_workers": workers, "claims": tuple(expect or ())}, restarts, warm,
+                                     round_logging(log))
         except KeyboardInterrupt:
             print_notice("interrupted; nothing was written")
             raise typer.Exit(130) from None
@@ -138,7 +140,7 @@ def _require_model_file(save_model: Path | None, out: Path | None) -> None:
 
 def _run_app_folder(
     folder: Path, cluster: Path | None, out: Path | None, as_json: bool, settings: Mapping[str, Any], restarts: int,
-    warm: bool,
+    warm: bool, logging: "RoundLogging",
 ) -> list[dict[str, Any]]:
     """Run an app folder, print its result and return its claims."""
     from socflower.engines.deployment.options import DeploymentOptions
@@ -152,7 +154,7 @@ def _run_app_folder(
     run = AppRun(folder=folder, cluster_file=cluster, **settings,
                  deployment=DeploymentOptions(restarts=restarts, warm=warm))
     with prints_to_stderr():
-        result = run_app_folder(run, target, on_notice=print_notice)
+        result = run_app_folder(run, target, on_notice=print_notice, logging=logging)
     if as_json:
         print_json(result)
     else:

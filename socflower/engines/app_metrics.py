@@ -58,8 +58,7 @@ class RoundLog:
         entry |= {"virtual_s": self._clock.now_s, "wall_s": perf_counter() - self._started_s,
                   "energy_j": usage.total_energy_j, "bytes": {tier.value: usage.num_bytes.get(tier, 0.0)
                                                               for tier in Tier}}
-        if self._open:
-            self._on_round({**self._document(entry), "events": []})
+        self._on_round({**self._document(entry), "events": []})
         self._open = None
 
     def add(self, source: str, number: int, metrics: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -143,6 +143,12 @@ class RoundLogging:
             yield log.add_round
         finally:
             log.close()
+
+    def write(self, out: Path, rounds: Iterable[dict[str, Any]]) -> None:
+        """Log the rounds of a finished run in `out`."""
+        with self.into(out) as log_round:
+            for entry in rounds:
+                log_round(entry)
 
 
 NO_LOGGING = RoundLogging()

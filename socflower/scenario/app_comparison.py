@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.summary import headline_of
 from socflower.scenario.app_folder import AppRun, OnNotice, run_app_folder, write_app_report
@@ -48,7 +49,7 @@ def app_variants(folders: Sequence[Path], vary: str, **settings: Any) -> list[Ap
 
 def compare_apps(
     runs: Sequence[AppRun], out: Path, *, on_notice: OnNotice = lambda line: None,
-    run_one: Callable[..., dict[str, Any]] = run_app_folder,
+    run_one: Callable[..., dict[str, Any]] = run_app_folder, logging: RoundLogging = NO_LOGGING,
 ) -> dict[str, Any]:
     """Run the apps and return the comparison document; each result is in a folder of its own in `out`.
 
@@ -61,7 +62,7 @@ def compare_apps(
         results: list[dict[str, Any]] = []
         for run in runs:
             try:
-                results.append(_result(run, out, on_notice, run_one))
+                results.append(_result(run, out, on_notice, run_one, logging))
             except TrainingFailed as error:
                 kept = ", ".join(each["label"] for each in results)
                 done = f"; finished and kept in {out}: {kept}" if kept else ""
@@ -69,18 +70,21 @@ def compare_apps(
         return _write(runs, results, out)
 
 
-def _result(run: AppRun, out: Path, on_notice: OnNotice, run_one: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+def _result(
+    run: AppRun, out: Path, on_notice: OnNotice, run_one: Callable[..., dict[str, Any]], logging: RoundLogging,
+) -> dict[str, Any]:
     folder = out / "".join(char if char.isalnum() or char in "._=-" else "-" for char in run.title)
     inputs = _inputs(run)
     try:
         if json.loads((folder / _INPUTS_FILE).read_text("utf-8")) == inputs:
             kept: dict[str, Any] = json.loads((folder / "result.json").read_text("utf-8"))
+            logging.write(folder, kept["rounds"])
             return kept
     except (OSError, ValueError):  # not finished
         pass
     on_notice(f"running {run.title}")
     (folder / _INPUTS_FILE).unlink(missing_ok=True)
-    result = run_one(run, folder, on_notice=on_notice)
+    result = run_one(run, folder, on_notice=on_notice, logging=logging)
     write_atomically(folder / _INPUTS_FILE, json.dumps(inputs))
     return result
 

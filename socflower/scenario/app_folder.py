@@ -11,20 +11,28 @@ from socflower.cluster import Cluster
 from socflower.cluster.cluster_file import load_cluster
 from socflower.cluster.task_graph import Activity
 from socflower.cluster.toml_file import parse_value
-from socflower.engines.app_metrics import RoundLog
+from socflower.engines.app_metrics import OnRound, RoundLog
 from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
 from socflower.engines.deployment.run import run_in_deployment
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.run_app import FlowerApp, load_flower_app, run_app
 from socflower.engines.names import num_cores
 from socflower.engines.run_folder import RunFolder
+from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.engines.simulation import run_in_flower_simulation
 from socflower.errors import ConfigError
 from socflower.report.report import write_report
 from socflower.scenario.app.own_app import app_outcome, own_app_files, training_profile
 from socflower.scenario.expectations import check_app_claims, parse_claims
 from socflower.scenario.priced_processors import cluster_gpu_notes
-from socflower.scenario.runner import DEFAULT_DEPLOYMENT, WARNING_OF_SIMULATION, failure, with_predictions
+from socflower.scenario.runner import (
+    DEFAULT_DEPLOYMENT,
+    WARNING_OF_SIMULATION,
+    failure,
+    following,
+    with_prediction,
+    with_predictions,
+)
 from socflower.sim import EventClock, Trace
 from socflower.user_code import forgotten_modules
 from socflower.wire.folders import exclusive_folder, new_folder, temporary_folder
@@ -71,15 +79,17 @@ class AppRun:
                               "nodes, or describe a larger cluster")
 
 
-def run_app_folder(run: AppRun, out: Path, *, on_notice: OnNotice = lambda line: None) -> dict[str, Any]:
+def run_app_folder(
+    run: AppRun, out: Path, *, on_notice: OnNotice = lambda line: None, logging: RoundLogging = NO_LOGGING,
+) -> dict[str, Any]:
     """Run the app and write `result.json`, `trace.json` and `report.html`; return the result.
 
-    Results of other runs in `out` are removed. Raises `TrainingFailed`, and changes nothing, if no client succeeded, or
-    none of those that trained last.
+    Results of other runs in `out` are removed; `logging` writes the rounds there while the app runs. Raises
+    `TrainingFailed`, and changes nothing else, if no client succeeded, or none of those that trained last.
     """
-    with exclusive_folder(out, f"--out {out}"), new_folder(out) as fresh:
+    with exclusive_folder(out, f"--out {out}"), new_folder(out) as fresh, logging.into(out) as log_round:
         run.check()
-        result = _run(run, fresh, on_notice)
+        result = _run(run, fresh, on_notice, log_round)
         write_atomically(fresh / "result.json", json.dumps(result, indent=1))
         write_app_report(fresh / "report.html", [result], run.title)
         for name in RESULT_FILES:
@@ -94,14 +104,14 @@ def write_app_report(path: Path, results: Sequence[Mapping[str, Any]], title: st
         for result in results], title=title)
 
 
-def _run(run: AppRun, fresh: Path, on_notice: OnNotice) -> dict[str, Any]:
+def _run(run: AppRun, fresh: Path, on_notice: OnNotice, on_round: OnRound) -> dict[str, Any]:
     app, cluster = load_flower_app(run.folder), load_cluster(run.cluster_file)
     config, started_s = run_config(app, run.overrides), perf_counter()
     if run.engine == "local":
         with forgotten_modules(run.folder):
-            outcome = _run_locally(run, app, cluster, config, fresh)
+            outcome = _run_locally(run, app, cluster, config, fresh, on_round)
     else:
-        outcome = _run_in_flower(run, cluster, config, fresh, on_notice)
+        outcome = _run_in_flower(run, cluster, config, fresh, on_notice, on_round)
     result = {
         "schema": 1, "app": str(run.folder), "label": run.title, "engine": run.engine, "run_config": config,
         "cluster_file": str(run.cluster_file), "num_nodes": run.num_nodes or cluster.num_socs,
@@ -114,11 +124,11 @@ def _run(run: AppRun, fresh: Path, on_notice: OnNotice) -> dict[str, Any]:
 
 
 def _run_locally(
-    run: AppRun, app: FlowerApp, cluster: Cluster, config: dict[str, RunConfigValue], fresh: Path,
+    run: AppRun, app: FlowerApp, cluster: Cluster, config: dict[str, RunConfigValue], fresh: Path, on_round: OnRound,
 ) -> dict[str, Any]:
     trace, messages = Trace(), MessageLog()
     clock = EventClock(cluster, trace=trace)
-    rounds = RoundLog(clock)
+    rounds = RoundLog(clock, on_round)
     run_app(app.server_app, app.client_app, cluster=cluster, num_nodes=run.num_nodes, run_config=config,
             num_workers=run.num_workers, model_profile=training_profile(run.training_flops), clock=clock,
             messages=messages, rounds=rounds)
@@ -128,6 +138,7 @@ def _run_locally(
 
 def _run_in_flower(
     run: AppRun, cluster: Cluster, config: dict[str, RunConfigValue], fresh: Path, on_notice: OnNotice,
+    on_round: OnRound,
 ) -> dict[str, Any]:
     """Run the app in Flower's processes, which read from a temporary folder what they run."""
     num_nodes = run.num_nodes or cluster.num_socs
@@ -138,11 +149,13 @@ def _run_in_flower(
         folder.write_scenario(document)
         if run.engine == "simulation":
             on_notice(WARNING_OF_SIMULATION)
-            run_in_flower_simulation(folder, own_app_files(), num_nodes, min(num_cores(), num_nodes))
+            with following(folder, on_round):
+                run_in_flower_simulation(folder, own_app_files(), num_nodes, min(num_cores(), num_nodes))
         else:
             deployed = DeployedApp(document=document, local_files=own_app_files(), bundle_files=own_app_files(),
                                    node_configs=_node_configs(cluster, num_nodes))
-            run_in_deployment(deployed, folder, run.deployment, on_notice)
+            with following(folder, lambda entry: on_round(with_prediction(entry))):
+                run_in_deployment(deployed, folder, run.deployment, on_notice)
         outcome = folder.read_outcome()
         assert outcome is not None
         if "error" in outcome:

@@ -160,9 +160,7 @@ class _Comparison:
                 done = f"; finished and kept in {self._out}: {'; '.join(self._done)}" if self._done else ""
                 raise TrainingFailed(f"{label}: {error}{done}") from None
         else:
-            with self._logging.into(folder) as log_round:
-                for entry in result["rounds"]:
-                    log_round(entry)
+            self._logging.write(folder, result["rounds"])
         self._done.append(label)
         return result
 

@@ -82,7 +82,7 @@ def run_scenario(
         folder.write_scenario(to_document(scenario))
         if checkpointing is not None:
             folder.write_checkpointing(checkpointing)
-        with _following(folder, on_round):
+        with following(folder, on_round):
             if engine == "local":
                 _run_locally(prepared, folder, num_workers)
             elif engine == "deployment":
@@ -119,11 +119,12 @@ def failure(outcome: Mapping[str, Any]) -> SocflowerError:
 def with_predictions(result: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a deployment, in which virtual time is a prediction."""
     warm_up = result.get("warm_up")  # an app of the user's has none
-    return {**_predicted(result), "rounds": [_predicted(entry) for entry in result["rounds"]],
-            "warm_up": None if warm_up is None else _predicted(warm_up)}
+    return {**with_prediction(result), "rounds": [with_prediction(entry) for entry in result["rounds"]],
+            "warm_up": None if warm_up is None else with_prediction(warm_up)}
 
 
-def _predicted(entry: dict[str, Any]) -> dict[str, Any]:
+def with_prediction(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a round's entry of a deployment, in which virtual time is a prediction."""
     return {**entry, "virtual_s": None, "predicted_s": entry["virtual_s"]}
 
 
@@ -144,7 +145,7 @@ def run_to_folder(
     with exclusive_folder(out, f"--out {out}"), logging.into(out) as log_round:
 
         def follow(entry: dict[str, Any]) -> None:
-            log_round(_predicted(entry) if engine == "deployment" else entry)
+            log_round(with_prediction(entry) if engine == "deployment" else entry)
             on_round(entry)
 
         run = partial(_run_to_folder, prepared, out, engine, num_workers, follow, on_notice, deployment, save_model)
@@ -260,7 +261,7 @@ def _num_useful_workers(scenario: Scenario) -> int:
 
 
 @contextmanager
-def _following(folder: RunFolder, on_round: OnRound) -> Iterator[None]:
+def following(folder: RunFolder, on_round: OnRound) -> Iterator[None]:
     """Pass each round's progress entry to `on_round` as it is written."""
     ended = threading.Event()
 

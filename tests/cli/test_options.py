@@ -39,7 +39,7 @@ READ_BY_RUN = {
     "fresh": SCENARIOS - {"scenario, remote"}, "superlink": DEPLOYED_HERE | REMOTE, "superlink_ca": REMOTE,
     "restarts": DEPLOYED_HERE | {"app folder, deployment", "scenario, remote with checkpoints"},
     "checkpoint_folder": REMOTE,
-    "warm": DEPLOYED_HERE | {"app folder, deployment"}, "save_model": SCENARIOS - REMOTE, "log": SCENARIOS,
+    "warm": DEPLOYED_HERE | {"app folder, deployment"}, "save_model": SCENARIOS - REMOTE, "log": TARGETS.keys(),
 }
 """By parameter: what reads it. That --json is read everywhere shows in the tests of what commands print."""
 
@@ -111,7 +111,7 @@ def test_each_option_of_run_is_read_or_refused(begins: Socflower, target: str, t
 
 
 OF_APPS = {"cluster", "vary", "nodes", "training_flops", "expect"}
-OF_SCENARIOS = {"strategies", "seeds", "tune", "log"}
+OF_SCENARIOS = {"strategies", "seeds", "tune"}
 
 
 @pytest.mark.parametrize("engine", ["local", "simulation", "deployment"])

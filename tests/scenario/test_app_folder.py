@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from socflower.engines.run_log import RoundLogging, scalars
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.scenario import app_folder
 from socflower.scenario.app_comparison import app_variants, compare_apps
@@ -154,6 +155,30 @@ def test_an_app_without_a_strategy_has_the_means_of_its_replies(rack: Path, tmp_
     for entry in result["rounds"]:
         assert entry["train"]["train_loss"] == pytest.approx(expected_rounds(1)[0]["train_loss"])
     assert (result["final_accuracy"], result["weights_sha256"]) == (None, None)
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("override", ["loop=false", "loop=true"])
+def test_the_rounds_of_an_app_are_logged_as_in_its_result(override: str, rack: Path, tmp_path: Path) -> None:
+    app = AppRun(folder=write_app(tmp_path / "app"), cluster_file=rack, num_workers=0, training_flops=1e9,
+                 overrides=(override,))
+    result = run_app_folder(app, tmp_path / "out", logging=RoundLogging(("csv", "jsonl")))
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    assert [line.pop("round") for line in lines] == [entry["round"] for entry in result["rounds"]]
+    for line, entry in zip(lines, result["rounds"], strict=True):
+        assert line == pytest.approx(scalars(entry))
+    assert len((tmp_path / "out" / "metrics.csv").read_text("utf-8").splitlines()) == len(lines) + 1
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_comparison_of_apps_logs_each_and_what_it_reuses(
+    rack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = app_variants([write_app(tmp_path / "app")], "rate=0.5,0.25", cluster_file=rack, num_workers=0)
+    compare_apps(runs[:1], tmp_path / "out")
+    compare_apps(runs, tmp_path / "out", logging=RoundLogging(("jsonl",)))
+    for name in ("rate=0.5", "rate=0.25"):
+        assert len((tmp_path / "out" / name / "metrics.jsonl").read_text("utf-8").splitlines()) == 4
 
 
 @pytest.mark.usefixtures("undrawn")
