@@ -37,6 +37,7 @@ from socflower.wire.message_keys import (
     COMPLETED,
     CONFIG,
     DEPARTURES,
+    EVALUATED,
     EVENTS,
     FROZEN_SHA256,
     GROUP,
@@ -172,7 +173,8 @@ def make_client_app(
             settings.check_node(context)
             with torch_threads(num_threads):
                 model = _load(model_of(context), message)
-                outcome = evaluate(model, read_evaluation_data(context, *_partition(context)), step=evaluate_step)
+                own_data = read_evaluation_data(context, *_evaluated_partition(message, context))
+                outcome = evaluate(model, own_data, step=evaluate_step)
             metrics = MetricRecord({**outcome.metrics, NUM_EXAMPLES: outcome.num_samples})
             return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
@@ -335,6 +337,15 @@ def _partition(context: Context) -> tuple[int, int]:
     except KeyError as error:
         raise ConfigError(f"node {context.node_id}: its node config lacks {error}; start the SuperNode with "
                           "--node-config 'partition-id=0 num-partitions=1'") from None
+
+
+def _evaluated_partition(message: Message, context: Context) -> tuple[int, int]:
+    """Return the partition that the node trains on as a member of a group, or its own where there are no groups."""
+    told = message.content.config_records.get(CONFIG, ConfigRecord()).get(EVALUATED)
+    if told is None:
+        return _partition(context)
+    partition, num_partitions = cast(list[int], told)
+    return partition, num_partitions
 
 
 def _load(model: nn.Module, message: Message) -> nn.Module:

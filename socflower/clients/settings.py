@@ -21,6 +21,7 @@ from socflower.wire.message_keys import (
     ARRAYS,
     CONFIG,
     DEPARTURES,
+    EVALUATED,
     FROZEN_SHA256,
     GROUP,
     NUM_PARTITIONS,
@@ -36,7 +37,7 @@ from socflower.wire.split_message_keys import SPLIT
 STANDALONE_KEYS = ("batch-size", "local-epochs", "num-rounds", "proximal-mu", "seed")
 """Config keys that are read by a client that trains alone."""
 
-_STRATEGY_KEYS = frozenset({FROZEN_SHA256, SERVER_ROUND, PRICED, RESUMED, WARM_UP})
+_STRATEGY_KEYS = frozenset({EVALUATED, FROZEN_SHA256, SERVER_ROUND, PRICED, RESUMED, WARM_UP})
 """Keys that Flower's and our strategies set in configs, and those that are read of every config."""
 
 _CLIPPING_NORM = "clipping_norm"

@@ -47,6 +47,7 @@ from socflower.wire.message_keys import (
     ARRAYS,
     CONFIG,
     CPU_SHARE,
+    EVALUATED,
     GROUP,
     GROUP_ID,
     METRICS,
@@ -343,7 +344,8 @@ class SoCFlow(PlannedRounds):
         if self.is_done(server_round) or self._outer is None or not self.fraction_evaluate or self.round is None:
             return []
         present = set(self._planner.registry.present(grid))
-        nodes = [self.round.node_of[soc] for soc in self.round.plan.participants if soc in present]
+        soc_of = {self.round.node_of[soc]: soc for soc in self.round.plan.participants if soc in present}
+        nodes = list(soc_of)
         strategy = self._outer.strategy
         needed = max(int(getattr(strategy, key, 1)) for key in ("min_evaluate_nodes", "min_available_nodes"))
         if len(nodes) < needed:  # Flower would wait for more
@@ -353,7 +355,16 @@ class SoCFlow(PlannedRounds):
         with reproducible_draws(f"{self._schedule.seed} {server_round}"):
             messages = strategy.configure_evaluate(
                 server_round, arrays, ConfigRecord(dict(config)), ChosenNodes(grid, nodes))
-        return sorted(messages, key=lambda message: nodes.index(message.metadata.dst_node_id))
+        return [self._own_evaluation(message, soc_of[message.metadata.dst_node_id]) for message in sorted(
+            messages, key=lambda message: nodes.index(message.metadata.dst_node_id))]
+
+    def _own_evaluation(self, message: Message, soc: int) -> Message:
+        """Return the message with the node's partition of the data, which is the SoC's as a member of a group."""
+        config = message.content.config_records.get(CONFIG, ConfigRecord())
+        partition = [self._planner.participant_of[soc], len(self._planner.participant_of)]
+        content = RecordDict({**message.content, CONFIG: ConfigRecord({**config, EVALUATED: partition})})
+        return Message(content, message.metadata.dst_node_id, message.metadata.message_type,
+                       group_id=message.metadata.group_id)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Aggregate as the outer strategy does, in the order of the SoCs; failures are events of the round."""

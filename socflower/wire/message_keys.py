@@ -46,6 +46,9 @@ CPU_SHARE = "cpu-share"
 FROZEN_SHA256 = "frozen-sha256"
 """In train and evaluate configs: the digest of the server's frozen parameters, which every node has of its own."""
 
+EVALUATED = "socflower-evaluated"
+"""In the evaluate config of a node of groups: the partition of the data that is its own, and the number of them."""
+
 WARM_UP = "socflower-warm-up"
 """Present in messages of the epochs that only serve to choose the number of groups."""
 

@@ -341,6 +341,38 @@ def test_an_app_in_which_no_client_succeeds_ends_with_1_and_its_first_cause(
     assert not (tmp_path / "here").exists()
 
 
+@pytest.mark.parametrize("outer", ["", '[strategy.outer]\nname = "fedadam"\n'])
+def test_a_round_of_groups_in_which_no_client_succeeds_ends_with_1_and_its_first_cause(
+    socflower: Socflower, tmp_path: Path, outer: str,
+) -> None:
+    (tmp_path / "nan.toml").write_text(f"""
+[cluster]
+boards = 2
+socs_per_board = 1
+[model]
+name = "vgg-tiny"
+[train]
+epochs = 1
+[strategy]
+groups = 2
+sync_interval_epochs = 0.02
+{outer}
+[[event]]
+kind = "nan"
+soc = 0
+round = 2
+[[event]]
+kind = "nan"
+soc = 1
+round = 2
+""")
+    ran = socflower("run", tmp_path / "nan.toml", "--out", "here", "--workers", 0)
+    assert ran.status == 1 and ran.out == ""
+    (line,) = [line for line in ran.err.splitlines() if line.startswith("error: ")]
+    assert "no group sent a usable model; first cause: group 0, SoC 0 (node " in line
+    assert "has NaN or infinite values, dropped" in line
+
+
 def test_an_app_that_is_not_there_is_no_scenario(socflower: Socflower, tmp_path: Path) -> None:
     ran = socflower("run", tmp_path / "myap", "--cluster", "cluster.toml")
     assert (ran.status, ran.out) == (2, "")

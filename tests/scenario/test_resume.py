@@ -93,7 +93,7 @@ CASES: dict[str, Scenario] = {
     "socflow without reshuffling": small(interval=0.5, reshuffle=False, epochs=2),
     "preempted": small(epochs=3, events=(
         EventConfig(kind="preempt", soc=1, round=2, rounds=2), EventConfig(kind="preempt", soc=0, round=3))),
-    "outer moments": with_outer(small(interval=0.5, epochs=2), name="fedadam", eta=0.01),
+    "outer moments": with_outer(small(interval=0.5), name="fedadam", eta=0.01),
     "outer momentum, preempted": with_outer(small(epochs=3, events=(
         EventConfig(kind="preempt", soc=1, round=2, rounds=1),)), name="fedavgm", server_momentum=0.5),
     "ring": small("ring", epochs=3),
