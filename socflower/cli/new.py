@@ -12,13 +12,11 @@ from socflower.quantities import counted
 
 
 def new(
-    folder: Annotated[Path, typer.Argument(help="The app's folder, whose name is the app's: letters, digits, hyphens, "
-                                                "underscores.", show_default=False)],
-    template: Annotated[str, typer.Option(help="image (a convolutional network on digits, with augmentation) or text "
-                                               "(a byte-level GPT).")] = "image",
+    folder: Annotated[Path, typer.Argument(help="A new folder, whose name is the app's.", show_default=False)],
+    template: Annotated[str, typer.Option(help="image or text.")] = "image",
     as_json: Json = False,
 ) -> None:
-    """Write a Flower app that trains in groups: its model, data, settings, cluster, licence and README."""
+    """Write a Flower app that trains in groups, which Flower can build and publish."""
     from socflower.scenario.app_template import app_names, missing_package, write_app
 
     project, _ = app_names(folder)

@@ -44,7 +44,7 @@ def demo(
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
-    """Compare four strategies on 32 virtual SoCs, as `make demo` does: the scenario digits_demo."""
+    """Compare the strategies of digits_demo, as `make demo` does."""
     from socflower.scenario.shipped import scenario_files
 
     compare(context, [scenario_files()[DEMO]], out=out, workers=workers, as_json=as_json)

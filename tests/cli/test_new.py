@@ -44,6 +44,20 @@ def test_a_new_app_passes_the_checks_of_flowers_build_and_publishing(
     flower_accepts(app)
 
 
+@pytest.mark.parametrize("app", ["before", "after"])
+def test_the_quickstart_passes_the_same_checks(app: str) -> None:
+    flower_accepts(ROOT / "docs" / "examples" / "pytorch_quickstart" / app)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_flwr_build_makes_a_bundle_of_a_new_app(template: str, socflower: Socflower, tmp_path: Path) -> None:
+    name = f"built-{template}"
+    assert socflower("new", name, "--template", template).status == 0
+    subprocess.run([Path(sysconfig.get_path("scripts")) / "flwr", "build", "--app", name], cwd=tmp_path, check=True,
+                   capture_output=True, timeout=100.0)
+    assert next(tmp_path.glob("*.fab")).name.startswith(f"example.{name}.1-0-0.")
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_its_flwr_is_the_one_that_socflower_needs(template: str) -> None:
     text = (ROOT / "templates" / template / "pyproject.toml").read_text("utf-8")
