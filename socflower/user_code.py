@@ -58,7 +58,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any], what: str) 
 
 def raised(error: BaseException) -> str:
     """Return an exception as one line, with the file and line that raised it."""
-    where = traceback.extract_tb(error.__traceback__)
+    where = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     place = f" ({Path(where[-1].filename).name}, line {where[-1].lineno})" if where else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
 

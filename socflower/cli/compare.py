@@ -13,6 +13,7 @@ from socflower.cli.options import (
     Log,
     Set,
     Workers,
+    mistakes_name_file,
     refuse_unread,
     round_logging,
     scenario_argument,
@@ -85,7 +86,7 @@ def compare(
     names = [name.strip() for name in strategies.split(",")] if strategies else list(loaded.compare.strategies)
     target = out or Path("out") / f"{loaded.name}-compare"
     logging = round_logging(log)
-    with run_progress(as_json) as bar:
+    with mistakes_name_file(loaded.name, scenario[0]), run_progress(as_json) as bar:
         document = run_comparison(loaded, names, target, engine=engine, num_workers=workers, on_start=bar,
                                   seeds=parse_seeds(seeds) if seeds else (),
                                   tuning=parse_tuning(tune) if tune else None, logging=logging)

@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperCommand
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, InfeasiblePlan
 
 if TYPE_CHECKING:  # flwr is loaded by the command that runs something
     from socflower.engines.run_log import RoundLogging
@@ -67,6 +68,19 @@ def round_logging(log: str) -> "RoundLogging":
     from socflower.engines.run_log import RoundLogging
 
     return RoundLogging(tuple(name.strip() for name in log.split(",")) if log else (), print_notice)
+
+
+@contextmanager
+def mistakes_name_file(name: str, path: Path) -> Iterator[None]:
+    """Let errors that begin with the name of the scenario in `path` begin with the path instead."""
+    try:
+        yield
+    except (ConfigError, InfeasiblePlan) as error:
+        text = str(error)
+        if not text.startswith((f"{name} [", f"{name}: ")):
+            raise
+        kind = InfeasiblePlan if isinstance(error, InfeasiblePlan) else ConfigError
+        raise kind(f"{path}{text[len(name):]}") from error
 
 
 def unread_by_run(*, of_app_folder: bool, engine: str, is_remote: bool, keeps_checkpoints: bool) -> dict[str, str]:

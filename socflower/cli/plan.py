@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from socflower.cli.options import Json, Set, scenario_argument
+from socflower.cli.options import Json, Set, mistakes_name_file, scenario_argument
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import OUT, print_json, print_text
 from socflower.errors import ConfigError
@@ -39,10 +39,11 @@ def plan(
         raise ConfigError(f"--groups {groups}: is for strategy.name = 'socflow', and {scenario} has "
                           f"{loaded.strategy.name!r}, which takes no number of groups; leave it out")
     if loaded.is_split:
-        _plan_split(loaded, as_json)
+        with mistakes_name_file(loaded.name, scenario):
+            _plan_split(loaded, as_json)
         return
-    cluster = scenario_cluster(loaded)
-    with prints_to_stderr():
+    with mistakes_name_file(loaded.name, scenario), prints_to_stderr():
+        cluster = scenario_cluster(loaded)
         document = {**plan_scenario(loaded), "heat": predicted_heat(loaded, cluster)}
     if as_json:
         print_json(document)

@@ -15,6 +15,7 @@ from socflower.cli.options import (
     Log,
     Set,
     Workers,
+    mistakes_name_file,
     refuse_unread,
     round_logging,
     scenario_argument,
@@ -107,10 +108,11 @@ def run(
     deployment = DeploymentOptions(superlink=superlink, superlink_ca=superlink_ca, restarts=restarts,
                             checkpoint_folder=checkpoint_folder, fresh=fresh, warm=warm)
     loaded = load_scenario(scenario, set_ or ())
-    prepared = prepare(loaded, engine, trains_here=not superlink)
+    with mistakes_name_file(loaded.name, scenario):
+        prepared = prepare(loaded, engine, trains_here=not superlink)
     target, logging = out or Path("out") / loaded.name, round_logging(log)
     try:
-        with run_progress(as_json) as bar:
+        with mistakes_name_file(loaded.name, scenario), run_progress(as_json) as bar:
             # Checkpoints of a run on a remote SuperLink are on its machine.
             result = runner.run_to_folder(
                 prepared, target, engine, num_workers=workers, on_round=bar(loaded.strategy.name),

@@ -204,3 +204,13 @@ def test_what_one_of_the_strategies_cannot_do_is_found_before_the_first_trains(
         ran = socflower("compare", "case.toml", "--strategies", strategies, "--workers", 0, "--json")
         assert is_refused(ran, says), ran.err
     assert [path.name for path in tmp_path.iterdir()] == ["case.toml"]
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+def test_a_mistake_that_only_the_cluster_shows_names_the_file_too(
+    command: str, socflower: Socflower, tmp_path: Path,
+) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "case.toml").write_text("[cluster]\nboards = [2, 2]\n[strategy]\ngroups = 5\n")
+    ran = socflower(command, "deep/case.toml")
+    assert is_refused(ran, "error: deep/case.toml [strategy] groups = 5, but only 4 SoCs take part"), ran.err

@@ -207,7 +207,7 @@ def test_groups_auto_and_training_with_a_cloud_take_functions(own: str, tmp_path
     ({"model": "exits"}, "failed: SystemExit: 3"),
     ({"model": "a_number"}, "is a int, not a function"),
     ({"model": "a_list"}, "returned a list, not a torch.nn.Module"),
-    ({"model": "lenet"}, r"failed: TypeError: lenet\(\) missing 1 required positional argument: 'seed'"),
+    ({"model": "lenet"}, r"failed: TypeError: lenet\(\) missing 1 required positional argument: 'seed'$"),
     ({"model": "frozen", "data": "points"}, "has all of its parameters frozen"),
     ({"model": "too_wide", "data": "points"}, "cannot evaluate the test data of own_.*mat1 and mat2 shapes"),
     ({"model": "one_output", "data": "points"}, "cannot evaluate the test data of own_"),
