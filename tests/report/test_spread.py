@@ -1,5 +1,6 @@
 """Means over seeds against NumPy."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from socflower.report.report import render_report
 from socflower.report.spread import FIGURES, means_of
 from socflower.report.summary import headline_of, name_runs
 
@@ -39,3 +41,17 @@ def test_the_headline_is_about_means_and_the_seeds_of_a_strategy_look_the_same()
         "a reaches 50.0% in 20.0 s of virtual time, 3.00× as fast as the best alternative: b takes 1 min 00 s.")
     assert [run.style for run in name_runs(results)] == [0, 1, 0, 1]
     assert [run.label for run in name_runs(results)][:2] == ["a (seed 1)", "b (seed 1)"]
+
+
+def test_the_report_has_means_with_their_spread_and_what_a_search_chose() -> None:
+    results = [result("a", 1, 0.5, 10.0), result("b", 1, 0.5, 90.0), result("a", 2, 0.7, 30.0),
+               result("b", 2, 0.7, None)]
+    page = render_report(results, title="t", means=means_of(results), tuning={
+        "key": "learning_rate", "seed": 3, "strategies": {
+            "a": {"chosen": 0.1, "tried": [{"value": 0.1, "final_accuracy": 0.6, "time_to_accuracy_s": 2.0},
+                                           {"value": 0.2, "final_accuracy": 0.5, "time_to_accuracy_s": None}]}}})
+    text = " ".join(re.sub(r"<[^>]+>", " ", page).split())
+    assert "60.0% ± 14.1%" in text  # sqrt(0.02) = 0.141
+    assert "20.0 s ± 14.1 s" in text
+    assert "1 of 2 reached it" in text
+    assert "Search of learning_rate" in text and "0.1: 60.0%, 2.00 s; 0.2: 50.0%" in text
