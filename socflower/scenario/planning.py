@@ -110,7 +110,7 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
     for entry in scenario.compare.predict:
         for name in strategies:
             planned = scenario.replaced(
-                strategy=scenario.strategy.replaced(name=name), model=ModelConfig(name=entry.model),
+                strategy=scenario.strategy.replaced(name=name, outer=None), model=ModelConfig(name=entry.model),
                 data=DataConfig(name=entry.data),
                 train=scenario.train.replaced(batch_size=entry.batch_size),
                 precision=PrecisionConfig(arithmetic=entry.arithmetic))
@@ -125,7 +125,7 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
 
 def _predict_one_soc(scenario: Scenario, cluster: Cluster) -> dict[str, float]:
     """Return the seconds and joules of an epoch on the SoC that strategy `sgd` trains on, with the same batches."""
-    alone = scenario.replaced(strategy=scenario.strategy.replaced(name="sgd"))
+    alone = scenario.replaced(strategy=scenario.strategy.replaced(name="sgd", outer=None))
     work, _ = planned_work(alone, cluster)
     predicted = _predict(alone, work)
     return {key: predicted[key] for key in ("epoch_s", "epoch_energy_j")}

@@ -64,6 +64,7 @@ class Asked(NamedTuple):
 def train(
     outer: Strategy | None = None, around: Callable[[SoCFlow], Strategy] = lambda strategy: strategy, *,
     plain: Strategy | None = None, mods: tuple[Any, ...] = (), norm: bool = False, asked: list[int] | None = None,
+    **schedule: Any,
 ) -> Asked:
     """Train three groups of one, or with a `plain` strategy three clients."""
     trained: list[int] = [] if asked is None else asked
@@ -80,9 +81,10 @@ def train(
         if plain is not None:
             return Asked(plain.start(grid, arrays, num_rounds=NUM_ROUNDS), len(trained))
         strategy = SoCFlow(cluster=parse_cluster({"boards": [1] * NUM_GROUPS}), groups=NUM_GROUPS, outer=outer,
-                           schedule=TrainingSchedule(num_samples=NUM_SAMPLES, batch_size=8, num_epochs=NUM_ROUNDS,
-                                                     interval_epochs=1))
-        return Asked(around(strategy).start(grid, arrays, num_rounds=NUM_ROUNDS), len(trained))
+                           schedule=TrainingSchedule(**{
+                               "num_samples": NUM_SAMPLES, "batch_size": 8, "num_epochs": NUM_ROUNDS,
+                               "interval_epochs": 1, **schedule}))
+        return Asked(around(strategy).start(grid, arrays, num_rounds=strategy.num_rounds), len(trained))
 
 
 def change(result: Result) -> float:
@@ -204,3 +206,25 @@ def test_fedproxs_groups_stay_nearer_to_the_model_that_they_received() -> None:
 def test_without_a_proximal_term_fedprox_is_fedavg() -> None:
     ours, mean = train(flower.FedProx(proximal_mu=0.0)).result.arrays, train(None).result.arrays
     assert {name: array.data for name, array in ours.items()} == {name: array.data for name, array in mean.items()}
+
+
+def test_fedproxs_term_is_mu_times_the_way_from_the_received_weights() -> None:
+    """Three groups of one, two steps on all of their own data a round: against a loop that is written by hand."""
+    ours = train(flower.FedProx(proximal_mu=2.0), batch_size=NUM_SAMPLES // NUM_GROUPS, interval_epochs=2,
+                 reshuffle=False).result.arrays
+    ends = []
+    for group in range(NUM_GROUPS):
+        model, received, data = network(), network(), part(None, group, NUM_GROUPS)  # type: ignore[arg-type]
+        moving = [torch.zeros_like(own) for own in model.parameters()]
+        for _ in range(2):
+            loss = nn.functional.cross_entropy(model(data.inputs), data.labels)
+            for own, first in zip(model.parameters(), received.parameters(), strict=True):
+                loss = loss + (own - first.detach()).square().sum()  # mu / 2 = 1
+            loss.backward()
+            with torch.no_grad():
+                for own, velocity in zip(model.parameters(), moving, strict=True):
+                    own -= 0.1 * velocity.mul_(0.9).add_(own.grad)
+                    own.grad = None
+        ends.append(model.state_dict())
+    for name, array in ours.items():
+        np.testing.assert_allclose(array.numpy(), np.mean([end[name].numpy() for end in ends], axis=0), atol=1e-5)

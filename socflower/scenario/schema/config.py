@@ -288,6 +288,9 @@ class ScenarioFile(ClusterFile):
         if self.train.momentum and self._trains_by_niti:
             raise ValueError(f"[train] momentum = {self.train.momentum}: the integer update of [precision] algorithm "
                              "= 'niti' has none; leave it out, or use algorithm = 'adaptive-fixed-point'")
+        if self.strategy.outer and self.strategy.outer.name == "fedprox" and self.precision.arithmetic == "int8":
+            raise ValueError("[strategy.outer] name = 'fedprox': the integer update of [precision] arithmetic = "
+                             "'int8' has no proximal term; use arithmetic = 'fp32' or 'mixed'")
         family = family_of(self.strategy.name)
         if self.is_split and self.compare.strategies == CLUSTER_STRATEGIES:
             # The default strategies do not fit this scenario: replace them by those of its family.

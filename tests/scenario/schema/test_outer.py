@@ -6,6 +6,7 @@ import pytest
 from flwr.serverapp import strategy as flower
 
 from socflower.errors import ConfigError
+from socflower.scenario.planning import plan_scenario
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document, parse_scenario, to_document
 from socflower.scenario.schema.outer import OUTER_STRATEGIES, OuterConfig
@@ -49,6 +50,17 @@ def test_the_resolved_document_has_what_was_given_and_reads_back() -> None:
     assert to_document(given)["strategy"]["outer"] == {"name": "fedadam", "eta": 0.02}
     assert from_document(to_document(given)).strategy == given.strategy
     assert "outer" not in to_document(scenario({"groups": 2}))["strategy"]
+
+
+def test_fedprox_in_integers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'fedprox': the integer update of .* has no proximal term; use arithmetic"):
+        parse_scenario({"cluster": {"boards": [2, 2]}, "precision": {"arithmetic": "int8"}, "strategy": {
+            "outer": {"name": "fedprox", "proximal_mu": 0.1}}}, name="case", question="", where="case")
+
+
+def test_its_plan_is_that_without_the_outer_step_and_one_soc_is_compared_with() -> None:
+    plans = [plan_scenario(scenario({"groups": 2, **outer})) for outer in ({}, {"outer": {"name": "fedadam"}})]
+    assert plans[0]["groups"] == plans[1]["groups"] and plans[0]["predicted"] == plans[1]["predicted"]
 
 
 def test_strategies_to_compare_with_have_no_outer_step() -> None:
