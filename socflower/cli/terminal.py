@@ -2,6 +2,7 @@
 
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,7 +19,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Column
-from rich.text import Text
 
 from socflower.cli.process import prints_to_stderr
 from socflower.quantities import human_joules, human_seconds, percent, significant
@@ -136,7 +136,7 @@ def print_line(line: str, console: Console = OUT, style: str = "") -> None:
 
 def print_text(line: str, console: Console = OUT, style: str = "") -> None:
     """Print one sentence as it is, wrapped between words; a path that is longer than a line stays whole."""
-    console.print(Text(line, style), overflow="ignore")
+    print_line(textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False), console, style)
 
 
 def print_notice(line: str) -> None:
