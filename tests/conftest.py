@@ -16,6 +16,9 @@ for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_threads, "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Data come from SOCFLOWER_DATA or are embedded: no test downloads any.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # Where tests run behind nohup, or as a job of a shell without job control, these are ignored, and every process that a
 # test starts would inherit that.
 if threading.current_thread() is threading.main_thread():

@@ -187,6 +187,8 @@ def _from_hub(name: str, cache: Path) -> DataSet:
 
     def load(split: str) -> LabelledData:
         where = f"{source} {split}"
+        # It logs every try to connect; the error below says what failed.
+        logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
         try:
             rows = hub.load_dataset(image_set.hub_name, split=split)
         except Exception as error:  # the type raised by a failed download differs between versions and transports
