@@ -81,6 +81,16 @@ def own_random_state(*key: int) -> Iterator[None]:
     With a key of seed, group and first step, an interval of training is reproducible in any process. The generator is
     shared by the process, and ring members wait for each other: as threads of one process they draw in varying order.
     """
-    with torch.random.fork_rng(devices=[]):
+    with _LOCK:
+        before = torch.get_rng_state()
         seed_generators(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]))
+    try:
         yield
+    finally:
+        restore_generator(before)
+
+
+def restore_generator(state: torch.Tensor) -> None:
+    """Set the state of the CPU's generator, while no other thread uses it exclusively."""
+    with _LOCK:
+        torch.set_rng_state(state)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from socflower.capture.random_state import own_random_state
+from socflower.capture.random_state import own_random_state, restore_generator
 from socflower.errors import ConfigError
 from socflower.rings.balance import RingBalance, StepTimer
 from socflower.rings.collective import Collective, PeerLost
@@ -121,7 +121,7 @@ class _Snapshot:
     def restore(self, model: nn.Module) -> None:
         for buffer, saved in zip(model.buffers(), self._buffers, strict=True):
             buffer.copy_(saved)
-        torch.set_rng_state(self._random)
+        restore_generator(self._random)
 
 
 class _MemberSession:

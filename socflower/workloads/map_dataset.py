@@ -6,11 +6,10 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from socflower.capture.batch_form import NOTHING, Batch, form_of, num_samples
-from socflower.capture.random_state import forked_generators
+from socflower.capture.random_state import forked_generators, seed_generators
 from socflower.errors import ConfigError, require_range
 from socflower.workloads.data_source import DataSource, Indices
 
@@ -104,8 +103,7 @@ class _Seeded(Dataset[Any]):
     def __getitem__(self, place: _Place) -> Any:
         key, index = place
         seeds = np.random.SeedSequence([*key, index]).generate_state(4, np.uint32)
-        # Not torch.manual_seed: it would note the stack of every call for a GPU that is not in use yet.
-        torch.default_generator.manual_seed(int(seeds[0]) << 32 | int(seeds[1]))
+        seed_generators(int(seeds[0]) << 32 | int(seeds[1]))
         np.random.seed(seeds[2])
         random.seed(int(seeds[3]))
         return self._dataset[index]
