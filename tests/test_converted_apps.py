@@ -90,21 +90,29 @@ def test_few_lines_change(name: str) -> None:
     assert 0 < num_changed <= MOST_CHANGED_LINES
 
 
-def test_it_learns_on_the_local_engine_by_a_call_and_by_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:
-    app = EXAMPLES / "pytorch_quickstart" / "after"
-    called = run_here(app, tmp_path / "called.pt")
-    printed = capsys.readouterr().out
-    assert len(scores(printed)) == 5
-    assert scores(printed)[-1] > APPS["pytorch_quickstart"]
+def run_by_the_command(app: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weights:
+    """Return the weights after `socflower run APP`."""
     monkeypatch.setattr(sys, "argv", [
         "socflower", "run", str(app), "--cluster", str(RACK), "--workers", "0", "--out", str(tmp_path / "out"),
         "--set", f'final-model="{tmp_path / "command.pt"}"'])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code
-    assert_equal(weights_of(tmp_path / "command.pt"), called)
+    return weights_of(tmp_path / "command.pt")
+
+
+def test_it_learns_on_the_local_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_here(EXAMPLES / "pytorch_quickstart" / "after", tmp_path / "called.pt")
+    printed = capsys.readouterr().out
+    assert len(scores(printed)) == 5
+    assert scores(printed)[-1] > APPS["pytorch_quickstart"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", APPS)
+def test_the_command_ends_with_the_same_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = EXAMPLES / name / "after"
+    assert_equal(run_by_the_command(app, tmp_path, monkeypatch), run_here(app, tmp_path / "called.pt"))
 
 
 @pytest.mark.slow

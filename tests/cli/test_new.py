@@ -49,7 +49,7 @@ def test_the_quickstart_passes_the_same_checks(app: str) -> None:
     flower_accepts(ROOT / "docs" / "examples" / "pytorch_quickstart" / app)
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", ["image", pytest.param("text", marks=pytest.mark.slow)])
 def test_flwr_build_makes_a_bundle_of_a_new_app(template: str, socflower: Socflower, tmp_path: Path) -> None:
     name = f"built-{template}"
     assert socflower("new", name, "--template", template).status == 0

@@ -74,6 +74,7 @@ def test_without_a_digest_nobody_could_know_that_bases_are_the_same() -> None:
         answered(asked(trainable_state(half_frozen()), None), half_frozen())
 
 
+@pytest.mark.slow
 def test_lora_on_a_frozen_language_model_sends_a_fiftieth() -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")

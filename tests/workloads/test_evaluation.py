@@ -116,11 +116,11 @@ def test_lenet_learns_the_digits(shared_cache: Path) -> None:
     before = evaluate(model, data.test)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))
-    for rows in order[: 60 * 64].split(64):
+    for rows in order[: 30 * 64].split(64):
         inputs, labels = data.train.batch(rows)
         optimizer.zero_grad()
         functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
     after = evaluate(model, data.test)
     assert before.accuracy < 0.3 and before.loss > 1.8
-    assert after.accuracy > 0.75 and after.loss < before.loss / 2
+    assert after.accuracy > 0.5 and after.loss < before.loss

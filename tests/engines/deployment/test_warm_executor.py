@@ -222,6 +222,7 @@ def test_what_cannot_be_preloaded_is_refused(module: str, message: str, environm
 
 
 # ------------------------------------------------------------------------------------- in Flower's place
+@pytest.mark.slow
 def test_flowers_clientapp_runs_in_a_fork_also_after_its_zygote_died(tmp_path: Path) -> None:
     fresh = subprocess.run(["flwr-clientapp", "--help"], check=True, capture_output=True, timeout=DEADLINE_S,
                            env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"})
@@ -283,6 +284,7 @@ def test_what_cannot_be_warm_is_refused_in_one_line(
     assert message in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_supernode_that_cannot_be_warm_ends(environment: dict[str, str], tmp_path: Path) -> None:
     port = free_ports(1)[0]
     ended_by_itself = command_line(

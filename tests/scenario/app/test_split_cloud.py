@@ -155,6 +155,7 @@ def test_a_program_of_a_user_is_served_until_a_signal_and_again_with_its_session
     assert [(one["run_id"], one["stands_at"]) for one in sessions] == [("mine-0", 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_scenario_is_served_by_tls_and_an_edge_without_the_authority_is_told(
     processes: list[Serving], tmp_path: Path, socflower: Socflower,
