@@ -10,7 +10,9 @@ README = ROOT / "README.md"
 
 
 def test_all_pages_together_have_at_most_30000_words() -> None:
-    words = {str(page.relative_to(ROOT)): len(page.read_text("utf-8").split()) for page in PAGES}
+    """All but the changelog, which only grows."""
+    words = {str(page.relative_to(ROOT)): len(page.read_text("utf-8").split())
+             for page in PAGES if page.name != "CHANGELOG.md"}
     assert sum(words.values()) <= 30_000, sorted(words.items(), key=lambda entry: -entry[1])
 
 
