@@ -96,6 +96,7 @@ def _combine(batches: Sequence[Batch], join: Callable[[list[Tensor]], Tensor]) -
     if isinstance(first, Tensor):
         return join(list(batches))
     if isinstance(first, Mapping):
+        # A mapping of the same type, which takes a dict: a dict itself, or a BatchEncoding of transformers.
         return type(first)({key: _combine([batch[key] for batch in batches], join) for key in first})  # type: ignore[call-arg]
     if isinstance(first, tuple | list):
         parts = [_combine(parts, join) for parts in zip(*batches, strict=True)]

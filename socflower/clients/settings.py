@@ -47,7 +47,7 @@ _KEYS_OF_MODS: Mapping[Any, tuple[str, ...]] = {
 _RATE_IS_THE_TRAINERS = ("the learning rate is the trainer's: give trainer=lambda context, config: "
                          "FP32Trainer(optimizer=sgd(config['lr']))")
 _REMEDIES = {
-    "proximal-mu": "FedProx's term is for clients that train alone: give FedProx clients instead of groups",
+    "proximal-mu": "this key is for clients that train alone: for groups give SoCFlow(outer=FedProx(proximal_mu=...))",
     _CLIPPING_NORM: "what clips is a mod: give fixedclipping_mod or adaptiveclipping_mod of flwr.clientapp.mod",
     "lr": _RATE_IS_THE_TRAINERS,
     "learning-rate": _RATE_IS_THE_TRAINERS,

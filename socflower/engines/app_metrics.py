@@ -213,6 +213,7 @@ def observed_strategies(rounds: RoundLog) -> Iterator[None]:
         rounds.add_result(bound.arguments["self"], result)
         return result
 
+    # Flower tells nobody but the app of a strategy's Result.
     Strategy.start = start  # type: ignore[method-assign]
     try:
         yield

@@ -10,6 +10,7 @@ from flwr.app import Context
 
 from socflower.errors import ConfigError
 from socflower.training.fp32 import FP32Trainer, sgd
+from socflower.wire.message_keys import GroupTask
 from tests.clients.test_app import assert_weights, make_app, message, node, trained_alone
 from tests.training.test_batches import task
 
@@ -36,9 +37,9 @@ def test_the_trainers_own_functions_may_read_settings_too() -> None:
 
 
 @pytest.mark.parametrize("group", [None, task(0, 1, num_samples=48)])
-def test_a_setting_that_no_function_reads_is_refused_before_training(group: object) -> None:
+def test_a_setting_that_no_function_reads_is_refused_before_training(group: GroupTask | None) -> None:
     with pytest.raises(ConfigError, match="train config: 'moment' is not used"):
-        make_app(trainer=by_config)(message(lr=0.3, moment=0.5, group=group), node(2))  # type: ignore[arg-type]
+        make_app(trainer=by_config)(message(lr=0.3, moment=0.5, group=group), node(2))
 
 
 def test_a_function_that_reads_all_settings_knows_them_all() -> None:

@@ -1,7 +1,8 @@
 """What of a model travels, and how nodes know that they have the same rest."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.seeded import built
 NAMES = [name for name, _ in nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).named_parameters()]
 
 
-def network(frozen: set[str] = frozenset(), seed: int = 1) -> nn.Module:  # type: ignore[assignment]
+def network(frozen: AbstractSet[str] = frozenset(), seed: int = 1) -> nn.Module:
     model = built(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), seed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
@@ -90,9 +91,11 @@ def test_tied_weights_travel_under_both_names() -> None:
     (lambda state: {name: part for name, part in state.items() if name != "1.running_var"},
      "'1.running_var' is trained, or a buffer, and was not sent"),
 ])
-def test_the_state_of_another_model_is_refused_and_changes_nothing(change: object, words: str) -> None:
+def test_the_state_of_another_model_is_refused_and_changes_nothing(
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], words: str,
+) -> None:
     model = network({NAMES[0]})
     before = copies(model.state_dict())
     with pytest.raises(ConfigError, match=words):
-        load_trainable_state(model, change(copies(trainable_state(network({NAMES[0]}, seed=2)))))  # type: ignore[operator]
+        load_trainable_state(model, change(copies(trainable_state(network({NAMES[0]}, seed=2)))))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -196,8 +196,8 @@ class _Training:
 def _outer(settings: OuterConfig) -> OuterStrategy:
     """Return the outer strategy; nodes do not evaluate, as a scenario is evaluated on the server."""
     more = {"train_loss_key": TRAIN_LOSS} if settings.name == "qfedavg" else {}
-    outer: OuterStrategy = getattr(flower_strategies, OUTER_STRATEGIES[settings.name][0])(**settings.arguments, **more)
-    outer.fraction_evaluate = 0.0  # type: ignore[attr-defined]
+    outer: OuterStrategy = getattr(flower_strategies, OUTER_STRATEGIES[settings.name][0])(
+        **settings.arguments, **more, fraction_evaluate=0.0)
     return outer
 
 
