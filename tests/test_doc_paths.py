@@ -20,7 +20,7 @@ ENDINGS = ("py", "pyi", "toml", "cc", "h", "inc", "md", "proto", "json", "svg", 
 # Files that a reader has or makes, and that commands write.
 READERS_OWN = {"comparison.json", "config.toml", "fan.toml", "my-board.toml", "path.toml", "result.json",
                "scenario.toml", "trace.json"}
-WRITTEN = ("/", "~", "$", "out/", "http:", "https:")
+WRITTEN = ("/", "~", "$", "out/", "my_app/", "http:", "https:")
 
 
 def lines_of(page: Path) -> Iterator[tuple[int, str]]:
