@@ -10,12 +10,12 @@ A program that repeats is executed until its whole state recurs (steady state); 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 from socflower.sim.energy import State, StateMeter
-from socflower.sim.flows import COMPUTE_END, SAME_INSTANT, Event, Flows, RateTable
-from socflower.sim.program import SERVER, ComputeStep, Program
+from socflower.sim.flows import RateTable
+from socflower.sim.kernel import HANDLING, MOVING, WAITING, Kernel
+from socflower.sim.program import Program
 
 MAX_PERIOD = 16
 """Longest period that is tested, in repetitions; groups that share links synchronise within a few."""
@@ -76,9 +76,6 @@ def _same_clocks(past: Snapshot, present: Snapshot) -> bool:
                for before, after in zip(past.clocks_s, present.clocks_s, strict=True))
 
 
-_WAITING, _QUEUED, _RUNNING, _HANDLING, _MOVING, _PASSING = range(6)
-
-
 class Instance(NamedTuple):
     """One finished task of one repetition; `moved_s` is when a transfer's bytes began to flow."""
 
@@ -101,7 +98,7 @@ class Outcome:
     num_unlogged: int = 0
 
 
-class Execution:
+class Execution(Kernel):
     """Executes `repetitions` of a program from time 0, fewer when its state recurs and `extrapolate` is set.
 
     Skipping whole periods is exact: from equal states equal futures follow, so a run that is m periods
@@ -111,21 +108,14 @@ class Execution:
     def __init__(self, program: Program, table: RateTable, repetitions: int, *, extrapolate: bool = True,
                  max_instances: int = 0) -> None:
         size = len(program.steps)
+        super().__init__(program.steps, table, num_processors=program.num_processors,
+                         meter=StateMeter(program.num_socs))
         self._program = program
         self._limit = repetitions
         self._finder = RecurrenceFinder() if extrapolate else None
         self._recurrence: Recurrence | None = None
-        self._now_s = 0.0
-        self._events: list[Event] = []
-        self._versions = [0] * size
-        self._flows = Flows(table, size, len(program.capacities), self._events, self._versions)
-        self._meter = StateMeter(program.num_socs)
-        self._queues: list[list[tuple[float, int, int]]] = [[] for _ in range(program.num_processors)]
-        self._free = [True] * program.num_processors
-        self._repetition = [0] * size
+        self._repetition = self._turn  # of each task; of tasks that are ready together the earlier one goes first
         self._missing = [len(after) for after in program.after]
-        self._stage = [_WAITING] * size
-        self._stamp_s = [0.0] * size  # when a queued task became ready, when a running one ends
         self._oldest = 0
         self._num_oldest = size
         self._next: list[list[int]] = [[] for _ in range(size)]
@@ -138,66 +128,27 @@ class Execution:
         self._max_instances = max_instances
         self._instances: list[Instance] = []
         self._num_unlogged = 0
-        self._start_s = [0.0] * size
-        self._moved_s = [0.0] * size
 
     def run(self) -> Outcome:
         """Return the outcome once no task is left."""
-        events, versions = self._events, self._versions
         self._settle(self._start([task for task, missing in enumerate(self._missing) if not missing]))
-        while events:
-            now_s, _, task, version = heappop(events)
-            if versions[task] != version:
-                continue
-            self._now_s = now_s
-            ended = [task]
-            horizon_s = now_s * (1.0 + SAME_INSTANT)
-            while events and events[0][0] <= horizon_s:
-                _, _, task, version = heappop(events)
-                if versions[task] == version:
-                    ended.append(task)
-            self._settle(ended)
-        assert self._oldest == self._limit or not versions, f"tasks of repetition {self._oldest} can never finish"
+        self._run_until()
+        assert self._oldest == self._limit or not self._steps, f"tasks of repetition {self._oldest} can never finish"
         self._meter.settle_all(self._now_s)
         return Outcome(repetitions=self._limit, duration_s=self._now_s, seconds=self._meter.seconds,
                        recurrence=self._recurrence, instances=self._instances, num_unlogged=self._num_unlogged)
 
     def _settle(self, ended: Sequence[int]) -> None:
-        """Process all events of this instant, then share the network once."""
-        while ended:
-            ready: list[int] = []
-            for task in ended:
-                self._end_stage(task, ready)
-            ended = self._start(ready)
-        self._flows.share(self._now_s)
+        super()._settle(ended)
         if not self._num_oldest:
             self._close_repetition()
-
-    def _end_stage(self, task: int, ready: list[int]) -> None:
-        step, stage = self._program.steps[task], self._stage[task]
-        if isinstance(step, ComputeStep):
-            self._free[step.processor] = True
-            if step.soc != SERVER:
-                self._meter.stop(step.soc, step.load, self._now_s)
-            if queue := self._queues[step.processor]:
-                ready.append(queue[0][2])  # so that `_start` checks this processor again
-        elif stage != _PASSING:
-            self._flows.remove(task)
-            if stage == _HANDLING and step.num_bytes:
-                self._stage[task] = _MOVING
-                self._moved_s[task] = self._now_s
-                self._flows.add(task, step.data_path, step.num_bytes, self._now_s)
-                return
-            for soc in step.socs:
-                self._meter.disconnect(soc, self._now_s)
-        self._complete(task, ready)
 
     def _complete(self, task: int, ready: list[int]) -> None:
         """Move a task to its next repetition, and release the tasks that waited for this one."""
         finished, missing, repetition = self._repetition[task], self._missing, self._repetition
         if self._max_instances:
             self._log(Instance(task, finished, self._start_s[task], self._moved_s[task], self._now_s))
-        self._stage[task] = _WAITING
+        self._stage[task] = WAITING
         repetition[task] = following = finished + 1
         if finished == self._oldest:
             self._num_oldest -= 1
@@ -222,52 +173,6 @@ class Execution:
                 if not missing[other] and following < self._limit:
                     ready.append(other)
 
-    def _start(self, ready: Sequence[int]) -> list[int]:
-        """Queue or start tasks whose dependencies are met; return those that end at once."""
-        ended: list[int] = []
-        now_s, steps, processors = self._now_s, self._program.steps, []
-        for task in ready:
-            step = steps[task]
-            if isinstance(step, ComputeStep):
-                processors.append(step.processor)
-                if self._stage[task] == _WAITING:
-                    self._stage[task] = _QUEUED
-                    self._stamp_s[task] = now_s
-                    heappush(self._queues[step.processor], (now_s, self._repetition[task], task))
-                continue
-            self._start_s[task] = self._moved_s[task] = now_s
-            if step.handling_s:
-                self._stage[task] = _HANDLING
-                self._flows.add(task, step.handling_path, step.handling_s, now_s)
-            elif step.num_bytes:
-                self._stage[task] = _MOVING
-                self._flows.add(task, step.data_path, step.num_bytes, now_s)
-            else:
-                self._stage[task] = _PASSING
-                ended.append(task)
-                continue
-            for soc in step.socs:
-                self._meter.connect(soc, now_s)
-        for processor in processors:
-            if self._free[processor] and self._queues[processor]:
-                self._free[processor] = False
-                self._run_compute(heappop(self._queues[processor])[2], ended)
-        return ended
-
-    def _run_compute(self, task: int, ended: list[int]) -> None:
-        step = self._program.steps[task]
-        assert isinstance(step, ComputeStep)
-        self._stage[task] = _RUNNING
-        self._start_s[task] = self._moved_s[task] = self._now_s
-        if step.soc != SERVER:
-            self._meter.start(step.soc, step.load, self._now_s)
-        if not step.duration_s:
-            ended.append(task)
-            return
-        self._stamp_s[task] = end_s = self._now_s + step.duration_s
-        self._versions[task] += 1
-        heappush(self._events, (end_s, COMPUTE_END, task, self._versions[task]))
-
     def _close_repetition(self) -> None:
         """Record the end of the oldest repetition; if the state recurs, skip whole periods."""
         self._oldest = min(self._repetition)
@@ -287,7 +192,7 @@ class Execution:
         clocks_s: list[float] = []
         for task, stage in enumerate(self._stage):
             shape.append((self._repetition[task] - oldest) * 8 + stage)
-            if stage in (_HANDLING, _MOVING):
+            if stage in (HANDLING, MOVING):
                 clocks_s.append(self._flows.end_s[task] - now_s)
             elif stage:
                 clocks_s.append(self._stamp_s[task] - now_s)

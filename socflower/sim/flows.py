@@ -88,12 +88,11 @@ class Flows:
     `versions[task]` tells a valid event from one that a later change of rate replaced.
     """
 
-    def __init__(self, table: RateTable, num_tasks: int, num_resources: int, events: list[Event],
-                 versions: list[int]) -> None:
+    def __init__(self, table: RateTable, num_tasks: int, events: list[Event], versions: list[int]) -> None:
         self._table = table
         self._events = events
         self._versions = versions
-        self._users: list[dict[int, None]] = [{} for _ in range(num_resources)]
+        self._users: list[dict[int, None]] = [{} for _ in table.capacities]
         self._path = [0] * num_tasks
         self._left = [0.0] * num_tasks
         self._rate = [0.0] * num_tasks
