@@ -105,10 +105,6 @@ class VirtualClock(Protocol):
         """Let `socs` idle until speeds or users change, and advance."""
         ...
 
-    def spend(self, usage: Usage, label: str = "") -> None:
-        """Advance by a usage that was simulated elsewhere, such as over links with a bandwidth profile."""
-        ...
-
 
 class DeviceDynamics(Protocol):
     """Each SoC's speed over time (heat, clocks, user load); used by `sim`, implemented by `thermal`."""
@@ -127,6 +123,10 @@ class DeviceDynamics(Protocol):
 
     def steady_s(self, power_w: Sequence[float]) -> float:
         """Return how long these stay constant under this load (watts per SoC); `math.inf` if always."""
+        ...
+
+    def until_reading_s(self) -> float:
+        """Return the time until speeds may change at the earliest, whatever the load; `math.inf` if they never do."""
         ...
 
     def advance(self, duration_s: float, power_w: Sequence[float]) -> float:

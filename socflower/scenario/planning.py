@@ -10,8 +10,8 @@ from socflower.cluster import Activity, Cluster, ModelProfile, Usage, sustained_
 from socflower.edgecloud.plan.cost_model import period_s, training_s
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.device_costs import training_energy_j
+from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.plan.phases import phases, window_limit
-from socflower.edgecloud.plan.timeline import Party
 from socflower.hierarchy import (
     GroupPlan,
     IntervalCosts,

@@ -9,8 +9,7 @@ from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
 from socflower.edgecloud.plan import baselines
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine, WindowSchedule, initial_rates
-from socflower.edgecloud.plan.timeline import Party
-from socflower.edgecloud.plan.timeline_servers import CloudMode
+from socflower.edgecloud.plan.party import CloudMode, Party
 from socflower.errors import ConfigError
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster

@@ -15,11 +15,11 @@ IDLE_STATE: State = ((), False)
 class StateMeter:
     """Seconds that each SoC of an execution spends in each state."""
 
-    def __init__(self, num_socs: int) -> None:
+    def __init__(self, num_socs: int, now_s: float = 0.0) -> None:
         self.seconds: list[dict[State, float]] = [{} for _ in range(num_socs)]
         self._loads: list[tuple[Load, ...]] = [()] * num_socs
         self._num_transfers = [0] * num_socs
-        self._since_s = [0.0] * num_socs
+        self._since_s = [now_s] * num_socs
 
     def start(self, soc: int, load: Load, now_s: float) -> None:
         """A load begins."""
@@ -49,6 +49,11 @@ class StateMeter:
         """Add the time of every SoC's present state up to now."""
         for soc in range(len(self.seconds)):
             self._settle(soc, now_s)
+
+    def take(self) -> list[dict[State, float]]:
+        """Return the seconds up to the last time that was added, and begin anew."""
+        seconds, self.seconds = self.seconds, [{} for _ in self.seconds]
+        return seconds
 
     def _settle(self, soc: int, now_s: float) -> None:
         passed_s = now_s - self._since_s[soc]

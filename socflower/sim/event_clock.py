@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -12,8 +12,9 @@ from socflower.cluster.virtual_clock import Pace
 from socflower.errors import ConfigError
 from socflower.sim.energy import IDLE_STATE, State, add_activities, power_w
 from socflower.sim.execution import Repeated, Solution
+from socflower.sim.processes import Simulation
 from socflower.sim.program import CompiledGraph, Component, Program, compile_graph
-from socflower.sim.trace import Trace, record
+from socflower.sim.trace import Trace, record, record_spans
 
 _SAME_INSTANT = 1e-9
 """Tolerance relative to a stretch: a repetition that ends this little later ends with it."""
@@ -225,13 +226,49 @@ class EventClock:
         self._usage += usage
         return usage
 
-    def spend(self, usage: Usage, label: str = "") -> None:
-        """Advance by a usage simulated elsewhere; see `VirtualClock.spend`."""
+    def run_processes(self, start: Callable[[Simulation], None], *, socs: Sequence[int], label: str = "") -> Usage:
+        """Run processes that react until they have ended, and advance; return what it took.
+
+        `start` starts them; of the cluster's SoCs they may use `socs`, whose idle watts count. Heat and users change
+        the SoCs' speeds while they run; a SoC that users have taken waits. Raises what `Simulation.run` does.
+        """
+        simulation = Simulation(self._cluster, socs, now_s=self.now_s,
+                                max_spans=0 if self._trace is None else self._trace.room)
+        start(simulation)
+        total, start_s = Usage(num_bytes=dict.fromkeys(Tier, 0.0)), self.now_s
+        while not simulation.done:
+            begin_s, powers = simulation.now_s, [1.0] * len(self._devices)
+            if self._dynamics is None:
+                simulation.run()
+            else:
+                powers = list(self._dynamics.power_factors())
+                simulation.set_speeds(self._process_speeds(socs))
+                simulation.run(begin_s + self._dynamics.until_reading_s())
+            total += self._account_processes(simulation, socs, simulation.now_s - begin_s, powers)
+        total = replace(total, num_bytes={tier: value for tier, value in simulation.num_bytes.items()})
+        if self._trace is not None:
+            record_spans(self._trace, simulation.spans, simulation.num_unlogged)
+        self._label(label, start_s, total, 1)
+        self._usage += total
+        return total
+
+    def _process_speeds(self, socs: Sequence[int]) -> dict[int, float]:
+        """Return the present speeds of SoCs under processes: 0 for those that users have."""
+        taken, factors = self.taken_socs(), self.speed_factors()
+        return {soc: 0.0 if soc in taken else factors[soc] for soc in socs}
+
+    def _account_processes(self, simulation: Simulation, socs: Sequence[int], duration_s: float,
+                           powers: Sequence[float]) -> Usage:
+        """Return the usage of a stretch of time, and advance the dynamics by it."""
+        soc_seconds: dict[Activity, float] = dict.fromkeys(SOC_ACTIVITIES, 0.0)
+        energy_j: dict[Activity, float] = dict.fromkeys(SOC_ACTIVITIES, 0.0)
+        watts = [device.idle_w for device in self._devices]
+        for soc, seconds in zip(socs, simulation.take_seconds(), strict=True):
+            add_activities(seconds, self._devices[soc], soc_seconds, energy_j, powers[soc])
+            watts[soc] = _mean_w(seconds, self._devices[soc], powers[soc])
         if self._dynamics is not None:
-            raise ConfigError("clock: what is simulated elsewhere does not heat this clock's devices; leave the "
-                              "dynamics out")
-        self._label(label, self.now_s, usage, 1)
-        self._usage += usage
+            energy_j[Activity.COOLING] = self._dynamics.advance(duration_s, watts)
+        return Usage(duration_s=duration_s, soc_seconds=soc_seconds, energy_j=energy_j)
 
     def _run_steadily(self, compiled: CompiledGraph, repetitions: int) -> Usage:
         """Execute all repetitions at full speed."""

@@ -59,12 +59,33 @@ class RateTable:
     """Max-min rates by the multiset of paths that share; steps repeat, so allocations do."""
 
     def __init__(self, paths: Sequence[Sequence[int]], capacities: Sequence[float]) -> None:
-        self.paths = paths
-        self.capacities = capacities
+        self.paths = list(paths)
+        self.capacities = list(capacities)
         self.alone = [min(capacities[resource] for resource in path) for path in paths]
         self._by_resource = dict(enumerate(capacities))
         self._known: dict[tuple[int, ...], Mapping[int, float]] = {}
         self._size = 0
+
+    def add_resource(self, capacity: float) -> int:
+        """Add a resource and return its number."""
+        self.capacities.append(capacity)
+        self._by_resource[len(self.capacities) - 1] = capacity
+        return len(self.capacities) - 1
+
+    def add_path(self, path: Sequence[int]) -> int:
+        """Add a path over resources and return its number."""
+        self.paths.append(path)
+        self.alone.append(min(self.capacities[resource] for resource in path))
+        return len(self.paths) - 1
+
+    def set_capacity(self, resource: int, capacity: float) -> None:
+        """Change a resource's capacity; 0 stops the flows across it."""
+        self.capacities[resource] = self._by_resource[resource] = capacity
+        self._known.clear()
+        self._size = 0
+        for number, path in enumerate(self.paths):
+            if resource in path:
+                self.alone[number] = min(self.capacities[other] for other in path)
 
     def rates(self, sharing: Sequence[int]) -> Mapping[int, float]:
         """Return the rate of each path, given the paths of all flows that share (sorted, repeats included)."""
@@ -84,7 +105,8 @@ class RateTable:
 class Flows:
     """Active flows by task; a change re-shares only the flows connected to it through shared resources.
 
-    Of flows that share, only those that end first get an event: the others are shared anew by then.
+    Of flows that share, only those that end first get an event: the others are shared anew by then. Where a resource
+    carries nothing, its flows have no event until its capacity changes.
     `versions[task]` tells a valid event from one that a later change of rate replaced.
     """
 
@@ -98,7 +120,22 @@ class Flows:
         self._rate = [0.0] * num_tasks
         self._since_s = [0.0] * num_tasks
         self.end_s = [0.0] * num_tasks
-        self._changed: set[int] = set()
+        self.changed: set[int] = set()  # resources, since the rates were last shared
+
+    def grow(self, num_tasks: int) -> None:
+        """Make room for tasks of numbers below `num_tasks`, and for the table's new resources."""
+        for column in (self._left, self._rate, self._since_s, self.end_s):
+            column.extend([0.0] * (num_tasks - len(column)))
+        self._path.extend([0] * (num_tasks - len(self._path)))
+        self._users.extend([{} for _ in range(len(self._table.capacities) - len(self._users))])
+
+    def is_used(self, resource: int) -> bool:
+        """Whether a flow crosses a resource."""
+        return bool(self._users[resource])
+
+    def stopped(self) -> list[int]:
+        """Return the tasks whose flows have rate 0, by number."""
+        return sorted({task for users in self._users for task in users if not self._rate[task]})
 
     def add(self, task: int, path: int, volume: float, now_s: float) -> None:
         """Add a flow; it has no rate until `share`."""
@@ -107,21 +144,21 @@ class Flows:
         self._rate[task] = 0.0
         self._since_s[task] = now_s
         resources = self._table.paths[path]
-        self._changed.update(resources)
+        self.changed.update(resources)
         for resource in resources:
             self._users[resource][task] = None
 
     def remove(self, task: int) -> None:
         """Remove a flow that has ended."""
         resources = self._table.paths[self._path[task]]
-        self._changed.update(resources)
+        self.changed.update(resources)
         for resource in resources:
             del self._users[resource][task]
 
     def share(self, now_s: float) -> None:
         """Update rates and ends of the flows affected by changes since the last call."""
         reached: set[int] = set()
-        for first in self._changed:
+        for first in self.changed:
             users = self._users[first]
             if not users or not reached.isdisjoint(users):  # the users of one resource are reached together
                 continue
@@ -134,7 +171,7 @@ class Flows:
             else:
                 rates = self._table.rates(sorted([path_of[task] for task in tasks]))
                 self._set_rates(tasks, [rates[path_of[task]] for task in tasks], now_s)
-        self._changed.clear()
+        self.changed.clear()
 
     def _connected(self, first: int) -> tuple[list[int], float, int]:
         """Return the flows that share with users of a resource, the least equal share and how many cross there."""
@@ -172,9 +209,11 @@ class Flows:
                 left[task] = remaining = max(remaining, 0.0)
                 rate_of[task] = rate
                 since_s[task] = now_s
-                end_s[task] = now_s + remaining / rate
+                end_s[task] = now_s + remaining / rate if rate else inf
+            elif not rate:
+                end_s[task] = inf
         first_s = min([end_s[task] for task in tasks]) * (1.0 + SAME_INSTANT)
         for task in tasks:
             self._versions[task] += 1
-            if end_s[task] <= first_s:
+            if end_s[task] <= first_s < inf:
                 heappush(self._events, (end_s[task], FLOW_END, task, self._versions[task]))

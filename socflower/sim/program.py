@@ -84,7 +84,7 @@ def compile_graph(graph: TaskGraph, cluster: Cluster) -> CompiledGraph:
     """Return the graph in executable form; `ConfigError` for endpoints or processors that the cluster does not have."""
     for soc in graph.participants:
         cluster.board_of(soc)
-    routes = _Routes(cluster)
+    routes = Routes(cluster)
     num_bytes = dict.fromkeys(Tier, 0.0)
     for task in graph.tasks:
         try:
@@ -94,7 +94,7 @@ def compile_graph(graph: TaskGraph, cluster: Cluster) -> CompiledGraph:
             else:
                 _check(task.num_bytes, "num_bytes")
                 _check(task.num_messages, "num_messages")
-                num_bytes[routes.route(task).tier] += task.num_bytes
+                num_bytes[routes.between(task.source, task.target).tier] += task.num_bytes
         except ConfigError as error:
             raise ConfigError(f"task {task.name!r}: {error}") from None
     components = tuple(_component(graph, members, routes) for members in _independent(graph, routes))
@@ -102,42 +102,46 @@ def compile_graph(graph: TaskGraph, cluster: Cluster) -> CompiledGraph:
     return CompiledGraph(graph, components, num_bytes, component_bytes)
 
 
-def _bytes(graph: TaskGraph, component: Component, routes: "_Routes") -> dict[Tier, float]:
+def _bytes(graph: TaskGraph, component: Component, routes: "Routes") -> dict[Tier, float]:
     num_bytes: dict[Tier, float] = {}
     for index in component.tasks:
         task = graph.tasks[index]
         if isinstance(task, Transfer):
-            tier = routes.route(task).tier
+            tier = routes.between(task.source, task.target).tier
             num_bytes[tier] = num_bytes.get(tier, 0.0) + task.num_bytes
     return num_bytes
 
 
-class _Route(NamedTuple):
+class Route(NamedTuple):
+    """The handlers and links that a transfer crosses, by name."""
+
     handlers: tuple[str, str]
     links: tuple[str, ...]
     tier: Tier
 
 
-class _Routes:
+class Routes:
     """The cluster's paths between endpoints, computed once per pair."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._routes: dict[tuple[Endpoint, Endpoint], _Route] = {}
+        self._routes: dict[tuple[Endpoint, Endpoint], Route] = {}
         self._processors: set[tuple[Endpoint, str]] = set()
         self.message_s = cluster.message_s
         self.capacities = cluster.link_bytes_per_s
 
-    def route(self, task: Transfer) -> _Route:
-        pair = (task.source, task.target)
+    def between(self, source: Endpoint, target: Endpoint) -> Route:
+        """Return the path of transfers from one place to another."""
+        pair = (source, target)
         route = self._routes.get(pair)
         if route is None:
-            route = self._routes[pair] = _Route(
-                (f"{_port(task.source)}/send", f"{_port(task.target)}/receive"), self._cluster.path(*pair),
+            route = self._routes[pair] = Route(
+                (f"{_port(source)}/send", f"{_port(target)}/receive"), self._cluster.path(*pair),
                 self._cluster.tier(*pair))
         return route
 
     def check_processor(self, device: Endpoint, processor: str) -> None:
+        """Raise `ConfigError` for a SoC or processor that the cluster does not have."""
         if (device, processor) in self._processors:
             return
         if isinstance(device, int):
@@ -156,7 +160,7 @@ def _check(value: float, key: str) -> None:
         raise ConfigError(f"{key} must be finite and not negative, got {value}")
 
 
-def _independent(graph: TaskGraph, routes: _Routes) -> list[list[int]]:
+def _independent(graph: TaskGraph, routes: Routes) -> list[list[int]]:
     """Return the tasks of each component, both in order of their first task."""
     parent = list(range(len(graph.tasks)))
     owner: dict[Hashable, int] = {}
@@ -185,7 +189,7 @@ def _independent(graph: TaskGraph, routes: _Routes) -> list[list[int]]:
             join(index, owner[pair])
             continue
         owner[pair] = index
-        route = routes.route(task)
+        route = routes.between(task.source, task.target)
         ends = (end for end in (task.source, task.target) if isinstance(end, int))
         for token in (*ends, *(route.handlers if handled else ()), *(route.links if moved else ())):
             join(index, owner.setdefault(token, index))
@@ -195,7 +199,7 @@ def _independent(graph: TaskGraph, routes: _Routes) -> list[list[int]]:
     return list(components.values())
 
 
-def _component(graph: TaskGraph, members: Sequence[int], routes: _Routes) -> Component:
+def _component(graph: TaskGraph, members: Sequence[int], routes: Routes) -> Component:
     local = {task: index for index, task in enumerate(members)}
     socs: dict[int, int] = {}
     processors: dict[tuple[Endpoint, str], int] = {}
@@ -217,7 +221,7 @@ def _component(graph: TaskGraph, members: Sequence[int], routes: _Routes) -> Com
             soc = socs.setdefault(task.device, len(socs)) if isinstance(task.device, int) else SERVER
             steps.append(ComputeStep(task.seconds, processor, soc, (task.processor, task.activity)))
         else:
-            route = routes.route(task)
+            route = routes.between(task.source, task.target)
             ends = tuple([socs.setdefault(end, len(socs)) for end in (task.source, task.target)
                           if isinstance(end, int)])
             steps.append(TransferStep(task.num_messages * routes.message_s, path(route.handlers),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from socflower.cluster import Compute, Endpoint, TaskGraph
 from socflower.errors import ConfigError, require_range
 from socflower.sim.execution import Repeated
+from socflower.sim.processes import Span
 from socflower.sim.program import Component, TransferStep
 from socflower.wire.saved_state import write_atomically
 
@@ -150,13 +151,42 @@ def record(trace: Trace, graph: TaskGraph, component: Component, repeated: Repea
                 link = component.resources[resource]
                 rows.setdefault(("links", link, (_number(link),)), []).append(moving)
     recurrence = repeated.outcome.recurrence
-    for (process, name, order), pieces in rows.items():
-        merged = list(_merged(pieces)) if process == "links" or order[-1] == 1 else pieces
-        if recurrence is not None and repeated.num_periods:
-            merged = list(_parted(merged, recurrence.at_s, repeated.inserted_s))
-            trace.add(process, name, f"{repeated.num_periods * recurrence.repetitions} more repetitions "
-                      "(not re-simulated)", origin_s + recurrence.at_s, repeated.inserted_s, order=order)
-        for piece in merged:
+    if recurrence is None or not repeated.num_periods:
+        _add_rows(trace, rows, origin_s)
+        return
+    for row, pieces in rows.items():
+        rows[row] = list(_parted(_in_row(row, pieces), recurrence.at_s, repeated.inserted_s))
+        trace.add(row[0], row[1], f"{repeated.num_periods * recurrence.repetitions} more repetitions "
+                  "(not re-simulated)", origin_s + recurrence.at_s, repeated.inserted_s, order=row[2])
+    _add_rows(trace, rows, origin_s)
+
+
+def record_spans(trace: Trace, spans: Iterable[Span], num_unlogged: int) -> None:
+    """Add the activities of processes; rows are those of `record`."""
+    trace.drop(num_unlogged)
+    rows: dict[_Row, list[_Piece]] = {}
+    for span in spans:
+        if span.processor is not None:
+            row = _processor_row(span.processor.device, span.processor.name)
+            rows.setdefault(row, []).append(_Piece(span.name, span.start_s, span.end_s, 0.0, 0))
+            continue
+        whole = _Piece(span.name, span.start_s, span.end_s, span.num_bytes, 1)
+        for soc in span.socs:
+            rows.setdefault(("SoCs", f"SoC {soc} network", (soc, 1)), []).append(whole)
+        for link in span.links:
+            rows.setdefault(("links", link, (_number(link),)), []).append(whole._replace(start_s=span.moved_s))
+    _add_rows(trace, rows, 0.0)
+
+
+def _in_row(row: _Row, pieces: list[_Piece]) -> list[_Piece]:
+    """Return a row's pieces; those of a network or link, which may overlap, merged."""
+    return list(_merged(pieces)) if row[0] == "links" or row[2][-1] == 1 else pieces
+
+
+def _add_rows(trace: Trace, rows: Mapping[_Row, list[_Piece]], origin_s: float) -> None:
+    for row, pieces in rows.items():
+        process, name, order = row
+        for piece in _in_row(row, pieces):
             if piece.end_s > piece.start_s:
                 args = {"bytes": piece.num_bytes, "transfers": piece.num_transfers} if piece.num_transfers else {}
                 trace.add(process, name, piece.name, origin_s + piece.start_s, piece.end_s - piece.start_s,

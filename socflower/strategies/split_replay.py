@@ -10,13 +10,14 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 from numpy.typing import NDArray
 
-from socflower.cluster import Activity, Cluster, Device, Tier, Usage, VirtualClock
+from socflower.cluster import Cluster, Usage
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine
-from socflower.edgecloud.plan.timeline import Party, Timeline, simulate
+from socflower.edgecloud.plan.party import CloudMode, Party
+from socflower.edgecloud.plan.split_pipeline import Timeline, simulate
 from socflower.edgecloud.plan.timeline_actions import encode_actions
-from socflower.edgecloud.plan.timeline_servers import CloudMode
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.sim import EventClock
 from socflower.strategies.mixed_replies import client_events
 from socflower.strategies.node_registry import NodeRegistry
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
@@ -24,29 +25,6 @@ from socflower.strategies.replies import ReplyEvent, fault_of, no_reply_event
 from socflower.strategies.resuming import PlannedRounds
 from socflower.wire.message_keys import ARRAYS, CONFIG, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND
 from socflower.wire.split_message_keys import EDGE_ALONE, OWN, SPLIT, SPLIT_REPORT, SplitReport, SplitTask
-
-
-def usage_of(timeline: Timeline, devices: Sequence[Device]) -> Usage:
-    """Return the edges' usage; the cloud's seconds are in the timeline, and its energy is not counted.
-
-    An edge draws its active watts while it computes and its idle watts otherwise; to these its network's watts are
-    added while bytes are in transit.
-    """
-    soc_seconds = dict.fromkeys((Activity.COMPUTE, Activity.IDLE), 0.0)
-    energy_j = dict.fromkeys((Activity.COMPUTE, Activity.SYNCHRONISATION, Activity.IDLE), 0.0)
-    num_bytes = 0.0
-    for party, device in zip(timeline.parties, devices, strict=True):
-        processor = device.processor(device.default_processor)
-        soc_seconds[Activity.COMPUTE] += party.compute_s
-        soc_seconds[Activity.IDLE] += party.idle_s
-        energy_j[Activity.COMPUTE] += party.compute_s * processor.active_w
-        network_s = min(party.sending_s + party.receiving_s, timeline.duration_s)
-        energy_j[Activity.SYNCHRONISATION] += network_s * device.network_w
-        energy_j[Activity.IDLE] += party.idle_s * device.idle_w
-        num_bytes += party.up_bytes + party.down_bytes
-    return Usage(duration_s=timeline.duration_s, soc_seconds=soc_seconds, energy_j=energy_j,
-                 num_bytes={Tier.WAN: num_bytes})
-
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -77,7 +55,7 @@ class SplitRoundReport:
 
     server_round: int
     epoch: float  # epochs completed at its end
-    usage: Usage  # of this round alone, a prediction on real machines; zero without a clock
+    usage: Usage  # of the edges in this round alone; a prediction on real machines
     events: tuple[ReplyEvent, ...]
     timeline: Timeline  # the simulated schedule that virtual time follows
     measured: tuple[SplitReport, ...] = ()  # on real links, in the order of the parties that answered
@@ -107,8 +85,8 @@ class SplitReplay(PlannedRounds):
         A round is `round_epochs` epochs, rounded to batches.
     reverse : bool
         The front half is in the cloud: generative models, whose last layers see the data.
-    clock : VirtualClock, optional
-        Is advanced by the duration of each round.
+    clock : EventClock, optional
+        Of the same cluster; each round is simulated on it. Default: the grid's, else one of its own.
     cloud : CloudSessions, optional
         The cloud, on real machines.
     """
@@ -116,7 +94,7 @@ class SplitReplay(PlannedRounds):
     def __init__(
         self, *, cluster: Cluster, parties: Sequence[Party], edge_names: Callable[[int, int | None], Collection[str]],
         batches_per_epoch: int, num_epochs: int, mode: CloudMode = OWN, reverse: bool = False,
-        round_epochs: float = 1.0, seed: int = 1, fingerprint: str = "", clock: VirtualClock | None = None,
+        round_epochs: float = 1.0, seed: int = 1, fingerprint: str = "", clock: EventClock | None = None,
         cloud: CloudSessions | None = None, tolerate_client_errors: bool = False,
     ) -> None:
         if not 1 <= len(parties) <= cluster.num_socs:
@@ -186,11 +164,11 @@ class SplitReplay(PlannedRounds):
         if not self._registry.node_of:
             self._registry.match_nodes(grid, query=self._cloud is not None)
         if self._clock is None:
-            self._clock = getattr(grid, "clock", None)
+            self._clock = getattr(grid, "clock", None) or EventClock(self._cluster)
         first, num_batches = self._span(server_round)
         timeline = self._timeline = simulate(
-            self.parties, num_batches, first, cloud=self._mode, reverse=self._reverse,
-            start_s=0.0 if self._clock is None else self._clock.now_s)
+            self.parties, num_batches, first, clock=self._clock, cluster=self._cluster, cloud=self._mode,
+            reverse=self._reverse)
         self._arrays = array_views(arrays)
         settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
         self._party_of_message, self._runs, self._restart_notes = {}, {}, {}
@@ -240,7 +218,7 @@ class SplitReplay(PlannedRounds):
         first, num_batches = self._span(server_round)
         self.reports.append(SplitRoundReport(
             server_round=server_round, epoch=(first + num_batches) / self._batches_per_epoch, events=tuple(events),
-            usage=self._charge_clock(self._timeline), timeline=self._timeline, measured=tuple(measured.values())))
+            usage=self._timeline.usage, timeline=self._timeline, measured=tuple(measured.values())))
         self._update_split_plans(measured)
         metrics = [cast(MetricRecord, reply.content[METRICS]) for reply in usable.values()]
         samples = [float(cast(float, metric[NUM_EXAMPLES])) for metric in metrics]
@@ -315,14 +293,6 @@ class SplitReplay(PlannedRounds):
                 replies, samples = [whole], [1.0]
         ordered = [to_array_record({name: reply[name] for name in self._arrays}) for reply in replies]
         return ordered[0] if len(ordered) == 1 else aggregate_records(ordered, samples)
-
-    def _charge_clock(self, timeline: Timeline) -> Usage:
-        devices = [self._cluster.device_of(soc) for soc in range(len(self.parties))]
-        usage = usage_of(timeline, devices)
-        if self._clock is None:
-            return Usage()
-        self._clock.spend(usage, "split training")
-        return usage
 
     def _update_split_plans(self, measured: Mapping[int, SplitReport]) -> None:
         """Start the next round with the cuts of this one's end, as reported by the edges or as simulated.

@@ -15,7 +15,7 @@ from socflower.cluster import Tier, parse_cluster
 from socflower.edgecloud.links.bandwidth_profile import constant, segments
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine
-from socflower.edgecloud.plan.timeline import Party
+from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.plan.timeline_actions import decode_actions
 from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError, TrainingFailed
@@ -301,7 +301,8 @@ def test_a_clock_goes_on_by_what_a_round_takes_and_counts_bytes_on_the_way_to_th
     report = strategy.reports[-1]
     assert clock.now_s == report.usage.duration_s == report.timeline.duration_s > 0
     per_batch = COSTS.feature_bytes(0, 32) + COSTS.gradient_bytes(0)
-    assert report.usage.num_bytes == {Tier.WAN: pytest.approx(BATCHES * per_batch)}
+    assert report.usage.num_bytes[Tier.WAN] == pytest.approx(BATCHES * per_batch)
+    assert sum(report.usage.num_bytes.values()) == report.usage.num_bytes[Tier.WAN]
     messages(strategy, 2)
     assert clock.now_s == report.usage.duration_s
 

@@ -20,7 +20,7 @@ from socflower.clients.split.saved_halves import SplitState
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
 from socflower.edgecloud.links.shaping import TokenBucket
 from socflower.edgecloud.plan.cuts import SplitPlan
-from socflower.edgecloud.plan.timeline_servers import Decider
+from socflower.edgecloud.plan.party import Decider
 from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.front_loop import FrontPlan, MeasuredDecider

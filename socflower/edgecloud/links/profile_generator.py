@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Steps
+from socflower.cluster.link_rate import RateSteps
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
 from socflower.errors import ConfigError, require_range
 
 _NORMAL = NormalDist()
@@ -115,7 +116,7 @@ def generate_from_statistics(
                              figures.max_bytes_per_s) for e in (up_e, down_e)]
     times_s = tuple(index * step_s for index in range(num_steps))
     up, down = (tuple(map(float, rate)) for rate in (figures.up_down_ratio * rates[0], rates[1]))
-    return BandwidthProfile(Steps(times_s, up, duration_s), Steps(times_s, down, duration_s), figures.latency_s)
+    return BandwidthProfile(RateSteps(times_s, up, duration_s), RateSteps(times_s, down, duration_s), figures.latency_s)
 
 
 def add_jitter(
@@ -140,8 +141,8 @@ def add_jitter(
 
 
 def _scattered(
-    steps: Steps, sigma: float, phi: float, stream: np.random.Generator, until_s: float, step_s: float,
-) -> Steps:
+    steps: RateSteps, sigma: float, phi: float, stream: np.random.Generator, until_s: float, step_s: float,
+) -> RateSteps:
     noise = _autoregressive(stream.standard_normal(math.ceil(until_s / step_s)), phi)
     factors = np.exp(sigma * noise - sigma * sigma / 2)
     ticks = {index * step_s: float(factor) for index, factor in enumerate(factors)}
@@ -152,7 +153,7 @@ def _scattered(
     for time_s in times_s:
         factor = ticks.get(time_s, factor) if time_s < until_s else 1.0
         rates.append(steps.rate(time_s) * factor)
-    return Steps(tuple(times_s), tuple(rates), steps.end_s)
+    return RateSteps(tuple(times_s), tuple(rates), steps.end_s)
 
 
 def _autoregressive(noise: NDArray[np.float64], phi: float) -> NDArray[np.float64]:

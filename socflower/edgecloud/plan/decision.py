@@ -9,7 +9,7 @@ from typing import Any
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates
 from socflower.edgecloud.plan.cost_model import predicted_s
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
-from socflower.edgecloud.plan.timeline import Party
+from socflower.edgecloud.plan.party import Party
 from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.quantisation import BITS
 

@@ -8,7 +8,7 @@ from socflower.edgecloud.halves import FrontHalf
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
 from socflower.edgecloud.plan.cuts import SplitPlan
-from socflower.edgecloud.plan.timeline_servers import Decider
+from socflower.edgecloud.plan.party import Decider
 from socflower.edgecloud.runtime.feature_path import EXACT, FeatureCoding, FeatureSender
 from socflower.edgecloud.runtime.half_state import HalfState, Move
 from socflower.edgecloud.runtime.replay_window import ReplayWindow

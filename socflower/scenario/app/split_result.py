@@ -6,7 +6,7 @@ from typing import Any
 
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
-from socflower.edgecloud.plan.timeline import Party
+from socflower.edgecloud.plan.party import Party
 from socflower.strategies.split_replay import SplitRoundReport
 
 _MAX_SAMPLES = 2000  # of a link's rates over time

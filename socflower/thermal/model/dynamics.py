@@ -114,6 +114,11 @@ class RackDynamics:
                 return state.time_s - begin_s
         return state.time_s - begin_s
 
+    def until_reading_s(self) -> float:
+        """Return the time until the next tick, before which neither speeds nor users change."""
+        time_s = self._state.time_s
+        return max((self._num_ticks(time_s) + 1) * self._tick_s - time_s, 0.0)
+
     def advance(self, duration_s: float, power_w: Sequence[float]) -> float:
         """Advance by `duration_s` under this mean load (watts by SoC, without users); return the fans' joules."""
         end_s, state, fan_j = self._state.time_s + duration_s, self._state, 0.0

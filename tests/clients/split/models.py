@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from socflower.edgecloud.links.bandwidth_profile import constant
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
-from socflower.edgecloud.plan.timeline import Party
+from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.program import JoinedProgram, LayeredProgram, SplitProgram
 from socflower.edgecloud.samples import NO_LABELS, BatchOrder
 from socflower.engines.local.workers import handle

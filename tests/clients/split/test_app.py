@@ -18,7 +18,6 @@ from socflower.clients.split.in_process import SplitSettings
 from socflower.clients.split.remote_cloud import cloud_link
 from socflower.clients.split.saved_halves import SplitState
 from socflower.cluster import parse_cluster
-from socflower.edgecloud.plan.timeline import simulate
 from socflower.edgecloud.plan.timeline_actions import decode_actions, encode_actions
 from socflower.edgecloud.program import LayeredProgram, SplitProgram
 from socflower.errors import ConfigError
@@ -39,6 +38,7 @@ from tests.clients.split.models import (
     samples_of,
     task_settings,
 )
+from tests.split_edges import simulate
 
 NUM_BATCHES = 2 * BATCHES_PER_EPOCH
 

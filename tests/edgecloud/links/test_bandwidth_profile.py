@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.edgecloud.links.bandwidth_profile import HEADER, BandwidthProfile, Steps, constant, read_csv, segments
+from socflower.cluster.link_rate import RateSteps
+from socflower.edgecloud.links.bandwidth_profile import HEADER, BandwidthProfile, constant, read_csv, segments
 from socflower.errors import ConfigError
 
 FEW = settings(max_examples=80)
@@ -16,17 +17,17 @@ TICKS = st.integers(0, 6000)  # of a millisecond
 
 
 @st.composite
-def steps(draw: st.DrawFn, *, lively: bool = False) -> Steps:
-    """Steps that change at whole milliseconds; lively ones carry something in every round, or for good."""
+def steps(draw: st.DrawFn, *, lively: bool = False) -> RateSteps:
+    """RateSteps that change at whole milliseconds; lively ones carry something in every round, or for good."""
     ticks = sorted(draw(st.sets(st.integers(1, 1500), max_size=6)))
     rates = draw(st.lists(RATES, min_size=len(ticks) + 1, max_size=len(ticks) + 1))
     if lively:
         rates[-1] = draw(st.floats(100.0, 1e7))
     end_s = draw(st.sampled_from([math.inf, 1.501, 2.0]))
-    return Steps((0.0, *(tick / 1000 for tick in ticks)), tuple(rates), end_s)
+    return RateSteps((0.0, *(tick / 1000 for tick in ticks)), tuple(rates), end_s)
 
 
-def summed(profile: Steps, begin_ms: int, end_ms: int) -> float:
+def summed(profile: RateSteps, begin_ms: int, end_ms: int) -> float:
     """The integral, a millisecond at a time."""
     total = 0.0
     for tick in range(begin_ms, end_ms):
@@ -39,13 +40,13 @@ def summed(profile: Steps, begin_ms: int, end_ms: int) -> float:
     return total
 
 
-def link(direction: Steps) -> BandwidthProfile:
+def link(direction: RateSteps) -> BandwidthProfile:
     return BandwidthProfile(direction, constant(1.0, 1.0).down)
 
 
 @settings(max_examples=40)
 @given(profile=steps(), ends=st.tuples(TICKS, TICKS))
-def test_bytes_between_is_the_sum_over_milliseconds(profile: Steps, ends: tuple[int, int]) -> None:
+def test_bytes_between_is_the_sum_over_milliseconds(profile: RateSteps, ends: tuple[int, int]) -> None:
     begin, end = sorted(ends)
     assert link(profile).bytes_between("up", begin / 1000, end / 1000) == pytest.approx(summed(profile, begin, end),
                                                                                     rel=1e-6, abs=1e-3)
@@ -54,7 +55,7 @@ def test_bytes_between_is_the_sum_over_milliseconds(profile: Steps, ends: tuple[
 @settings(max_examples=40)
 @given(profile=steps(lively=True), begin=TICKS, num_bytes=st.integers(1, 10**6))
 def test_a_transfer_ends_in_the_millisecond_in_which_the_sum_reaches_it(
-    profile: Steps, begin: int, num_bytes: int,
+    profile: RateSteps, begin: int, num_bytes: int,
 ) -> None:
     passed_ms = profile.passed_s(begin / 1000, num_bytes) * 1000
     if passed_ms - begin > 20_000:
@@ -69,7 +70,7 @@ def test_a_transfer_ends_in_the_millisecond_in_which_the_sum_reaches_it(
 
 @FEW
 @given(profile=steps(lively=True), start_s=st.floats(0, 50), num_bytes=st.floats(1, 1e8))
-def test_passing_is_the_inverse_of_bytes_between(profile: Steps, start_s: float, num_bytes: float) -> None:
+def test_passing_is_the_inverse_of_bytes_between(profile: RateSteps, start_s: float, num_bytes: float) -> None:
     passed_s = profile.passed_s(start_s, num_bytes)
     between = link(profile).bytes_between("up", start_s, passed_s)
     assert between == pytest.approx(num_bytes, rel=1e-6, abs=1e-6 * profile.total_bytes(passed_s) + 1e-2)
@@ -78,7 +79,7 @@ def test_passing_is_the_inverse_of_bytes_between(profile: Steps, start_s: float,
 @FEW
 @given(profile=steps(lively=True), start_s=st.floats(0, 50), first=st.floats(1, 1e7), second=st.floats(1, 1e7))
 def test_sending_two_things_takes_as_long_as_sending_both_at_once(
-    profile: Steps, start_s: float, first: float, second: float,
+    profile: RateSteps, start_s: float, first: float, second: float,
 ) -> None:
     at_once_s = profile.passed_s(start_s, first + second)
     assert profile.passed_s(profile.passed_s(start_s, first), second) == pytest.approx(at_once_s, rel=1e-7, abs=1e-6)
@@ -88,7 +89,7 @@ def test_sending_two_things_takes_as_long_as_sending_both_at_once(
 @given(profile=steps(), starts=st.tuples(st.floats(0, 50), st.floats(0, 50)),
        sizes=st.tuples(st.floats(0, 1e8), st.floats(0, 1e8)))
 def test_passing_is_monotone_in_start_and_size(
-    profile: Steps, starts: tuple[float, float], sizes: tuple[float, float],
+    profile: RateSteps, starts: tuple[float, float], sizes: tuple[float, float],
 ) -> None:
     early_s, late_s = sorted(starts)
     small, large = sorted(sizes)
@@ -100,7 +101,7 @@ def test_passing_is_monotone_in_start_and_size(
 
 @FEW
 @given(profile=steps(), time_s=st.floats(0, 1.4), rounds=st.integers(0, 5))
-def test_a_trace_with_an_end_begins_again(profile: Steps, time_s: float, rounds: int) -> None:
+def test_a_trace_with_an_end_begins_again(profile: RateSteps, time_s: float, rounds: int) -> None:
     if math.isinf(profile.end_s):
         assert profile.rate(profile.times_s[-1] + time_s + rounds) == profile.bytes_per_s[-1]
     else:
@@ -110,7 +111,7 @@ def test_a_trace_with_an_end_begins_again(profile: Steps, time_s: float, rounds:
 
 
 def test_a_link_with_next_to_no_rate_passes_nothing_in_a_time_that_is_a_number() -> None:
-    assert math.isinf(Steps((0.0,), (2.225073858507e-311,), end_s=1.501).passed_s(0.0, 1.0))
+    assert math.isinf(RateSteps((0.0,), (2.225073858507e-311,), end_s=1.501).passed_s(0.0, 1.0))
 
 
 def test_a_link_that_is_lost_for_good_lets_nothing_pass() -> None:
@@ -152,9 +153,9 @@ def write_csv(profile: BandwidthProfile, path: Path) -> None:
 @settings(max_examples=40)
 @given(up=steps(), down=steps())
 def test_what_is_written_as_a_table_reads_back_the_same(
-    tmp_path_factory: pytest.TempPathFactory, up: Steps, down: Steps,
+    tmp_path_factory: pytest.TempPathFactory, up: RateSteps, down: RateSteps,
 ) -> None:
-    profile = BandwidthProfile(up, Steps(down.times_s, down.bytes_per_s, up.end_s), 0.02)
+    profile = BandwidthProfile(up, RateSteps(down.times_s, down.bytes_per_s, up.end_s), 0.02)
     path = tmp_path_factory.mktemp("profile") / "link.csv"
     write_csv(profile, path)
     again = read_csv(path, latency_s=0.02, repeats=math.isfinite(up.end_s))
@@ -166,10 +167,10 @@ def test_what_is_written_as_a_table_reads_back_the_same(
 def test_the_last_row_lasts_as_long_as_the_one_before_it(tmp_path: Path) -> None:
     path = tmp_path / "link.csv"
     path.write_text("time_s,up_bytes_per_s,down_bytes_per_s\n0,1,2\n\n3,4,5\n")
-    assert read_csv(path).up == Steps((0.0, 3.0), (1.0, 4.0), 6.0)
-    assert read_csv(path, repeats=False).down == Steps((0.0, 3.0), (2.0, 5.0))
+    assert read_csv(path).up == RateSteps((0.0, 3.0), (1.0, 4.0), 6.0)
+    assert read_csv(path, repeats=False).down == RateSteps((0.0, 3.0), (2.0, 5.0))
     path.write_text("time_s,up_bytes_per_s,down_bytes_per_s\n0,1,2\n")
-    assert read_csv(path).down == Steps((0.0,), (2.0,), 1.0)
+    assert read_csv(path).down == RateSteps((0.0,), (2.0,), 1.0)
 
 
 HEAD = "time_s,up_bytes_per_s,down_bytes_per_s\n"
@@ -200,10 +201,13 @@ def test_a_table_that_is_not_there_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("make", "complaint"), [
-    (lambda: Steps((), ()), "as many rates as times"), (lambda: Steps((0.0,), (1.0, 2.0)), "as many rates as times"),
-    (lambda: Steps((1.0,), (1.0,)), "the first at 0 s"), (lambda: Steps((0.0, 2.0, 2.0), (1.0,) * 3), "must rise"),
-    (lambda: Steps((0.0, 2.0), (1.0,) * 2, 2.0), "2.0 s follows 2.0 s"),
-    (lambda: Steps((0.0,), (-1.0,)), "-1.0 bytes/s at 0.0 s"), (lambda: constant(math.inf, 1.0), "must be 0 or more"),
+    (lambda: RateSteps((), ()), "as many rates as times"),
+    (lambda: RateSteps((0.0,), (1.0, 2.0)), "as many rates as times"),
+    (lambda: RateSteps((1.0,), (1.0,)), "the first at 0 s"),
+    (lambda: RateSteps((0.0, 2.0, 2.0), (1.0,) * 3), "must rise"),
+    (lambda: RateSteps((0.0, 2.0), (1.0,) * 2, 2.0), "2.0 s follows 2.0 s"),
+    (lambda: RateSteps((0.0,), (-1.0,)), "-1.0 bytes/s at 0.0 s"),
+    (lambda: constant(math.inf, 1.0), "must be 0 or more"),
     (lambda: constant(1.0, 1.0, -1.0), "latency_s = -1.0"), (lambda: segments([]), "no segments"),
     (lambda: segments([(0.0, 1.0, 1.0)]), "a segment of 0.0 s"),
 ])

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Steps, constant, segments
+from socflower.cluster.link_rate import RateSteps
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, constant, segments
 from socflower.edgecloud.links.shaping import BURST_BYTES, TokenBucket
 from socflower.errors import ConfigError
 
@@ -99,7 +100,7 @@ def test_an_outage_is_waited_for() -> None:
 
 def test_the_trace_begins_where_it_is_told_to() -> None:
     clock = Clock([0.0])
-    profile = BandwidthProfile(Steps((0.0, 10.0), (0.0, 100.0)), Steps((0.0,), (1.0,)))
+    profile = BandwidthProfile(RateSteps((0.0, 10.0), (0.0, 100.0)), RateSteps((0.0,), (1.0,)))
     assert TokenBucket(profile, "up", clock=clock, sleep=clock.sleep, start_s=95.0).wait(100)
     assert clock.now_s == pytest.approx(106.0)
 

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates, constant, segments
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
+from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.plan.phases import batch_times, phases
-from socflower.edgecloud.plan.timeline import PROBE_BYTES, Party, Timeline, simulate
+from socflower.edgecloud.plan.split_pipeline import PROBE_BYTES, Timeline
 from socflower.edgecloud.plan.timeline_actions import Action, Kind, decode_actions, encode_actions
 from socflower.errors import ConfigError, SocflowerError
+from tests.split_edges import simulate
 
 SECONDS = st.integers(0, 40).map(lambda part: part / 8)
 CLOUDS = st.sampled_from(["own", "turns", "joined"])
