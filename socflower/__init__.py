@@ -40,7 +40,7 @@ _EXPORTS = {
     "precision.processor_costs": ("Int8Pricing", "MixedPricing"),
     "precision.operator_costs": ("profile_operators",),
     "edgecloud.program": ("JoinedProgram", "LayeredProgram", "SplitProgram", "cut_shapes"),
-    "edgecloud.samples": ("CodeSamples", "FeatureSamples", "ImageTargets", "LabelledSamples", "Samples"),
+    "edgecloud.samples": ("CodeSamples", "FeatureSamples", "ImageTargets"),
     "edgecloud.plan.decision": ("WindowSchedule", "adaptive_party"),
     "edgecloud.plan.device_costs": ("split_costs",),
     "edgecloud.links.profile_generator": ("generate_bandwidth_profile",),

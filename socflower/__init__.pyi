@@ -17,7 +17,7 @@ from socflower.edgecloud.links.profile_generator import generate_bandwidth_profi
 from socflower.edgecloud.plan.decision import WindowSchedule as WindowSchedule, adaptive_party as adaptive_party
 from socflower.edgecloud.plan.device_costs import split_costs as split_costs
 from socflower.edgecloud.program import JoinedProgram as JoinedProgram, LayeredProgram as LayeredProgram, SplitProgram as SplitProgram, cut_shapes as cut_shapes
-from socflower.edgecloud.samples import CodeSamples as CodeSamples, FeatureSamples as FeatureSamples, ImageTargets as ImageTargets, LabelledSamples as LabelledSamples, Samples as Samples
+from socflower.edgecloud.samples import CodeSamples as CodeSamples, FeatureSamples as FeatureSamples, ImageTargets as ImageTargets
 from socflower.edgecloud.stream.credentials import read_token as read_token
 from socflower.engines.local.run_app import load_flower_app as load_flower_app, quiet_flower as quiet_flower, run_app as run_app
 from socflower.engines.run_log import CsvLogger as CsvLogger, JsonLinesLogger as JsonLinesLogger, RunLogger as RunLogger, TensorBoardLogger as TensorBoardLogger, logged_evaluation as logged_evaluation

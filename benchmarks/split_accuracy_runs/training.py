@@ -18,7 +18,7 @@ from socflower.edgecloud.plan.timeline_actions import Action, Kind
 from socflower.edgecloud.program import LayeredProgram
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.in_process import run_actions
-from socflower.edgecloud.samples import BatchOrder, LabelledSamples, PartyBatches
+from socflower.edgecloud.samples import BatchOrder, PartyBatches
 from socflower.training.fp32 import sgd
 from socflower.workloads import build_model, evaluate, load_weights
 
@@ -65,7 +65,7 @@ class Training:
     def batches(self) -> PartyBatches:
         """Return which samples are in which batch."""
         order = BatchOrder(self.recipe.num_images, self.recipe.batches_per_epoch, self.seed)
-        return PartyBatches(LabelledSamples(self.images.train), order)
+        return PartyBatches(self.images.train, order)
 
     def normal(self, num_batches: int | None = None, at: Mapping[int, Callable[[nn.Module], None]] | None = None,
                ) -> Trained:

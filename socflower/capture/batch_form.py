@@ -48,7 +48,7 @@ def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     return [rows(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
 
 
-def mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+def mapped(batch: Batch, change: Callable[[Tensor], Any]) -> Batch:
     """Return `batch` with every tensor changed."""
     return _combine([batch], lambda tensors: change(tensors[0]))
 
@@ -90,7 +90,7 @@ def _signature(batch: Batch) -> Any:
     return type(batch)
 
 
-def _combine(batches: Sequence[Batch], join: Callable[[list[Tensor]], Tensor]) -> Batch:
+def _combine(batches: Sequence[Batch], join: Callable[[list[Tensor]], Any]) -> Batch:
     """Return one batch of the form of `batches`, each tensor joined from theirs; other values are the first one's."""
     first = batches[0]
     if isinstance(first, Tensor):

@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[np.float32]
+Labels: TypeAlias = Any
+"""An array, or a dict, tuple or list of arrays: what travels with features to the half that has the loss."""
 Weights: TypeAlias = Mapping[str, NDArray[Any]]
 """Tensors by name: weights and buffers by their names in the whole model, optimiser state as `name::key`."""
 
@@ -51,7 +53,7 @@ class FrontHalf(Half, Protocol):
         """
         ...
 
-    def labels(self, batch: int) -> NDArray[Any]:
+    def labels(self, batch: int) -> Labels:
         """Return a batch's labels for the back half; empty if the back half has its own targets."""
         ...
 
@@ -71,7 +73,7 @@ class FrontHalf(Half, Protocol):
 class BackHalf(Half, Protocol):
     """The half with the loss."""
 
-    def step(self, batch: int, features: Sequence[Array], labels: NDArray[Any]) -> tuple[list[Array | None], float]:
+    def step(self, batch: int, features: Sequence[Array], labels: Labels) -> tuple[list[Array | None], float]:
         """Do forward, backward and update; return the gradient for each part of the features, and the loss.
 
         Several parts are those of several parties that hold different features of the same samples, in party order. A

@@ -1,39 +1,45 @@
-"""The samples of a party in a split training, and their order in batches, which depends on the seed alone."""
+"""The samples of a party in a split training: their order in batches, and what of a batch is for which half."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from socflower.capture.batch_form import Batch, form_of, mapped
+from socflower.capture.tensor_arrays import to_array
+from socflower.edgecloud.halves import Labels
 from socflower.errors import ConfigError
-from socflower.workloads import GeneratorSamples, LabelledData, VerticalSamples
+from socflower.workloads import GeneratorSamples, VerticalSamples
+from socflower.workloads.data_source import DataSource, Indices
 
 Rows = NDArray[np.int64]
 NO_LABELS: NDArray[np.int64] = np.empty(0, np.int64)
+LABELS = "labels"
+"""The entry of a batch in a dict that holds its labels, as models of Hugging Face name it."""
 
-
-BatchSource: TypeAlias = Callable[[int], tuple[Tensor, NDArray[Any], Rows]]
+BatchSource: TypeAlias = Callable[[int], tuple[Batch, Labels, Rows]]
 """Inputs, labels and sample ids of a batch by its number; repeated calls return the same."""
 
+Divide: TypeAlias = Callable[[Batch], tuple[Batch, Batch]]
+"""What of a batch the front half takes, and what travels to the back half."""
 
-class Samples(Protocol):
-    """What one side holds of each sample. Repeated calls return the same values: replays rely on it."""
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
+def inputs_and_labels(batch: Batch) -> tuple[Batch, Batch]:
+    """Return a pair as it is, and a dict as its other entries and its labels.
 
-    def inputs(self, rows: Tensor) -> Tensor:
-        """Return the front half's inputs (rows, ...)."""
-        ...
-
-    def labels(self, rows: Tensor) -> NDArray[Any]:
-        """Return the targets of the loss (rows, ...); empty where this side does not have them."""
-        ...
+    Raises `ConfigError` for a batch of another form.
+    """
+    if isinstance(batch, Mapping) and LABELS in batch:
+        return {key: part for key, part in batch.items() if key != LABELS}, batch[LABELS]
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise ConfigError(f"split training: the data give {form_of(batch)}; which part is for the cloud is only known of a "
+                      f"pair (inputs, labels) and of a dict with {LABELS!r}: give the data a collate_fn that returns "
+                      "one")
 
 
 @dataclass
@@ -69,44 +75,33 @@ class BatchOrder:
 class PartyBatches:
     """A party's batches by number, as the halves request them; only the order of one epoch is stored.
 
-    `first` is the batch of the training that the halves count as batch 0.
+    What is random in a sample, such as augmentation, is a function of seed, epoch, party and sample: a batch that is
+    requested again is the same. `first` is the batch of the training that the halves count as batch 0.
     """
 
-    samples: Samples
+    data: DataSource
     order: BatchOrder
     first: int = 0
+    divide: Divide = inputs_and_labels
 
-    def __call__(self, batch: int) -> tuple[Tensor, NDArray[Any], Rows]:
+    def __call__(self, batch: int) -> tuple[Batch, Labels, Rows]:
         """Return inputs, labels and ids of the samples of a batch."""
-        rows = self.order.rows(self.first + batch)
-        chosen = torch.from_numpy(rows)
-        return self.samples.inputs(chosen), self.samples.labels(chosen), rows
+        number = self.first + batch
+        rows = self.order.rows(number)
+        key = (self.order.seed, number // self.order.batches_per_epoch, self.order.key)
+        inputs, labels = self.divide(self.data.batch(rows, key))
+        return inputs, mapped(labels, lambda tensor: to_array(tensor, copy=False)), rows
 
-    def targets(self, batch: int) -> NDArray[Any]:
+    def targets(self, batch: int) -> Labels:
         """Return the labels only, for a back half with its own targets."""
-        return self.samples.labels(torch.from_numpy(self.order.rows(self.first + batch)))
+        return self(batch)[1]
+
+
+_NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
-class LabelledSamples:
-    """Images at the edge; their labels travel with the features."""
-
-    data: LabelledData
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def inputs(self, rows: Tensor) -> Tensor:
-        """Return normalised images."""
-        return self.data.batch(rows)[0]
-
-    def labels(self, rows: Tensor) -> NDArray[Any]:
-        """Return classes."""
-        return np.asarray(self.data.labels.index_select(0, rows).numpy())
-
-
-@dataclass(frozen=True)
-class FeatureSamples:
+class FeatureSamples(DataSource):
     """One party's features of samples of which other parties hold other features; party 0 holds the labels."""
 
     samples: VerticalSamples
@@ -115,17 +110,14 @@ class FeatureSamples:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def inputs(self, rows: Tensor) -> Tensor:
-        """Return this party's features."""
-        return self.samples.batch(rows)[0][self.party]
-
-    def labels(self, rows: Tensor) -> NDArray[Any]:
-        """Return the labels if this is party 0, otherwise nothing."""
-        return np.asarray(self.samples.labels.index_select(0, rows).numpy()) if self.party == 0 else NO_LABELS
+    def batch(self, indices: Indices, key: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """Return this party's features, and the labels if this is party 0, otherwise nothing."""
+        parts, labels = self.samples.batch(indices)
+        return parts[self.party], labels if self.party == 0 else _NOTHING
 
 
 @dataclass(frozen=True)
-class CodeSamples:
+class CodeSamples(DataSource):
     """The input codes of a generator: what the cloud holds in a reverse split."""
 
     samples: GeneratorSamples
@@ -133,13 +125,9 @@ class CodeSamples:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def inputs(self, rows: Tensor) -> Tensor:
-        """Return codes."""
-        return self.samples.codes(rows)
-
-    def labels(self, rows: Tensor) -> NDArray[Any]:
-        """Return nothing: the target images are at the edge only."""
-        return NO_LABELS
+    def batch(self, indices: Indices, key: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """Return codes without targets: those are at the edge only."""
+        return self.samples.codes(indices), _NOTHING
 
 
 class ImageTargets(CodeSamples):
@@ -148,6 +136,6 @@ class ImageTargets(CodeSamples):
     An edge that has all layers needs the codes too.
     """
 
-    def labels(self, rows: Tensor) -> NDArray[Any]:
-        """Return images, in 0..1."""
-        return np.asarray(self.samples.targets(rows).numpy())
+    def batch(self, indices: Indices, key: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """Return codes, and images in 0..1."""
+        return self.samples.codes(indices), self.samples.targets(indices)

@@ -20,7 +20,7 @@ from socflower.edgecloud.plan.baselines import gradient_bits
 from socflower.edgecloud.plan.cuts import SplitCosts
 from socflower.edgecloud.plan.device_costs import CutShape, split_costs
 from socflower.edgecloud.program import JoinedProgram, LayeredProgram, SplitProgram, cut_shapes
-from socflower.edgecloud.samples import CodeSamples, FeatureSamples, ImageTargets, LabelledSamples, Samples
+from socflower.edgecloud.samples import CodeSamples, FeatureSamples, ImageTargets
 from socflower.errors import ConfigError
 from socflower.scenario.arithmetic import optimizer
 from socflower.scenario.schema.config import Scenario
@@ -39,6 +39,7 @@ from socflower.workloads import (
     load_weights,
     partition,
 )
+from socflower.workloads.data_source import DataSource
 
 CLICKS, CLICK_MODEL, GENERATOR = "clicks", "click-model", "digit-generator"
 _EVALUATION_BATCH = 2000
@@ -67,10 +68,10 @@ class SplitWorkload(ABC):
         """The model, its cut points, and its training settings."""
 
     @abstractmethod
-    def samples(self, edge: int) -> Samples:
+    def samples(self, edge: int) -> DataSource:
         """Return an edge's samples."""
 
-    def cloud_samples(self, edge: int) -> Samples | None:
+    def cloud_samples(self, edge: int) -> DataSource | None:
         """Return the cloud's part of an edge's samples; None if the cloud needs only features."""
         return None
 
@@ -135,9 +136,9 @@ class ImageWorkload(SplitWorkload):
         model = initial_model(self.scenario, num_classes=len(classes) or None)
         return self._program(model, image_shape(self.scenario), functional.cross_entropy)
 
-    def samples(self, edge: int) -> Samples:
+    def samples(self, edge: int) -> DataSource:
         """Return an edge's part of the images."""
-        return LabelledSamples(self._data.train.select(self._parts[edge]))
+        return self._data.train.select(self._parts[edge])
 
     def num_samples(self) -> list[int]:
         """Return how many images each edge holds."""
@@ -179,7 +180,7 @@ class ClickWorkload(SplitWorkload):
             bottoms=[f"bottoms.{edge}" for edge in range(self.num_edges)], schedule=self.schedule, seed=seed,
             optimizer=optimizer(self.scenario))
 
-    def samples(self, edge: int) -> Samples:
+    def samples(self, edge: int) -> DataSource:
         """Return a party's features of all samples."""
         return FeatureSamples(self._data.train, edge)
 
@@ -237,11 +238,11 @@ class GeneratorWorkload(SplitWorkload):
         example = (self._samples.codes([0]).shape[1],)
         return self._program(model, example, functional.mse_loss, reverse=True)
 
-    def samples(self, edge: int) -> Samples:
+    def samples(self, edge: int) -> DataSource:
         """Return the images."""
         return ImageTargets(self._samples)
 
-    def cloud_samples(self, edge: int) -> Samples:
+    def cloud_samples(self, edge: int) -> DataSource:
         """Return the codes."""
         return CodeSamples(self._samples)
 

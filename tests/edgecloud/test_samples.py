@@ -1,10 +1,16 @@
+import random
+from typing import Any
+
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from socflower.edgecloud.samples import BatchOrder
+from socflower.edgecloud.samples import BatchOrder, PartyBatches
 from socflower.errors import ConfigError
+from socflower.workloads.map_dataset import as_data_source
 
 
 @given(num_samples=st.integers(1, 200), seed=st.integers(0, 2**32 - 1), key=st.integers(0, 5), draw=st.data())
@@ -36,3 +42,44 @@ def test_parties_of_one_key_have_one_order_and_others_another() -> None:
 def test_batches_without_samples_are_refused(per_epoch: int) -> None:
     with pytest.raises(ConfigError, match="10 samples cannot make"):
         BatchOrder(10, per_epoch, seed=1)
+
+
+class Flipping(Dataset):  # type: ignore[type-arg]
+    """Twelve rows that are flipped and shifted at random, each time they are read."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        row = torch.arange(4.0) + 10 * index
+        return (row.flip(0) if torch.rand(()) < 0.5 else row) + np.random.normal() + random.random(), index % 3
+
+
+@given(asked=st.lists(st.integers(0, 11), min_size=1, max_size=12))
+@settings(max_examples=10)
+def test_augmentation_is_a_function_of_seed_epoch_party_and_sample(asked: list[int]) -> None:
+    def party(key: int, seed: int = 3, **options: Any) -> PartyBatches:
+        data = as_data_source(DataLoader(Flipping(), **options))
+        return PartyBatches(data, BatchOrder(12, 4, seed, key))
+
+    first, again, other, reseeded = party(0), party(0, collate_fn=default_collate), party(1), party(0, seed=4)
+    for batch in asked:
+        inputs, labels, rows = first(batch)
+        assert torch.equal(inputs, again(batch)[0]) and labels.tolist() == (rows % 3).tolist()
+        for row, value in zip(rows, inputs, strict=True):  # of another epoch, party or seed: another one
+            for strange, number in ((first, (batch + 4) % 12), (other, batch), (reseeded, batch)):
+                found = {int(each): tensor for at in range(4 * (number // 4), 4 * (number // 4) + 4)
+                         for each, tensor in zip(strange(at)[2], strange(at)[0], strict=True)}
+                assert not torch.equal(found[int(row)], value)
+
+
+def test_a_batch_of_another_form_is_refused_with_what_would_do() -> None:
+    three = PartyBatches(as_data_source([(1.0, 2.0, 3)] * 4), BatchOrder(4, 2, 1))
+    with pytest.raises(ConfigError, match=r"list of .*; which part is for the cloud.*collate_fn"):
+        three(0)
+
+
+def test_a_dict_is_divided_into_its_labels_and_the_rest() -> None:
+    rows = [{"input_ids": torch.tensor([at, 1]), "labels": at} for at in range(4)]
+    inputs, labels, ids = PartyBatches(as_data_source(rows), BatchOrder(4, 2, 1))(1)
+    assert set(inputs) == {"input_ids"} and inputs["input_ids"][:, 0].tolist() == labels.tolist() == ids.tolist()

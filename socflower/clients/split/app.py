@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -17,21 +17,20 @@ from socflower.clients.split.in_process import SpanOutcome, SplitSettings, train
 from socflower.clients.split.remote_cloud import CloudLink, train_with_cloud
 from socflower.clients.split.saved_halves import SplitState
 from socflower.edgecloud.program import SplitProgram
-from socflower.edgecloud.samples import Samples
 from socflower.errors import ConfigError
 from socflower.training.trainer import torch_threads
 from socflower.wire.message_keys import ARRAYS, EVENTS, METRICS, NUM_EXAMPLES, QUERY_ACTION
 from socflower.wire.split_message_keys import SPLIT, SPLIT_REPORT, SplitTask
 
 ProgramFn: TypeAlias = Callable[[Context], SplitProgram]
-SamplesFn: TypeAlias = Callable[[Context, int, int], Samples]
+SplitDataFn: TypeAlias = Callable[[Context, int, int], Any]
 CloudLinkFn: TypeAlias = Callable[[Context], CloudLink]
 SettingsFn: TypeAlias = Callable[[Context], SplitSettings]
 FolderFn: TypeAlias = Callable[[Context], Path | None]
 
 
 def make_split_client_app(
-    program_fn: ProgramFn, samples_fn: SamplesFn, *, cloud_samples_fn: SamplesFn | None = None,
+    program_fn: ProgramFn, data_fn: SplitDataFn, *, cloud_data_fn: SplitDataFn | None = None,
     settings_fn: SettingsFn = lambda context: SplitSettings(), link_fn: CloudLinkFn = lambda context: CloudLink(),
     mods: Sequence[Mod] = (), num_threads: int = 1, state_folder: FolderFn | None = None,
     extra_keys: Sequence[str] = (),
@@ -42,9 +41,11 @@ def make_split_client_app(
     ----------
     program_fn : (context) -> SplitProgram
         The model, its possible cuts, and how it is trained. The cloud builds it from the same code.
-    samples_fn : (context, party, num_parties) -> Samples
-        The samples of a party. Without a cloud, one node may be asked for those of all parties.
-    cloud_samples_fn : same form, optional
+    data_fn : (context, party, num_parties) -> data
+        The samples of a party, in batches (inputs, labels) or in dicts with labels: a map-style torch `Dataset`, a
+        `DataLoader`, a Hugging Face `Dataset` or `LabelledData`. Without a cloud, one node may be asked for all
+        parties' data.
+    cloud_data_fn : same form, optional
         The cloud's inputs for the same samples in a reverse split, for training in one process.
     settings_fn : (context) -> SplitSettings
         How features and gradients are encoded for transfer.
@@ -80,13 +81,13 @@ def make_split_client_app(
         with torch_threads(num_threads):
             if task.address:
                 outcome = train_with_cloud(
-                    program, task, arrays, samples_fn(context, task.parties[0], task.num_parties), state,
+                    program, task, arrays, data_fn(context, task.parties[0], task.num_parties), state,
                     settings_fn(context), link_fn(context))
             else:
-                samples = [samples_fn(context, party, task.num_parties) for party in task.parties]
-                others = [cloud_samples_fn(context, party, task.num_parties) for party in task.parties] \
-                    if cloud_samples_fn is not None and task.reverse else None
-                outcome = train_in_process(program, task, arrays, samples, others, state, settings_fn(context))
+                data = [data_fn(context, party, task.num_parties) for party in task.parties]
+                others = [cloud_data_fn(context, party, task.num_parties) for party in task.parties] \
+                    if cloud_data_fn is not None and task.reverse else None
+                outcome = train_in_process(program, task, arrays, data, others, state, settings_fn(context))
         return _reply(message, outcome)
 
     return app

@@ -15,13 +15,12 @@ from socflower.edgecloud.cloud.operator_calls import CloudOperator, close_sessio
 from socflower.edgecloud.cloud.session import CloudHalf, HostedFront, SessionFactory, SessionTerms
 from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.program import Arrays, SplitProgram, without_prefix
-from socflower.edgecloud.samples import Samples
 from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.errors import ConfigError
 from socflower.wire.frame_channel import StreamLost
 from socflower.wire.split_message_keys import JOINED, OWN, TURNS, SplitTask
 
-CloudSamplesFn: TypeAlias = Callable[[int, int], Samples]
+CloudDataFn: TypeAlias = Callable[[int, int], Any]
 _Answer = TypeVar("_Answer")
 _TASK = "task"
 _PAUSE_S = 0.5
@@ -29,11 +28,11 @@ _PAUSE_S = 0.5
 
 def session_factory(
     program: SplitProgram, *, settings: SplitSettings | None = None,
-    samples_fn: CloudSamplesFn | None = None,
+    data_fn: CloudDataFn | None = None,
 ) -> SessionFactory:
     """Return a factory of the cloud's halves of one program.
 
-    `samples_fn(party, num_parties)` returns the cloud's inputs for a party's samples in a reverse split.
+    `data_fn(party, num_parties)` returns the cloud's inputs for a party's samples in a reverse split.
     """
 
     def make(terms: SessionTerms, weights: Weights) -> CloudHalf:
@@ -50,11 +49,11 @@ def session_factory(
             if weights:
                 back.load(weights)
             return back
-        if samples_fn is None:
+        if data_fn is None:
             raise ConfigError(f"run {terms.run_id}: a reverse split, and this cloud knows nothing of its samples; give "
-                              "session_factory samples_fn")
+                              "session_factory data_fn")
         party = task.parties[0]
-        batches = party_batches(task, party, samples_fn(party, task.num_parties), first=task.session_first)
+        batches = party_batches(task, party, data_fn(party, task.num_parties), first=task.session_first)
         front = own.front(party, task.cuts[0], batches).half
         if weights:
             front.load(weights)

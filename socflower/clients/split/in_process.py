@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
-from torch import Tensor
 
+from socflower.capture.batch_form import Batch
 from socflower.clients.split.saved_halves import SplitState
 from socflower.edgecloud.plan.decision import WindowSchedule
 from socflower.edgecloud.plan.timeline_actions import Action, decode_actions
@@ -16,12 +16,14 @@ from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.half_state import mean_loss
 from socflower.edgecloud.runtime.in_process import run_actions
-from socflower.edgecloud.samples import BatchOrder, PartyBatches, Samples
+from socflower.edgecloud.samples import BatchOrder, PartyBatches
 from socflower.errors import ConfigError
 from socflower.hierarchy.averaging import weighted_average
 from socflower.wire.codecs.error_feedback import Form
 from socflower.wire.codecs.quantisation import Grouping
 from socflower.wire.split_message_keys import EDGE_ALONE, JOINED, OWN, SplitReport, SplitTask
+from socflower.workloads.data_source import DataSource, Indices
+from socflower.workloads.map_dataset import as_data_source
 
 Fronts: TypeAlias = Sequence[PlacedHalf[TorchFront]]
 Backs: TypeAlias = Sequence[PlacedHalf[TorchBack]]
@@ -60,32 +62,29 @@ class SpanOutcome:
 
 
 @dataclass(frozen=True)
-class _ReverseSplitSamples:
+class _ReverseSplitData(DataSource):
     """The cloud's inputs in a reverse split, with the labels that an edge with all layers trains on."""
 
-    cloud: Samples
-    edge: Samples
+    cloud: DataSource
+    edge: DataSource
 
     def __len__(self) -> int:
         return len(self.cloud)
 
-    def inputs(self, rows: Tensor) -> Tensor:
-        return self.cloud.inputs(rows)
-
-    def labels(self, rows: Tensor) -> NDArray[Any]:
-        return self.edge.labels(rows)
+    def batch(self, indices: Indices, key: Sequence[int] = ()) -> Batch:
+        return self.cloud.batch(indices, key)[0], self.edge.batch(indices, key)[1]
 
 
 def train_in_process(
-    program: SplitProgram, task: SplitTask, arrays: Arrays, samples: Sequence[Samples],
-    cloud_samples: Sequence[Samples] | None, state: SplitState, settings: SplitSettings,
+    program: SplitProgram, task: SplitTask, arrays: Arrays, data: Sequence[Any],
+    cloud_data: Sequence[Any] | None, state: SplitState, settings: SplitSettings,
 ) -> SpanOutcome:
     """Train all of the task's parties and their cloud halves; `arrays` are those of the whole model.
 
     Parties that take turns are averaged at the end, by samples; a single party or joined parties keep their optimisers.
     """
-    batches = [party_batches(task, party, own) for party, own in zip(task.parties, samples, strict=True)]
-    fronts, backs = _halves(program, task, batches, cloud_samples)
+    batches = [party_batches(task, party, own) for party, own in zip(task.parties, data, strict=True)]
+    fronts, backs = _halves(program, task, batches, cloud_data)
     resumed = resumed_halves(task, fronts, backs)
     events = resume(resumed, state)
     for front in fronts:
@@ -102,11 +101,14 @@ def train_in_process(
         num_samples=sum(num_samples(task, each) for each in (batches[:1] if task.mode == JOINED else batches)))
 
 
-def party_batches(task: SplitTask, party: int, samples: Samples, *, first: int = 0) -> PartyBatches:
+def party_batches(task: SplitTask, party: int, data: Any, *, first: int = 0) -> PartyBatches:
     """Return a party's batches, numbered from `first` as 0; joined parties have the same samples in the same order.
+
+    `data` is what a user's `data_fn` returned; `ConfigError` if its samples cannot be read by number.
     """
-    return PartyBatches(samples, BatchOrder(len(samples), task.batches_per_epoch, task.seed,
-                                            0 if task.mode == JOINED else party), first)
+    source = as_data_source(data)
+    key = 0 if task.mode == JOINED else party
+    return PartyBatches(source, BatchOrder(len(source), task.batches_per_epoch, task.seed, key), first)
 
 
 def resumed_halves(
@@ -138,12 +140,12 @@ def cut_of(half: PlacedHalf[Any]) -> int:
 
 
 def _halves(
-    program: SplitProgram, task: SplitTask, batches: Sequence[PartyBatches], cloud_samples: Sequence[Samples] | None,
+    program: SplitProgram, task: SplitTask, batches: Sequence[PartyBatches], cloud_data: Sequence[Any] | None,
 ) -> tuple[Fronts, Backs]:
     cuts = [None if cut == EDGE_ALONE else cut for cut in task.cuts]
-    sources = batches if cloud_samples is None else [
-        party_batches(task, party, _ReverseSplitSamples(cloud, own.samples))
-        for party, cloud, own in zip(task.parties, cloud_samples, batches, strict=True)]
+    sources = batches if cloud_data is None else [
+        party_batches(task, party, _ReverseSplitData(as_data_source(cloud), own.data))
+        for party, cloud, own in zip(task.parties, cloud_data, batches, strict=True)]
     fronts = [program.front(party, cut, source)
               for party, cut, source in zip(task.parties, cuts, sources, strict=True)]
     targets = list(batches) if task.reverse else [None] * len(batches)

@@ -26,7 +26,6 @@ from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.front_loop import FrontPlan, MeasuredDecider
 from socflower.edgecloud.runtime.half_state import LoopReport, mean_loss
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
-from socflower.edgecloud.samples import Samples
 from socflower.errors import ConfigError
 from socflower.quantities import counted
 from socflower.wire.folders import temporary_folder
@@ -66,7 +65,7 @@ def cloud_link(context: Context) -> CloudLink:
 
 
 def train_with_cloud(
-    program: SplitProgram, task: SplitTask, arrays: Arrays, samples: Samples, state: SplitState,
+    program: SplitProgram, task: SplitTask, arrays: Arrays, data: Any, state: SplitState,
     settings: SplitSettings, link: CloudLink,
 ) -> SpanOutcome:
     """Train the task's span with the edge's half here and the other half in the cloud."""
@@ -74,7 +73,7 @@ def train_with_cloud(
         raise ConfigError(f"split client: a message for parties {list(task.parties)}; with a cloud each edge gets its "
                           "own")
     party, offset = task.parties[0], task.session_first
-    batches = party_batches(task, party, samples, first=offset)
+    batches = party_batches(task, party, data, first=offset)
     own = program.starting_at(offset)
     half: PlacedHalf[Any] = own.back(task.cuts[0], batches) if task.reverse else own.front(party, task.cuts[0], batches)
     resumed = resumed_halves(task, [], [half]) if task.reverse else resumed_halves(task, [half], [])

@@ -3,20 +3,21 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from socflower.capture.batch_form import Batch
 from socflower.capture.cut_points import SplitModel
 from socflower.capture.tensor_arrays import layout_of, to_array, to_tensor
-from socflower.edgecloud.halves import Array
+from socflower.edgecloud.halves import Array, Labels
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
 from socflower.edgecloud.runtime.halves import Loss, TorchHalf, checked_loss, targets_from
 from socflower.errors import ConfigError
 
-Samples: TypeAlias = tuple[torch.Tensor, NDArray[Any], NDArray[np.int64]]
+Samples: TypeAlias = tuple[Batch, Labels, NDArray[np.int64]]
 """Inputs, labels for the back half, and sample ids."""
 
 
@@ -64,12 +65,12 @@ class TorchFront(TorchHalf):
         samples = self._samples(batch)
         with_graph = keep_graph and self._split.front_trains(self._cut)
         with torch.set_grad_enabled(with_graph):
-            features = self._run(batch, samples[0].to(self._device))
+            features = self._run(batch, samples[0])
         self._in_flight[batch] = _InFlight(tuple(features.shape), features if with_graph else None, self._num_updates)
         # A copy: the graph may need its result unchanged, and the half may return its inputs.
         return to_array(features)
 
-    def labels(self, batch: int) -> NDArray[Any]:
+    def labels(self, batch: int) -> Labels:
         """Return the labels of a batch from its source."""
         return self._samples(batch)[1]
 
@@ -106,7 +107,7 @@ class TorchFront(TorchHalf):
         else:
             samples = self._samples(batch)
             with _preserve_buffers(self._layers()):
-                features = self._run(batch, samples[0].to(self._device))
+                features = self._run(batch, samples[0])
                 if tuple(features.shape) != waiting.shape:
                     raise ConfigError(f"model {name}: batch {batch} is another one in its replay, with features "
                                       f"{tuple(features.shape)} for {waiting.shape}; its source must repeat itself")
@@ -119,7 +120,7 @@ class TorchFront(TorchHalf):
             raise ConfigError(f"model {self._split.name}: cannot be trained by the front half alone: "
                               + ("it was given no loss" if self._loss is None else f"it is cut at {self._cut}"))
         inputs, labels, _ = self._samples(batch)
-        outputs = self._run(batch, inputs.to(self._device))
+        outputs = self._run(batch, inputs)
         loss = checked_loss(self._loss(outputs, targets_from(labels, self._device)), self._split.name)
         self._optimizer.zero_grad()
         torch.autograd.backward(loss)

@@ -8,16 +8,17 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from socflower.capture.batch_form import Batch, mapped, output_of
 from socflower.capture.cut_points import SplitModel
 from socflower.capture.graph import CAPTURE_LOCK
 from socflower.capture.halves import random_streams
 from socflower.capture.tensor_arrays import to_array, to_tensor
-from socflower.edgecloud.halves import Weights
+from socflower.edgecloud.halves import Labels, Weights
 from socflower.edgecloud.runtime.half_optimizer import SEPARATOR, HalfOptimizer, OptimizerFactory, Schedule
 from socflower.errors import ConfigError
 from socflower.wire.saved_state import from_bytes, to_bytes
 
-Loss: TypeAlias = Callable[[Any, torch.Tensor], torch.Tensor]
+Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
 """A function of outputs and targets that returns one number, the mean over the batch."""
 
 _STATE = "half of a split model"
@@ -172,15 +173,15 @@ class TorchHalf:
         self._module = None
         self._optimizer.set_weights(self._own_tensors(), taken)
 
-    def _run(self, batch: int, argument: Any) -> Any:
+    def _run(self, batch: int, argument: Batch) -> Any:
         """Run this half's layers in training mode, with the random streams of a batch."""
-        layers = self._layers()
+        layers, argument = self._layers(), mapped(argument, lambda tensor: tensor.to(self._device))
         if not self._split.random_layers:
             with CAPTURE_LOCK.shared():
-                return layers(argument)
+                return output_of(layers, argument)
         # In this order: the exclusive holder of the lock forks the generator, and would wait for a half at the lock.
         with CAPTURE_LOCK.shared(), random_streams(self._seed, batch, self._device):
-            return layers(argument)
+            return output_of(layers, argument)
 
     def _layers(self) -> nn.Module:
         if self._module is None:
@@ -219,8 +220,12 @@ class TorchHalf:
             tensor.grad = None
 
 
-def targets_from(labels: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return labels as a tensor: int64 for integers, as torch's losses require."""
+def targets_from(labels: Labels, device: torch.device) -> Any:
+    """Return labels as tensors, in the form that they have: int64 for integers, as torch's losses require."""
+    if isinstance(labels, Mapping):
+        return {key: targets_from(part, device) for key, part in labels.items()}
+    if isinstance(labels, tuple | list):
+        return type(labels)(targets_from(part, device) for part in labels)
     whole = np.issubdtype(labels.dtype, np.integer)
     return to_tensor(labels.astype(np.int64, copy=False) if whole else labels, device)
 

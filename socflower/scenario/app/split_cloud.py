@@ -96,13 +96,13 @@ def _factory(program: str, overrides: Sequence[str]) -> SessionFactory:
         return session_factory(_import_program(program))
     setting = SplitSetting(_scenario(Path(program), overrides))
 
-    def samples(party: int, num_parties: int) -> Any:
+    def data(party: int, num_parties: int) -> Any:
         known = setting.workload.cloud_samples(party)
         if known is None:
             raise ConfigError(f"{program}: this workload has nothing in the cloud but features")
         return known
 
-    return session_factory(setting.workload.program, settings=split_settings(setting), samples_fn=samples)
+    return session_factory(setting.workload.program, settings=split_settings(setting), data_fn=data)
 
 
 def _scenario(path: Path, overrides: Sequence[str]) -> Scenario:

@@ -18,7 +18,6 @@ from socflower.clients.split.in_process import SplitSettings
 from socflower.clients.split.remote_cloud import CloudLink, cloud_link
 from socflower.edgecloud.cloud.operator_calls import CloudOperator
 from socflower.edgecloud.program import SplitProgram
-from socflower.edgecloud.samples import Samples
 from socflower.edgecloud.stream.credentials import read_token
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError, TrainingFailed
@@ -33,6 +32,7 @@ from socflower.sim import EventClock, Trace
 from socflower.strategies.split_replay import SplitReplay
 from socflower.wire.codecs.error_feedback import Form
 from socflower.wire.message_keys import PARTITION_ID
+from socflower.workloads.data_source import DataSource
 
 FolderOf: TypeAlias = Callable[[Context], RunFolder]
 
@@ -46,10 +46,10 @@ def split_client_app(folder_of: FolderOf) -> ClientApp:
     def program(context: Context) -> SplitProgram:
         return _setting(folder_of(context)).workload.program
 
-    def samples(context: Context, party: int, num_parties: int) -> Samples:
+    def data(context: Context, party: int, num_parties: int) -> DataSource:
         return _setting(folder_of(context)).workload.samples(party)
 
-    def cloud_samples(context: Context, party: int, num_parties: int) -> Samples:
+    def cloud_data(context: Context, party: int, num_parties: int) -> DataSource:
         known = _setting(folder_of(context)).workload.cloud_samples(party)
         if known is None:
             raise ConfigError("split scenario: this workload has nothing in the cloud but features")
@@ -67,7 +67,7 @@ def split_client_app(folder_of: FolderOf) -> ClientApp:
                        bandwidth_profile=setting.links[edge] if folder.read_cloud() is not None else None)
 
     return make_split_client_app(
-        program, samples, cloud_samples_fn=cloud_samples, settings_fn=settings, link_fn=link,
+        program, data, cloud_data_fn=cloud_data, settings_fn=settings, link_fn=link,
         state_folder=lambda context: folder_of(context).clients_folder(context.node_config))
 
 

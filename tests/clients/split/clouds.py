@@ -30,7 +30,7 @@ class Cloud:
     def __init__(self, program: SplitProgram, *, knows_samples: bool = True, folder: Path | None = None,
                  settings: SplitSettings | None = None) -> None:
         self.program, self.lines = program, list[str]()
-        factory = session_factory(program, settings=settings, samples_fn=None if not knows_samples else
+        factory = session_factory(program, settings=settings, data_fn=None if not knows_samples else
                                   lambda party, num_parties: codes_of(program, party, num_parties))
         token = new_token()
 
@@ -59,7 +59,7 @@ class Cloud:
 def edge_app(program: SplitProgram, *, link: CloudLink = PATIENCE, settings: SplitSettings | None = None) -> ClientApp:
     return make_split_client_app(
         lambda context: program, lambda context, party, num_parties: samples_of(program, party),
-        cloud_samples_fn=lambda context, party, num_parties: codes_of(program, party, num_parties),
+        cloud_data_fn=lambda context, party, num_parties: codes_of(program, party, num_parties),
         settings_fn=lambda context: settings or SplitSettings(), link_fn=lambda context: link)
 
 

@@ -23,6 +23,7 @@ from socflower.edgecloud.samples import NO_LABELS, BatchOrder
 from socflower.engines.local.workers import handle
 from socflower.training.fp32 import sgd
 from socflower.wire.split_message_keys import OWN
+from socflower.workloads.data_source import DataSource, Indices
 from socflower.workloads.models import build_model
 from tests.seeded import built
 
@@ -31,7 +32,7 @@ BATCHES_PER_EPOCH = 4
 
 
 @dataclass(frozen=True)
-class MadeSamples:
+class MadeSamples(DataSource):
     """Samples that are a function of a seed; `labelled` False is a party that knows no labels."""
 
     shape: tuple[int, ...]
@@ -43,6 +44,10 @@ class MadeSamples:
 
     def __len__(self) -> int:
         return self.num_samples
+
+    def batch(self, indices: Indices, key: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.as_tensor(indices)
+        return self.inputs(rows), torch.from_numpy(self.labels(rows))
 
     def inputs(self, rows: torch.Tensor) -> torch.Tensor:
         made = np.random.default_rng([self.seed, 1]).normal(size=(self.num_samples, *self.shape)).astype(np.float32)

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("one_run_and_thread")
 def client_app(program: SplitProgram, **settings: Any) -> ClientApp:
     return make_split_client_app(
         lambda context: program, lambda context, party, num_parties: samples_of(program, party),
-        cloud_samples_fn=(lambda context, party, num_parties: codes_of(program, party, num_parties))
+        cloud_data_fn=(lambda context, party, num_parties: codes_of(program, party, num_parties))
         if program.is_reverse else None, **settings)
 
 

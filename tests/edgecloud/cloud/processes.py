@@ -33,7 +33,7 @@ from socflower.edgecloud.program import LayeredProgram, PlacedHalf
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_front
-from socflower.edgecloud.samples import BatchOrder, LabelledSamples, PartyBatches
+from socflower.edgecloud.samples import BatchOrder, PartyBatches
 from socflower.errors import SocflowerError
 from socflower.training.fp32 import sgd
 from socflower.wire.secure_channel import Tls
@@ -101,7 +101,7 @@ def program() -> LedgeredProgram:
 
 def party_batches() -> PartyBatches:
     digits = load_data("digits").train.select(np.arange(NUM_SAMPLES))
-    return PartyBatches(LabelledSamples(digits), BatchOrder(NUM_SAMPLES, BATCHES_PER_EPOCH, SEED))
+    return PartyBatches(digits, BatchOrder(NUM_SAMPLES, BATCHES_PER_EPOCH, SEED))
 
 
 @cache

@@ -4,7 +4,7 @@ from functools import cache
 
 from torch import nn
 
-from socflower import LabelledSamples, LayeredProgram, build_model, iid_partition, load_data, sgd
+from socflower import LabelledData, LayeredProgram, build_model, iid_partition, load_data, sgd
 
 SHAPE = (1, 28, 28)
 
@@ -17,6 +17,6 @@ program = LayeredProgram(model_fn=load_model, example=SHAPE, optimizer=sgd(0.02,
 
 
 @cache
-def load_samples(party: int, num_parties: int) -> LabelledSamples:
+def load_samples(party: int, num_parties: int) -> LabelledData:
     data = load_data("digits").train
-    return LabelledSamples(data.select(iid_partition(len(data), num_parties, seed=1)[party]))
+    return data.select(iid_partition(len(data), num_parties, seed=1)[party])
