@@ -32,7 +32,8 @@ from socflower.cli.terminal import (
 )
 from socflower.engines.names import MAX_WORKERS, require_count, require_engine
 from socflower.errors import ConfigError
-from socflower.quantities import human_bytes, human_joules, human_ratio, human_seconds, percent
+from socflower.quantities import human_bytes, human_joules, human_ratio, human_seconds
+from socflower.report.quality import QUALITIES, Quality
 
 if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
     from socflower.engines.run_log import RoundLogging
@@ -50,7 +51,7 @@ def compare(
                                                    "standard deviation.")] = None,
     tune: Annotated[str | None, typer.Option(help="KEY=VALUE,VALUE,...: search a key of [train] for each strategy, "
                                                   "with an unreported seed, for the quickest to [compare] "
-                                                  "target_accuracy, else the most accurate.")] = None,
+                                                  "target, else the best accuracy or loss.")] = None,
     cluster: Annotated[Path | None, typer.Option(help="As of run.")] = None,
     vary: Annotated[str, typer.Option(help="For app folders: KEY=VALUE,VALUE,... of their run config.")] = "",
     nodes: Annotated[int | None, typer.Option(help="As of run.")] = None,
@@ -124,20 +125,21 @@ def print_comparison(console: Console, scenario: "Scenario | None", document: Ma
     if scenario is not None:
         print_question(console, scenario)
     # Heads of two lines, so that eight columns fit a terminal of 80.
-    goal = percent(document["target_accuracy"])
+    quality = QUALITIES[document["quality"]]
+    goal = quality.goal(document[quality.target_key])
     deployed = any(row["virtual_s"] is None for row in document["rows"])
-    table = Table("app" if scenario is None else "strategy", "final\naccuracy", f"time to\n{goal}",
+    table = Table("app" if scenario is None else "strategy", f"final\n{quality.name}", f"time to\n{goal}",
                   "energy\nto it", "time\nin all", "energy\nin all", "between\nSoCs", "over\nhub",
                   header_style="bold", padding=(0, 1), collapse_padding=True, pad_edge=False)
     means = document.get("means")
     for row in means or ():
-        _add_means(table, row, deployed)
+        _add_means(table, row, quality, deployed)
     for row in () if means else document["rows"]:
         inside = row["bytes"]["intra_board"] + row["bytes"]["inter_board"]
-        reached = row["time_to_accuracy_s"]
-        table.add_row(row["strategy"], percent(row["final_accuracy"]),
+        reached = row[quality.time_key]
+        table.add_row(row["strategy"], quality.shown(row[quality.final_key]),
                       "not reached" if reached is None else human_seconds(reached),
-                      _joules(row["energy_to_accuracy_j"]),
+                      _joules(row[quality.energy_key]),
                       human_seconds(row["wall_s"] if deployed else row["virtual_s"]), _joules(row["energy_j"]),
                       human_bytes(inside), human_bytes(row["bytes"]["hub"]))
     console.print(table)
@@ -156,17 +158,18 @@ def print_comparison(console: Console, scenario: "Scenario | None", document: Ma
     print_text(f"report: {out / 'report.html'}", console)
 
 
-def _add_means(table: Table, row: Mapping[str, Any], deployed: bool) -> None:
+def _add_means(table: Table, row: Mapping[str, Any], quality: Quality, deployed: bool) -> None:
     """Add the row of a strategy's seeds: each mean with its spread below it."""
     num_seeds, spread = len(row["seeds"]), row["spread"]
 
     def cell(figure: str, shown: Callable[[float | None], str]) -> str:
         if row[figure] is None:
-            return f"{row['num_reached']} of {num_seeds}\nreached it" if figure == "time_to_accuracy_s" else shown(None)
+            return f"{row['num_reached']} of {num_seeds}\nreached it" if figure == quality.time_key else shown(None)
         return f"{shown(row[figure])}\n± {shown(spread[figure])}"
 
-    table.add_row(row["strategy"], cell("final_accuracy", percent), cell("time_to_accuracy_s", human_seconds),
-                  cell("energy_to_accuracy_j", _joules), cell("wall_s" if deployed else "virtual_s", human_seconds),
+    table.add_row(row["strategy"], cell(quality.final_key, quality.shown),
+                  cell(quality.time_key, human_seconds),
+                  cell(quality.energy_key, _joules), cell("wall_s" if deployed else "virtual_s", human_seconds),
                   cell("energy_j", _joules), human_bytes(row["bytes"]["intra_board"] + row["bytes"]["inter_board"]),
                   human_bytes(row["bytes"]["hub"]))
 

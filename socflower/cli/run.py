@@ -37,6 +37,7 @@ from socflower.cli.terminal import (
 from socflower.engines.names import MAX_WORKERS, require_count, require_engine
 from socflower.errors import ConfigError
 from socflower.quantities import human_bytes, human_joules, human_seconds, percent, plain_number
+from socflower.report.quality import quality_of
 
 if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
     from socflower.engines.run_log import RoundLogging
@@ -171,7 +172,8 @@ def print_result(console: Console, scenario: "Scenario", result: Mapping[str, An
 
     print_question(console, scenario)
     table = Table("", f"{result['strategy']} on {result['engine']}", show_header=True, header_style="bold")
-    table.add_row("accuracy", percent(result["final_accuracy"]))
+    quality = quality_of([result])
+    table.add_row(quality.name, quality.shown(result[quality.final_key]))
     deployed = result["virtual_s"] is None
     if deployed:
         table.add_row("time, measured", human_seconds(result["wall_s"]))

@@ -22,6 +22,7 @@ from rich.table import Column
 
 from socflower.cli.process import prints_to_stderr
 from socflower.quantities import human_joules, human_seconds, percent, significant
+from socflower.report.quality import ACCURACY, LOSS
 
 if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
     from socflower.scenario.schema.config import Scenario
@@ -33,7 +34,7 @@ OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 StartBar: TypeAlias = Callable[[str], OnRound]
 
 _NARROW, _MEDIUM_TIMES, _MEDIUM = 64, 72, 104
-"""Terminal widths in columns below which a bar shows less: only the accuracy, no virtual time, no energy."""
+"""Terminal widths in columns below which a bar shows less: only the quality, no virtual time, no energy."""
 
 @contextmanager
 def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
@@ -84,14 +85,15 @@ def _shortened(label: str, width: int) -> str:
 
 def progress_state(entry: Mapping[str, Any], width: int) -> str:
     """Return a bar's text on a round, shortened to a terminal of `width` columns."""
-    accuracy = percent(entry["accuracy"])
+    quality = ACCURACY if entry["accuracy"] is not None else LOSS
+    value = quality.shown(entry[quality.name])
     # In a deployment the bar's elapsed time is the real one.
     virtual_s = None if "wall_s" in entry else human_seconds(entry["virtual_s"])
     if width < _NARROW:
-        return accuracy
+        return value
     if virtual_s is None or width < _MEDIUM:
-        return f"accuracy {accuracy}" + ("" if virtual_s is None or width < _MEDIUM_TIMES else f"  {virtual_s}")
-    return f"accuracy {accuracy}  {virtual_s} virtual  {human_joules(entry['energy_j'])}"
+        return f"{quality.name} {value}" + ("" if virtual_s is None or width < _MEDIUM_TIMES else f"  {virtual_s}")
+    return f"{quality.name} {value}  {virtual_s} virtual  {human_joules(entry['energy_j'])}"
 
 
 def print_question(console: Console, scenario: "Scenario") -> None:

@@ -89,16 +89,23 @@ class RoundLog:
         return max(self._rounds, default=0) + 1
 
     def documents(self, events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rounds for a result; `accuracy` and `loss` are None where the app has no such metric."""
+        """Return the rounds for a result; `accuracy` and `loss` are None where a round has no such metric.
+
+        The loss is that of the training only in an app that evaluates none in any round.
+        """
         self.close()
         by_round: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
             by_round.setdefault(int(event.get("round") or 0), []).append(event)
         last: dict[str, Any] = {"virtual_s": 0.0, "wall_s": 0.0, "energy_j": 0.0, "bytes": dict.fromkeys(Tier, 0.0)}
         documents = []
+        has_evaluated_loss = any(named("loss", entry, (SERVER, EVALUATE)) is not None
+                                 for entry in self._rounds.values())
         for number, entry in sorted(self._rounds.items()):
             last = {key: entry.get(key, value) for key, value in last.items()}  # of a round without messages
             documents.append({**self._document(entry), **last, "events": by_round.pop(number, [])})
+            if has_evaluated_loss:
+                documents[-1]["loss"] = named("loss", entry, (SERVER, EVALUATE))
         return documents
 
     def _document(self, entry: Mapping[str, Any]) -> dict[str, Any]:

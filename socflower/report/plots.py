@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from socflower.quantities import human_joules, human_seconds, percent, significant
+from socflower.report.quality import ACCURACY, Quality
 from socflower.report.summary import printable
 
 PARTS = ("compute", "synchronisation", "update", "idle", "cooling")
@@ -103,13 +104,13 @@ def needs_log(curves: Sequence[Curve]) -> bool:
     return len(ends) > 1 and min(ends) > 0 and max(ends) / min(ends) > _LOG_SPAN
 
 
-def accuracy_plot(
+def quality_plot(
     curves: Sequence[Curve], *, quantity: str, targets: Sequence[float], alt: str, prefix: str,
-    label: str = "accuracy on the test data", noun: str | None = None,
+    of: Quality = ACCURACY, label: str | None = None, noun: str | None = None,
 ) -> Plot:
-    """Return accuracy, or another share, over virtual time, energy or epochs.
+    """Return accuracy, loss, or with `label` another share, over virtual time, energy or epochs.
 
-    `quantity` is "s", "J" or "epoch"; `label` names the share, `noun` the quantity if not its default name.
+    `quantity` is "s", "J" or "epoch", and `noun` its name if not the default one.
     """
     def drawn(size: tuple[float, float], max_ticks: int) -> Figure:
         drawing = Figure(figsize=size, layout="constrained")
@@ -125,20 +126,20 @@ def accuracy_plot(
             axes.set_xlim(left=0)
         for target in targets:
             axes.axhline(target, color="#59636e", linewidth=1.2, dashes=(4, 3), zorder=1)
-        axes.set_ylabel(label)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value, 0)))
+        axes.set_ylabel(label or of.label)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: of.tick(value)))
         axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=False))
         lowest, highest = axes.get_ylim()
-        if highest - lowest < 0.1:
+        if highest - lowest < of.least_span:
             # Otherwise the ticks would need decimals, and noise would resemble progress.
             middle = (lowest + highest) / 2
-            axes.set_ylim(middle - 0.05, middle + 0.05)
+            axes.set_ylim(middle - of.least_span / 2, middle + of.least_span / 2)
         scale_x(axes, quantity, log, noun=noun, max_ticks=max_ticks)
         return drawing
 
     with report_style():
         return Plot(as_svg(drawn((10.6, 4.4), 8), alt, prefix),
-                    curve_legend(curves, [f"target {percent(each)}" for each in targets]),
+                    curve_legend(curves, [f"target {of.shown(each)}" for each in targets]),
                     narrow=as_svg(drawn((4.6, 3.7), 4), alt, f"{prefix}-narrow"))
 
 

@@ -27,7 +27,8 @@ from socflower.quantities import (
 )
 from socflower.report.board_picture import board_picture, communication_letters, letter
 from socflower.report.heat_section import heat_plots
-from socflower.report.plots import PARTS, Curve, Plot, accuracy_plot, breakdown_plot, needs_log
+from socflower.report.plots import PARTS, Curve, Plot, breakdown_plot, needs_log, quality_plot
+from socflower.report.quality import Quality
 from socflower.report.split_section import cut_plot
 from socflower.report.summary import (
     Run,
@@ -36,6 +37,7 @@ from socflower.report.summary import (
     name_runs,
     prediction_table,
     printable,
+    quality_of_runs,
     targets_of,
     verdict_on,
 )
@@ -73,12 +75,12 @@ def render_report(
         raise ConfigError("report: needs at least one result, got none")
     runs = name_runs(results)
     means_by_name = name_runs(means)
-    comparison, claims = comparison_of(means_by_name or runs), claims_of(runs)
+    comparison, claims, quality = comparison_of(means_by_name or runs), claims_of(runs), quality_of_runs(runs)
     return _ENVIRONMENT.get_template("report.html.j2").render(
         title=title, question=question.strip(), missing=MISSING, runs=runs, targets=targets_of(runs),
-        means=means_by_name, tuning=tuning,
+        means=means_by_name, tuning=tuning, quality=quality,
         comparison=comparison, claims=claims, verdict=verdict_on(claims), predictions=prediction_table(predictions),
-        over_time=_accuracy_over_time(runs), over_energy=_accuracy_over_energy(runs), mixing=_mixing_plots(runs),
+        over_time=_over_time(runs, quality), over_energy=_over_energy(runs, quality), mixing=_mixing_plots(runs),
         heat_plots=heat_plots(runs), cut_plot=cut_plot(runs), breakdowns=_breakdowns(runs), plans=_plans(runs),
         events=_events(runs), scenarios=_scenarios(runs))
 
@@ -130,32 +132,34 @@ _ENVIRONMENT.filters |= {
 
 
 # ------------------------------------------------------------------------------------------------- values of sections
-def _accuracy_over_time(runs: Sequence[Run]) -> dict[str, Any]:
+def _over_time(runs: Sequence[Run], quality: Quality) -> dict[str, Any]:
     """Return heading, note and plot; a deployment has wall time instead of virtual time."""
     for key, quantity, noun, note in (
         ("virtual_s", "s", "virtual time", ""),
         ("wall_s", "s", "wall time", "Real time since the command began, the start of Flower included."),
         ("epoch", "epoch", "epochs", "There is no virtual time on this engine."),
     ):
-        if (plot := _accuracy_plot(runs, key, quantity, noun)) is not None:
-            return {"heading": f"Accuracy over {noun}", "note": note, "plot": plot}
-    return {"heading": "Accuracy over virtual time", "note": "No accuracy was measured.", "plot": None}
+        if (plot := _quality_plot(runs, quality, key, quantity, noun)) is not None:
+            return {"heading": f"{quality.name.capitalize()} over {noun}", "note": note, "plot": plot}
+    return {"heading": f"{quality.name.capitalize()} over virtual time", "note": f"No {quality.name} was measured.",
+            "plot": None}
 
 
-def _accuracy_over_energy(runs: Sequence[Run]) -> Plot | None:
-    curves = [_curve(run, "energy_j") for run in runs]
-    return _accuracy_plot(runs, "energy_j", "J", "energy") if any(x > 0 for each in curves for x in each.xs) else None
+def _over_energy(runs: Sequence[Run], quality: Quality) -> Plot | None:
+    curves = [_curve(run, "energy_j", quality.name) for run in runs]
+    return _quality_plot(runs, quality, "energy_j", "J", "energy") if any(
+        x > 0 for each in curves for x in each.xs) else None
 
 
-def _accuracy_plot(runs: Sequence[Run], key: str, quantity: str, over: str) -> Plot | None:
-    curves = [curve for run in runs if (curve := _curve(run, key)).xs]
+def _quality_plot(runs: Sequence[Run], quality: Quality, key: str, quantity: str, over: str) -> Plot | None:
+    curves = [curve for run in runs if (curve := _curve(run, key, quality.name)).xs]
     if not curves:
         return None
     readable = {"s": human_seconds, "J": human_joules, "epoch": plain_number}[quantity]
-    alt = f"Accuracy over {over}" + (", logarithmic. " if needs_log(curves) else ". ") + "; ".join(
-        f"{curve.label}: {percent(curve.ys[-1])} after {readable(curve.xs[-1])}" for curve in curves)
-    return accuracy_plot(curves, quantity=quantity, targets=targets_of(runs), alt=alt, prefix=f"accuracy-{quantity}",
-                         noun="wall time" if over == "wall time" else None)
+    alt = f"{quality.name.capitalize()} over {over}" + (", logarithmic. " if needs_log(curves) else ". ") + "; ".join(
+        f"{curve.label}: {quality.shown(curve.ys[-1])} after {readable(curve.xs[-1])}" for curve in curves)
+    return quality_plot(curves, quantity=quantity, targets=targets_of(runs), alt=alt, of=quality,
+                        prefix=f"{quality.name}-{quantity}", noun="wall time" if over == "wall time" else None)
 
 
 def _mixing_plots(runs: Sequence[Run]) -> list[Plot]:
@@ -167,12 +171,12 @@ def _mixing_plots(runs: Sequence[Run]) -> list[Plot]:
         if curves:
             alt = f"{noun} over epochs. " + "; ".join(f"{curve.label}: {percent(curve.ys[-1])} at the end"
                                                       for curve in curves)
-            plots.append(accuracy_plot(curves, quantity="epoch", targets=(), alt=alt, prefix=key, label=label))
+            plots.append(quality_plot(curves, quantity="epoch", targets=(), alt=alt, prefix=key, label=label))
     return plots
 
 
-def _curve(run: Run, key: str, of: str = "accuracy") -> Curve:
-    """Return the curve of the rounds that have both the quantity `key` and the share `of`, such as the accuracy."""
+def _curve(run: Run, key: str, of: str) -> Curve:
+    """Return the curve of the rounds that have both the quantity `key` and the figure `of`, such as the accuracy."""
     points = [(x, y) for row in run.rows("rounds")
               if (x := finite(row.get(key))) is not None and (y := finite(row.get(of))) is not None]
     return Curve(style=run.style, label=run.label, xs=tuple(x for x, _ in points), ys=tuple(y for _, y in points))

@@ -5,17 +5,17 @@ from statistics import fmean, stdev
 from typing import Any
 
 from socflower.quantities import finite
+from socflower.report.quality import quality_of
 
-FIGURES = ("final_accuracy", "time_to_accuracy_s", "energy_to_accuracy_j", "virtual_s", "predicted_s", "wall_s",
-           "energy_j")
+COSTS = ("virtual_s", "predicted_s", "wall_s", "energy_j")
 
 
 def means_of(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return one document per strategy of several seeds, in the order of the results; none if no strategy has several.
 
-    Each of `FIGURES` is the mean over the seeds, under the name that it has in a result, and `spread` has their sample
-    standard deviations (n - 1). Both are None where a seed has no such figure; `num_reached` counts the seeds that
-    reached the target.
+    Each of `COSTS`, and of the figures of the quality, is the mean over the seeds, under the name that it has in a
+    result, and `spread` has their sample standard deviations (n - 1). Both are None where a seed has no such figure;
+    `num_reached` counts the seeds that reached the target.
     """
     by_strategy: dict[Any, list[Mapping[str, Any]]] = {}
     for result in results:
@@ -28,12 +28,13 @@ def means_of(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _means(strategy: Any, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     means: dict[str, float | None] = {}
     spread: dict[str, float | None] = {}
-    for figure in FIGURES:
+    quality = quality_of(runs)
+    for figure in (quality.final_key, quality.time_key, quality.energy_key, *COSTS):
         values = [number for run in runs if (number := finite(run.get(figure))) is not None]
         known = len(values) == len(runs)
         means[figure] = fmean(values) if known else None
         spread[figure] = stdev(values) if known and len(values) > 1 else None
     return {"strategy": strategy, "seeds": [run.get("seed") for run in runs], **means, "spread": spread,
             "bytes": {tier: fmean(float(run["bytes"][tier]) for run in runs) for tier in runs[0].get("bytes", {})},
-            "num_reached": sum(finite(run.get("time_to_accuracy_s")) is not None for run in runs),
-            "target_accuracy": runs[0].get("target_accuracy")}
+            "num_reached": sum(finite(run.get(quality.time_key)) is not None for run in runs),
+            "quality": quality.name, quality.target_key: runs[0].get(quality.target_key)}

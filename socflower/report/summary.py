@@ -15,6 +15,7 @@ from socflower.quantities import (
     percent,
     plain_number,
 )
+from socflower.report.quality import Quality, quality_of
 
 # By the suffix of an expectation's name; the plain number is shown as in the scenario file.
 _READABLE = {"_s": human_seconds, "_j": human_joules, "_bytes": human_bytes, "accuracy": percent}
@@ -88,9 +89,15 @@ def name_runs(results: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
                  for label, look, result in zip(distinct, looks, results, strict=True))
 
 
-def targets_of(runs: Iterable[Run]) -> list[float]:
-    """Return the distinct target accuracies, in ascending order."""
-    return sorted({target for run in runs if (target := finite(run.get("target_accuracy"))) is not None})
+def quality_of_runs(runs: Iterable[Run]) -> Quality:
+    """Return what the runs are judged by."""
+    return quality_of([run.result for run in runs])
+
+
+def targets_of(runs: Sequence[Run]) -> list[float]:
+    """Return the distinct targets of what the runs are judged by, in ascending order."""
+    key = quality_of_runs(runs).target_key
+    return sorted({target for run in runs if (target := finite(run.get(key))) is not None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,12 +113,13 @@ class Alternative:
 class Comparison:
     """The first run, which is the scenario's subject, against each of the others.
 
-    Times are those to the target accuracy, energies those spent until then; of whole runs where there is no target.
+    Times are those to the target, energies those spent until then; of whole runs where there is no target.
     """
 
     time_key: str
     energy_key: str
     target: float | None
+    quality: Quality
     subject: Run
     alternatives: Sequence[Alternative]
 
@@ -123,7 +131,7 @@ class Comparison:
 
     def headline(self) -> str:
         """Return in a sentence who is quicker: the subject or the best of the others."""
-        goal = "the end" if self.target is None else percent(self.target)
+        goal = "the end" if self.target is None else self.quality.goal(self.target)
         clock = "wall time" if self.time_key == "wall_s" or finite(self.subject.get("virtual_s")) is None \
             else "virtual time"
         own = finite(self.subject.get(self.time_key))
@@ -147,18 +155,19 @@ class Comparison:
 def comparison_of(runs: Sequence[Run]) -> Comparison | None:
     """Return the comparison of the first run with the others; None if there are no others.
 
-    By the time to the target accuracy, if there is one target that a run has reached; else by the whole time.
+    By the time to the target, if there is one target that a run has reached; else by the whole time.
     """
     if len(runs) < 2:
         return None
-    subject, target = runs[0], None
-    if len(targets_of(runs)) == 1 and any(finite(run.get("time_to_accuracy_s")) is not None for run in runs):
-        time_key, energy_key, target = "time_to_accuracy_s", "energy_to_accuracy_j", targets_of(runs)[0]
+    subject, target, quality = runs[0], None, quality_of_runs(runs)
+    if len(targets_of(runs)) == 1 and any(finite(run.get(quality.time_key)) is not None for run in runs):
+        time_key, energy_key, target = quality.time_key, quality.energy_key, targets_of(runs)[0]
     elif any(finite(run.get("virtual_s")) is not None for run in runs):
         time_key, energy_key = "virtual_s", "energy_j"
     else:
         time_key, energy_key = "wall_s", "energy_j"
-    return Comparison(time_key=time_key, energy_key=energy_key, target=target, subject=subject, alternatives=[
+    return Comparison(time_key=time_key, energy_key=energy_key, target=target, quality=quality, subject=subject,
+                      alternatives=[
         Alternative(run=run, time_ratio=_ratio(run.get(time_key), subject.get(time_key)),
                     energy_ratio=_ratio(run.get(energy_key), subject.get(energy_key))) for run in runs[1:]])
 

@@ -9,16 +9,14 @@ from typing import Any
 
 from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.report.quality import FIGURES, TARGETS, costs_to_target, quality_of
 from socflower.report.summary import headline_of
 from socflower.scenario.app_folder import AppRun, OnNotice, run_app_folder, write_app_report
-from socflower.scenario.comparison import common_target
 from socflower.scenario.expectations import check_app_claims, parse_claims
-from socflower.scenario.runner import costs_to_accuracy
 from socflower.wire.folders import exclusive_folder
 from socflower.wire.saved_state import remove_partial, write_atomically
 
-_ROW_KEYS = ("app", "run_config", "final_accuracy", "virtual_s", "wall_s", "energy_j", "bytes", "weights_sha256",
-             "target_accuracy", "time_to_accuracy_s", "energy_to_accuracy_j")
+_ROW_KEYS = ("app", "run_config", *FIGURES, "virtual_s", "wall_s", "energy_j", "bytes", "weights_sha256")
 _INPUTS = (".py", ".toml", ".json", ".yaml")
 _INPUTS_FILE = "inputs.json"
 
@@ -100,15 +98,17 @@ def _inputs(run: AppRun) -> dict[str, Any]:
 
 
 def _write(runs: Sequence[AppRun], results: list[dict[str, Any]], out: Path) -> dict[str, Any]:
-    target = common_target(results)
+    quality = quality_of(results)
+    target = quality.common_target(results)
     claims = []
     for run, result in zip(runs, results, strict=True):
-        result |= costs_to_accuracy(result, target)
+        result |= costs_to_target(result, quality, target)
         result["expectations"] = check_app_claims(parse_claims(run.claims), result)[0]
         claims += [{**claim, "app": run.title} for claim in result["expectations"]]
     document = {
-        "schema": 1, "engine": runs[0].engine, "cluster_file": str(runs[0].cluster_file), "target_accuracy": target,
-        "rows": [{"strategy": result["label"], **{key: result[key] for key in _ROW_KEYS}} for result in results],
+        "schema": 1, "engine": runs[0].engine, "cluster_file": str(runs[0].cluster_file),
+        "quality": quality.name, **{key: results[0][key] for key in TARGETS},
+        "rows": [{"strategy": result["label"], **{key: result.get(key) for key in _ROW_KEYS}} for result in results],
         "headline": headline_of([{**result, "strategy": result["label"]} for result in results]),
         "expectations": claims,
     }

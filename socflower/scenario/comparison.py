@@ -8,13 +8,14 @@ from typing import Any
 from socflower.engines.checkpoint import training_keys
 from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.report.quality import FIGURES, TARGETS, Quality, costs_to_target
 from socflower.report.report import write_report
 from socflower.report.spread import means_of
 from socflower.report.summary import headline_of
 from socflower.scenario.expectations import check_expectations
 from socflower.scenario.planning import predicted_epochs
 from socflower.scenario.prepared_run import PreparedRun, prepare
-from socflower.scenario.runner import costs_to_accuracy, run_to_folder
+from socflower.scenario.runner import run_to_folder, target_of
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
 from socflower.scenario.schema.strategies import STRATEGIES, family_of
@@ -22,8 +23,7 @@ from socflower.scenario.tuning import Tuning, best_of, search_seed
 from socflower.wire.folders import exclusive_folder
 from socflower.wire.saved_state import remove_partial, write_atomically
 
-_ROW_KEYS = ("strategy", "seed", "final_accuracy", "virtual_s", "wall_s", "energy_j", "bytes", "weights_sha256",
-             "target_accuracy", "time_to_accuracy_s", "energy_to_accuracy_j")
+_ROW_KEYS = ("strategy", "seed", *FIGURES, "virtual_s", "wall_s", "energy_j", "bytes", "weights_sha256")
 OnStart = Callable[[str], Callable[[dict[str, Any]], None]]
 
 
@@ -97,24 +97,27 @@ class _Comparison:
         by_seed = [[self._reported(name, seed, found) for name in self._strategies]
                    for seed in self._seeds or (self._scenario.seed,)]
         results = [result for runs in by_seed for result in runs]
-        target = self._scenario.compare.target_accuracy or common_target(results)
+        quality, target = target_of(self._scenario, results)
+        if target is None:
+            target = quality.common_target(results)
         for result in results:
-            result |= costs_to_accuracy(result, target)
+            result |= costs_to_target(result, quality, target)
             result["expectations"] = []
         for subject, *others in by_seed:
             claims = check_expectations(self._scenario.expect, subject, others)
             subject["expectations"] = [{**claim, **({"seed": subject["seed"]} if self._seeds else {})}
                                        for claim in claims]
-        return self._write(results, target, found)
+        return self._write(results, quality, found)
 
-    def _write(self, results: list[dict[str, Any]], target: float | None, found: Mapping[str, Any]) -> dict[str, Any]:
+    def _write(self, results: list[dict[str, Any]], quality: Quality, found: Mapping[str, Any]) -> dict[str, Any]:
         means = means_of(results)
         predictions = predicted_epochs(self._scenario, self._strategies)
         tuning = None if self._tuning is None else {
             "key": self._tuning.key, "seed": self._search_seed, "strategies": found}
         document = {
-            "schema": 1, "scenario": to_document(self._scenario), "engine": self._engine, "target_accuracy": target,
-            "rows": [{key: result[key] for key in _ROW_KEYS} for result in results], "means": means,
+            "schema": 1, "scenario": to_document(self._scenario), "engine": self._engine,
+            "quality": quality.name, **{key: results[0][key] for key in TARGETS},
+            "rows": [{key: result.get(key) for key in _ROW_KEYS} for result in results], "means": means,
             "headline": headline_of(means or results), "tuning": tuning,
             "expectations": [claim for result in results for claim in result["expectations"]],
             "predictions": predictions,
@@ -131,11 +134,12 @@ class _Comparison:
         for value in self._tuning.values:
             variant = self._tuning.variant(self._scenario.under(name), value).replaced(seed=self._search_seed)
             result = self._run(variant, self._out / "tune" / name / f"{key}-{value}", f"{name}, {key} {value}")
-            tried.append(result | costs_to_accuracy(result, self._scenario.compare.target_accuracy))
-        return {"chosen": self._tuning.values[best_of(tried)], "tried": [
-            {"value": value, "final_accuracy": result["final_accuracy"],
-             "time_to_accuracy_s": result["time_to_accuracy_s"]}
-            for value, result in zip(self._tuning.values, tried, strict=True)]}
+            tried.append(result)
+        quality, target = target_of(self._scenario, tried)
+        found = [result | costs_to_target(result, quality, target) for result in tried]
+        return {"chosen": self._tuning.values[best_of(found, quality)], "tried": [
+            {"value": value, quality.final_key: result[quality.final_key], quality.time_key: result[quality.time_key]}
+            for value, result in zip(self._tuning.values, found, strict=True)]}
 
     def _reported(self, name: str, seed: int, found: Mapping[str, Any]) -> dict[str, Any]:
         variant = self._scenario.under(name).replaced(seed=seed)
@@ -163,15 +167,6 @@ class _Comparison:
             self._logging.write(folder, result["rounds"])
         self._done.append(label)
         return result
-
-
-def common_target(results: Sequence[dict[str, Any]]) -> float | None:
-    """Return the accuracy that all strategies are timed to: 0.01 below the lowest final one, so that all reach it.
-
-    None if a result has no accuracy, as of a generator.
-    """
-    reached = [result["final_accuracy"] for result in results]
-    return None if None in reached else max(0.0, min(map(float, reached)) - 0.01)
 
 
 def _finished(path: Path, scenario: Scenario, engine: str) -> dict[str, Any] | None:

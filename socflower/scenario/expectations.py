@@ -36,11 +36,14 @@ _RUN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
     "groups": lambda result: result["plan"] and len(result["plan"]["groups"]),  # fedavg has no plan
 }
 _COMPARED_QUANTITIES: Mapping[str, Callable[[Result, Result], float | None]] = {
-    "accuracy_gap_to": lambda ours, other: other["final_accuracy"] - ours["final_accuracy"],
+    "accuracy_gap_to": lambda ours, other: _difference(other["final_accuracy"], ours["final_accuracy"]),
+    "loss_gap_to": lambda ours, other: _difference(ours["rounds"][-1]["loss"], other["rounds"][-1]["loss"]),
     "speedup_over": lambda ours, other: _ratio(_time_s(other), _time_s(ours)),
     "time_to_accuracy_gain_over": lambda ours, other: _ratio(other["time_to_accuracy_s"], ours["time_to_accuracy_s"]),
     "energy_to_accuracy_gain_over": lambda ours, other: _ratio(other["energy_to_accuracy_j"],
                                                                ours["energy_to_accuracy_j"]),
+    "time_to_loss_gain_over": lambda ours, other: _ratio(other["time_to_loss_s"], ours["time_to_loss_s"]),
+    "energy_to_loss_gain_over": lambda ours, other: _ratio(other["energy_to_loss_j"], ours["energy_to_loss_j"]),
     "energy_gain_over": lambda ours, other: _ratio(other["energy_j"], ours["energy_j"]),
 }
 
@@ -160,6 +163,10 @@ def _time_s(result: Result) -> float | None:
     """Return the time by which runs of one engine are compared: virtual time, or wall time if there is none."""
     virtual_s: float | None = result["virtual_s"]
     return result["wall_s"] if virtual_s is None else virtual_s
+
+
+def _difference(left: float | None, right: float | None) -> float | None:
+    return None if left is None or right is None else left - right
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:

@@ -3,7 +3,7 @@
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from socflower.engines.run_folder import RunFolder
 from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.engines.simulation import run_in_flower_simulation
 from socflower.errors import ConfigError, DataUnavailable, InfeasiblePlan, SocflowerError, TrainingFailed
+from socflower.report.quality import ACCURACY, LOSS, Quality, costs_to_target, quality_of
 from socflower.report.report import write_report
 from socflower.scenario.app.deployed import app_in_folder, deployed_app
 from socflower.scenario.app.main import scenario_server_app
@@ -37,14 +38,14 @@ from socflower.wire.saved_state import atomic_file, write_atomically
 
 _NEED_WORKERS = ("hang", "die")  # kinds of fault that need a separate worker process
 _NOTES = (
-    "Virtual time and energy come from the cluster model; accuracy comes from real training of this model.",
+    "Virtual time and energy come from the cluster model; accuracy and loss come from real training of this model.",
     "Exchange constants are fitted to the eight latencies of SoCFlow+ 2.2 (see docs/concepts/virtual-time.md).",
 )
 """Where the figures of every result come from."""
 
 _NOTES_OF_DEPLOYMENT = (
     "Wall time was measured on this deployment, its start included; predicted time, SoC time, energy and bytes come "
-    "from the cluster model; accuracy comes from real training of this model.",
+    "from the cluster model; accuracy and loss come from real training of this model.",
     _NOTES[1],
 )
 
@@ -103,7 +104,7 @@ def run_scenario(
     result["expectations"] = check_expectations(scenario.expect, result)
     if engine == "deployment":
         result = with_predictions(result)
-    result |= costs_to_accuracy(result, scenario.compare.target_accuracy)
+    result |= costs_to_target(result, *target_of(scenario, [result]))
     result["processors"] = priced_processors(scenario)
     result["notes"] = [*(_NOTES_OF_DEPLOYMENT if engine == "deployment" else _NOTES), *arithmetic_notes(scenario),
                        *gpu_notes(result["processors"], engine)]
@@ -227,17 +228,12 @@ def kept_line(kept: CheckpointFolder) -> str:
     return (f"round {kept.rounds()[0]} is kept in {kept.path}: the same command resumes after it, --fresh starts anew")
 
 
-def costs_to_accuracy(result: Mapping[str, Any], target: float | None) -> dict[str, float | None]:
-    """Return the target and the time and energy up to the end of the first round that reached it, None if none did.
-
-    The time is virtual time, or wall time if there is no virtual time.
-    """
-    reached: Mapping[str, Any] = next((entry for entry in result["rounds"] if target is not None and
-                                       (entry["accuracy"] or 0.0) >= target), {})
-    virtual_s = reached.get("virtual_s")
-    return {"target_accuracy": target,
-            "time_to_accuracy_s": reached.get("wall_s") if virtual_s is None else virtual_s,
-            "energy_to_accuracy_j": reached.get("energy_j")}
+def target_of(scenario: Scenario, results: Sequence[Mapping[str, Any]]) -> tuple[Quality, float | None]:
+    """Return the metric that results of the scenario are judged by, and its target in `[compare]`, if there is one."""
+    own = scenario.compare
+    if own.target_loss is not None or quality_of(results) is LOSS:
+        return LOSS, own.target_loss
+    return ACCURACY, own.target_accuracy
 
 
 def _run_locally(run: PreparedRun, folder: RunFolder, num_workers: int | None) -> None:

@@ -4,7 +4,6 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from socflower.edgecloud.samples import CodeSamples, FeatureSamples, ImageTarget
 from socflower.errors import ConfigError
 from socflower.scenario.arithmetic import optimizer
 from socflower.scenario.schema.config import Scenario
-from socflower.scenario.workload import image_shape, initial_model, scenario_data
+from socflower.scenario.workload import Score, image_shape, initial_model, scenario_data
 from socflower.training.fp32 import LossFn
 from socflower.workloads import (
     ClickData,
@@ -43,14 +42,6 @@ from socflower.workloads.data_source import DataSource
 
 CLICKS, CLICK_MODEL, GENERATOR = "clicks", "click-model", "digit-generator"
 _EVALUATION_BATCH = 2000
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """Scores of a model; accuracy is None for a model without correct answers, such as a generator."""
-
-    accuracy: float | None
-    loss: float
 
 
 class SplitWorkload(ABC):

@@ -8,6 +8,7 @@ from typing import Any
 
 from socflower.cluster.toml_file import keys_of, parse_value, unknown_key
 from socflower.errors import ConfigError
+from socflower.report.quality import Quality
 from socflower.scenario.schema.config import Scenario, TrainConfig
 
 
@@ -44,11 +45,11 @@ def search_seed(scenario: Scenario, reported: Collection[int]) -> int:
     return next(seed for seed in count(scenario.seed) if seed not in reported)
 
 
-def best_of(results: Sequence[Mapping[str, Any]]) -> int:
-    """Return which result is best: the first to the target accuracy, or if none reached it, the most accurate."""
+def best_of(results: Sequence[Mapping[str, Any]], quality: Quality) -> int:
+    """Return which result is best: the first to the target, or if none reached it, that of the best quality."""
 
     def order(result: Mapping[str, Any]) -> tuple[float, float]:
-        reached_s, accuracy = result["time_to_accuracy_s"], result["final_accuracy"]
-        return math.inf if reached_s is None else reached_s, math.inf if accuracy is None else -accuracy
+        reached_s = result[quality.time_key]
+        return math.inf if reached_s is None else reached_s, quality.rank(result[quality.final_key])
 
     return min(range(len(results)), key=lambda index: order(results[index]))

@@ -1,6 +1,7 @@
 """Model and data of a scenario: those of the registry by name, or what functions of the user's return."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -41,6 +42,19 @@ class TrainingData:
     train: DataSource
     test: DataSource
     source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Metrics of a model on the test data."""
+
+    accuracy: float | None  # 0..1; None for a model that predicts no classes, such as a generator of text or images
+    loss: float
+
+    @property
+    def likelihood(self) -> float:
+        """exp(-loss): where the loss is a cross-entropy in nats, the (geometric) mean probability of what is right."""
+        return math.exp(-self.loss)
 
 
 def initial_model(scenario: Scenario, num_classes: int | None = None) -> nn.Module:
@@ -130,11 +144,30 @@ def check_workload(scenario: Scenario) -> None:
             raise ConfigError(f"{_factory_text('model', scenario)}: {error}") from None
     try:
         outcome = evaluate(model, data.test.select([0]))
-        _ = outcome.accuracy, outcome.loss  # raise if there is none
+        _ = outcome.loss  # raises if there is none
     except Exception as error:
         what = str(error) if isinstance(error, ConfigError) else raised(error)
         raise ConfigError(f"{scenario.name}: model {scenario.model.name} cannot evaluate the test data of "
                           f"{scenario.data.name}: {what}") from error
+    if "accuracy" not in outcome.metrics:
+        _refuse_accuracy(scenario)
+
+
+def _refuse_accuracy(scenario: Scenario) -> None:
+    """Raise `ConfigError` for a target or a claim on the accuracy of a model that has none."""
+    claims = [key for key in scenario.expect if "accuracy" in key]
+    target = scenario.compare.target_accuracy
+    named = f"[expect] {claims[0]}" if claims else f"[compare] target_accuracy = {target}"
+    if claims or target is not None:
+        raise ConfigError(f"{scenario.name} {named}: the evaluation of {scenario.model.name} on "
+                          f"{scenario.data.name} gives a loss and no accuracy; write "
+                          + (_of_loss(claims[0]) if claims else "target_loss"))
+
+
+def _of_loss(claim: str) -> str:
+    """Return the claim on loss that says what one on accuracy does: `max_loss` for `min_accuracy`."""
+    bound = {"min_accuracy": "max", "max_accuracy": "min"}.get(claim, claim[:3])
+    return f"{bound}{claim[3:].replace('accuracy', 'loss')}"
 
 
 def _check_name(table: str, settings: Any, known: tuple[str, ...], scenario: Scenario) -> None:

@@ -17,7 +17,7 @@ def drawn_anew() -> None:
 @pytest.fixture(autouse=True)
 def drawn_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "drawn_anew" not in request.fixturenames:
-        for name in ("accuracy_plot", "breakdown_plot", "heat_plots", "cut_plot"):
+        for name in ("quality_plot", "breakdown_plot", "heat_plots", "cut_plot"):
             monkeypatch.setattr(report, name, _once(getattr(report, name)))
 
 

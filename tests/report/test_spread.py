@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from socflower.report.quality import ACCURACY
 from socflower.report.report import render_report
-from socflower.report.spread import FIGURES, means_of
+from socflower.report.spread import COSTS, means_of
 from socflower.report.summary import headline_of, name_runs
 
 
 def result(strategy: str, seed: int, value: float, reached: float | None = 1.0) -> dict[str, Any]:
     return {"strategy": strategy, "seed": seed, "target_accuracy": 0.5, "bytes": {"hub": value},
-            **dict.fromkeys(FIGURES, value), "time_to_accuracy_s": reached}
+            **dict.fromkeys((ACCURACY.final_key, ACCURACY.energy_key, *COSTS), value),
+            "time_to_accuracy_s": reached}
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=6))

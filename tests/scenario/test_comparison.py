@@ -10,7 +10,7 @@ import pytest
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.quantities import human_ratio
 from socflower.scenario import comparison
-from socflower.scenario.comparison import common_target, compare
+from socflower.scenario.comparison import compare
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import (
@@ -131,7 +131,6 @@ def test_the_common_target_is_reached_by_all(trained: TrainedBy, tmp_path: Path)
     lowest = min(row["final_accuracy"] for row in document["rows"])
     assert document["target_accuracy"] == pytest.approx(lowest - 0.01)
     assert all(row["time_to_accuracy_s"] is not None for row in document["rows"])
-    assert common_target([{"final_accuracy": 0.001}]) == 0.0
 
 
 def test_a_target_of_the_scenario_may_be_out_of_reach(trained: TrainedBy, tmp_path: Path) -> None:

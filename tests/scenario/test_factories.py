@@ -15,18 +15,22 @@ import torch
 from rich.console import Console
 from torch.utils.data import TensorDataset
 
+from socflower.cli.compare import print_comparison
 from socflower.cli.plan import print_plan
 from socflower.engines.checkpoint import difference, training_keys
 from socflower.errors import ConfigError
+from socflower.scenario import runner
 from socflower.scenario.app.deployed import app_in_bundle, bundled_document
+from socflower.scenario.comparison import compare
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document, load_scenario, scenario_cluster, to_document
+from socflower.scenario.tuning import parse_tuning
 from socflower.scenario.workload import image_shape, initial_model, scenario_data
 from socflower.user_code import forgotten_modules
-from socflower.workloads import MapDataset
+from socflower.workloads import MapDataset, evaluate
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
 
@@ -103,6 +107,21 @@ CODE = """
         train, test = ids().values()
         as_dict = lambda pairs: [{"ids": inputs, "labels": label} for inputs, label in pairs]
         return as_dict(train), as_dict(test)
+
+    class Writer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(20, 16), nn.Linear(16, 20)
+
+        def forward(self, ids, labels=None):
+            logits = self.head(self.embed(ids))
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            return SimpleNamespace(loss=loss, logits=logits)
+
+    def texts():
+        starts = torch.randint(20, (80, 1))
+        rows = [{"ids": ids, "labels": ids} for ids in (starts + torch.arange(6)) % 20]
+        return rows[:64], rows[64:]
 
     raises = lambda: 1 / 0
     exits = lambda: exit(3)
@@ -326,6 +345,57 @@ def test_a_plan_prices_batches_of_dicts_and_exchanges_only_what_trains(own: str,
     console = Console(width=200, record=True, file=StringIO())
     print_plan(console, scenario_cluster(adam), {**frozen, "heat": None})
     assert "; of 11.5 kB of weights 520 B train and are exchanged" in console.export_text()
+
+
+def test_a_model_without_accuracy_is_run_compared_and_searched_by_its_loss(
+    own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "write_report", lambda path, *_, **__: path.write_text("page"))  # that of each run
+    path = write(tmp_path, own, model="Writer", data="texts", more="[expect]\nmax_loss = 3.2\n")
+    scenario = load_scenario(path, ("train.learning_rate=0.5",))
+    result = run_scenario(scenario, num_workers=0)
+    model, data = initial_model(scenario), scenario_data(scenario)
+    untrained = evaluate(model, data.test).loss
+    assert result["quality"] == "loss" and result["final_accuracy"] is result["target_loss"] is None
+    assert [entry["accuracy"] for entry in result["rounds"]] == [None] * len(result["rounds"])
+    assert result["rounds"][0]["loss"] == pytest.approx(untrained)
+    assert result["final_loss"] == result["rounds"][-1]["loss"] < untrained
+    assert result["expectations"][0]["holds"] and result["expectations"][0]["observed"] == result["final_loss"]
+
+    document = compare(scenario, ["socflow", "sgd"], tmp_path / "out", num_workers=0, seeds=(1, 2),
+                       tuning=parse_tuning("learning_rate=0.001,0.5"))
+    assert {name: each["chosen"] for name, each in document["tuning"]["strategies"].items()} == {
+        "socflow": 0.5, "sgd": 0.5}
+    worst = max(row["final_loss"] for row in document["rows"])
+    assert document["quality"] == "loss" and document["target_loss"] == pytest.approx(1.01 * worst)
+    assert all(row["time_to_loss_s"] > 0 and row["final_accuracy"] is None for row in document["rows"])
+    assert " loss " in document["headline"]
+    console = Console(width=80, record=True, file=StringIO())
+    print_comparison(console, scenario, document, Path("out"))
+    assert "final" in (said := console.export_text()) and "loss" in said and "accuracy" not in said
+
+
+def test_groups_auto_compares_losses_and_a_target_of_loss_judges_models_with_accuracy(
+    own: str, tmp_path: Path,
+) -> None:
+    auto = load(tmp_path, own, ("strategy.groups=auto", "train.learning_rate=0.5"), model="Writer", data="texts")
+    tried = run_scenario(auto, num_workers=0)["warm_up"]["first_epoch_accuracy"]
+    assert all(0.0 < likelihood < 1.0 for likelihood in tried.values()) and len(tried) > 1
+    timed = load(tmp_path, own, ("compare.target_loss=0.69",), model="drawn num_classes=2", data="points")
+    result = run_scenario(timed, num_workers=0)
+    assert result["quality"] == "loss" and result["target_loss"] == 0.69 and result["final_accuracy"] > 0
+    assert (result["time_to_loss_s"] is not None) == (min(entry["loss"] for entry in result["rounds"]) <= 0.69)
+
+
+@pytest.mark.parametrize(("line", "says"), [
+    ("compare.target_accuracy=0.5", r"\[compare\] target_accuracy = 0.5: .* a loss and no accuracy; write target_loss"),
+    ("expect.min_accuracy=0.5", r"\[expect\] min_accuracy: .* gives a loss and no accuracy; write max_loss"),
+    ("expect.max_accuracy_gap_to_sgd=0.5", "no accuracy; write max_loss_gap_to_sgd")])
+def test_an_accuracy_that_a_model_lacks_is_refused_before_training(
+    line: str, says: str, own: str, tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        prepare(load(tmp_path, own, (line,), model="Writer", data="texts"))
 
 
 def test_int8_takes_no_dicts(own: str, tmp_path: Path) -> None:

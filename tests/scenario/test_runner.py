@@ -14,7 +14,7 @@ import pytest
 from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError
 from socflower.scenario import runner
 from socflower.scenario.prepared_run import prepare
-from socflower.scenario.runner import costs_to_accuracy, run_scenario, run_to_folder
+from socflower.scenario.runner import run_scenario, run_to_folder
 from socflower.scenario.schema.config import EventConfig, ModelConfig, Scenario
 from socflower.scenario.schema.file import from_document
 from socflower.wire.folders import new_folder
@@ -127,16 +127,6 @@ def test_claims_are_in_the_result_with_what_was_observed() -> None:
     assert [(claim["name"], claim["holds"]) for claim in result["expectations"]] == [
         ("min_accuracy", True), ("max_groups", False), ("min_speedup_over_ring", None)]
     assert result["expectations"][0]["observed"] == result["final_accuracy"]
-
-
-def test_the_costs_of_an_accuracy_are_those_of_the_first_round_to_reach_it() -> None:
-    result = {"rounds": [{"accuracy": accuracy, "virtual_s": float(index), "energy_j": 3.0 * index}
-                         for index, accuracy in enumerate((0.1, 0.5, 0.8, 0.7, 0.9))]}
-    assert costs_to_accuracy(result, 0.7) == {
-        "target_accuracy": 0.7, "time_to_accuracy_s": 2.0, "energy_to_accuracy_j": 6.0}
-    for target in (0.95, None):
-        assert costs_to_accuracy(result, target) == {
-            "target_accuracy": target, "time_to_accuracy_s": None, "energy_to_accuracy_j": None}
 
 
 def test_each_round_is_told_while_it_runs() -> None:

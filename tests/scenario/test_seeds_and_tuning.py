@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.report.quality import ACCURACY
 from socflower.scenario import comparison
 from socflower.scenario.comparison import compare, parse_seeds
 from socflower.scenario.prepared_run import PreparedRun
@@ -97,9 +98,9 @@ def test_the_quickest_to_the_target_is_best_and_without_one_the_most_accurate() 
     def result(accuracy: float | None, reached_s: float | None) -> dict[str, Any]:
         return {"final_accuracy": accuracy, "time_to_accuracy_s": reached_s}
 
-    assert best_of([result(0.9, None), result(0.7, 5.0), result(0.8, 4.0)]) == 2
-    assert best_of([result(0.7, None), result(0.9, None), result(None, None)]) == 1
-    assert best_of([result(0.7, 4.0), result(0.9, 4.0)]) == 1
+    assert best_of([result(0.9, None), result(0.7, 5.0), result(0.8, 4.0)], ACCURACY) == 2
+    assert best_of([result(0.7, None), result(0.9, None), result(None, None)], ACCURACY) == 1
+    assert best_of([result(0.7, 4.0), result(0.9, 4.0)], ACCURACY) == 1
 
 
 def test_the_search_seed_is_reported_by_none() -> None:

@@ -24,14 +24,14 @@ from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.outer import OUTER_STRATEGIES, OuterConfig
 from socflower.scenario.schema.strategies import group_strategy
-from socflower.scenario.workload import scenario_data
+from socflower.scenario.workload import Score, scenario_data
 from socflower.sim import EventClock, Trace
 from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.warm_up import profile_group_count
 from socflower.wire.message_keys import TRAIN_LOSS
-from socflower.workloads import Evaluation, evaluate
+from socflower.workloads import evaluate
 
 
 def train(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
@@ -121,13 +121,21 @@ class _Training:
             return int(self._record.warm_up["num_groups"])
         num_socs = settings.socs or self._cluster.num_socs
         choice = profile_group_count(
-            self._grid, arrays, lambda trained: self._evaluate(trained).accuracy,
+            self._grid, arrays, self._first_epoch_score,
             lambda num_groups: self._strategy(num_groups, num_epochs=1), default_candidates(num_socs),
             timeout_s=self._scenario.train.reply_timeout_s)
         self._record.warm_up = {"num_groups": choice.num_groups, "stopped_at": choice.stopped_at,
                                 "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
                                 "first_epoch_accuracy": {str(key): value for key, value in choice.accuracies.items()}}
         return int(choice.num_groups)
+
+    def _first_epoch_score(self, arrays: ArrayRecord) -> float:
+        """Return the accuracy by which the number of groups is chosen; without one, exp(-loss)."""
+        score = self._evaluate(arrays)
+        if score.accuracy is None and score.likelihood == 0.0:
+            raise TrainingFailed(f"[strategy] groups = \"auto\": the loss after the first epoch is {score.loss:g}, and "
+                                 "exp(-loss), by which numbers of groups are compared, is 0; give a number of groups")
+        return score.likelihood if score.accuracy is None else score.accuracy
 
     def _strategy(self, num_groups: int, num_epochs: int) -> SoCFlow:
         settings = self._scenario.strategy
@@ -188,9 +196,10 @@ class _Training:
         now = self._rack.present
         return {"hottest_c": now.hottest_c, "mean_clock": now.mean_clock, "fan_rpm": now.rpm}
 
-    def _evaluate(self, arrays: ArrayRecord) -> Evaluation:
+    def _evaluate(self, arrays: ArrayRecord) -> Score:
         self._model.load_state_dict(arrays.to_torch_state_dict())
-        return evaluate(self._model, self._data.test)
+        evaluation = evaluate(self._model, self._data.test)
+        return Score(evaluation.metrics.get("accuracy"), evaluation.loss)
 
 
 def _outer(settings: OuterConfig) -> OuterStrategy:

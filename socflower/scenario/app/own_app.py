@@ -5,7 +5,7 @@ for, load it from its folder, and hand it the run config and messages unchanged.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from socflower.cluster import LayerProfile, ModelProfile
 from socflower.cluster.cluster_file import load_cluster
 from socflower.cluster.cost_model import BACKWARD_TO_FORWARD
 from socflower.engines.app_files import NUM_NODES_KEY, RUN_FOLDER_KEY, AppFiles
-from socflower.engines.app_metrics import MeteredGrid, RoundLog
+from socflower.engines.app_metrics import EVALUATE, SERVER, MeteredGrid, RoundLog, named
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.priced_grid import PricedGrid
 from socflower.engines.local.run_app import load_flower_app, require_server_app, run_server_app
 from socflower.engines.local.workers import resolve_client_app
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError
+from socflower.report.quality import QUALITIES, final_figures
 from socflower.scenario.app.main import await_nodes, report_outcome
 from socflower.scenario.app.round_record import bytes_by_tier, weights_sha256
 from socflower.sim import EventClock, Trace
@@ -58,15 +59,21 @@ def app_outcome(clock: EventClock, messages: MessageLog, rounds: RoundLog) -> di
     """Return the part of an app's result that follows from its clock, messages and metrics."""
     usage, events = clock.usage, messages.documents()
     entries = rounds.documents(events)
-    accuracies = [entry["accuracy"] for entry in entries if entry["accuracy"] is not None]
     return {
-        "strategy": rounds.strategy, "rounds": entries, "final_accuracy": accuracies[-1] if accuracies else None,
+        "strategy": rounds.strategy, "rounds": entries, **final_figures(_final_scores(entries)),
         "virtual_s": clock.now_s, "energy_j": usage.total_energy_j, "bytes": bytes_by_tier(usage),
         "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
                       "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
         "weights_sha256": None if rounds.arrays is None or not rounds.arrays else weights_sha256(rounds.arrays),
         "events": events,
     }
+
+
+def _final_scores(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the newest value of each metric that was evaluated."""
+    evaluated = {name: [value for entry in entries if (value := named(name, entry, (SERVER, EVALUATE))) is not None]
+                 for name in QUALITIES}
+    return {name: values[-1] for name, values in evaluated.items() if values}
 
 
 server_app: ServerApp = ServerApp()

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import metadata
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from flwr.app import ArrayRecord, MetricRecord
 
@@ -13,8 +13,10 @@ from socflower import __version__
 from socflower.cluster import Usage
 from socflower.engines.checkpoint import Checkpoint
 from socflower.engines.run_folder import RunFolder
+from socflower.report.quality import final_figures
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
+from socflower.scenario.workload import Score
 from socflower.sim import EventClock, Trace
 from socflower.strategies.records import array_views, to_array_record
 from socflower.strategies.replies import ReplyEvent
@@ -23,26 +25,12 @@ from socflower.strategies.resuming import EvaluateFn
 RoundEnd: TypeAlias = Callable[[int], dict[str, Any]]
 
 
-class Scores(Protocol):
-    """The scores of a model; `socflower.workloads.Evaluation` implements it."""
-
-    @property
-    def accuracy(self) -> float | None:
-        """Fraction of correct answers, 0..1; None for models without correct answers, such as a generator."""
-        ...
-
-    @property
-    def loss(self) -> float:
-        """Mean loss."""
-        ...
-
-
 class RoundRecord:
     """The rounds of one run so far, with clock and trace: a checkpoint's content besides the strategy's own state."""
 
     def __init__(
         self, scenario: Scenario, folder: RunFolder, clock: EventClock, trace: Trace,
-        evaluate: Callable[[ArrayRecord], Scores],
+        evaluate: Callable[[ArrayRecord], Score],
     ) -> None:
         self.rounds: list[dict[str, Any]] = []
         self.warm_up: dict[str, Any] | None = None
@@ -109,7 +97,7 @@ class RoundRecord:
         usage = self._clock.usage
         return {
             "seed": self._scenario.seed, "rounds": self.rounds, "warm_up": self.warm_up,
-            "final_accuracy": self.rounds[-1]["accuracy"], "virtual_s": self._clock.now_s,
+            **final_figures(self.rounds[-1]), "virtual_s": self._clock.now_s,
             "energy_j": usage.total_energy_j, "bytes": bytes_by_tier(usage),
             "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
                           "energy_j": {key.value: value for key, value in usage.energy_j.items()}},

@@ -26,8 +26,8 @@ from socflower.scenario.app.split_result import SplitHistory, cut_text, stalenes
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document
-from socflower.scenario.split_models import Score
 from socflower.scenario.split_setting import SplitSetting
+from socflower.scenario.workload import Score
 from socflower.sim import EventClock, Trace
 from socflower.strategies.split_replay import SplitReplay
 from socflower.wire.codecs.error_feedback import Form

@@ -155,7 +155,7 @@ class StrategyConfig(Table):
         + "the others train with [a cloud](#edgecloud)"))
     groups: Annotated[int, Field(gt=0, le=MOST_SOCS)] | Annotated[str, OneOf(("auto",))] = Field("auto", description=(
         "number of groups of `socflow`; \"auto\" trains an epoch with 1, 2, 4, … groups and takes the last one before "
-        "accuracy falls"))
+        "accuracy, or without one exp(-loss), falls"))
     socs: int | None = Field(None, gt=0, le=MOST_SOCS, description="how many slots take part; default: all")
     sync_interval_epochs: Annotated[float, Field(gt=0, le=_MAX_EPOCHS)] | Annotated[str, OneOf(("decay",))] = Field(
         "decay", description=("epochs between synchronisations; \"decay\" is 0.25, doubled every 10 epochs, up to 2; "
@@ -230,11 +230,17 @@ class CompareConfig(Table):
         "what runs; `--strategies a,b` overrides it; with a cloud the default is all of those but `splitfed`"))
     target_accuracy: float | None = Field(None, description=(
         "accuracy that all are timed to; default: one point below the lowest final accuracy"))
+    target_loss: float | None = Field(None, description=(
+        "the same for the loss on the test data, by which models are judged then, as are those without accuracy; "
+        "default: 1 % above the highest final loss"))
     train: dict[str, OwnTraining] = Field({})
     predict: tuple[Prediction, ...] = Field(())
 
     def check(self) -> None:
-        """Refuse settings of a strategy that is none."""
+        """Refuse settings of a strategy that is none, and two targets."""
+        if self.target_accuracy is not None and self.target_loss is not None:
+            raise ValueError(f"target_accuracy = {self.target_accuracy} and target_loss = {self.target_loss}: "
+                             "runs are timed to one target; remove one")
         for name in self.train:
             if name not in STRATEGIES:
                 raise ValueError(f"train.{name}: there is no such strategy; use one of {', '.join(STRATEGIES)}")

@@ -25,11 +25,12 @@ from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.workers import AppReference
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.report.quality import ACCURACY, costs_to_target
 from socflower.report.report import render_report
 from socflower.scenario.app.deployed import app_in_bundle, app_in_folder, node_configs, participants
 from socflower.scenario.app.remote_main import bundled_server_app
 from socflower.scenario.prepared_run import prepare
-from socflower.scenario.runner import costs_to_accuracy, run_to_folder, with_predictions
+from socflower.scenario.runner import run_to_folder, with_predictions
 from socflower.scenario.schema.config import DataConfig
 from socflower.scenario.schema.file import from_document
 from tests.command_line import Socflower
@@ -290,7 +291,7 @@ def deployed_result() -> dict[str, Any]:
 def test_time_to_an_accuracy_is_real_where_time_is() -> None:
     result = deployed_result()
     assert result["virtual_s"] is None and result["predicted_s"] == small_result()["virtual_s"]
-    assert costs_to_accuracy(result, result["rounds"][1]["accuracy"])["time_to_accuracy_s"] == 20.0
+    assert costs_to_target(result, ACCURACY, result["rounds"][1]["accuracy"])["time_to_accuracy_s"] == 20.0
 
 
 def test_the_report_of_a_deployment_shows_real_time_and_restarts() -> None:

@@ -1,0 +1,114 @@
+"""What runs are judged by: accuracy, or the loss of a model that has no right answers; and what a target costs."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from socflower.quantities import MISSING, finite, percent, significant
+
+_MARGIN = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quality:
+    """A metric of the test data by which models are compared, under its `name` in each round of a result."""
+
+    name: str
+    label: str  # of an axis, with the unit and which direction is better where that is not plain
+    lower_is_better: bool
+    shown: Callable[[Any], str]  # in tables and sentences
+    tick: Callable[[float], str]  # on an axis
+    least_span: float  # of an axis, below which noise would resemble progress
+
+    @property
+    def final_key(self) -> str:
+        """The key of a result with the value after the last round."""
+        return f"final_{self.name}"
+
+    @property
+    def target_key(self) -> str:
+        """The key of a result with the value that runs are timed to; `None` there for the other metrics."""
+        return f"target_{self.name}"
+
+    @property
+    def time_key(self) -> str:
+        """The key of a result with the seconds until the target was reached."""
+        return f"time_to_{self.name}_s"
+
+    @property
+    def energy_key(self) -> str:
+        """The key of a result with the joules until the target was reached."""
+        return f"energy_to_{self.name}_j"
+
+    def reaches(self, value: Any, target: float) -> bool:
+        """Return whether a value is as good as the target; one that was not measured is not."""
+        measured = finite(value)
+        return measured is not None and (measured <= target if self.lower_is_better else measured >= target)
+
+    def rank(self, value: Any) -> float:
+        """Return a number that is smaller for better values, and infinite for one that was not measured."""
+        measured = finite(value)
+        return math.inf if measured is None else measured if self.lower_is_better else -measured
+
+    def common_target(self, results: Sequence[Mapping[str, Any]]) -> float | None:
+        """Return what all results reach: 0.01 below the lowest final accuracy, or 1 % above the highest final loss.
+
+        None if a result has no accuracy, or none has a loss; a training that diverged has none at its end.
+        """
+        reached = [value for result in results if (value := finite(result.get(self.final_key))) is not None]
+        if self.lower_is_better:
+            return max(reached) + _MARGIN * abs(max(reached)) if reached else None
+        return max(0.0, min(reached) - _MARGIN) if len(reached) == len(results) else None
+
+    def goal(self, target: float | None) -> str:
+        """Return a target in words, such as "81.2%" or "loss 2.4"."""
+        return MISSING if target is None else self.shown(target) if self is ACCURACY else \
+            f"{self.name} {self.shown(target)}"
+
+
+def _loss(value: Any) -> str:
+    """Return a loss with four significant digits, and no zeros at their end: 2.41302 -> "2.413"."""
+    number = finite(value)
+    if number is None:
+        return MISSING
+    text = significant(number, 4)
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+ACCURACY = Quality(name="accuracy", label="accuracy on the test data", lower_is_better=False, shown=percent,
+                   tick=lambda value: percent(value, 0), least_span=0.1)
+LOSS = Quality(name="loss", label="loss on the test data (lower is better)", lower_is_better=True, shown=_loss,
+               tick="{:g}".format, least_span=0.0)
+QUALITIES: Mapping[str, Quality] = {each.name: each for each in (ACCURACY, LOSS)}
+TARGETS = tuple(each.target_key for each in QUALITIES.values())
+"""The keys of a document with the targets, of which at most one is set."""
+FIGURES = ("quality", *(key for each in QUALITIES.values()
+                        for key in (each.final_key, each.target_key, each.time_key, each.energy_key)))
+"""The keys of a result that tell its quality, and what the target cost."""
+
+
+def quality_of(results: Sequence[Mapping[str, Any]]) -> Quality:
+    """Return what results, or means of them, are judged by together: loss if one of them is, else accuracy."""
+    return LOSS if any(result.get("quality") == LOSS.name for result in results) else ACCURACY
+
+
+def final_figures(scores: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's final accuracy and loss, and which of them it is judged by: accuracy if it has one."""
+    has_only_loss = scores.get(ACCURACY.name) is None and LOSS.name in scores
+    return {"quality": (LOSS if has_only_loss else ACCURACY).name,
+            **{each.final_key: scores.get(each.name) for each in QUALITIES.values()}}
+
+
+def costs_to_target(result: Mapping[str, Any], quality: Quality, target: float | None) -> dict[str, Any]:
+    """Return the target and the time and energy up to the end of the first round that reached it, None if none did.
+
+    The time is virtual time, or wall time if there is no virtual time. The keys of the other metrics are None.
+    """
+    reached: Mapping[str, Any] = next((entry for entry in result["rounds"] if target is not None and
+                                       quality.reaches(entry.get(quality.name), target)), {})
+    virtual_s = reached.get("virtual_s")
+    unused = {key: None for each in QUALITIES.values() for key in (each.target_key, each.time_key, each.energy_key)}
+    return {**unused, "quality": quality.name, quality.target_key: target,
+            quality.time_key: reached.get("wall_s") if virtual_s is None else virtual_s,
+            quality.energy_key: reached.get("energy_j")}
