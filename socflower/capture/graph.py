@@ -197,8 +197,7 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 def training_mode_pass(model: nn.Module) -> Iterator[None]:
     """Context in which the model is in training mode; modes, buffers and random state are restored at exit."""
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-    cuda = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
-    with in_mode(model, training=True), forked_generator(cuda=cuda), torch.no_grad():
+    with in_mode(model, training=True), forked_generator(), torch.no_grad():
         try:
             yield
         finally:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import fx, nn
 
 from socflower.capture.graph import ModelGraph, Operation
@@ -58,12 +57,12 @@ def layer_seed(seed: int, batch: int, layer: int) -> int:
 
 
 @contextmanager
-def random_streams(seed: int, batch: int, device: torch.device | None = None) -> Iterator[None]:
+def random_streams(seed: int, batch: int) -> Iterator[None]:
     """Context in which layers draw from the streams of a batch; the global random state is restored at exit.
 
     Halves in other threads wait, so that they do not draw from these streams.
     """
-    with forked_generator(cuda=[device] if device is not None and device.type == "cuda" else []):
+    with forked_generator():
         before = getattr(_active, "key", None)
         _active.key = (seed, batch)
         try:

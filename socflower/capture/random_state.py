@@ -1,4 +1,4 @@
-"""Torch's global random generator, shared by all threads of a process; a lock gives one thread exclusive use.
+"""Torch's global random generators, shared by all threads of a process; a lock gives one thread exclusive use.
 
 Layers always draw their initial weights and their masks from it. Without a lock, a thread that seeds or restores it
 changes the numbers that another thread draws at the same time.
@@ -6,13 +6,14 @@ changes the numbers that another thread draws at the same time.
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+
+from socflower.capture.torch_device import accelerator
 
 _LOCK = threading.RLock()
 
@@ -21,33 +22,66 @@ _T = TypeVar("_T")
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators of this process as `torch.manual_seed` does.
+    """Seed the CPU's generator, and those of an accelerator that is in use, as `torch.manual_seed` does.
 
-    Without an accelerator only the CPU's is seeded: torch would format a stack trace for each kind of device that has
-    not been used yet, which takes longer than a small layer.
+    For each kind of device that has not been used yet torch would format a stack trace and keep the seed for later,
+    which takes longer than a small layer, and memory at every call.
     """
-    if _accelerated():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    for module in _in_use():
+        module.manual_seed_all(seed) if hasattr(module, "manual_seed_all") else module.manual_seed(seed)
 
 
-@cache
-def _accelerated() -> bool:
-    """Whether another generator than the CPU's may be drawn from; torch before 2.6 does not tell."""
-    return not hasattr(torch, "accelerator") or torch.accelerator.is_available()
+def _in_use() -> Iterator[Any]:
+    """Yield the module of the accelerator whose generators may be drawn from, if there is one."""
+    device = accelerator()
+    if device is not None:
+        module = getattr(torch, device.type)
+        # After a fork, a process must not use the accelerator of its parent.
+        if getattr(module, "is_initialized", lambda: True)():
+            yield module
+
+
+class RandomState:
+    """The states of torch's global generators at this moment: the CPU's, and those of an accelerator in use."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._others = [(module, _device_states(module)) for module in _in_use()]
+
+    def restore(self) -> None:
+        """Set the generators to these states, while no other thread uses them exclusively."""
+        with _LOCK:
+            torch.set_rng_state(self._cpu)
+            for module, states in self._others:
+                for index, state in enumerate(states):
+                    module.set_rng_state(state, *_index_of(module, index))
+
+
+def _device_states(module: Any) -> list[torch.Tensor]:
+    count = module.device_count()
+    return [module.get_rng_state(*_index_of(module, index)) for index in range(count)]
+
+
+def _index_of(module: Any, index: int) -> tuple[int, ...]:
+    """Return the argument by which a generator is chosen; that of mps is the only one."""
+    return () if module is torch.mps else (index,)
 
 
 @contextmanager
-def forked_generator(seed: int | None = None, *, cuda: Sequence[int | torch.device] = ()) -> Iterator[None]:
-    """Use the global generator exclusively, seeded with `seed` if given; its state is restored at exit.
+def forked_generator(seed: int | None = None) -> Iterator[None]:
+    """Use the global generators exclusively, seeded with `seed` if given; their states are restored at exit.
 
-    The generators of the devices in `cuda` are restored too. Code inside must not wait for another thread that forks.
+    Code inside must not wait for another thread that forks.
     """
-    with _LOCK, torch.random.fork_rng(devices=list(cuda)):
-        if seed is not None:
-            seed_generators(seed)
-        yield
+    with _LOCK:
+        before = RandomState()
+        try:
+            if seed is not None:
+                seed_generators(seed)
+            yield
+        finally:
+            before.restore()
 
 
 @contextmanager
@@ -82,15 +116,11 @@ def own_random_state(*key: int) -> Iterator[None]:
     shared by the process, and ring members wait for each other: as threads of one process they draw in varying order.
     """
     with _LOCK:
-        before = torch.get_rng_state()
-        seed_generators(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]))
+        before = RandomState()
+        seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+        # torch keeps the seed for an accelerator that is first used in the context.
+        seed_generators(seed) if accelerator() is None else torch.manual_seed(seed)
     try:
         yield
     finally:
-        restore_generator(before)
-
-
-def restore_generator(state: torch.Tensor) -> None:
-    """Set the state of the CPU's generator, while no other thread uses it exclusively."""
-    with _LOCK:
-        torch.set_rng_state(state)
+        before.restore()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from socflower.capture.random_state import build_exclusively, own_random_state
+from socflower.capture.torch_device import AUTO
 from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import answer_query, member_reply, step_ledger, train_member
 from socflower.clients.saved_training import StateFiles, TrainerState
@@ -31,7 +32,14 @@ from socflower.training.model_state import (
     trainable_state,
     untrained_names,
 )
-from socflower.training.trainer import SessionResult, Trainer, TrainingSession, TrainingSpan, torch_threads
+from socflower.training.trainer import (
+    SessionResult,
+    Trainer,
+    TrainingSession,
+    TrainingSpan,
+    mean_loss,
+    torch_threads,
+)
 from socflower.wire.message_keys import (
     ARRAYS,
     COMPLETED,
@@ -93,7 +101,7 @@ def make_client_app(
         How to train; default `FP32Trainer()`. `config` is the message's train config: keys that the function reads are
         settings of the trainer, such as "lr".
     evaluate_data_fn : same form as `data_fn`, optional
-        If given, EVALUATE messages are answered with metrics and `num-examples`.
+        If given, EVALUATE messages are answered with metrics and `num-examples`, computed on the trainer's device.
     evaluate_step : (model, batch) -> dict of metrics, optional
         Means over a batch's samples; by default accuracy and loss of a classifier. See `evaluate`.
     mods : sequence of Flower mods
@@ -174,7 +182,7 @@ def make_client_app(
             with torch_threads(num_threads):
                 model = _load(model_of(context), message)
                 own_data = read_evaluation_data(context, *_evaluated_partition(message, context))
-                outcome = evaluate(model, own_data, step=evaluate_step)
+                outcome = evaluate(model, own_data, step=evaluate_step, device=trainers.evaluation_device(context))
             metrics = MetricRecord({**outcome.metrics, NUM_EXAMPLES: outcome.num_samples})
             return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
@@ -205,6 +213,16 @@ class _TrainerMaker:
         return _CheckingTrainer(self._started_with(context, config),
                                 lambda: self._settings.check_training(message, config.read))
 
+    def evaluation_device(self, context: Context) -> str:
+        """Return the name of the device on which the node evaluates: the trainer's.
+
+        A trainer that is made from the train config is not known then, and the accelerator is used, if there is one.
+        """
+        if self._takes_config:
+            return AUTO
+        trainer = cast(Trainer, self._trainer) if self._is_made else self._started_with(context)
+        return str(getattr(trainer, "device", "cpu"))
+
     def _started_with(self, *arguments: Any) -> Trainer:
         made = cast(Callable[..., Trainer], self._trainer)(*arguments)
         if not hasattr(made, "start"):
@@ -218,6 +236,7 @@ class _CheckingTrainer:
 
     def __init__(self, trainer: Trainer, check: Callable[[], None]) -> None:
         self._trainer, self._check = trainer, check
+        self.device = str(getattr(trainer, "device", "cpu"))
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> TrainingSession:
         session = self._trainer.start(model, span, state)
@@ -327,7 +346,7 @@ def _train_alone(
     with own_random_state(setting("seed", 1), partition_id, earlier_rounds * steps):
         losses = [session.step([data.batch(torch.from_numpy(indices), (setting("seed", 1), epoch, partition_id))])
                   for epoch, indices in zip(epochs, paced(batches), strict=False)]
-    metrics: Metrics = {TRAIN_LOSS: float(torch.stack(losses).mean()), NUM_EXAMPLES: len(data) * num_epochs}
+    metrics: Metrics = {TRAIN_LOSS: mean_loss(losses), NUM_EXAMPLES: len(data) * num_epochs}
     return metrics, session.finish()
 
 

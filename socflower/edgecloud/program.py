@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from socflower.capture.cut_points import SplitModel, capture_split, whole_back, whole_front
 from socflower.capture.random_state import build_exclusively
+from socflower.capture.torch_device import AUTO, resolve_device
 from socflower.cluster.cost_model import ModelProfile
 from socflower.edgecloud.plan.device_costs import CutShape
 from socflower.edgecloud.runtime.back import TorchBack
@@ -57,7 +58,8 @@ def without_prefix(prefix: str, arrays: Arrays) -> dict[str, NDArray[Any]]:
 class SplitProgram(ABC):
     """A model in two halves, and how it is trained; see `LayeredProgram` and `JoinedProgram`.
 
-    `schedule` gives a factor on the learning rate by batch, over the whole training.
+    `schedule` gives a factor on the learning rate by batch, over the whole training. Each half runs on the `device` of
+    its own machine, as in `FP32Trainer`.
     """
 
     model_fn: ModelFn
@@ -65,6 +67,7 @@ class SplitProgram(ABC):
     schedule: Schedule = constant_rate
     loss: LossFn = functional.cross_entropy
     seed: int = 1
+    device: str = AUTO
 
     @property
     def is_reverse(self) -> bool:
@@ -92,7 +95,7 @@ class SplitProgram(ABC):
         """
         split, prefix = self._front_part(party)
         return PlacedHalf(TorchFront(split, self._place(cut), batches, self.optimizer, schedule=self.schedule,
-                                     seed=self.seed + party, loss=self.loss), prefix)
+                                     seed=self.seed + party, loss=self.loss, device=self._own_device()), prefix)
 
     def back(self, cut: int | None, batches: PartyBatches | None = None) -> PlacedHalf[TorchBack]:
         """Return the back half, which is empty if the edge has all layers.
@@ -101,7 +104,11 @@ class SplitProgram(ABC):
         """
         targets = None if batches is None else lambda batch: torch.from_numpy(batches.targets(batch))
         return PlacedHalf(TorchBack(self._back_part(), self._place(cut), self.optimizer, self.loss,
-                                    schedule=self.schedule, seed=self.seed, targets=targets), self.cloud_prefix)
+                                    schedule=self.schedule, seed=self.seed, targets=targets,
+                                    device=self._own_device()), self.cloud_prefix)
+
+    def _own_device(self) -> torch.device:
+        return resolve_device(self.device, "split training: device")
 
     def starting_at(self, batch: int) -> Self:
         """Return the same program for halves whose batch 0 is `batch` of the training.

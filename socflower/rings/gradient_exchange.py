@@ -82,6 +82,8 @@ class GradientExchange:
                         bucket.store_gradient(position)
                 step.send(bucket)
             step.wait()
+            for bucket in self._buckets:
+                bucket.from_host()
         finally:
             step.end()
 
@@ -146,6 +148,7 @@ class _Step:
 
     def send(self, bucket: Bucket) -> None:
         number, self.num_sent = self.num_sent, self.num_sent + 1
+        bucket.to_host()
         if self._sender is None:
             self._reduce(bucket)
         elif self._compression is None:

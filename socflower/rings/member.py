@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from socflower.capture.random_state import own_random_state, restore_generator
+from socflower.capture.random_state import RandomState, own_random_state
 from socflower.errors import ConfigError
 from socflower.rings.balance import RingBalance, StepTimer
 from socflower.rings.collective import Collective, PeerLost
@@ -26,7 +26,14 @@ from socflower.rings.transports.in_process import in_process_rings
 from socflower.rings.transports.port import RingPort
 from socflower.rings.uplink_turns import Neighbours, UplinkTurns
 from socflower.training.batches import BatchSchedule, Indices, sample_key
-from socflower.training.trainer import ExchangingSession, SessionResult, Trainer, TrainingSpan
+from socflower.training.trainer import (
+    ExchangingSession,
+    SessionResult,
+    Trainer,
+    TrainingSpan,
+    mean_loss,
+    training_device,
+)
 from socflower.wire.arrays import array_to_bytes, pack_arrays, unpack_arrays
 from socflower.wire.logs import log
 from socflower.wire.message_keys import COMPLETED, LEFT_OUT, NO_MODEL, PREEMPTED, GroupTask, RingOutcome, RingTask
@@ -116,12 +123,12 @@ class _Snapshot:
     """State other than gradients and weights that a pass changes; it is restored before a pass is repeated."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers, self._random = [buffer.clone() for buffer in model.buffers()], torch.get_rng_state()
+        self._buffers, self._random = [buffer.clone() for buffer in model.buffers()], RandomState()
 
     def restore(self, model: nn.Module) -> None:
         for buffer, saved in zip(model.buffers(), self._buffers, strict=True):
             buffer.copy_(saved)
-        restore_generator(self._random)
+        self._random.restore()
 
 
 class _MemberSession:
@@ -131,6 +138,8 @@ class _MemberSession:
         group, ring = member.group, member.ring
         self._member, self._group, self._ring = member, group, ring
         self._model, self._port = member.model, member.port
+        # Before anything refers to its parameters: not all devices let them keep their identity.
+        self._model.to(training_device(member.trainer))
         self._membership = Membership(member.port, ring.participant, group.partitions,
                                       heartbeat_s=ring.heartbeat_s, rendezvous_s=ring.rendezvous_s)
         self._exchange = GradientExchange(member.model, ring.num_buckets)
@@ -366,12 +375,11 @@ class _MemberSession:
             self._end = self._session.finish()
         floats = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]  # BatchNorm's statistics
         counters = [buffer for buffer in self._model.buffers() if not buffer.is_floating_point()]
-        losses = float(torch.stack(self._losses).mean()) if self._losses else 0.0
         digest = hashlib.sha256()
         for parameter in _trained(self._model):
-            digest.update(array_to_bytes(parameter.detach().numpy()))
+            digest.update(array_to_bytes(parameter.detach().cpu().numpy()))
         reports = [json.loads(payload) for payload in self._collective.all_gather(json.dumps({
-            "weights": digest.hexdigest(), "steps": self._num_steps, "loss": losses,
+            "weights": digest.hexdigest(), "steps": self._num_steps, "loss": mean_loss(self._losses),
             "samples": self._num_own_samples, "counters": [counter.tolist() for counter in counters],
             "rate": self._timer.rate,
         }).encode(), self._poll)]
@@ -394,11 +402,11 @@ class _MemberSession:
         total = sum(entry["samples"] for entry in reports)
         if not floats or not total or len(self._members) == 1:
             return
-        flat = torch.cat([buffer.double().flatten() for buffer in floats]) * (self._num_own_samples / total)
+        flat = torch.cat([buffer.cpu().double().flatten() for buffer in floats]) * (self._num_own_samples / total)
         self._collective.all_reduce(flat).wait(self._poll)
         start = 0
         for buffer in floats:
-            buffer.copy_(flat[start:start + buffer.numel()].view(buffer.size()))
+            buffer.copy_(flat[start:start + buffer.numel()].view(buffer.size()).to(buffer.dtype))
             start += buffer.numel()
         for index, counter in enumerate(counters):
             counter.copy_(torch.stack([torch.tensor(entry["counters"][index]) for entry in reports]).amax(dim=0))
@@ -450,7 +458,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _to_bytes(tensors: Sequence[Tensor]) -> bytes:
-    return b"".join(pack_arrays({str(index): tensor.detach().numpy() for index, tensor in enumerate(tensors)}))
+    return b"".join(pack_arrays({str(index): tensor.detach().cpu().numpy() for index, tensor in enumerate(tensors)}))
 
 
 def _load_bytes(tensors: Sequence[Tensor], payload: bytes) -> None:

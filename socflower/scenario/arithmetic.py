@@ -10,6 +10,7 @@ from torch import nn
 
 from socflower.capture.batch_form import pair_of
 from socflower.capture.layer_profile import profile_module
+from socflower.capture.torch_device import AUTO
 from socflower.cluster import FP32, Device, ModelProfile, Pricing
 from socflower.errors import ConfigError
 from socflower.precision import EngineSettings, NativeInt8Backend, RescalingPolicy, int8_algorithm
@@ -96,6 +97,7 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
         scheduler=cosine_annealing if settings.schedule == "cosine" else None,
         channels_last=not scenario.model.factory,  # the registry's models support it and are faster with it
         reduction=settings.reduction, num_buckets=scenario.strategy.overlap_buckets,
+        device=settings.device,
     )
     if precision.arithmetic == "fp32":
         return fp32
@@ -110,6 +112,11 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
 def unsupported(scenario: Scenario) -> Literal["refuse", "fp32"]:
     """Return how operators that int8 does not support are handled."""
     return "fp32" if scenario.precision.unsupported == "fp32" else "refuse"
+
+
+def evaluation_device(scenario: Scenario) -> str:
+    """Return where the server evaluates: it may be another machine than the clients', with other devices."""
+    return "cpu" if scenario.train.device == "cpu" else AUTO
 
 
 def optimizer(scenario: Scenario) -> OptimizerFn:

@@ -4,6 +4,7 @@ from functools import cached_property
 
 from torch import nn
 
+from socflower.capture.torch_device import resolve_device
 from socflower.cluster import Cluster
 from socflower.engines.names import require_engine
 from socflower.errors import ConfigError, InfeasiblePlan
@@ -40,12 +41,14 @@ class PreparedRun:
         return initial_model(self.scenario) if model is None else model
 
     def check(self, engine: str, *, trains_here: bool = True) -> None:
-        """Raise a one-line error if the scenario cannot run: engine, data, model, SoCs, groups, events.
+        """Raise a one-line error if the scenario cannot run: engine, device, data, model, SoCs, groups, events.
 
         If `trains_here` is false another machine trains, and its data and kernels can be checked only there.
         """
         scenario = self.scenario
         require_engine(engine)
+        if trains_here:
+            resolve_device(scenario.train.device, f"{scenario.name} [train] device")
         num_socs = scenario.strategy.socs or self.cluster.num_socs
         if num_socs > self.cluster.num_socs:
             raise InfeasiblePlan(f"{scenario.name} [strategy] socs = {num_socs}, but the cluster has "

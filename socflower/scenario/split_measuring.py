@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from socflower.capture.torch_device import resolve_device
 from socflower.edgecloud.plan.cuts import SplitCosts
 from socflower.edgecloud.program import LayeredProgram
 from socflower.edgecloud.runtime.measuring import Measuring, from_document, measure_cloud, measure_costs, to_document
@@ -26,7 +27,7 @@ _CLOUD_KIND = "split-cloud-seconds"
 
 def measure_split(scenario: Scenario, program: object, *, side: str, cloud: Path | None, repeats: int, threads: int,
                   ) -> dict[str, Any]:
-    """Return this device's costs at every cut: seconds only for the cloud, all costs for the edge.
+    """Return this machine's costs at every cut on the program's device: seconds for the cloud, all costs for the edge.
 
     The edge reads the cloud's seconds from the file that was measured there, or measures them on itself.
     """
@@ -40,7 +41,8 @@ def measure_split(scenario: Scenario, program: object, *, side: str, cloud: Path
     require_count("--repeats", repeats, 1, 10_000)
     require_count("--threads", threads, 1, MAX_WORKERS)
     torch.set_num_threads(threads)
-    how = Measuring(optimizer=program.optimizer, batch_size=scenario.train.batch_size, num_repeats=repeats)
+    how = Measuring(optimizer=program.optimizer, batch_size=scenario.train.batch_size, num_repeats=repeats,
+                    device=resolve_device(program.device, "measuring: device"))
     if side == "cloud":
         return {"schema": 1, "kind": _CLOUD_KIND, "model": scenario.model.name,
                 "batch_size": scenario.train.batch_size, "fingerprint": program.fingerprint(),

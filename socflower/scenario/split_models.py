@@ -21,7 +21,7 @@ from socflower.edgecloud.plan.device_costs import CutShape, split_costs
 from socflower.edgecloud.program import JoinedProgram, LayeredProgram, SplitProgram, cut_shapes
 from socflower.edgecloud.samples import CodeSamples, FeatureSamples, ImageTargets
 from socflower.errors import ConfigError
-from socflower.scenario.arithmetic import optimizer
+from socflower.scenario.arithmetic import evaluation_device, optimizer
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.workload import Score, image_shape, initial_model, scenario_data
 from socflower.training.fp32 import LossFn
@@ -109,7 +109,7 @@ class SplitWorkload(ABC):
         return LayeredProgram(
             model_fn=lambda: copy.deepcopy(model), example=example, schedule=self.schedule, loss=loss, reverse=reverse,
             optimizer=optimizer(self.scenario), frozen=settings.frozen or None,
-            seed=self.scenario.seed)
+            seed=self.scenario.seed, device=self.scenario.train.device)
 
     @property
     def _gradient_bits(self) -> int:
@@ -137,7 +137,7 @@ class ImageWorkload(SplitWorkload):
 
     def evaluate(self, model: nn.Module) -> Score:
         """Return accuracy and loss on the test images."""
-        outcome = evaluate(model, self._data.test)
+        outcome = evaluate(model, self._data.test, device=evaluation_device(self.scenario))
         return Score(outcome.accuracy, outcome.loss)
 
     @property
@@ -169,7 +169,7 @@ class ClickWorkload(SplitWorkload):
         return JoinedProgram(
             model_fn=lambda: build_click_model(self.num_edges, seed=seed), examples=parts[:self.num_edges], top="top",
             bottoms=[f"bottoms.{edge}" for edge in range(self.num_edges)], schedule=self.schedule, seed=seed,
-            optimizer=optimizer(self.scenario))
+            optimizer=optimizer(self.scenario), device=self.scenario.train.device)
 
     def samples(self, edge: int) -> DataSource:
         """Return a party's features of all samples."""

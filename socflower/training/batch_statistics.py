@@ -53,10 +53,10 @@ class MemberBuffers:
         for index, (module, name, shared) in enumerate(self._slots):
             members = [own[index] for own in self._own]
             if shared.is_floating_point():
-                mean = torch.zeros_like(shared, dtype=torch.float64)
+                mean = torch.zeros(shared.shape, dtype=torch.float64)  # on the CPU: mps has no float64
                 for weight, buffer in zip(weights, members, strict=True):
-                    mean += weight * buffer.double()
-                shared.copy_(mean)
+                    mean += weight * buffer.cpu().double()
+                shared.copy_(mean.to(shared.dtype))
             else:
                 # Counters of batches: all members get the maximum.
                 shared.copy_(torch.stack(members).amax(dim=0))

@@ -1,4 +1,4 @@
-"""FP32 training on the CPU with any torch optimiser and scheduler, for one device or a whole group."""
+"""FP32 training with any torch optimiser and scheduler, for one device or a whole group."""
 
 import inspect
 import io
@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from socflower.capture.batch_form import Batch, concatenated, form_of, mapped, output_of, split
 from socflower.capture.batch_form import num_samples as num_samples_of
+from socflower.capture.torch_device import AUTO, on_device, resolve_device
 from socflower.errors import ConfigError, require_range, require_type
 from socflower.training.batch_statistics import MemberBuffers, depends_on_batch
 from socflower.training.sum_order import RingOrderSum
@@ -51,6 +52,9 @@ def cosine_annealing(optimizer: torch.optim.Optimizer, total_steps: int) -> LRSc
 class FP32Trainer:
     """Trains in float32.
 
+    `device` is "auto", "cpu", "cuda", "cuda:1", "mps", or what else torch has: the model is moved there and stays, and
+    batches follow. "auto" is the accelerator that torch finds, else the CPU; sums on an accelerator round otherwise.
+
     `train_step(model, batch)` returns the mean loss of a batch of any form, a tensor without dimensions; it runs no
     backward pass and steps no optimiser. Without it a batch (inputs, labels) gets `loss(model(inputs), labels)`,
     where inputs in a dict are keyword arguments of the model and in a tuple positional ones, and a batch that is a dict
@@ -79,6 +83,7 @@ class FP32Trainer:
     channels_last: bool = False
     reduction: str = "auto"
     num_buckets: int = 1
+    device: str = AUTO
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -114,6 +119,8 @@ class FP32Session:
 
     def __init__(self, trainer: FP32Trainer, model: nn.Module, num_members: int, total_steps: int) -> None:
         self._trainer = trainer
+        self._device = resolve_device(trainer.device, "FP32Trainer: device")
+        model.to(self._device)
         if trainer.channels_last:
             # Layout first: the optimiser's state takes the layout of the parameters.
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -158,8 +165,9 @@ class FP32Session:
 
         Parts are in the order of the members; another processor may add the gradients of further samples (F12).
         """
+        parts = [on_device(part, self._device) for part in parts]
         present = [part for part in parts if num_samples_of(part)]
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=self._device)
         if not present:
             return loss
         if self._buffers is None:
@@ -232,7 +240,8 @@ class FP32Session:
 
     def state(self) -> bytes:
         """Return the state of optimiser and schedule; see `ExchangingSession.state`."""
-        state = {"optimizer": self._optimizer.state_dict(),
+        # On the CPU, so that a node without this device continues.
+        state = {"optimizer": mapped(self._optimizer.state_dict(), lambda tensor: tensor.cpu()),
                  "scheduler": self._scheduler.state_dict() if self._scheduler else None}
         stream = io.BytesIO()
         torch.save(state, stream)
@@ -241,7 +250,7 @@ class FP32Session:
     def _backward(self, batch: Batch, num_samples: int) -> Tensor:
         """Add the gradient of `batch`, a part of a batch of `num_samples`; return its part of the mean loss."""
         size, steps = num_samples_of(batch), self._trainer.accumulation_steps
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=self._device)
         for part in [batch] if steps == 1 else split(batch, [len(each) for each in np.array_split(range(size), steps)]):
             if own := num_samples_of(part):
                 part_loss = self._loss(part)
@@ -256,7 +265,7 @@ class FP32Session:
         if trainer.channels_last:
             batch = mapped(batch, lambda tensor: tensor.contiguous(memory_format=torch.channels_last)
                            if tensor.dim() == 4 else tensor)
-        with torch.autocast("cpu", trainer.autocast) if trainer.autocast is not None else nullcontext():
+        with torch.autocast(self._device.type, trainer.autocast) if trainer.autocast is not None else nullcontext():
             if trainer.train_step is not None:
                 loss = trainer.train_step(self._model, batch)
             elif isinstance(batch, Mapping):
@@ -291,7 +300,7 @@ class FP32Session:
 
     def restore(self, state: bytes) -> None:
         """Restore optimiser and schedule from a state."""
-        saved = torch.load(io.BytesIO(state), weights_only=True)
+        saved = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
         self._optimizer.load_state_dict(saved["optimizer"])
         if self._scheduler is not None:
             self._scheduler.load_state_dict(saved["scheduler"])

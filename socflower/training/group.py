@@ -10,7 +10,7 @@ from socflower.capture import batch_form
 from socflower.capture.batch_form import NOTHING
 from socflower.capture.random_state import own_random_state
 from socflower.training.batches import BatchSchedule, sample_key
-from socflower.training.trainer import Part, SessionResult, Trainer, TrainingSpan
+from socflower.training.trainer import Part, SessionResult, Trainer, TrainingSpan, mean_loss
 from socflower.wire.message_keys import GroupTask
 from socflower.workloads import DataSource
 
@@ -44,9 +44,7 @@ def train_group(
         for parts in _step_parts(data, task, departures or {}):
             losses.append(session.step(parts))
             num_samples += sum(map(batch_form.num_samples, parts))
-        # Read once at the end instead of in every step, since reading a tensor's value synchronises.
-        mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
-        return GroupOutcome(mean_loss=mean_loss, num_samples=num_samples, end=session.finish())
+        return GroupOutcome(mean_loss=mean_loss(losses), num_samples=num_samples, end=session.finish())
 
 
 def _step_parts(

@@ -14,7 +14,7 @@ from socflower.errors import ConfigError, require_range
 from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.training.batch_statistics import require_batch_statistics
-from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_trained_parameters
+from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_cpu, require_trained_parameters
 from socflower.wire.saved_state import from_bytes, to_bytes
 
 SCHEDULES = ("cosine", "constant")
@@ -38,10 +38,13 @@ class Int8Trainer:
     settings: EngineSettings = field(default_factory=EngineSettings)
     fp32_operators: Sequence[str] = ()  # paths of modules that run in torch FP32
     unsupported: Literal["refuse", "fp32"] = "refuse"  # how to handle modules without int8 kernels
+    device: str = "cpu"  # "auto" is the same
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"Int8Trainer: schedule = {self.schedule!r}; use one of {', '.join(SCHEDULES)}")
+        require_cpu(self.device, "Int8Trainer")
+        object.__setattr__(self, "device", "cpu")
         require_range("Int8Trainer", above=0.0, learning_rate=self.learning_rate)
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "Int8Session":

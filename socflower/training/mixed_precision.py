@@ -35,7 +35,7 @@ from socflower.precision.mixed_precision import (
 )
 from socflower.training.batch_statistics import require_batch_statistics
 from socflower.training.fp32 import FP32Session, FP32Trainer
-from socflower.training.trainer import Metric, Part, SessionResult, TrainingSpan
+from socflower.training.trainer import Metric, Part, SessionResult, TrainingSpan, require_cpu
 from socflower.wire.message_keys import ALPHA, ALPHA_STEPS, CPU_SHARE
 
 _PROFILED_SAMPLES = 32
@@ -70,6 +70,8 @@ class MixedPrecisionTrainer:
                               "loss of its FP32Trainer at its default")
         if self.held_out is not None and not len(self.held_out):
             raise ConfigError("MixedPrecisionTrainer: held_out has no inputs; give at least one, or None")
+        require_cpu(self.fp32.device, "MixedPrecisionTrainer")
+        object.__setattr__(self, "fp32", replace(self.fp32, device="cpu"))
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "MixedPrecisionSession":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""

@@ -13,26 +13,40 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from socflower.capture.torch_device import host_buffer
+
 
 @dataclass(slots=True)
 class Bucket:
     """Parameters whose gradients are exchanged together, with their buffer."""
 
     parameters: list[nn.Parameter]
-    buffer: Tensor  # flat; separate, so that a failed reduction does not corrupt gradients
-    views: list[Tensor]  # of the buffer, one like each parameter
+    buffer: Tensor  # flat, on the CPU; separate, so that a failed reduction does not corrupt gradients
+    gradients: Tensor  # the same on the parameters' device; on the CPU, the buffer itself
+    views: list[Tensor]  # of `gradients`, one like each parameter
     strides: list[tuple[int, ...]]  # of the parameters, when the views were created
     stored: list[bool] = field(default_factory=list)  # by parameter, whether its gradient is in the buffer
     num_missing: int = 0
 
     def has_current_layout(self) -> bool:
-        """Whether the parameters still have the layout of the views."""
-        return [parameter.stride() for parameter in self.parameters] == self.strides
+        """Whether the parameters still have the layout of the views, and are on their device."""
+        return all(parameter.device == self.gradients.device for parameter in self.parameters) \
+            and [parameter.stride() for parameter in self.parameters] == self.strides
 
     def clear(self) -> None:
         """Mark all gradients as missing."""
         self.stored = [False] * len(self.parameters)
         self.num_missing = len(self.parameters)
+
+    def to_host(self) -> None:
+        """Bring the gradients to the buffer."""
+        if self.gradients is not self.buffer:
+            self.buffer.copy_(self.gradients)
+
+    def from_host(self) -> None:
+        """Bring the buffer back to the gradients."""
+        if self.gradients is not self.buffer:
+            self.gradients.copy_(self.buffer)
 
     def store_gradient(self, position: int) -> None:
         """Move a gradient to the buffer; without a gradient, as for a member without samples, zeros."""
@@ -60,7 +74,7 @@ class RingOrderSum:
         """Start a step; members that are not added have gradients of zero."""
         for buckets in self._members:
             for bucket in buckets:
-                bucket.buffer.zero_()
+                bucket.gradients.zero_()
 
     def add_member(self, member: int) -> None:
         """Store the parameters' gradients as those of a member, and clear them."""
@@ -69,6 +83,7 @@ class RingOrderSum:
                 if parameter.grad is not None:
                     view.copy_(parameter.grad)
                     parameter.grad = None
+            bucket.to_host()
 
     def write_sums(self) -> None:
         """Set the sums as the parameters' gradients."""
@@ -76,6 +91,7 @@ class RingOrderSum:
             total = sum_in_ring_order([bucket.buffer.numpy() for bucket in alike])
             first = alike[0]
             first.buffer.copy_(torch.from_numpy(total))
+            first.from_host()
             for parameter, view in zip(first.parameters, first.views, strict=True):
                 parameter.grad = view
 
@@ -99,15 +115,17 @@ def make_buckets(model: nn.Module, num_buckets: int) -> list[Bucket]:
 
 
 def make_bucket(parameters: Sequence[nn.Parameter]) -> Bucket:
-    """Return a bucket of parameters of one type, with an empty buffer."""
-    buffer = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=parameters[0].dtype)
+    """Return a bucket of parameters of one type on one device, with an empty buffer."""
+    size, like = sum(parameter.numel() for parameter in parameters), parameters[0]
+    buffer = host_buffer(size, like.dtype, like.device)
+    gradients = buffer if like.device.type == "cpu" else torch.zeros(size, dtype=like.dtype, device=like.device)
     views = []
     start = 0
     for parameter in parameters:
         # In the parameter's own layout, copying and reading the gradient is one contiguous pass.
-        views.append(torch.as_strided(buffer, parameter.size(), _strides(parameter), start))
+        views.append(torch.as_strided(gradients, parameter.size(), _strides(parameter), start))
         start += parameter.numel()
-    return Bucket(list(parameters), buffer, views, [parameter.stride() for parameter in parameters])
+    return Bucket(list(parameters), buffer, gradients, views, [parameter.stride() for parameter in parameters])
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
@@ -122,13 +140,13 @@ def _strides(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _parts(parameters: Sequence[nn.Parameter], num_parts: int) -> list[list[nn.Parameter]]:
-    """Split a sequence of parameters into non-empty runs of about equal bytes, each of one type."""
+    """Split a sequence of parameters into non-empty runs of about equal bytes, each of one type on one device."""
     share = sum(parameter.nbytes for parameter in parameters) / max(1, min(num_parts, len(parameters)))
     parts: list[list[nn.Parameter]] = []
     num_bytes = 0.0
     for parameter in parameters:
         full = parts and num_bytes + parameter.nbytes / 2 >= share * len(parts)
-        if not parts or full or parts[-1][0].dtype != parameter.dtype:
+        if not parts or full or (parts[-1][0].dtype, parts[-1][0].device) != (parameter.dtype, parameter.device):
             parts.append([])
         parts[-1].append(parameter)
         num_bytes += parameter.nbytes

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from socflower.allocator import keep_freed_memory
 from socflower.capture.batch_form import Batch
+from socflower.capture.torch_device import AUTO, resolve_device
 from socflower.errors import ConfigError
 
 Part: TypeAlias = Batch
@@ -85,7 +86,10 @@ class ExchangingSession(TrainingSession, Protocol):
 
 
 class Trainer(Protocol):
-    """Starts training sessions."""
+    """Starts training sessions.
+
+    Where a trainer computes on another device than the CPU, its `device` is the device's name.
+    """
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> TrainingSession:
         """Start a session at the span's first step, from the `state` of an earlier session's result.
@@ -93,6 +97,23 @@ class Trainer(Protocol):
         Without a state the optimiser is new, but the learning-rate schedule still starts at the first step.
         """
         ...
+
+
+def training_device(trainer: Trainer) -> torch.device:
+    """Return the device that a trainer computes on; `ConfigError` if this machine does not have it."""
+    return resolve_device(getattr(trainer, "device", "cpu"), f"{type(trainer).__name__}: device")
+
+
+def require_cpu(device: str, trainer: str) -> None:
+    """Raise `ConfigError` in the name of a trainer with integer kernels for a device other than "auto" and "cpu"."""
+    if device not in (AUTO, "cpu"):
+        raise ConfigError(f"{trainer}: device = {device!r}, but its integer kernels run on the CPU; leave it out, or "
+                          "use FP32Trainer")
+
+
+def mean_loss(losses: Sequence[Tensor]) -> float:
+    """Return the mean of the losses of steps, 0 without any; the only place that waits for the device."""
+    return float(torch.stack([loss.to(losses[-1].device) for loss in losses]).mean()) if losses else 0.0
 
 
 def require_trained_parameters(model: nn.Module) -> None:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from socflower.capture.batch_form import Batch, form_of, mapped, num_samples, output_of
+from socflower.capture.batch_form import Batch, form_of, num_samples, output_of
 from socflower.capture.graph import in_mode
+from socflower.capture.torch_device import on_device, resolve_device
 from socflower.errors import ConfigError, require_range
 from socflower.workloads.map_dataset import as_data_source
 
@@ -41,8 +42,11 @@ class Evaluation:
         return self.metrics[name]
 
 
-def evaluate(model: nn.Module, data: Any, batch_size: int = 128, *, step: EvaluationStep | None = None) -> Evaluation:
-    """Return the model's metrics over all of `data`, computed on the model's own device.
+def evaluate(
+    model: nn.Module, data: Any, batch_size: int = 128, *, step: EvaluationStep | None = None,
+    device: str | None = None,
+) -> Evaluation:
+    """Return the model's metrics over all of `data`.
 
     Parameters
     ----------
@@ -50,6 +54,8 @@ def evaluate(model: nn.Module, data: Any, batch_size: int = 128, *, step: Evalua
     step : (model, batch) -> dict of metrics, optional
         Without it, pairs (inputs, labels) give accuracy and cross-entropy, and dicts the loss of `model(**batch)`, with
         accuracy if it returns logits (n, classes) for labels (n,).
+    device : str, optional
+        "auto", "cpu", "cuda", …, as in `FP32Trainer`; the model is moved there and stays. Without it, the model's own.
 
     Notes
     -----
@@ -60,13 +66,14 @@ def evaluate(model: nn.Module, data: Any, batch_size: int = 128, *, step: Evalua
     if len(source) == 0:
         raise ConfigError("evaluation: the data has no samples")
     require_range("evaluation", least=1, batch_size=batch_size)
+    if device is not None:
+        model.to(resolve_device(device, "evaluation: device"))
     first_weight = next(model.parameters(), None)
-    device = first_weight.device if first_weight is not None else torch.device("cpu")
+    where = first_weight.device if first_weight is not None else torch.device("cpu")
     sums: dict[str, float] = {}
     with in_mode(model, training=False), torch.inference_mode():
         for start in range(0, len(source), batch_size):
-            batch = mapped(source.batch(torch.arange(start, min(start + batch_size, len(source)))),
-                           lambda tensor: tensor.to(device))
+            batch = on_device(source.batch(torch.arange(start, min(start + batch_size, len(source)))), where)
             added = _classifier_sums(model, batch) if step is None else _sums(step(model, batch), batch)
             if start and added.keys() != sums.keys():
                 raise ConfigError(f"evaluation: one batch gave {', '.join(sums) or 'nothing'} and another "

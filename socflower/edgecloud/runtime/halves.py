@@ -8,11 +8,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from socflower.capture.batch_form import Batch, mapped, output_of
+from socflower.capture.batch_form import Batch, output_of
 from socflower.capture.cut_points import SplitModel
 from socflower.capture.graph import CAPTURE_LOCK
 from socflower.capture.halves import random_streams
 from socflower.capture.tensor_arrays import to_array, to_tensor
+from socflower.capture.torch_device import on_device
 from socflower.edgecloud.halves import Labels, Weights
 from socflower.edgecloud.runtime.half_optimizer import SEPARATOR, HalfOptimizer, OptimizerFactory, Schedule
 from socflower.errors import ConfigError
@@ -175,12 +176,12 @@ class TorchHalf:
 
     def _run(self, batch: int, argument: Batch) -> Any:
         """Run this half's layers in training mode, with the random streams of a batch."""
-        layers, argument = self._layers(), mapped(argument, lambda tensor: tensor.to(self._device))
+        layers, argument = self._layers(), on_device(argument, self._device)
         if not self._split.random_layers:
             with CAPTURE_LOCK.shared():
                 return output_of(layers, argument)
         # In this order: the exclusive holder of the lock forks the generator, and would wait for a half at the lock.
-        with CAPTURE_LOCK.shared(), random_streams(self._seed, batch, self._device):
+        with CAPTURE_LOCK.shared(), random_streams(self._seed, batch):
             return output_of(layers, argument)
 
     def _layers(self) -> nn.Module:

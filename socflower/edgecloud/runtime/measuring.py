@@ -16,6 +16,7 @@ from torch import nn
 from socflower.capture.cut_points import SplitModel
 from socflower.capture.layer_profile import profile_module
 from socflower.capture.tensor_arrays import to_array
+from socflower.capture.torch_device import settle
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts
 from socflower.edgecloud.runtime.half_optimizer import HalfOptimizer, OptimizerFactory
 from socflower.errors import ConfigError, require_range
@@ -25,6 +26,7 @@ from socflower.wire.codecs.quantisation import decode, encode
 SCHEMA = 1
 _KIND = "split-costs"
 _COSTS = TypeAdapter(SplitCosts)
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +42,7 @@ class Measuring:
     num_repeats: int = 5
     num_warm_ups: int = 2
     at_least_s: float = 0.0
-    device: str = "cpu"
+    device: torch.device = _CPU
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
@@ -54,18 +56,14 @@ class Measuring:
             work()
         times_s: list[float] = []
         for _ in range(self.num_repeats):
-            self._settle()
+            settle(self.device)
             start_s, num_runs, passed_s = self.clock(), 0, 0.0
             while num_runs == 0 or passed_s < self.at_least_s:
                 work()
-                self._settle()
+                settle(self.device)
                 num_runs, passed_s = num_runs + 1, self.clock() - start_s
             times_s.append(passed_s / num_runs)
         return statistics.median(times_s)
-
-    def _settle(self) -> None:
-        if self.device.startswith("cuda"):  # kernels run asynchronously
-            torch.cuda.synchronize(self.device)
 
 
 def measure_costs(

@@ -18,7 +18,7 @@ from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import default_candidates
 from socflower.scenario.app.round_record import RoundRecord, event_documents
-from socflower.scenario.arithmetic import model_profile, num_training_samples, pricing, uses_int8
+from socflower.scenario.arithmetic import evaluation_device, model_profile, num_training_samples, pricing, uses_int8
 from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
@@ -198,7 +198,7 @@ class _Training:
 
     def _evaluate(self, arrays: ArrayRecord) -> Score:
         self._model.load_state_dict(arrays.to_torch_state_dict())
-        evaluation = evaluate(self._model, self._data.test)
+        evaluation = evaluate(self._model, self._data.test, device=evaluation_device(self._scenario))
         return Score(evaluation.metrics.get("accuracy"), evaluation.loss)
 
 

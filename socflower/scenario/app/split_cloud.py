@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from socflower.capture.torch_device import resolve_device
 from socflower.clients.split.cloud_sessions import session_factory
 from socflower.edgecloud.cloud.cloud_service import CloudService
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, session_status
@@ -93,8 +94,11 @@ def _factory(program: str, overrides: Sequence[str]) -> SessionFactory:
     if ":" in program and not Path(program).exists():
         if overrides:
             raise ConfigError(f"--set is for scenarios, and {program} is a program")
-        return session_factory(_import_program(program))
+        imported = _import_program(program)
+        resolve_device(imported.device, f"program {program}: device")
+        return session_factory(imported)
     setting = SplitSetting(_scenario(Path(program), overrides))
+    resolve_device(setting.workload.program.device, f"{program} [train] device")
 
     def data(party: int, num_parties: int) -> Any:
         known = setting.workload.cloud_samples(party)

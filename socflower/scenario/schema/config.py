@@ -20,6 +20,7 @@ REBALANCE = ("off", "shares", "groups", "both")
 FAULT_KINDS = ("raise", "nan", "hang", "die", "preempt")
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_DEVICE = re.compile(r"[a-z]+(:\d+)?")
 _HELD_OUT = 128
 _READERS = {"rule": ("mixed",), "algorithm": ("int8",), "gradient_bits": ("int8",), "adaptive_rescaling": ("int8",),
             "unsupported": ("int8", "mixed")}
@@ -89,6 +90,9 @@ class TrainConfig(Table):
     weight_decay: float = Field(0.0, ge=0, description="of SGD")
     schedule: Annotated[str, OneOf(("cosine", "constant"))] = Field("cosine", description=(
         "of the learning rate; `cosine` is zero at the end"))
+    device: str = Field("cpu", description=(
+        "torch device of clients and evaluation: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto`, which is the accelerator "
+        "that each machine has, else its CPU; weights depend on it. int8 and mixed training use the CPU"))
     local_epochs: Epochs = Field(1, description="epochs of a `fedavg` client in a round; `epochs` must be a multiple")
     reduction: Annotated[str, OneOf(("auto", "always", "ring"))] = Field(
         "auto", json_schema_extra={"was": "member_passes"}, description=(
@@ -100,7 +104,9 @@ class TrainConfig(Table):
         "real seconds after which a client that does not answer is given up on"))
 
     def check(self) -> None:
-        """Refuse momentum without SGD, and local epochs that do not divide the epochs."""
+        """Refuse names of no device, momentum without SGD, and local epochs that do not divide the epochs."""
+        if not _DEVICE.fullmatch(self.device):
+            raise ValueError(f"device = {self.device!r}: write auto, cpu, cuda, cuda:1 or mps")
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f"momentum = {self.momentum} is for sgd, and optimizer = {self.optimizer!r}; leave it out")
         if self.epochs % self.local_epochs:
@@ -288,6 +294,9 @@ class ScenarioFile(ClusterFile):
         if self.train.optimizer != "sgd" and self.precision.arithmetic != "fp32":
             raise ValueError(f"[train] optimizer = {self.train.optimizer!r} is for arithmetic = 'fp32'; int8 training "
                              "supports sgd only")
+        if self.precision.arithmetic != "fp32" and self.train.device not in ("auto", "cpu"):
+            raise ValueError(f"[train] device = {self.train.device!r} is for arithmetic = 'fp32'; the integer kernels "
+                             f"of {self.precision.arithmetic!r} run on the CPU")
         if self.precision.arithmetic == "int8" and (self.train.weight_decay or self.train.reduction != "auto"):
             raise ValueError("[precision] arithmetic = 'int8' does not support [train] weight_decay and reduction; "
                              "leave them out")

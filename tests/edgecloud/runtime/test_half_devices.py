@@ -1,0 +1,98 @@
+"""Halves on an accelerator: what crosses the cut is on the CPU, and the weights are the CPU's, on a fake device."""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from socflower.edgecloud.program import LayeredProgram
+from socflower.edgecloud.runtime.back import TorchBack
+from socflower.edgecloud.runtime.front import TorchFront
+from socflower.edgecloud.runtime.measuring import Measuring, measure_costs
+from socflower.errors import ConfigError
+from tests.edgecloud.runtime.split_training import (
+    LOSS,
+    Optimizer,
+    Source,
+    adam,
+    assert_same,
+    chain,
+    chain_split,
+    falling,
+    halves,
+    move,
+    one_batch,
+    sgd,
+    train_locally,
+)
+from tests.fake_device import MODULE, fake_device  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.usefixtures("fake_device")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def on(devices: tuple[str, str], cut: int, optimizer: Optimizer) -> tuple[TorchFront, TorchBack]:
+    """Return halves on a device each."""
+    split = chain_split()
+    front = TorchFront(split.copy(), cut, Source(), optimizer, schedule=falling, loss=LOSS, device=devices[0])
+    return front, TorchBack(split.copy(), cut, optimizer, LOSS, schedule=falling, device=devices[1])
+
+
+@pytest.mark.parametrize("devices", [pair for pair in itertools.product(("cpu", "fake"), repeat=2) if "fake" in pair])
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+def test_halves_on_any_devices_train_what_the_whole_model_does(devices: tuple[str, str], optimizer: Optimizer) -> None:
+    """Also while the cut moves, by replay and with a kept graph, and after a state was saved and restored."""
+    losses, expected = train_locally(chain_split(), 6, optimizer)
+    front, back = on(devices, 2, optimizer)
+    ours = [one_batch(front, back, 0), one_batch(front, back, 1, keep_graph=False)]
+    for batch, cut in ((2, 4), (3, 1), (4, front.all_layers_cut)):
+        move(front, back, cut)
+        ours.append(one_batch(front, back, batch))
+    move(front, back, 3)
+    again = on(devices, 3, optimizer)
+    again[0].restore(front.save())
+    again[1].restore(back.save())
+    ours.append(one_batch(*again, 5))
+    assert ours == losses
+    assert_same({**again[0].weights(), **again[1].weights()}, expected)
+
+
+def test_a_state_of_the_accelerator_continues_on_the_cpu() -> None:
+    front, back = on(("fake", "fake"), 2, adam)
+    one_batch(front, back, 0)
+    plain = halves(chain_split(), 2, adam)
+    plain[0].restore(front.save())
+    plain[1].restore(back.save())
+    assert one_batch(*plain, 1) == one_batch(front, back, 1)
+
+
+def test_a_program_runs_on_what_each_machine_has() -> None:
+    def program(device: str) -> LayeredProgram:
+        return LayeredProgram(model_fn=chain, example=(6,), optimizer=sgd, device=device)
+
+    ends = []
+    for device in ("auto", "cpu"):
+        made = program(device)
+        front, back = made.front(0, 2, Source()).half, made.back(2).half
+        one_batch(front, back, 0)
+        assert {each.device.type for each in back.split.tensors().values()} == {"fake" if device == "auto" else "cpu"}
+        ends.append({**front.weights(), **back.weights()})
+    assert all(np.array_equal(ends[0][name], ends[1][name]) for name in ends[1])
+    with pytest.raises(ConfigError, match=r"split training: device = 'cuda': torch .* finds fake:0 on this machine"):
+        program("cuda").back(2)
+
+
+def test_costs_are_timed_when_the_device_is_done() -> None:
+    before = MODULE.num_synchronisations
+    costs = measure_costs(chain_split(), Measuring(optimizer=sgd, batch_size=4, num_repeats=1, num_warm_ups=1,
+                                                   device=torch.device("fake", 0)))
+    assert MODULE.num_synchronisations >= before + 2 * len(costs.cuts)

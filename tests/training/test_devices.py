@@ -1,0 +1,205 @@
+"""Training on an accelerator: everything is moved there and back, and what torch finds is what is used.
+
+The accelerator is a fake one that computes as the CPU does, so that a training there must give the CPU's very bits.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from socflower.capture.random_state import RandomState, forked_generator, own_random_state
+from socflower.capture.torch_device import accelerator, resolve_device
+from socflower.errors import ConfigError
+from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
+from socflower.training.group import GroupOutcome, train_group
+from socflower.training.int8 import Int8Trainer
+from socflower.training.mixed_precision import MixedPrecisionTrainer
+from socflower.training.trainer import TrainingSpan
+from socflower.wire.message_keys import METRICS
+from socflower.workloads import MapDataset, evaluate
+from tests.clients.test_app import make_app, message, node, part
+from tests.fake_device import MODULE, fake_device  # noqa: F401 - a fixture
+from tests.rows import Rows
+from tests.seeded import built
+from tests.training.test_batches import task
+from tests.training.test_group import small_data
+
+pytestmark = pytest.mark.usefixtures("fake_device")
+
+
+def network() -> nn.Sequential:
+    """Every kind of state: weights, a frozen weight, running statistics and a counter, and a layer that draws."""
+    def layers() -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2),
+                             nn.Linear(64, 8), nn.Linear(8, 3))
+
+    made = built(layers, 3)
+    made[5].bias.requires_grad_(False)
+    return made
+
+
+def mean_of_own_step(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels, label_smoothing=0.1)
+
+
+TRAINERS = {
+    "sgd": {"optimizer": sgd(0.1, 0.9), "scheduler": cosine_annealing},
+    "adamw": {"optimizer": partial(torch.optim.AdamW, lr=0.01), "scheduler": lambda made, steps: StepLR(made, 3)},
+    "own step, clipped, accumulated": {"train_step": mean_of_own_step, "max_grad_norm": 0.5, "accumulation_steps": 2},
+    "a pass for each member, summed in a ring's order": {"reduction": "ring", "num_buckets": 3},
+    "in another layout": {"channels_last": True},
+}
+
+
+def trained(device: str, settings: dict[str, Any], make: Callable[[], nn.Module] = network,
+            ) -> tuple[nn.Module, GroupOutcome]:
+    model, data = make(), small_data(48)
+    work = task(0, 1, members=(0, 1), partitions=(0, 1), capacities=(1.0, 2.0), num_steps=4, steps_per_epoch=4,
+                total_steps=8, num_samples=48, proximal_mu=0.1)
+    trainer = FP32Trainer(device=device, **settings)
+    first = train_group(model, data, work, trainer)
+    on = first.end.state
+    return model, train_group(model, data, replace(work, first_step=4), trainer, on)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_training_on_the_accelerator_has_the_weights_of_the_cpu(name: str) -> None:
+    ours, reference = trained("auto", TRAINERS[name]), trained("cpu", TRAINERS[name])
+    assert {each.device.type for each in ours[0].state_dict().values()} == {"fake"}
+    assert ours[1].mean_loss == pytest.approx(reference[1].mean_loss, rel=1e-6)
+    # In another layout a convolution of the fake device sums in another order.
+    same = partial(torch.testing.assert_close, atol=1e-6, rtol=1e-5) if "layout" in name else assert_equal
+    for tensor, expected in zip(ours[0].state_dict().values(), reference[0].state_dict().values(), strict=True):
+        same(tensor.cpu(), expected)
+
+
+def assert_equal(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(ours, expected)
+
+
+def test_autocast_is_that_of_the_device() -> None:
+    """The fake device casts what linear layers read, and the CPU's autocast leaves it alone."""
+    def layers() -> nn.Sequential:
+        return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    weights = [trained(device, {"autocast": kind}, lambda: built(layers, 3))[0][1].weight.detach().cpu()
+               for device, kind in (("auto", torch.bfloat16), ("cpu", torch.bfloat16), ("auto", None))]
+    torch.testing.assert_close(weights[0], weights[1], atol=1e-3, rtol=1e-2)
+    assert not torch.allclose(weights[0], weights[2], atol=1e-6, rtol=1e-6)
+
+
+def test_the_state_of_a_training_is_on_the_cpu_and_continues_on_either_device() -> None:
+    model, data = network(), small_data(48)
+    trainer = FP32Trainer(device="auto", optimizer=partial(torch.optim.Adam, lr=0.01))
+    work = task(0, 1, num_steps=3, steps_per_epoch=3, num_samples=48)
+    state = train_group(model, data, work, trainer).end.state
+    ends = []
+    for device in ("auto", "cpu"):
+        again = copy.deepcopy(model).cpu() if device == "cpu" else copy.deepcopy(model)
+        train_group(again, data, work, FP32Trainer(device=device, optimizer=trainer.optimizer), state)
+        ends.append([each.cpu() for each in again.state_dict().values()])
+    assert all(map(torch.equal, *ends))
+
+
+def test_batches_of_any_form_follow_the_model() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(36, 3)
+
+        def forward(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.layer(images.flatten(1))
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    data = MapDataset(Rows(small_data(24)), collate_fn=lambda rows: {
+        "images": torch.stack([image for image, _ in rows]), "labels": torch.tensor([label for _, label in rows])})
+    ends = {}
+    for device in ("auto", "cpu"):
+        model = built(Pair, 1)
+        train_group(model, data, task(0, 1, num_steps=2, steps_per_epoch=2, num_samples=24), FP32Trainer(device=device))
+        assert next(model.parameters()).device == resolve_device(device, "test")
+        ends[device] = [each.detach().cpu() for each in model.parameters()]
+    assert all(map(torch.equal, *ends.values()))
+
+
+def test_an_evaluation_runs_where_it_is_told_or_where_the_model_is() -> None:
+    data, expected = small_data(40), evaluate(network(), small_data(40))
+    model = network()
+    assert evaluate(model, data, device="auto") == expected == evaluate(model, data)
+    assert next(model.parameters()).device == accelerator()
+    assert evaluate(model, data, device="cpu") == expected
+    assert next(model.parameters()).device.type == "cpu"
+
+
+@pytest.mark.parametrize("group", [None, task(0, 1, num_samples=48)])
+def test_a_client_sends_and_gets_tensors_of_the_cpu(group: Any) -> None:
+    replies = []
+    for device in ("auto", "cpu"):
+        app = make_app(trainer=FP32Trainer(optimizer=sgd(0.1), device=device))
+        asked = message(group=group) if group else message(**{"batch-size": 4})
+        replies.append(app(asked, node(2)).content)
+    ours, expected = (reply.array_records["arrays"].to_torch_state_dict() for reply in replies)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
+    assert replies[0][METRICS] == replies[1][METRICS]
+
+
+def test_random_numbers_of_the_accelerator_are_seeded_and_restored() -> None:
+    MODULE.state = 7
+    with own_random_state(1, 2):
+        within = MODULE.state
+        kept = RandomState()
+        with forked_generator(5):
+            assert MODULE.state == 5
+        MODULE.state = 6
+        kept.restore()
+        assert MODULE.state == within
+    assert MODULE.state == 7
+    with own_random_state(1, 3):
+        assert MODULE.state not in (7, within)
+
+
+def test_auto_is_the_accelerator_if_there_is_one() -> None:
+    assert resolve_device("auto", "test") == torch.ones(1, device="fake").device == resolve_device("fake", "test")
+    assert resolve_device("cpu", "test") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("cuda", "device = 'cuda': torch .* finds fake:0 on this machine; use cpu, or auto"),
+    ("fake:1", "device = 'fake:1': devices of this machine are fake:0 to fake:0; use cpu"),
+    ("gpu 0", "device = 'gpu 0': no name of a device; use auto, cpu, cuda, cuda:N or mps"),
+])
+def test_a_device_that_is_not_there_is_refused_in_one_line(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        FP32Trainer(device=name).start(network(), TrainingSpan())
+
+
+def test_integer_kernels_stay_on_the_cpu() -> None:
+    assert Int8Trainer(device="auto").device == MixedPrecisionTrainer().fp32.device == "cpu"
+    with pytest.raises(ConfigError, match=r"^Int8Trainer: device = 'cuda', but its integer kernels run on the CPU"):
+        Int8Trainer(device="cuda")
+    with pytest.raises(ConfigError, match=r"^MixedPrecisionTrainer: device = 'fake', but its integer kernels"):
+        MixedPrecisionTrainer(fp32=FP32Trainer(device="fake"))
+
+
+def test_a_client_evaluates_on_its_trainers_device() -> None:
+    seen: list[torch.device] = []
+
+    def noted(model: nn.Module, batch: Any) -> dict[str, float]:
+        seen.append(batch[0].device)
+        return {"loss": 0.0}
+
+    def made(context: Context) -> FP32Trainer:
+        return FP32Trainer(device="cpu")
+
+    for trainer in (FP32Trainer(), FP32Trainer(device="cpu"), made):
+        make_app(trainer=trainer, evaluate_data_fn=part, evaluate_step=noted)(message("evaluate"), node(2))
+    assert [each.type for each in seen] == ["fake", "cpu", "cpu"]
