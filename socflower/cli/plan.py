@@ -52,10 +52,12 @@ def plan(
 
 
 def _plan_split(scenario: Any, as_json: bool) -> None:
+    from socflower.scenario.heat import predicted_heat
     from socflower.scenario.planning import plan_split
+    from socflower.scenario.schema.file import scenario_cluster
 
     with prints_to_stderr():
-        document = plan_split(scenario)
+        document = {**plan_split(scenario), "heat": predicted_heat(scenario, scenario_cluster(scenario))}
     if as_json:
         print_json(document)
     else:
@@ -90,13 +92,18 @@ def print_plan(console: Console, cluster: "Cluster", document: Mapping[str, Any]
     if document["verdict"] is not None:
         pays = document["predicted"]["epoch_s"] < document["one_soc"]["epoch_s"]
         print_text(document["verdict"], console, "bold" if pays else "bold yellow")
-    if heat := document.get("heat"):
-        hottest = "" if heat["peak_c"] is None else f", at most {heat['peak_c']:.1f} °C"
-        print_text(f"with heat and users the training takes {human_seconds(heat['virtual_s'])} and "
-                   f"{human_joules(heat['energy_j'])}, {human_joules(heat['cooling_j'])} of them for fans; "
-                   f"{percent(heat['slowdown'])} slower than without{hottest}", console)
+    _print_heat(console, document.get("heat"))
     for note in document["notes"]:
         print_text(f"note: {note}", console, "dim")
+
+
+def _print_heat(console: Console, heat: Mapping[str, Any] | None) -> None:
+    if not heat:
+        return
+    hottest = "" if heat["peak_c"] is None else f", at most {heat['peak_c']:.1f} °C"
+    print_text(f"with heat and users the training takes {human_seconds(heat['virtual_s'])} and "
+               f"{human_joules(heat['energy_j'])}, {human_joules(heat['cooling_j'])} of them for fans; "
+               f"{percent(heat['slowdown'])} slower than without{hottest}", console)
 
 
 def _frozen_text(model: Mapping[str, float]) -> str:
@@ -140,5 +147,6 @@ def print_split_plan(console: Console, document: Mapping[str, Any]) -> None:
     predicted = document["predicted"]
     print_text(f"predicted: {human_seconds(predicted['batch_s'])} a batch, {human_seconds(predicted['epoch_s'])} an "
                f"epoch, {human_joules(predicted['epoch_energy_j'])} of the edges", console)
+    _print_heat(console, document.get("heat"))
     for note in document["notes"]:
         print_text(f"note: {note}", console, "dim")

@@ -11,6 +11,7 @@ from socflower.quantities import human_seconds
 from socflower.scenario.planning import planned_intervals, planned_training, planned_work, with_plan
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
+from socflower.scenario.split_setting import SplitSetting
 from socflower.sim import EventClock
 from socflower.strategies.rebalancing import Balancer
 from socflower.thermal.fans.fan_curve import rack_fans
@@ -82,7 +83,18 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
         raise ConfigError(f"{scenario.name}: heat and users are followed for {_HORIZON_S / DAY_S:g} days, and this "
                           f"training takes {human_seconds(unthrottled_s)}; lower [train] epochs, or leave [thermal] "
                           "and [background_load] out")
-    clock, (work, _) = EventClock(cluster, dynamics=rack), planned_work(scenario, cluster)
+    clock = EventClock(cluster, dynamics=rack)
+    if scenario.is_split:
+        SplitSetting(scenario).run(clock)
+    else:
+        _run_groups(scenario, cluster, clock)
+    return {"virtual_s": clock.now_s, "energy_j": clock.usage.total_energy_j,
+            **heat_document(scenario, rack, clock.now_s, unthrottled_s)}
+
+
+def _run_groups(scenario: Scenario, cluster: Cluster, clock: EventClock) -> None:
+    """Let the planned training of groups pass on a clock with heat and users."""
+    work, _ = planned_work(scenario, cluster)
     intervals = planned_intervals(scenario, work)
     if len(intervals) > _MAX_ROUNDS:
         raise ConfigError(f"{scenario.name}: heat and users are planned round by round, and these are {len(intervals)} "
@@ -95,12 +107,14 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
         if plan is not work.plan:
             work, _ = with_plan(scenario, work, plan)
         work.run(interval, clock, capacities=balancer.in_use)
-    return {"virtual_s": clock.now_s, "energy_j": clock.usage.total_energy_j,
-            **heat_document(scenario, rack, clock.now_s, unthrottled_s)}
 
 
 def unthrottled_training_s(scenario: Scenario, cluster: Cluster) -> float | None:
     """Return the virtual seconds of the planned training without heat and users; None for fedavg, which has no plan."""
+    if scenario.is_split:
+        clock = EventClock(cluster)
+        SplitSetting(scenario).run(clock)
+        return clock.now_s
     if not scenario.has_groups:
         return None
     return planned_training(scenario, cluster).duration_s

@@ -1,5 +1,6 @@
 """The edges and the cloud of a split scenario, built once for checks, plans, training and predictions."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -10,12 +11,14 @@ from socflower.edgecloud.plan import baselines
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine, WindowSchedule, initial_rates
 from socflower.edgecloud.plan.party import CloudMode, Party
+from socflower.edgecloud.plan.split_pipeline import moved, simulate
 from socflower.errors import ConfigError
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.links import edge_links
 from socflower.scenario.split_measuring import measured_costs
 from socflower.scenario.split_models import SplitWorkload, split_workload
+from socflower.sim import EventClock
 
 
 class SplitSetting:
@@ -66,6 +69,19 @@ class SplitSetting:
         """Whether decision engines may move the edges' cuts."""
         return self.scenario.strategy.name == "split-replay" and self.scenario.split.adapt and (
             self.num_edges == 1 or self.mode == "own") and not self.workload.is_joined
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Yield each round's first batch and number of batches."""
+        length = max(1, round(self.scenario.split.round_epochs * self.workload.batches_per_epoch))
+        for first in range(0, self.total_batches, length):
+            yield first, min(length, self.total_batches - first)
+
+    def run(self, clock: EventClock) -> None:
+        """Let the whole training pass on a clock, without training."""
+        parties = self.parties()
+        for first, num_batches in self.spans():
+            parties = moved(parties, simulate(parties, num_batches, first, clock=clock, cluster=self.cluster,
+                                              cloud=self.mode, reverse=self.workload.program.is_reverse))
 
     def decision_engine(self, edge: int) -> DecisionEngine | None:
         """Return the engine that may move an edge's cut on a real link; within a round it always keeps a cloud half."""

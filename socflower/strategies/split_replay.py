@@ -14,7 +14,7 @@ from socflower.cluster import Cluster, Usage
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine
 from socflower.edgecloud.plan.party import CloudMode, Party
-from socflower.edgecloud.plan.split_pipeline import Timeline, simulate
+from socflower.edgecloud.plan.split_pipeline import Timeline, moved, simulate
 from socflower.edgecloud.plan.timeline_actions import encode_actions
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.sim import EventClock
@@ -300,8 +300,8 @@ class SplitReplay(PlannedRounds):
         An edge whose reply was dropped starts with its previous cut: the move is lost with the reply.
         """
         assert self._timeline is not None
-        for index, (party, past) in enumerate(zip(self.parties, self._timeline.parties, strict=True)):
-            now = past.moves[-1].new if past.moves and index not in self._runs else party.split_plan
+        for index, (party, simulated) in enumerate(zip(self.parties, moved(self.parties, self._timeline), strict=True)):
+            now = party.split_plan if index in self._runs else simulated.split_plan
             if index in measured:
                 report = measured[index]
                 now = replace(now, cut=None if report.cut == EDGE_ALONE else report.cut, bits=report.bits)

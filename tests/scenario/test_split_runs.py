@@ -1,5 +1,6 @@
 """Split training through the whole path: scenario file, Flower messages, both halves, result and report."""
 
+import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,13 +15,15 @@ from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.phases import phases
 from socflower.errors import ConfigError
 from socflower.scenario.comparison import compare
+from socflower.scenario.heat import predicted_heat
 from socflower.scenario.runner import run_scenario, run_to_folder
 from socflower.scenario.schema.config import Scenario
-from socflower.scenario.schema.file import from_document
+from socflower.scenario.schema.file import from_document, scenario_cluster, to_document
 from socflower.scenario.split_setting import SplitSetting
 from tests.scenario.small_runs import without_drawing
 from tests.scenario.test_resume import assert_ends_as, resume, stop_after
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("on_few_digits")
 RATES = LinkRates(up_bytes_per_s=4e6, down_bytes_per_s=8e6, latency_s=0.004)
 CONSTANT = {"link": "constant", "up_bytes_per_s": RATES.up_bytes_per_s, "down_bytes_per_s": RATES.down_bytes_per_s,
@@ -154,6 +157,34 @@ def test_a_resumed_run_ends_as_one_that_was_never_interrupted(name: str, tmp_pat
     assert resume(scenario, out)["resumed_from"] == [1]
     ours = assert_ends_as(tmp_path / "reference", out)
     assert ours["split"] == reference["split"] and ours["virtual_s"] == reference["virtual_s"]
+
+
+@pytest.mark.slow
+def test_heat_and_users_slow_edges_down_and_a_killed_run_goes_on_alike(tmp_path: Path) -> None:
+    """A board without air; the rack's temperatures and its games are part of a checkpoint."""
+    cold = split(**EXACT, window=[[0.0, 3]], edges=2)
+    slow = tomllib.loads((ROOT / "scenarios" / "clusters" / "slow_soc.toml").read_text("utf-8"))
+    document = {**to_document(cold), "device": slow["device"]}
+    document["cluster"] = {"boards": 1, "socs_per_board": 2, "device": "slow-soc"}
+    cool = from_document(document)
+    hot = from_document({**document, "thermal": {"fan": "fixed", "rpm": 3250, "hot_boards": [0], "ambient_c": 33.0,
+                                                 "hot_board_airflow": 0.01},
+                         "background_load": {"games": "tidal", "low": 0.5, "high": 0.6, "mean_session_s": 300}})
+    without_drawing(hot, tmp_path / "whole")
+    stop_after(hot, tmp_path / "cut", 1)
+    assert resume(hot, tmp_path / "cut")["resumed_from"] == [1]
+    result = assert_ends_as(tmp_path / "whole", tmp_path / "cut")
+    unthrottled = ran(cool)
+    assert result["heat"]["slowdown"] == pytest.approx(result["virtual_s"] / unthrottled["virtual_s"] - 1)
+    assert result["heat"]["slowdown"] > 0.2
+    assert result["heat"]["peak_c"] > 35.0
+    assert result["heat"]["cooling_j"] > 0.0
+    with_users_alone = ran(from_document({**to_document(hot), "thermal": None}))
+    assert 0.1 < with_users_alone["heat"]["slowdown"] < result["heat"]["slowdown"]
+    predicted = predicted_heat(hot, scenario_cluster(hot))
+    assert predicted is not None
+    assert predicted["virtual_s"] == pytest.approx(result["virtual_s"])
+
 
 
 # ----------------------------------------------------------------------------------------------- kinds of work

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.quantisation import BITS
@@ -76,6 +76,17 @@ class SplitCosts:
         if self.model_weight_bytes and not largest_bytes <= self.model_weight_bytes < math.inf:
             raise ConfigError(f"model {self.model}: model_weight_bytes = {self.model_weight_bytes} must be at least "
                               f"those of its largest front half, {largest_bytes}, and finite")
+
+    def at_edge_speed(self, speed: float) -> "SplitCosts":
+        """Return the costs while the edge works at `speed`, of 1 as here: hot, or with users of its own."""
+        if speed == 1.0:
+            return self
+        return replace(
+            self, cuts=tuple([replace(cut, edge_forward_s=cut.edge_forward_s / speed,
+                                      edge_backward_s=cut.edge_backward_s / speed) for cut in self.cuts]),
+            edge_only_s=self.edge_only_s / speed, edge_s_per_byte=self.edge_s_per_byte / speed,
+            edge_s_per_batch=self.edge_s_per_batch / speed,
+            codec_s_per_element={bits: seconds / speed for bits, seconds in self.codec_s_per_element.items()})
 
     def feature_bytes(self, cut: int, bits: int) -> float:
         """Return the bytes that one batch sends with its features, labels and header included."""

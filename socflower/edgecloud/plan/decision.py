@@ -94,6 +94,7 @@ class DecisionEngine:
         self._gap_batches = first_gap_batches
         self._changed_at: int | None = None  # the batch of the last change; None before the first
         self._smoothed: LinkRates | None = None
+        self._costs_by_speed: dict[float, SplitCosts] = {}
         self._log: list[Decision] = []
 
     @property
@@ -119,11 +120,13 @@ class DecisionEngine:
         return min(self.choices(window),
                    key=lambda choice: predicted_s(self._costs, choice, rates, gap, reverse=self._reverse))
 
-    def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int) -> SplitPlan | None:
+    def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int,
+               edge_speed: float = 1.0) -> SplitPlan | None:
         """Return the deployment to change to before the forward pass of `batch`, or None to stay.
 
         To be called between batches with the measured rates and the current K, which is not part of the choice; a new K
-        alone is not a change. A returned deployment is recorded as made.
+        alone is not a change. At a lower `edge_speed` all that the edge does takes longer. A returned deployment is
+        recorded as made.
         """
         smoothed = self._smoothed = self._blend(rates)
         if self._changed_at is not None and batch - self._changed_at < self._rest_batches:
@@ -132,12 +135,13 @@ class DecisionEngine:
         if gap < 1:
             return None
         current = SplitPlan(cut=current.cut, bits=current.bits, window=window)
-        stay_s = predicted_s(self._costs, current, smoothed, gap, reverse=self._reverse)
+        costs = self._costs_at(edge_speed)
+        stay_s = predicted_s(costs, current, smoothed, gap, reverse=self._reverse)
         chosen, move_s = current, stay_s
         for choice in self.choices(window):
             if choice == current or (choice.cut is None and current.cut is None):
                 continue
-            seconds = predicted_s(self._costs, choice, smoothed, gap, current, now=rates, reverse=self._reverse)
+            seconds = predicted_s(costs, choice, smoothed, gap, current, now=rates, reverse=self._reverse)
             if seconds < move_s:
                 chosen, move_s = choice, seconds
         pays = math.isinf(stay_s) or stay_s - move_s > self._min_gain * stay_s
@@ -148,6 +152,11 @@ class DecisionEngine:
         self._gap_batches = self._next_gap(batch)
         self._changed_at = batch
         return chosen
+
+    def _costs_at(self, edge_speed: float) -> SplitCosts:
+        if edge_speed not in self._costs_by_speed:
+            self._costs_by_speed[edge_speed] = self._costs.at_edge_speed(edge_speed)
+        return self._costs_by_speed[edge_speed]
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as values that JSON represents exactly; the log is left out."""

@@ -14,8 +14,12 @@ CloudMode: TypeAlias = Literal["own", "turns", "joined"]
 class Decider(Protocol):
     """Decides on changes of the deployment between two batches."""
 
-    def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int) -> SplitPlan | None:
-        """Return the new deployment from `batch` on, or None to stay; K is given, not chosen."""
+    def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int,
+               edge_speed: float = 1.0) -> SplitPlan | None:
+        """Return the new deployment from `batch` on, or None to stay; K is given, not chosen.
+
+        `edge_speed` is the edge's present speed, as a fraction of that at which its costs hold.
+        """
         ...
 
 

@@ -13,7 +13,7 @@ are sent, and the next batch's forward pass begins. The resulting weights are a 
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from socflower.cluster import Cluster, Usage
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
@@ -106,6 +106,12 @@ def simulate(
     pipeline = _Pipeline(parties, num_batches, first_batch, cluster, mode, reverse, apply_first)
     usage = clock.run_processes(pipeline.start, socs=range(len(parties)), label=label)
     return pipeline.timeline(usage)
+
+
+def moved(parties: Sequence[Party], timeline: Timeline) -> list[Party]:
+    """Return the parties with the split plans that they had at the end of a timeline."""
+    return [replace(party, split_plan=past.moves[-1].new) if past.moves else party
+            for party, past in zip(parties, timeline.parties, strict=True)]
 
 
 def _check(parties: Sequence[Party], num_batches: int, first_batch: int, cloud: CloudMode, reverse: bool) -> None:
@@ -343,7 +349,10 @@ class _Front:
         self._up.update_meter()
         self._down.update_meter()
         current = SplitPlan(cut=self._cut, bits=self._bits, window=limit)
-        new = decider.decide(self._next, self._meter.rates(now_s), current, limit)
+        speed = self._simulation.speed(self.index)
+        if not speed:  # a user has just taken it
+            return
+        new = decider.decide(self._next, self._meter.rates(now_s), current, limit, speed)
         if new is None or (new.cut, new.bits) == (self._cut, self._bits):
             return
         if new.cut == self._cut:

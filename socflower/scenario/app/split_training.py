@@ -23,6 +23,7 @@ from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.scenario.app.round_record import RoundRecord, event_documents
 from socflower.scenario.app.split_result import SplitHistory, cut_text, staleness_of
+from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document
@@ -96,7 +97,8 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
     cloud = _cloud(folder, setting)
     workload, model = setting.workload, setting.workload.program.model()
     trace = Trace()
-    clock = EventClock(setting.cluster, trace=trace)
+    rack = rack_dynamics(scenario, setting.cluster)
+    clock = EventClock(setting.cluster, dynamics=rack, trace=trace)
 
     def evaluate(arrays: ArrayRecord) -> Score:
         model.load_state_dict(arrays.to_torch_state_dict())
@@ -146,7 +148,9 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
         "transports": {"edge and cloud": strategy.transport, "hub": "Flower messages"},
         "data_source": workload.source,
         **record.totals(final),
-        "wall_s": perf_counter() - started_s, "heat": None, "plan": None,
+        "wall_s": perf_counter() - started_s, "plan": None,
+        "heat": None if rack is None else heat_document(scenario, rack, clock.now_s, unthrottled_training_s(
+            scenario, setting.cluster)),
         "split": history.document(strategy.parties, setting.mode, clock.now_s),
     }
 

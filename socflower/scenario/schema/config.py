@@ -338,8 +338,6 @@ class ScenarioFile(ClusterFile):
                              "raise round_epochs")
         if self.precision.arithmetic != "fp32":
             raise ValueError(f"{name} trains in FP32; leave [precision] out")
-        if self.thermal is not None or self.background_load is not None:
-            raise ValueError(f"{name} does not support [thermal] and [background_load]; leave them out")
         if self.events:
             raise ValueError(f"{name} does not support [[event]]; the outages of a link are in [edgecloud] segments")
 

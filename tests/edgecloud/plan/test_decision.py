@@ -46,6 +46,22 @@ def follow(engine: DecisionEngine, rates: Sequence[LinkRates], start: SplitPlan,
 
 
 @settings(max_examples=50)
+@given(costs=tables(), rates=st.lists(RATES, min_size=1, max_size=20), speed=st.floats(0.2, 1.0),
+       reverse=st.booleans(), window=st.integers(0, 4))
+def test_a_slower_edge_is_an_edge_with_higher_costs(
+    costs: SplitCosts, rates: list[LinkRates], speed: float, reverse: bool, window: int,
+) -> None:
+    start = SplitPlan(cut=0, bits=8, window=window)
+    slow = DecisionEngine(costs, (8,), reverse=reverse)
+    other = DecisionEngine(costs.at_edge_speed(speed), (8,), reverse=reverse)
+    assert [slow.decide(batch, now, start, window, speed) for batch, now in enumerate(rates)] == [
+        other.decide(batch, now, start, window) for batch, now in enumerate(rates)]
+    choice = SplitPlan(cut=None, window=window)
+    assert predicted_s(costs.at_edge_speed(speed), choice, rates[0], 10) == pytest.approx(
+        predicted_s(costs, choice, rates[0], 10) / speed)
+
+
+@settings(max_examples=50)
 @given(costs=tables(), rates=RATES, window=st.integers(0, 6), start=st.integers(0, 4), bits=st.sampled_from(BITS),
        allowed=st.sets(st.sampled_from(BITS), min_size=1), edge_only=st.booleans(), gap=st.floats(1, 500))
 def test_a_decision_is_the_best_of_all_deployments(

@@ -61,7 +61,8 @@ class Wandering:
     def __init__(self, wishes: Sequence[SplitPlan | None]) -> None:
         self._wishes, self.asked = wishes, []
 
-    def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int) -> SplitPlan | None:
+    def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int,
+               edge_speed: float = 1.0) -> SplitPlan | None:
         assert rates.up_bytes_per_s >= 0 and current.window == window
         self.asked.append(batch)
         return self._wishes[batch % len(self._wishes)]
@@ -324,7 +325,8 @@ class ByRate:
     def __init__(self) -> None:
         self.seen: list[LinkRates] = []
 
-    def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int) -> SplitPlan:
+    def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int,
+               edge_speed: float = 1.0) -> SplitPlan:
         self.seen.append(rates)
         return SplitPlan(cut=None if rates.up_bytes_per_s < 500 else 0 if rates.up_bytes_per_s > 2000 else 1)
 

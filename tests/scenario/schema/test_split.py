@@ -63,7 +63,7 @@ def test_what_is_compared_by_default_is_of_the_strategys_family(tmp_path: Path) 
     ("[edgecloud]\nsegments = [[1, 2]]", "list of triples of numbers"),
     ("[edgecloud]\nspeed = 1", "speed"),
     ("[precision]\narithmetic = 'int8'", "trains in FP32"),
-    ("[thermal]\nrpm = 3250", r"does not support \[thermal\]"),
+    ("[thermal]\nrpm = -1", "rpm = -1"),
     ("[[event]]\nkind = 'die'\nsoc = 0\nround = 1", r"does not support \[\[event\]\]"),
     ("[compare]\nstrategies = ['ring']", "'ring' cannot run the workload of 'split-replay'"),
 ])
