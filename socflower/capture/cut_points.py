@@ -91,6 +91,7 @@ class SplitModel:
     frozen_layers: frozenset[str] = frozenset()  # by path; they stay in evaluation mode
     writes_in_place: bool = True  # a layer may overwrite its input
     digest: str
+    origin: "SplitModel | None" = None  # of which it is a copy
     specs: Mapping[str, torch.Tensor] = field(init=False)
     """Shape, strides and type of every tensor, without values. A half releases tensors that only the other uses."""
 
@@ -182,7 +183,7 @@ class SplitModel:
         """
         if any(tensor.shape != self.specs[key].shape for key, tensor in self.tensors().items()):
             raise ConfigError(f"model {self.name}: belongs to a half, which has released some layers; copy it before")
-        return replace(self, model=copy.deepcopy(self.model))
+        return replace(self, model=copy.deepcopy(self.model), origin=self.origin or self)
 
     def check(self, cut: int) -> None:
         """Raise `ConfigError` for a cut that does not exist."""

@@ -29,6 +29,7 @@ from socflower.training.model_state import (
     frozen_digest,
     frozen_parameters,
     load_trainable_state,
+    require_same_base,
     trainable_state,
     untrained_names,
 )
@@ -378,16 +379,8 @@ def _load(model: nn.Module, message: Message) -> nn.Module:
 
 def _require_same_base(model: nn.Module, message: Message) -> None:
     """Raise `ConfigError` if the model's frozen parameters are not those of the server's model."""
-    config = message.content.config_records.get(CONFIG, ConfigRecord())
-    expected, own = config.get(FROZEN_SHA256), frozen_digest(model)
-    if own and expected is None:
-        raise ConfigError("the model has frozen parameters, which were not sent; so that every node can check that "
-                          f"its own are the server's, give ConfigRecord({{{FROZEN_SHA256!r}: frozen_digest(model)}}) "
-                          "as train_config, and as evaluate_config if clients evaluate")
-    if expected is not None and own != expected:
-        raise ConfigError(f"the frozen parameters of this node are not the server's: their digest is "
-                          f"{own[:12] or 'of nothing'}, and the server's {str(expected)[:12]}; load the same ones in "
-                          "model_fn, or make them with the same seed")
+    expected = message.content.config_records.get(CONFIG, ConfigRecord()).get(FROZEN_SHA256)
+    require_same_base(frozen_digest(model), None if expected is None else str(expected), FROZEN_SHA256)
 
 
 def _name_untrained(content: RecordDict, model: nn.Module) -> None:

@@ -26,6 +26,7 @@ from socflower.edgecloud.runtime.half_optimizer import Schedule, constant_rate
 from socflower.edgecloud.samples import BatchSource, PartyBatches
 from socflower.errors import ConfigError
 from socflower.training.fp32 import LossFn, OptimizerFn, sgd
+from socflower.training.model_state import frozen_digest, trainable_state
 
 ModelFn: TypeAlias = Callable[[], nn.Module]
 HalfT = TypeVar("HalfT", TorchFront, TorchBack)
@@ -110,6 +111,22 @@ class SplitProgram(ABC):
     def _own_device(self) -> torch.device:
         return resolve_device(self.device, "split training: device")
 
+    def trainable_state(self) -> dict[str, Tensor]:
+        """Return what training changes: the arrays with which a training starts whose frozen parameters stay in place.
+
+        Give the strategy `frozen_sha256` as well, with which edges and cloud compare their own frozen parameters.
+        """
+        return trainable_state(self._frozen_model())
+
+    @cached_property
+    def frozen_sha256(self) -> str:
+        """The digest of the frozen parameters; empty if all are trained."""
+        return frozen_digest(self._frozen_model())
+
+    def _frozen_model(self) -> nn.Module:
+        """Return the whole model at the beginning, with what is not trained frozen."""
+        return self.model()
+
     def starting_at(self, batch: int) -> Self:
         """Return the same program for halves whose batch 0 is `batch` of the training.
 
@@ -172,6 +189,9 @@ class LayeredProgram(SplitProgram):
     def split(self) -> SplitModel:
         """The model and its cuts; halves are made from copies."""
         return capture_split(self.model(), self.example, frozen=self.frozen)
+
+    def _frozen_model(self) -> nn.Module:
+        return self.split.model
 
     def cut_names(self, party: int = 0) -> tuple[str, ...]:
         """Return the names of all cuts."""

@@ -23,7 +23,7 @@ from socflower.strategies.node_registry import NodeRegistry
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
 from socflower.strategies.replies import ReplyEvent, fault_of, no_reply_event
 from socflower.strategies.resuming import PlannedRounds
-from socflower.wire.message_keys import ARRAYS, CONFIG, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND
+from socflower.wire.message_keys import ARRAYS, CONFIG, FROZEN_SHA256, METRICS, NUM_EXAMPLES, PRICED, SERVER_ROUND
 from socflower.wire.split_message_keys import EDGE_ALONE, OWN, SPLIT, SPLIT_REPORT, SplitReport, SplitTask
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -114,6 +114,7 @@ class SplitReplay(PlannedRounds):
         self._runs: dict[int, str] = {}  # the cloud's session, by party
         self._restart_notes: dict[int, str] = {}  # why a cloud session was restarted, by party
         self._arrays: Arrays = {}  # at the beginning of the round
+        self._frozen_sha256 = ""
         self._party_of_message: dict[int, tuple[int, ...]] = {}  # by node
 
     def resume_from(self, server_round: int, *, state: Mapping[str, Any] | None = None) -> None:
@@ -170,6 +171,7 @@ class SplitReplay(PlannedRounds):
             self.parties, num_batches, first, clock=self._clock, cluster=self._cluster, cloud=self._mode,
             reverse=self._reverse)
         self._arrays = array_views(arrays)
+        self._frozen_sha256 = str(config.get(FROZEN_SHA256, ""))
         settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
         self._party_of_message, self._runs, self._restart_notes = {}, {}, {}
         everyone = tuple(range(len(self.parties)))
@@ -243,7 +245,8 @@ class SplitReplay(PlannedRounds):
             num_batches=num_batches, total_batches=self._total_batches, batches_per_epoch=self._batches_per_epoch,
             seed=self._seed, cuts=tuple(EDGE_ALONE if each.cut is None else each.cut for each in now),
             bits=tuple(each.bits for each in now), windows=tuple(each.window for each in now),
-            gradient_bits=self.parties[0].costs.gradient_bits, actions=actions, fingerprint=self._fingerprint)
+            gradient_bits=self.parties[0].costs.gradient_bits, actions=actions, fingerprint=self._fingerprint,
+            frozen_sha256=self._frozen_sha256)
 
     def _open_session_message(self, party: int, task: SplitTask, settings: ConfigRecord, server_round: int) -> Message:
         """Open the cloud's session and return the edge's message, with only the tensors of its own half."""

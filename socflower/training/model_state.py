@@ -48,6 +48,21 @@ def load_trainable_state(model: nn.Module, arrays: Mapping[str, Tensor]) -> None
     model.load_state_dict(arrays, strict=False)
 
 
+def require_same_base(own: str, expected: str | None, config_key: str) -> None:
+    """Raise `ConfigError` unless the `frozen_digest` of this node's model is the server's.
+
+    The server sends its digest as `config_key` of the configs; None: it sent none.
+    """
+    if own and expected is None:
+        raise ConfigError("the model has frozen parameters, which were not sent; so that every node can check that "
+                          f"its own are the server's, give ConfigRecord({{{config_key!r}: frozen_digest(model)}}) "
+                          "as train_config, and as evaluate_config if clients evaluate")
+    if expected is not None and own != expected:
+        raise ConfigError(f"the frozen parameters of this node are not the server's: their digest is "
+                          f"{own[:12] or 'of nothing'}, and the server's {expected[:12]}; load the same ones in "
+                          "model_fn, or make them with the same seed")
+
+
 _MODELS_DIFFER = "the model of this node is not the server's"
 
 

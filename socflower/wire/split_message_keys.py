@@ -46,6 +46,7 @@ class SplitTask:
     session_first: int = 0  # the batch that the session counts as its first
     token: str = ""  # hexadecimal, of that session
     fingerprint: str = ""  # of the server's split model
+    frozen_sha256: str = ""  # the digest of the server's frozen parameters, which are not sent
 
     def __post_init__(self) -> None:
         if self.mode not in CLOUD_MODES:

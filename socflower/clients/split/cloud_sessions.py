@@ -9,12 +9,12 @@ from typing import Any, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
-from socflower.clients.split.in_process import SplitSettings, party_batches
+from socflower.clients.split.in_process import SplitSettings, load_half, party_batches
 from socflower.clients.split.remote_cloud import front_plan
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, close_session, fetch_weights, open_session
 from socflower.edgecloud.cloud.session import CloudHalf, HostedFront, SessionFactory, SessionTerms
 from socflower.edgecloud.halves import Weights
-from socflower.edgecloud.program import Arrays, SplitProgram, without_prefix
+from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram, without_prefix
 from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.errors import ConfigError
 from socflower.wire.frame_channel import StreamLost
@@ -45,21 +45,24 @@ def session_factory(
         task = SplitTask.decode(terms.settings[_TASK])
         own = program.starting_at(task.session_first)
         if not task.reverse:
-            back = own.back(task.cuts[0]).half
-            if weights:
-                back.load(weights)
-            return back
+            back = own.back(task.cuts[0])
+            _load(program, task, back, weights)
+            return back.half
         if data_fn is None:
             raise ConfigError(f"run {terms.run_id}: a reverse split, and this cloud knows nothing of its samples; give "
                               "session_factory data_fn")
         party = task.parties[0]
         batches = party_batches(task, party, data_fn(party, task.num_parties), first=task.session_first)
-        front = own.front(party, task.cuts[0], batches).half
-        if weights:
-            front.load(weights)
-        return HostedFront(half=front, plan=front_plan(task, settings or SplitSettings()))
+        front = own.front(party, task.cuts[0], batches)
+        _load(program, task, front, weights)
+        return HostedFront(half=front.half, plan=front_plan(task, settings or SplitSettings()))
 
     return make
+
+
+def _load(program: SplitProgram, task: SplitTask, half: PlacedHalf[Any], weights: Weights) -> None:
+    if weights or task.frozen_sha256:
+        load_half(program, task, half, {f"{half.prefix}{name}": array for name, array in weights.items()})
 
 
 class CloudClient:

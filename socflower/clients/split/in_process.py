@@ -19,8 +19,10 @@ from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.samples import BatchOrder, PartyBatches
 from socflower.errors import ConfigError
 from socflower.hierarchy.averaging import weighted_average
+from socflower.training.model_state import require_same_base
 from socflower.wire.codecs.error_feedback import Form
 from socflower.wire.codecs.quantisation import Grouping
+from socflower.wire.message_keys import FROZEN_SHA256
 from socflower.wire.split_message_keys import EDGE_ALONE, JOINED, OWN, SplitReport, SplitTask
 from socflower.workloads.data_source import DataSource, Indices
 from socflower.workloads.map_dataset import as_data_source
@@ -87,10 +89,9 @@ def train_in_process(
     fronts, backs = _halves(program, task, batches, cloud_data)
     resumed = resumed_halves(task, fronts, backs)
     events = resume(resumed, state)
-    for front in fronts:
-        front.load(arrays)
-    for back in backs:
-        back.load(arrays)
+    halves: list[PlacedHalf[Any]] = [*fronts, *backs]
+    for half in halves:
+        load_half(program, task, half, arrays)
     reports = run_actions(
         _renumbered_actions(task), [half.half for half in fronts], [half.half for half in backs],
         joined=task.mode == JOINED, coding=settings.coding(task.gradient_bits))
@@ -109,6 +110,13 @@ def party_batches(task: SplitTask, party: int, data: Any, *, first: int = 0) -> 
     source = as_data_source(data)
     key = 0 if task.mode == JOINED else party
     return PartyBatches(source, BatchOrder(len(source), task.batches_per_epoch, task.seed, key), first)
+
+
+def load_half(program: SplitProgram, task: SplitTask, half: PlacedHalf[Any], arrays: Arrays) -> None:
+    """Set a half's tensors to what the server sent; frozen parameters that it did not send must be the server's."""
+    half.load(arrays)
+    if task.frozen_sha256 or half.half.keeps_frozen:
+        require_same_base(program.frozen_sha256, task.frozen_sha256 or None, FROZEN_SHA256)
 
 
 def resumed_halves(

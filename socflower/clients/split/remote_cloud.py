@@ -11,6 +11,7 @@ from flwr.app import Context
 from socflower.clients.split.in_process import (
     SpanOutcome,
     SplitSettings,
+    load_half,
     num_samples,
     party_batches,
     resume,
@@ -78,7 +79,7 @@ def train_with_cloud(
     half: PlacedHalf[Any] = own.back(task.cuts[0], batches) if task.reverse else own.front(party, task.cuts[0], batches)
     resumed = resumed_halves(task, [], [half]) if task.reverse else resumed_halves(task, [half], [])
     events = resume(resumed, state)
-    half.load(arrays)
+    load_half(program, task, half, arrays)
     shape = link.bandwidth_profile
     up, down = (None, None) if shape is None else (TokenBucket(shape, "up"), TokenBucket(shape, "down"))
     connection = EdgeConnection(

@@ -37,7 +37,7 @@ class CutCost:
     edge_backward_s: float  # backward pass and update; 0 where none of it is trained
     cloud_s: float  # forward, backward and update of the cloud's half
     feature_elements: int  # of one batch
-    front_weight_bytes: float  # that move with the front half: weights, buffers, optimiser state
+    front_weight_bytes: float  # that move with the front half: trained weights, buffers, optimiser state
     edge_memory_bytes: float = 0.0  # weights, gradients, optimiser state and one batch's activations at the edge
     front_trains: bool = True  # False: everything before the cut is frozen, and no gradient is sent back (Type 2)
 

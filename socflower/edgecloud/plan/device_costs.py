@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from socflower.cluster.cost_model import UPDATE_PASSES, LayerProfile, ModelProfile, compute_seconds
+from socflower.cluster.cost_model import UPDATE_PASSES, ModelProfile, compute_seconds
 from socflower.cluster.device import Device
 from socflower.edgecloud.plan.cost_model import training_s
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts
@@ -60,15 +60,15 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
     in_cloud = _Seconds.on(model, cloud, batch_size, frozen_layers, cloud_processor)
     num_layers = len(model.layers)
 
-    def state_bytes(layers: Sequence[LayerProfile], first: int) -> float:
-        """Return the bytes of weights, and of the optimiser state of trained layers."""
-        return sum(layer.frozen_bytes
-                   + layer.weight_bytes * (1.0 + (optimizer_copies if first + index >= frozen_layers else 0.0))
-                   for index, layer in enumerate(layers))
+    def moving_bytes(first: int, last: int) -> float:
+        """Return the bytes of trained weights and of their optimiser state; frozen ones stay at both ends."""
+        trained = model.layers[max(first, frozen_layers):last]
+        return sum(layer.weight_bytes for layer in trained) * (1.0 + optimizer_copies)
 
     def memory_bytes(first: int, last: int, input_bytes: float) -> float:
         trained = model.layers[max(first, frozen_layers):last]
-        return (state_bytes(model.layers[first:last], first) + sum(layer.weight_bytes for layer in trained)
+        weights_bytes = sum(layer.weight_bytes + layer.frozen_bytes for layer in model.layers[first:last])
+        return (weights_bytes + sum(layer.weight_bytes for layer in trained) * (1.0 + optimizer_copies)
                 + batch_size * (input_bytes + sum(layer.output_bytes for layer in model.layers[first:last])))
 
     costs: list[CutCost] = []
@@ -87,7 +87,7 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
             edge_backward_s=at_edge.backward_s(first, last),
             cloud_s=in_cloud.forward_s(*elsewhere) + in_cloud.backward_s(*elsewhere),
             feature_elements=elements,
-            front_weight_bytes=state_bytes(front, 0) + max(0.0, cut.front_state_bytes - weights_bytes),
+            front_weight_bytes=moving_bytes(0, cut.num_layers) + max(0.0, cut.front_state_bytes - weights_bytes),
             edge_memory_bytes=memory_bytes(first, last, input_bytes),
             front_trains=cut.num_layers > frozen_layers,
         ))
@@ -99,7 +99,7 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
         codec_s_per_element={bits: codec_s for bits in BITS if bits < 32},
         edge_s_per_byte=BYTE_PASSES / edge.memory_bytes_per_s,
         gradient_bits=gradient_bits,
-        model_weight_bytes=max(cost.front_weight_bytes + state_bytes(model.layers[cut.num_layers:], cut.num_layers)
+        model_weight_bytes=max(cost.front_weight_bytes + moving_bytes(cut.num_layers, num_layers)
                                for cost, cut in zip(costs, cuts, strict=True)),
     )
 

@@ -1,6 +1,7 @@
 """The common part of both halves of a torch model: layers that are added and removed with the cut, and saving."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ from socflower.capture.torch_device import on_device
 from socflower.edgecloud.halves import Labels, Weights
 from socflower.edgecloud.runtime.half_optimizer import SEPARATOR, HalfOptimizer, OptimizerFactory, Schedule
 from socflower.errors import ConfigError
+from socflower.training.model_state import frozen_digest, frozen_parameters
 from socflower.wire.saved_state import from_bytes, to_bytes
 
 Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
@@ -30,6 +32,10 @@ class TorchHalf:
 
     It owns the split model and frees the tensors of the other half, which are empty from then on: a thin edge has
     memory for its own layers only. Each half needs its own `SplitModel.copy()`.
+
+    Frozen parameters stay where they are, once `load` was given weights without them: then neither weights nor layers
+    that move nor saved states have them, and a half that gains frozen layers copies them from the model that its split
+    model is a copy of.
     """
 
     def __init__(
@@ -44,6 +50,8 @@ class TorchHalf:
         self._device = torch.device(device)
         self._optimizer = HalfOptimizer(optimizer, schedule)
         self._tensors = split.tensors()
+        self._frozen = frozenset(frozen_parameters(split.model))
+        self._keeps_frozen = False
         if any(tensor.shape != split.specs[name].shape for name, tensor in self._tensors.items()):
             raise ConfigError(f"model {split.name}: is another half's already; give each half a copy() of the split "
                               "model")
@@ -74,7 +82,7 @@ class TorchHalf:
         Raises ConfigError for a cut that does not exist or lies in the other half, and while a batch is in flight.
         """
         moving = self._moving(cut, gives=True)
-        given = {name: self._array(name) for name in moving} | self._optimizer.state(moving)
+        given = {name: self._array(name) for name in self._sent(moving)} | self._optimizer.state(moving)
         self._move_to(cut)
         self._release_tensors(set(moving))
         return given
@@ -91,24 +99,30 @@ class TorchHalf:
         if unknown:
             raise ConfigError(f"model {self._split.name}: optimiser state {unknown[0]!r} is of no layer that moves "
                               f"to cut {cut}")
-        for name in moving:
-            self._fill(name, weights[name])
+        self._fill_all(moving, weights)
         self._move_to(cut, state)
 
+    @property
+    def keeps_frozen(self) -> bool:
+        """Whether its frozen parameters are the model's own, and not sent."""
+        return self._keeps_frozen
+
     def weights(self) -> Weights:
-        """Return copies of this half's weights and buffers, by their names in the whole model."""
-        return {name: self._array(name) for name in self._names(self._cut)}
+        """Return copies of this half's weights and buffers, by their names in the whole model.
+
+        Frozen parameters are left out if the half was loaded without them.
+        """
+        return {name: self._array(name) for name in self._sent(self._names(self._cut))}
 
     def load(self, weights: Weights) -> None:
         """Set this half's weights and buffers, for example to a mean over clients; optimiser state does not change.
 
-        Tensors of the other half are ignored, so that a whole model's weights may be passed. Raises ConfigError, with
-        nothing changed, where one is missing or has another shape.
+        Tensors of the other half are ignored, so that a whole model's weights may be passed. Frozen parameters may be
+        left out, all of them. Raises ConfigError, with nothing changed, where a tensor is missing or has another shape.
         """
         own = self._names(self._cut)
         self._check_tensors({name: array for name, array in weights.items() if name in own}, own)
-        for name in own:
-            self._fill(name, weights[name])
+        self._fill_all(own, weights)
 
     def save(self) -> bytes:
         """Return everything that `restore` needs, without code: weights, buffers, optimiser state, cut.
@@ -117,7 +131,7 @@ class TorchHalf:
         ConfigError while a batch with a kept graph is in flight.
         """
         header = {"side": self._side, "fingerprint": self._split.fingerprint(), "cut": self._cut,
-                  "progress": self._progress()}
+                  "progress": self._progress(), "frozen_sha256": self._base_digest if self._keeps_frozen else ""}
         return to_bytes(_STATE, header, {**{f"weight {name}": array for name, array in self.weights().items()},
                                          **{f"state {key}": array for key, array in self._optimizer.state().items()}})
 
@@ -135,9 +149,13 @@ class TorchHalf:
                          for prefix in ("weight ", "state "))
         own = self._names(cut)
         self._check_tensors(arrays, own)
+        kept = content.get("frozen_sha256", "")  # not in states of earlier versions
+        if kept and kept != self._base_digest:
+            raise ConfigError(f"model {name}: its frozen parameters are not those that it was saved with; load the "
+                              "same ones in model_fn, or start a new training")
         self._release_tensors(set(self._tensors) - set(own))
-        for key in own:
-            self._fill(key, arrays[key])
+        self._fill_all(own, arrays)
+        self._keeps_frozen = bool(kept)
         self._optimizer.set_weights({})  # discards the previous state
         self._move_to(cut, state)
         self._resume(content["progress"])
@@ -194,6 +212,8 @@ class TorchHalf:
     def _check_tensors(self, arrays: Weights, names: Sequence[str]) -> None:
         model = self._split.name
         missing, strange = set(names) - set(arrays), set(arrays) - set(names)
+        if missing == self._frozen & set(names) and (self._split.origin or self._split.graph is None):
+            missing = set()
         if missing or strange:
             wrong = f"{min(missing)!r} is missing" if missing else f"{min(strange)!r} is of other layers"
             raise ConfigError(f"model {model}: the {self._side} half needs {len(names)} tensors; {wrong}")
@@ -204,6 +224,25 @@ class TorchHalf:
             if tuple(array.shape) != tuple(form.shape) or dtype != form.dtype:
                 raise ConfigError(f"model {model}: {name} is {array.dtype} of shape {tuple(array.shape)}, it should be "
                                   f"{str(form.dtype).removeprefix('torch.')} of shape {tuple(form.shape)}")
+
+    @cached_property
+    def _base_digest(self) -> str:
+        """The digest of the frozen parameters of the model that this half was made of."""
+        return frozen_digest((self._split.origin or self._split).model)
+
+    def _sent(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if not (self._keeps_frozen and name in self._frozen)]
+
+    def _fill_all(self, names: Iterable[str], weights: Weights) -> None:
+        """Set tensors to `weights`, and frozen parameters that are not among them to those of the model's origin."""
+        if frozen := self._frozen & set(names):
+            self._keeps_frozen = not frozen <= set(weights)
+        base = {} if self._split.origin is None else self._split.origin.tensors()
+        for name in names:
+            if name in weights:
+                self._fill(name, weights[name])
+            elif self._tensors[name].shape != self._split.specs[name].shape:
+                self._fill(name, to_array(base[name], copy=False))
 
     def _array(self, name: str) -> NDArray[Any]:
         return to_array(self._tensors[name])

@@ -8,9 +8,10 @@ from time import perf_counter
 from typing import Any, TypeAlias, cast
 
 import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
+from torch import nn
 
 from socflower.clients.split.app import make_split_client_app
 from socflower.clients.split.cloud_sessions import CloudClient
@@ -32,7 +33,7 @@ from socflower.scenario.workload import Score
 from socflower.sim import EventClock, Trace
 from socflower.strategies.split_replay import SplitReplay
 from socflower.wire.codecs.error_feedback import Form
-from socflower.wire.message_keys import PARTITION_ID
+from socflower.wire.message_keys import FROZEN_SHA256, PARTITION_ID
 from socflower.workloads.data_source import DataSource
 
 FolderOf: TypeAlias = Callable[[Context], RunFolder]
@@ -100,9 +101,13 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
     rack = rack_dynamics(scenario, setting.cluster)
     clock = EventClock(setting.cluster, dynamics=rack, trace=trace)
 
+    def whole(arrays: ArrayRecord) -> nn.Module:
+        """Return the model with what was trained; frozen parameters are those that it begins with."""
+        model.load_state_dict(arrays.to_torch_state_dict(), strict=False)
+        return model
+
     def evaluate(arrays: ArrayRecord) -> Score:
-        model.load_state_dict(arrays.to_torch_state_dict())
-        return workload.evaluate(model)
+        return workload.evaluate(whole(arrays))
 
     record = RoundRecord(scenario, folder, clock, trace, evaluate)
     strategy = SplitReplay(
@@ -110,7 +115,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
         batches_per_epoch=workload.batches_per_epoch, num_epochs=scenario.train.epochs, clock=clock, cloud=cloud,
         reverse=workload.program.is_reverse, round_epochs=scenario.split.round_epochs, seed=scenario.seed,
         fingerprint=workload.program.fingerprint(), tolerate_client_errors=scenario.strategy.tolerate_client_errors)
-    arrays = ArrayRecord(model.state_dict())
+    arrays = ArrayRecord(workload.program.trainable_state())
     resumed = record.resume()
     if resumed is not None:
         checkpoint, arrays = resumed
@@ -134,6 +139,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
     try:
         final = strategy.start(
             grid, arrays, num_rounds=strategy.num_rounds, timeout=scenario.train.reply_timeout_s,
+            train_config=ConfigRecord({FROZEN_SHA256: digest} if (digest := workload.program.frozen_sha256) else {}),
             evaluate_fn=record.evaluation(round_end, strategy.num_rounds, own_state)).arrays
     finally:  # otherwise a cloud that serves other runs too would keep this run's sessions
         if cloud is not None:
@@ -147,7 +153,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
         "kernels": {"fp32": f"torch {torch.__version__}", "aggregation": "native weighted sum, float32"},
         "transports": {"edge and cloud": strategy.transport, "hub": "Flower messages"},
         "data_source": workload.source,
-        **record.totals(final),
+        **record.totals(ArrayRecord(whole(final).state_dict())),
         "wall_s": perf_counter() - started_s, "plan": None,
         "heat": None if rack is None else heat_document(scenario, rack, clock.now_s, unthrottled_training_s(
             scenario, setting.cluster)),

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from socflower.capture.cut_points import capture_split
 from socflower.errors import ConfigError
+from socflower.training.model_state import frozen_parameters
 from tests.edgecloud.runtime.split_training import (
     Source,
     adam,
@@ -107,3 +108,41 @@ def test_layers_that_are_others_in_training_cannot_be_frozen() -> None:
     assert capture_split(model, (6,)).random_layers
     with pytest.raises(ConfigError, match="runs other operations in training than in evaluation, so no part of"):
         capture_split(model, (6,), frozen=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_frozen_parameters_halves_send_less_and_train_alike(seed: int) -> None:
+    split = capture_split(chain(seed), (6,), frozen="4")
+    losses, expected = train_locally(split, 4, adam, evaluating=[str(layer) for layer in range(5)])
+    frozen = frozen_parameters(split.model)
+    front, back = halves(split, 1, adam)
+    for half in (front, back):
+        half.load({name: array for name, array in half.weights().items() if name not in frozen})
+    found = []
+    for batch, cut in enumerate((1, 5, 0, 4)):
+        if cut < front.cut:
+            moved = front.export_layers(cut)
+            back.import_layers(cut, moved)
+        else:
+            moved = back.export_layers(cut)
+            front.import_layers(cut, moved)
+        found.append(one_batch(front, back, batch))
+        saved = [front.save(), back.save()]
+        assert not any(name in frozen for name in moved) and not any(b"4.first.weight" in half for half in saved)
+        front, back = halves(split, 2, adam)  # as in new processes
+        front.restore(saved[0])
+        back.restore(saved[1])
+    assert found == losses
+    assert_same({**front.weights(), **back.weights()},
+                {name: value for name, value in expected.items() if name not in frozen})
+    with pytest.raises(ConfigError, match="its frozen parameters are not those that it was saved with; load the same"):
+        halves(capture_split(chain(seed + 1), (6,), frozen="4"), 2, adam)[0].restore(saved[0])
+
+
+def test_only_frozen_parameters_may_be_left_out() -> None:
+    front, _ = halves(capture_split(chain(), (6,), frozen="4"), 4, adam)
+    with pytest.raises(ConfigError, match=r"the front half needs .* tensors; '.*' is missing"):
+        front.load({name: array for name, array in front.weights().items() if name != "1.running_mean"})
+    front.load({name: array for name, array in front.weights().items() if "running" in name or "batches" in name
+                or name.startswith(("5.", "8."))})
+    assert front.keeps_frozen
