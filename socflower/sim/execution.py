@@ -9,11 +9,13 @@ A program that repeats is executed until its whole state recurs (steady state); 
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import NamedTuple
 
 from socflower.sim.energy import State, StateMeter
 from socflower.sim.flows import RateTable
+from socflower.sim.folding import Folded, fold
 from socflower.sim.kernel import HANDLING, MOVING, WAITING, Kernel
 from socflower.sim.program import Program
 
@@ -234,11 +236,13 @@ class Repeated:
 
 
 class Solution:
-    """One program at one speed; executions are kept and lengthened by whole periods."""
+    """One program at one speed; executions are kept and lengthened by whole periods, symmetric parts executed once."""
 
     def __init__(self, program: Program, *, extrapolate: bool, max_instances: int) -> None:
-        self._program = program
-        self._table = RateTable(program.paths, program.capacities)
+        self._folded = fold(program) if extrapolate else None
+        self._program = program if self._folded is None else self._folded.program
+        self._table = RateTable(self._program.paths, self._program.capacities,
+                                None if self._folded is None else self._folded.weights)
         self._extrapolate = extrapolate
         self._max_instances = max_instances
         self._outcomes: list[Outcome] = []
@@ -251,7 +255,25 @@ class Solution:
                 return Repeated(outcome=outcome, num_periods=0)
             if outcome.recurrence and more > 0 and not more % outcome.recurrence.repetitions:
                 return Repeated(outcome=outcome, num_periods=more // outcome.recurrence.repetitions)
-        self._outcomes.append(Execution(
-            self._program, self._table, repetitions, extrapolate=self._extrapolate,
-            max_instances=self._max_instances).run())
+        outcome = Execution(self._program, self._table, repetitions, extrapolate=self._extrapolate,
+                            max_instances=self._max_instances).run()
+        self._outcomes.append(outcome if self._folded is None else _unfolded(outcome, self._folded,
+                                                                             self._max_instances))
         return self.repeated(repetitions)
+
+
+def _unfolded(outcome: Outcome, folded: Folded, max_instances: int) -> Outcome:
+    """Return the outcome of the whole program from that of its classes."""
+    recurrence = outcome.recurrence
+    members: list[list[int]] = [[] for _ in folded.program.steps]
+    if outcome.instances:
+        for task, number in enumerate(folded.task_class):
+            members[number].append(task)
+    instances = list(islice((instance._replace(task=task) for instance in outcome.instances
+                             for task in members[instance.task]), max_instances))
+    num_all = sum(len(members[instance.task]) for instance in outcome.instances)
+    return replace(
+        outcome, seconds=[outcome.seconds[number] for number in folded.soc_class],
+        recurrence=None if recurrence is None else replace(
+            recurrence, seconds=[recurrence.seconds[number] for number in folded.soc_class]),
+        instances=instances, num_unlogged=outcome.num_unlogged + num_all - len(instances))

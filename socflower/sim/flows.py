@@ -11,20 +11,26 @@ SAME_SHARE = 1e-12
 """Relative difference below which two resources saturate together, so that symmetric flows get equal rates."""
 
 
-def max_min_rates(paths: Sequence[Sequence[Resource]], capacities: Mapping[Resource, float]) -> list[float]:
+def max_min_rates(
+    paths: Sequence[Sequence[Resource]], capacities: Mapping[Resource, float],
+    weights: Sequence[Sequence[int]] | None = None,
+) -> list[float]:
     """Return the max-min fair rate of each flow, in the capacities' unit.
 
     `paths[f]` holds the resources that flow f crosses, at least one. No flow can get more without taking from
     one that has no more than it: every flow crosses a saturated resource on which no flow is faster.
     Progressive filling: all rates rise together; where a resource saturates, its flows stop rising.
+    With `weights[f]`, of each resource of its path, f stands for that many equal flows there.
     """
     crossing: dict[Resource, list[int]] = {}
+    rising: dict[Resource, int] = {}
+    weights = weights or [(1,) * len(path) for path in paths]
     for flow, path in enumerate(paths):
         assert path, f"flow {flow} crosses no resource, so its rate has no bound"
-        for resource in path:
+        for resource, weight in zip(path, weights[flow], strict=True):
             crossing.setdefault(resource, []).append(flow)
+            rising[resource] = rising.get(resource, 0) + weight
     left = {resource: capacities[resource] for resource in crossing}
-    rising = {resource: len(flows) for resource, flows in crossing.items()}
     rates = [-1.0] * len(paths)
     while rising:
         shares = {resource: left[resource] / count for resource, count in rising.items()}
@@ -36,9 +42,9 @@ def max_min_rates(paths: Sequence[Sequence[Resource]], capacities: Mapping[Resou
             for flow in crossing[resource]:
                 if rates[flow] < 0.0:
                     rates[flow] = level
-                    for crossed in paths[flow]:
-                        left[crossed] -= level
-                        rising[crossed] -= 1
+                    for crossed, weight in zip(paths[flow], weights[flow], strict=True):
+                        left[crossed] -= weight * level
+                        rising[crossed] -= weight
         rising = {resource: count for resource, count in rising.items() if count}
     return rates
 
@@ -58,13 +64,17 @@ _MAX_KNOWN = 1_000_000
 class RateTable:
     """Max-min rates by the multiset of paths that share; steps repeat, so allocations do."""
 
-    def __init__(self, paths: Sequence[Sequence[int]], capacities: Sequence[float]) -> None:
-        self.paths = list(paths)
+    def __init__(self, paths: Sequence[Sequence[int]], capacities: Sequence[float],
+                 weights: Sequence[Sequence[int]] | None = None) -> None:
+        self.paths: list[Sequence[int]] = []
+        self.weights: list[Sequence[int]] = []  # of each resource of a path: how many equal flows one stands for there
         self.capacities = list(capacities)
-        self.alone = [min(capacities[resource] for resource in path) for path in paths]
+        self.alone: list[float] = []  # rate of each path's flow with nobody else
         self._by_resource = dict(enumerate(capacities))
         self._known: dict[tuple[int, ...], Mapping[int, float]] = {}
         self._size = 0
+        for number, path in enumerate(paths):
+            self.add_path(path, None if weights is None else weights[number])
 
     def add_resource(self, capacity: float) -> int:
         """Add a resource and return its number."""
@@ -72,11 +82,16 @@ class RateTable:
         self._by_resource[len(self.capacities) - 1] = capacity
         return len(self.capacities) - 1
 
-    def add_path(self, path: Sequence[int]) -> int:
+    def add_path(self, path: Sequence[int], weights: Sequence[int] | None = None) -> int:
         """Add a path over resources and return its number."""
         self.paths.append(path)
-        self.alone.append(min(self.capacities[resource] for resource in path))
+        self.weights.append(weights or (1,) * len(path))
+        self.alone.append(self._alone(len(self.paths) - 1))
         return len(self.paths) - 1
+
+    def _alone(self, path: int) -> float:
+        return min([self.capacities[resource] / weight
+                    for resource, weight in zip(self.paths[path], self.weights[path], strict=True)])
 
     def set_capacity(self, resource: int, capacity: float) -> None:
         """Change a resource's capacity; 0 stops the flows across it."""
@@ -85,7 +100,7 @@ class RateTable:
         self._size = 0
         for number, path in enumerate(self.paths):
             if resource in path:
-                self.alone[number] = min(self.capacities[other] for other in path)
+                self.alone[number] = self._alone(number)
 
     def rates(self, sharing: Sequence[int]) -> Mapping[int, float]:
         """Return the rate of each path, given the paths of all flows that share (sorted, repeats included)."""
@@ -96,7 +111,8 @@ class RateTable:
                 self._known.clear()
                 self._size = 0
             # Flows of one path cross the same bottleneck, so their rates are equal.
-            rates = max_min_rates([self.paths[path] for path in key], self._by_resource)
+            rates = max_min_rates([self.paths[path] for path in key], self._by_resource,
+                                  [self.weights[path] for path in key])
             known = self._known[key] = dict(zip(key, rates, strict=True))
             self._size += len(key)
         return known
@@ -115,6 +131,7 @@ class Flows:
         self._events = events
         self._versions = versions
         self._users: list[dict[int, None]] = [{} for _ in table.capacities]
+        self._load = [0] * len(table.capacities)  # flows that cross each resource, with their weights
         self._path = [0] * num_tasks
         self._left = [0.0] * num_tasks
         self._rate = [0.0] * num_tasks
@@ -128,6 +145,7 @@ class Flows:
             column.extend([0.0] * (num_tasks - len(column)))
         self._path.extend([0] * (num_tasks - len(self._path)))
         self._users.extend([{} for _ in range(len(self._table.capacities) - len(self._users))])
+        self._load.extend([0] * (len(self._table.capacities) - len(self._load)))
 
     def is_used(self, resource: int) -> bool:
         """Whether a flow crosses a resource."""
@@ -143,17 +161,20 @@ class Flows:
         self._left[task] = volume
         self._rate[task] = 0.0
         self._since_s[task] = now_s
-        resources = self._table.paths[path]
+        resources, load = self._table.paths[path], self._load
         self.changed.update(resources)
-        for resource in resources:
+        for resource, weight in zip(resources, self._table.weights[path], strict=True):
             self._users[resource][task] = None
+            load[resource] += weight
 
     def remove(self, task: int) -> None:
         """Remove a flow that has ended."""
-        resources = self._table.paths[self._path[task]]
+        path, load = self._path[task], self._load
+        resources = self._table.paths[path]
         self.changed.update(resources)
-        for resource in resources:
+        for resource, weight in zip(resources, self._table.weights[path], strict=True):
             del self._users[resource][task]
+            load[resource] -= weight
 
     def share(self, now_s: float) -> None:
         """Update rates and ends of the flows affected by changes since the last call."""
@@ -176,6 +197,7 @@ class Flows:
     def _connected(self, first: int) -> tuple[list[int], float, int]:
         """Return the flows that share with users of a resource, the least equal share and how many cross there."""
         users, path_of, paths, capacities = self._users, self._path, self._table.paths, self._table.capacities
+        load = self._load
         if len(users[first]) == 1:
             (task,) = users[first]
             if all([len(users[resource]) == 1 for resource in paths[path_of[task]]]):
@@ -187,7 +209,7 @@ class Flows:
         while frontier:
             resource = frontier.pop()
             sharing = users[resource]
-            share = capacities[resource] / len(sharing)
+            share = capacities[resource] / load[resource]
             if share < level:
                 level, crossing = share, len(sharing)
             for task in sharing:
