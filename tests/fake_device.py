@@ -36,6 +36,10 @@ class OnFake(Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"OnFake({self.held})"
 
+    def tolist(self) -> Any:
+        """The values, which torch gives of any device's tensor, but of no class of tensors of one's own."""
+        return self.held.tolist()
+
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The tensor without its history; what is assigned takes its place."""

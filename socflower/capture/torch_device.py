@@ -3,7 +3,7 @@
 import re
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from socflower.capture.batch_form import Batch, mapped
 from socflower.errors import ConfigError
@@ -49,6 +49,12 @@ def accelerator() -> torch.device | None:
     if torch.cuda.is_available():
         return torch.device("cuda", 0)
     return torch.device("mps", 0) if torch.backends.mps.is_available() else None
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter; the CPU for a model without any."""
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def device_label(device: torch.device) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from socflower.capture.random_state import build_exclusively, own_random_state
-from socflower.capture.torch_device import AUTO
+from socflower.capture.torch_device import AUTO, device_label, device_of
 from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import answer_query, member_reply, step_ledger, train_member
 from socflower.clients.saved_training import StateFiles, TrainerState
@@ -61,8 +61,10 @@ from socflower.wire.message_keys import (
     RING,
     SERVER_ROUND,
     TRAIN_LOSS,
+    TRAINED_ON,
     UNTRAINED,
     WARM_UP,
+    DeviceReport,
     GroupTask,
     RingOutcome,
     RingTask,
@@ -167,6 +169,7 @@ def make_client_app(
                 content = RecordDict()
             content[ARRAYS] = _weights(model, message)
             content[METRICS] = MetricRecord({**metrics, **end.metrics})
+            content[TRAINED_ON] = ConfigRecord(encode(_device_report(model, message)))
             if end.events:
                 content[EVENTS] = ConfigRecord({"texts": list(end.events)})
             return Message(content, reply_to=message)
@@ -381,6 +384,13 @@ def _require_same_base(model: nn.Module, message: Message) -> None:
     """Raise `ConfigError` if the model's frozen parameters are not those of the server's model."""
     expected = message.content.config_records.get(CONFIG, ConfigRecord()).get(FROZEN_SHA256)
     require_same_base(frozen_digest(model), None if expected is None else str(expected), FROZEN_SHA256)
+
+
+def _device_report(model: nn.Module, message: Message) -> DeviceReport:
+    """Return where the model was trained, for every member of a group."""
+    group = message.content.config_records.get(GROUP)
+    socs = () if group is None else GroupTask.decode(group).members
+    return DeviceReport(devices=(device_label(device_of(model)),) * max(1, len(socs)), socs=socs)
 
 
 def _name_untrained(content: RecordDict, model: nn.Module) -> None:

@@ -31,6 +31,7 @@ from socflower.wire.message_keys import (
     SERVER_ROUND,
     STATUS,
     TRAIN_LOSS,
+    TRAINED_ON,
     GroupTask,
     NodeStatus,
     RingTask,
@@ -87,6 +88,8 @@ def member_reply(message: Message, context: Context, group: GroupTask, end: Memb
         metrics = MetricRecord({TRAIN_LOSS: end.mean_loss, NUM_EXAMPLES: end.num_samples, GROUP_ID: group.group_id,
                                 **end.end.metrics})
         content[METRICS] = metrics
+        if end.devices is not None:
+            content[TRAINED_ON] = ConfigRecord(encode(end.devices))
         if end.outcome.answers:
             content[ARRAYS] = weights
         else:

@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from socflower.cluster.topology import Tier
 from socflower.engines.local.message_log import MessageLog, round_of
+from socflower.engines.trained_devices import TrainedDevices
 from socflower.sim import EventClock
 from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.wire.message_keys import NUM_EXAMPLES
@@ -37,6 +38,7 @@ class RoundLog:
     def __init__(self, clock: EventClock, on_round: OnRound = lambda entry: None) -> None:
         self.strategy = ""  # name of the class that was started last
         self.arrays: ArrayRecord | None = None  # of the last result
+        self.devices: TrainedDevices | None = None  # of the clients that trained
         self._clock, self._on_round, self._started_s = clock, on_round, perf_counter()
         self._rounds: dict[int, dict[str, Any]] = {}
         self._replies: dict[tuple[str, int], list[Metrics]] = {}
@@ -141,7 +143,8 @@ class MeteredGrid(ForwardingGrid):
     """A grid that keeps a round log of its exchanges, and a message log if the inner grid keeps none."""
 
     def __init__(self, grid: Grid, rounds: RoundLog, messages: MessageLog | None = None) -> None:
-        super().__init__(grid)
+        super().__init__(devices := TrainedDevices(grid))
+        rounds.devices = devices
         self._rounds, self._messages = rounds, messages
         self._pushed: dict[str, Message] = {}
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from socflower.capture.random_state import RandomState, own_random_state
+from socflower.capture.torch_device import device_label, device_of
 from socflower.errors import ConfigError
 from socflower.rings.balance import RingBalance, StepTimer
 from socflower.rings.collective import Collective, PeerLost
@@ -36,7 +37,16 @@ from socflower.training.trainer import (
 )
 from socflower.wire.arrays import array_to_bytes, pack_arrays, unpack_arrays
 from socflower.wire.logs import log
-from socflower.wire.message_keys import COMPLETED, LEFT_OUT, NO_MODEL, PREEMPTED, GroupTask, RingOutcome, RingTask
+from socflower.wire.message_keys import (
+    COMPLETED,
+    LEFT_OUT,
+    NO_MODEL,
+    PREEMPTED,
+    DeviceReport,
+    GroupTask,
+    RingOutcome,
+    RingTask,
+)
 from socflower.workloads import DataSource
 
 TRANSPORTS = ("gloo", "grpc")
@@ -80,6 +90,7 @@ class MemberResult:
     num_samples: int  # of the group
     end: SessionResult | None  # None without a model
     compression: bytes = b""  # state of the gradient compression
+    devices: DeviceReport | None = None  # of the members at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,20 +392,34 @@ class _MemberSession:
         reports = [json.loads(payload) for payload in self._collective.all_gather(json.dumps({
             "weights": digest.hexdigest(), "steps": self._num_steps, "loss": mean_loss(self._losses),
             "samples": self._num_own_samples, "counters": [counter.tolist() for counter in counters],
-            "rate": self._timer.rate,
+            "rate": self._timer.rate, "device": device_label(device_of(self._model)),
         }).encode(), self._poll)]
-        if len({(entry["weights"], entry["steps"]) for entry in reports}) > 1:
-            raise RuntimeError(f"group {self._group.group_id}: its members have come to different weights; nothing of "
-                               "this interval is used")
+        answering = self._ring.leader if self._ring.leader in self._members else self._members[0]
+        self._require_same_weights(reports, answering)
         self._average(floats, counters, reports)
         self._rates = {member: entry["rate"] for member, entry in zip(self._members, reports, strict=True)}
         self._membership.finish()
-        members = self._members
-        answering = self._ring.leader if self._ring.leader in members else members[0]
+        soc_of = dict(zip(self._group.partitions, self._group.members, strict=True))
         return MemberResult(
             outcome=self._outcome(COMPLETED, answers=answering == self._ring.participant),
             mean_loss=sum(entry["loss"] for entry in reports), num_samples=self._num_samples, end=self._end,
-            compression=self._compression.state() if self._compression is not None else b"")
+            compression=self._compression.state() if self._compression is not None else b"",
+            devices=DeviceReport(devices=tuple(entry["device"] for entry in reports),
+                                 socs=tuple(soc_of[participant] for participant in self._members)))
+
+    def _require_same_weights(self, reports: Sequence[Mapping[str, Any]], answering: int) -> None:
+        """Raise `RuntimeError` if members have other weights, unless they round otherwise on other kinds of devices.
+
+        Then all take the weights of the member that answers for the group.
+        """
+        if len({(entry["weights"], entry["steps"]) for entry in reports}) == 1:
+            return
+        if len({entry["steps"] for entry in reports}) > 1 or len({entry["device"] for entry in reports}) == 1:
+            raise RuntimeError(f"group {self._group.group_id}: its members have come to different weights; nothing of "
+                               "this interval is used")
+        weights = self._broadcast_from(answering, lambda: _to_bytes(_trained(self._model)))
+        if answering != self._ring.participant:
+            _load_bytes(_trained(self._model), weights)
 
     def _average(self, floats: list[Tensor], counters: list[Tensor], reports: list[dict[str, Any]]) -> None:
         """Average BatchNorm's running statistics, weighted by the samples of each member (F3)."""

@@ -119,7 +119,7 @@ def _run(run: AppRun, fresh: Path, on_notice: OnNotice, on_round: OnRound) -> di
     result["expectations"], missed = check_app_claims(parse_claims(run.claims), result)
     if run.engine == "deployment":
         result = with_predictions(result)
-    result["notes"] = [*cluster_gpu_notes(cluster, run.engine), *_pricing_notes(result), *missed]
+    result["notes"] = [*cluster_gpu_notes(cluster, run.engine, result["trained_on"]), *_pricing_notes(result), *missed]
     return result
 
 

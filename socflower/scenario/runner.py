@@ -105,7 +105,7 @@ def run_scenario(
     if engine == "deployment":
         result = with_predictions(result)
     result |= costs_to_target(result, *target_of(scenario, [result]))
-    result["processors"] = priced_processors(scenario)
+    result["processors"] = priced_processors(scenario, result["trained_on"])
     result["notes"] = [*(_NOTES_OF_DEPLOYMENT if engine == "deployment" else _NOTES), *arithmetic_notes(scenario),
                        *gpu_notes(result["processors"], engine)]
     return result

@@ -37,6 +37,9 @@ UNTRAINED = "socflower-untrained"
 An outer strategy steps on the others; a reply without the record has none but integers.
 """
 
+TRAINED_ON = "socflower-trained-on"
+"""The record of a reply with the devices that trained; see `DeviceReport`."""
+
 ALPHA, ALPHA_STEPS = "socflower-alpha", "socflower-alpha-steps"
 """The metrics of a mixed-precision client: each confidence and its number of steps (F9)."""
 
@@ -229,6 +232,14 @@ class RingOutcome:
                 values = getattr(self, key)
                 if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
                     raise ConfigError(f"outcome record: {key.replace('_', '-')} = {values!r} is of the wrong type")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceReport:
+    """The devices on which the work of a reply was trained."""
+
+    devices: tuple[str, ...]  # such as "cpu" and "cuda:0 (Orin)", one for each of `socs`, or one for a client alone
+    socs: tuple[int, ...] = ()  # of a group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from socflower.capture.batch_form import Batch, form_of, num_samples, output_of
 from socflower.capture.graph import in_mode
-from socflower.capture.torch_device import on_device, resolve_device
+from socflower.capture.torch_device import device_of, on_device, resolve_device
 from socflower.errors import ConfigError, require_range
 from socflower.workloads.map_dataset import as_data_source
 
@@ -68,8 +68,7 @@ def evaluate(
     require_range("evaluation", least=1, batch_size=batch_size)
     if device is not None:
         model.to(resolve_device(device, "evaluation: device"))
-    first_weight = next(model.parameters(), None)
-    where = first_weight.device if first_weight is not None else torch.device("cpu")
+    where = device_of(model)
     sums: dict[str, float] = {}
     with in_mode(model, training=False), torch.inference_mode():
         for start in range(0, len(source), batch_size):

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from socflower.training.group import train_group
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.message_keys import COMPLETED, PREEMPTED, GroupTask, RingTask
 from socflower.workloads import DataSource, LabelledData, MapDataset
+from tests.fake_device import in_thread
 from tests.rings.peers import TOKEN, free_addresses
 from tests.rows import Rows
 from tests.seeded import built
@@ -104,7 +106,7 @@ def task(size: int, num_steps: int = NUM_STEPS, *, reshuffle: bool = True) -> Gr
 
 
 def trainer() -> FP32Trainer:
-    return FP32Trainer(optimizer=sgd(0.1, 0.9), scheduler=cosine_annealing)
+    return FP32Trainer(optimizer=sgd(0.1, 0.9), scheduler=cosine_annealing, device="cpu")
 
 
 class Pace:
@@ -123,11 +125,12 @@ class Pace:
 class PacedTrainer:
     """The trainer of a member that is as fast as its pace says, whatever this machine is."""
 
-    def __init__(self, pace: Pace) -> None:
-        self._pace = pace
+    def __init__(self, pace: Pace, device: str) -> None:
+        self._pace, self.device = pace, device
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> FP32Session:
-        session, gradients = trainer().start(model, span, state), FP32Session.gradients
+        started = replace(trainer(), device=self.device).start(model, span, state)
+        session, gradients = started, FP32Session.gradients
 
         def paced(parts: Any, num_samples: int) -> Tensor:
             self._pace.work(sum(len(labels) for _, labels in parts))
@@ -143,7 +146,8 @@ class Members:
     def __init__(
         self, size: int, monkeypatch: pytest.MonkeyPatch, strike: Strike, *, norm: bool = False,
         sample_s: Sequence[float] | None = None, rebalance_steps: int = 0, num_steps: int = NUM_STEPS,
-        own_data: bool = False, augmented: bool = False, frozen: bool = False,
+        own_data: bool = False, augmented: bool = False, frozen: bool = False, devices: Sequence[str] = (),
+        num_buckets: int = 1, compression: str = "none",
     ) -> None:
         def struck(transport: str, port: RingPort, ranks: Any, generation: int, heartbeat_s: float) -> Collective:
             return StruckRing(open_ring(transport, port, ranks, generation, heartbeat_s), port.rank, generation, strike)
@@ -152,6 +156,7 @@ class Members:
         self._addresses, self._norm, self._frozen = tuple(free_addresses(size)), norm, frozen
         self._task, self._rebalance_steps = task(size, num_steps, reshuffle=not own_data), rebalance_steps
         self._own_data, self._augmented = own_data, augmented
+        self._devices, self._num_buckets, self._compression = devices or ("cpu",) * size, num_buckets, compression
         self.paces = [Pace(sample_s or (0.01,) * size, rank) for rank in range(size)]
         self.models = {rank: model(norm=norm, frozen=frozen) for rank in range(size)}
         self.ledgers: dict[int, list[AppliedStep]] = {rank: [] for rank in range(size)}
@@ -161,15 +166,17 @@ class Members:
 
     def _train(self, rank: int) -> MemberResult:
         ring = RingTask(participant=rank, leader=0, addresses=self._addresses, token=TOKEN.hex(), transport="grpc",
-                        num_buckets=1, compression="none", heartbeat_s=HEARTBEAT_S, rendezvous_s=60.0,
-                        rebalance_steps=self._rebalance_steps)
+                        num_buckets=self._num_buckets, compression=self._compression, heartbeat_s=HEARTBEAT_S,
+                        rendezvous_s=60.0, rebalance_steps=self._rebalance_steps)
         port = RingPort(self._addresses[rank], rank=rank, addresses=self._addresses, token=TOKEN, tls=None,
                         heartbeat_s=HEARTBEAT_S)
         try:
             pace = self.paces[rank]
-            return RingMember(model=self.models[rank], has_model=rank == 0, data=self._data_of(rank), group=self._task,
-                              ring=ring, trainer=PacedTrainer(pace), port=port, switch=PreemptionSwitch(),
-                              on_step=self.ledgers[rank].append, clock=pace).train()
+            with in_thread():
+                return RingMember(
+                    model=self.models[rank], has_model=rank == 0, data=self._data_of(rank), group=self._task, ring=ring,
+                    trainer=PacedTrainer(pace, self._devices[rank]), port=port, switch=PreemptionSwitch(),
+                    on_step=self.ledgers[rank].append, clock=pace).train()
         finally:
             port.close()
 
@@ -203,9 +210,9 @@ class Members:
             assert [line.step for line in self.ledgers[rank]] == list(range(self._task.num_steps))
             for ours, first, undisturbed in zip(self.models[rank].parameters(), self.models[survivors[0]].parameters(),
                                                 reference.parameters(), strict=True):
-                assert torch.equal(ours, first)
-                if not self._norm:
-                    np.testing.assert_allclose(ours.detach(), undisturbed.detach(), atol=1e-6, rtol=1e-4)
+                assert torch.equal(ours.cpu(), first.cpu())
+                if not self._norm and self._compression == "none":
+                    np.testing.assert_allclose(ours.detach().cpu(), undisturbed.detach(), atol=1e-6, rtol=1e-4)
         assert sum(self.ends[rank].outcome.answers for rank in survivors) == 1
 
 

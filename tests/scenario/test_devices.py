@@ -24,7 +24,10 @@ def test_a_scenario_on_the_accelerator_has_the_weights_of_the_cpu() -> None:
         ours, expected = run_scenario(on("auto", small(name)), num_workers=0), small_result(name)
         assert ours["final_accuracy"] == expected["final_accuracy"]
         assert ours["virtual_s"] == expected["virtual_s"]
+        assert ours["trained_on"] == {"fake:0": [0, 1, 2, 3]} and expected["trained_on"] == {"cpu": [0, 1, 2, 3]}
+        assert ours["processors"][0]["trained"] == "fake:0"
     both = ran(on("auto", split(**EXACT, window=[[0.0, 0]])))
+    assert both["trained_on"] == {"fake:0": [0]}
     assert both["weights_sha256"] == ran_with_window(0)["weights_sha256"]
 
 

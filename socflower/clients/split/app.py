@@ -9,6 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
+from socflower.capture.torch_device import device_label, resolve_device
 from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import answer_query
 from socflower.clients.saved_training import StateFiles
@@ -19,7 +20,16 @@ from socflower.clients.split.saved_halves import SplitState
 from socflower.edgecloud.program import SplitProgram
 from socflower.errors import ConfigError
 from socflower.training.trainer import torch_threads
-from socflower.wire.message_keys import ARRAYS, EVENTS, METRICS, NUM_EXAMPLES, QUERY_ACTION
+from socflower.wire.message_keys import (
+    ARRAYS,
+    EVENTS,
+    METRICS,
+    NUM_EXAMPLES,
+    QUERY_ACTION,
+    TRAINED_ON,
+    DeviceReport,
+    encode,
+)
 from socflower.wire.split_message_keys import SPLIT, SPLIT_REPORT, SplitTask
 
 ProgramFn: TypeAlias = Callable[[Context], SplitProgram]
@@ -88,15 +98,17 @@ def make_split_client_app(
                 others = [cloud_data_fn(context, party, task.num_parties) for party in task.parties] \
                     if cloud_data_fn is not None and task.reverse else None
                 outcome = train_in_process(program, task, arrays, data, others, state, settings_fn(context))
-        return _reply(message, outcome)
+        label = device_label(resolve_device(program.device, "split training: device"))
+        return _reply(message, outcome, DeviceReport(devices=(label,) * len(task.parties), socs=task.parties))
 
     return app
 
 
-def _reply(message: Message, outcome: SpanOutcome) -> Message:
+def _reply(message: Message, outcome: SpanOutcome, devices: DeviceReport) -> Message:
     content = RecordDict({
         ARRAYS: ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in outcome.arrays.items()}),
-        METRICS: MetricRecord({"train-loss": outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples})})
+        METRICS: MetricRecord({"train-loss": outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples}),
+        TRAINED_ON: ConfigRecord(encode(devices))})
     if outcome.report is not None:
         content[SPLIT_REPORT] = ConfigRecord(outcome.report.encode())
     if outcome.events:

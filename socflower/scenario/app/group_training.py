@@ -15,6 +15,7 @@ from socflower import _int8
 from socflower.engines.checkpoint import Checkpoint
 from socflower.engines.local.priced_grid import PricedGrid
 from socflower.engines.run_folder import RunFolder
+from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import default_candidates
 from socflower.scenario.app.round_record import RoundRecord, event_documents
@@ -44,7 +45,7 @@ class _Training:
 
     def __init__(self, run: PreparedRun, grid: Grid, folder: RunFolder) -> None:
         self._scenario = scenario = run.scenario
-        self._grid = grid
+        self._grid = self._devices = TrainedDevices(grid)
         self._folder = folder
         self._cluster = run.cluster
         self._data = scenario_data(scenario)
@@ -81,6 +82,7 @@ class _Training:
             "strategy": self._scenario.strategy.name,
             "kernels": self._kernels(),
             "transports": {"inside groups": self._transport, "hub": "Flower messages"},
+            "trained_on": self._devices.document(),
             "data_source": self._data.source,
             **self._record.totals(final),
             "wall_s": perf_counter() - started_s,

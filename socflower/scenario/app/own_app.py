@@ -65,7 +65,7 @@ def app_outcome(clock: EventClock, messages: MessageLog, rounds: RoundLog) -> di
         "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
                       "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
         "weights_sha256": None if rounds.arrays is None or not rounds.arrays else weights_sha256(rounds.arrays),
-        "events": events,
+        "events": events, "trained_on": {} if rounds.devices is None else rounds.devices.document(),
     }
 
 

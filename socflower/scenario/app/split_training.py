@@ -21,6 +21,7 @@ from socflower.edgecloud.cloud.operator_calls import CloudOperator
 from socflower.edgecloud.program import SplitProgram
 from socflower.edgecloud.stream.credentials import read_token
 from socflower.engines.run_folder import RunFolder
+from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.scenario.app.round_record import RoundRecord, event_documents
 from socflower.scenario.app.split_result import SplitHistory, cut_text, staleness_of
@@ -110,6 +111,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
         return workload.evaluate(whole(arrays))
 
     record = RoundRecord(scenario, folder, clock, trace, evaluate)
+    grid = devices = TrainedDevices(grid)
     strategy = SplitReplay(
         cluster=setting.cluster, parties=setting.parties(), edge_names=workload.program.edge_names, mode=setting.mode,
         batches_per_epoch=workload.batches_per_epoch, num_epochs=scenario.train.epochs, clock=clock, cloud=cloud,
@@ -152,7 +154,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
         "strategy": scenario.strategy.name,
         "kernels": {"fp32": f"torch {torch.__version__}", "aggregation": "native weighted sum, float32"},
         "transports": {"edge and cloud": strategy.transport, "hub": "Flower messages"},
-        "data_source": workload.source,
+        "trained_on": devices.document(), "data_source": workload.source,
         **record.totals(ArrayRecord(whole(final).state_dict())),
         "wall_s": perf_counter() - started_s, "plan": None,
         "heat": None if rack is None else heat_document(scenario, rack, clock.now_s, unthrottled_training_s(

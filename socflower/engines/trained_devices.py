@@ -1,0 +1,56 @@
+"""The devices that trained, as clients say in their replies."""
+
+from collections.abc import Iterable, Sequence
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from socflower.errors import ConfigError
+from socflower.strategies.forwarding_grid import ForwardingGrid
+from socflower.wire.message_keys import METRICS, NUM_EXAMPLES, TRAINED_ON, DeviceReport, decode
+
+UNKNOWN = "unknown"
+"""The device of a client that trained and does not say where, as one that is not made by socflower."""
+
+
+class TrainedDevices(ForwardingGrid):
+    """A grid that keeps the device of each SoC's latest training; SoCs that train alone are in order of node ids."""
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__(grid)
+        self._device_of: dict[int, str] = {}
+
+    def document(self) -> dict[str, list[int]]:
+        """Return the SoCs that trained on each device, such as `{"cpu": [0, 1]}`."""
+        return {device: [soc for soc in sorted(self._device_of) if self._device_of[soc] == device]
+                for device in sorted(set(self._device_of.values()))}
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Exchange messages through the inner grid."""
+        replies = list(self._grid.send_and_receive(messages, timeout=timeout))
+        self._read(replies)
+        return replies
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Pull through the inner grid."""
+        replies = list(self._grid.pull_messages(message_ids))
+        self._read(replies)
+        return replies
+
+    def _read(self, replies: Sequence[Message]) -> None:
+        trained = [reply for reply in replies if reply.has_content() and reply.metadata.message_type.startswith("train")
+                   and NUM_EXAMPLES in reply.content.metric_records.get(METRICS, {})]
+        if not trained:
+            return
+        own_soc = {node: soc for soc, node in enumerate(sorted(self._grid.get_node_ids()))}
+        for reply in trained:
+            report = _report_of(reply)
+            socs = report.socs or (own_soc.get(reply.metadata.src_node_id, -1),)
+            self._device_of |= dict(zip(socs, report.devices, strict=False))
+
+
+def _report_of(reply: Message) -> DeviceReport:
+    try:
+        return decode(DeviceReport, reply.content.config_records[TRAINED_ON], "device")
+    except (KeyError, ConfigError, TypeError):
+        return DeviceReport(devices=(UNKNOWN,))
