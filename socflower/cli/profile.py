@@ -32,6 +32,8 @@ def profile(
                                            "architecture: x86-core or raspberry-pi-4b.")] = "",
     out: Annotated[Path | None, typer.Option(help="File for the device profile, FILE.toml. What is there already is "
                                                   "not measured again.")] = None,
+    accelerator: Annotated[str, typer.Option(help="Device of torch to measure beside the CPU: auto, cuda, cuda:1, mps; "
+                                                  "or none.")] = "auto",
     peer: Annotated[str, typer.Option(help="HOST:PORT of a machine that runs --serve: measure the link to it.")] = "",
     serve: Annotated[int | None, typer.Option(help="Answer link probes on this port until interrupted, and measure "
                                                    "nothing.")] = None,
@@ -70,7 +72,7 @@ def profile(
     request = profiling.ProfileRequest(
         models=tuple(model or profiling.DEFAULT_MODELS), data=data,
         batch_sizes=tuple(batch_size or profiling.DEFAULT_BATCH_SIZES), num_threads=threads, kernel=kernel,
-        repeats=repeats, name=name, like=like, peer=peer)
+        repeats=repeats, name=name, like=like, peer=peer, accelerator=accelerator)
     with prints_to_stderr(), profile_progress(ERR, disable=as_json) as bar:
         task = bar.add_task("profile", total=None)
         try:
@@ -117,7 +119,8 @@ def print_profile(console: Console, document: Mapping[str, Any]) -> None:
                       f"{1e3 * max(cell['switches_s'], default=0.0):.3f} ms", highlight=False)
     for cell in cells:
         sides = []
-        for label, side in (("FP32", "fp32"), ("int8", "int8")):
+        accelerated = [(f"FP32 on {cell['accelerator']}", "gpu")] if "accelerator" in cell else []
+        for label, side in (("FP32", "fp32"), ("int8", "int8"), *accelerated):
             watts = "" if cell[f"{side}_w"] is None else f", {cell[f'{side}_w']:.3g} W"
             sides.append(f"{label} {human_seconds(cell[f'{side}_step_s'])} "
                          f"({cell[f'{side}_samples_per_s']:.4g} samples/s{watts})")

@@ -1,5 +1,6 @@
 """The cells of a device profile (one model at one batch size): their measurement and the file of finished cells."""
 
+import copy
 import json
 import math
 import platform
@@ -16,16 +17,18 @@ from torch import nn
 
 from socflower import __version__, _int8
 from socflower.capture.layer_profile import profile_module
+from socflower.capture.torch_device import device_label, settle
 from socflower.cluster.cost_model import UPDATE_PASSES
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision import EngineSettings, Int8Model
 from socflower.precision.int8.batch_splitting import best_blocks, median_seconds, profile_batch_blocks
 from socflower.precision.int8.requantisation import RescalingPolicy
 from socflower.precision.operator_costs import profile_operators
-from socflower.profiling.power_meter import PowerMeter, mean_watts
+from socflower.profiling.power_meter import PowerMeter, RaplMeter, mean_watts
 from socflower.wire.saved_state import write_atomically
 from socflower.workloads import build_model, data_shape
 
+_CPU = torch.device("cpu")
 _WATTS_S = 1.0
 """How long steps repeat under the power meter; the slowest counters and sensors update a few times a second."""
 
@@ -49,16 +52,22 @@ class Conditions:
     socflower: str
     repeats: int
     processor: str
+    accelerator: str = ""  # label of the device that is measured beside the CPU; "": none
+
+    def document(self) -> dict[str, Any]:
+        """Return the conditions for a file of cells; a machine without an accelerator has none there."""
+        return {key: value for key, value in asdict(self).items() if value != ""}
 
 
-def conditions(*, kernel: str, num_threads: int, repeats: int) -> Conditions:
+def conditions(*, kernel: str, num_threads: int, repeats: int, accelerator: torch.device | None = None) -> Conditions:
     """Return the conditions of this machine; `kernel` "" selects the best path. `ConfigError` if it is unknown."""
     try:
         engine = _int8.Engine(num_threads, [], kernel)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(str(error)) from None
     return Conditions(kernel=str(engine.kernel), num_threads=num_threads, torch=torch.__version__,
-                      socflower=__version__, repeats=repeats, processor=processor_name())
+                      socflower=__version__, repeats=repeats, processor=processor_name(),
+                      accelerator="" if accelerator is None else device_label(accelerator))
 
 
 def processor_name() -> str:
@@ -83,19 +92,26 @@ def build_module(model: str, data: str) -> tuple[nn.Module, tuple[int, int, int]
     return module, (shape.channels, shape.size, shape.size)
 
 
-def measure_cell(model: str, data: str, batch_size: int, at: Conditions, meter: PowerMeter | None) -> dict[str, Any]:
+def measure_cell(
+    model: str, data: str, batch_size: int, at: Conditions, meter: PowerMeter | None,
+    accelerator: torch.device | None = None,
+) -> dict[str, Any]:
     """Return one cell of `profile --json`: whole steps, operators and placement, micro-batches, watts.
 
-    Raises `ConfigError` if torch cannot train the model on so small a batch.
+    With an `accelerator`, whole FP32 steps on it as well, each to its end. Raises `ConfigError` if torch cannot train
+    the model on so small a batch.
     """
     try:
-        return _measure(model, data, batch_size, at, meter)
+        return _measure(model, data, batch_size, at, meter, accelerator)
     except ValueError as error:  # such as BatchNorm over a single value
         raise ConfigError(f"profile: {model} on {data} cannot train on a batch of {batch_size} "
                           f"({error}); choose others with --batch-size") from None
 
 
-def _measure(model: str, data: str, batch_size: int, at: Conditions, meter: PowerMeter | None) -> dict[str, Any]:
+def _measure(
+    model: str, data: str, batch_size: int, at: Conditions, meter: PowerMeter | None,
+    accelerator: torch.device | None,
+) -> dict[str, Any]:
     module, image = build_module(model, data)
     settings = EngineSettings(num_threads=at.num_threads, kernel=at.kernel)
     operators = profile_operators(module, image, batch_size, settings=settings, repeats=at.repeats)
@@ -110,6 +126,7 @@ def _measure(model: str, data: str, batch_size: int, at: Conditions, meter: Powe
     try:
         int8_s, int8_w = _timed(_int8_step(int8, module, image, batch_size), at.repeats, meter)
         fp32_s, fp32_w = _timed(_fp32_step(module, data, batch_size), at.repeats, meter)
+        on_accelerator = {} if accelerator is None else _accelerated(module, data, batch_size, at, meter, accelerator)
     finally:
         torch.set_num_threads(threads_before)
     return {
@@ -134,18 +151,35 @@ def _measure(model: str, data: str, batch_size: int, at: Conditions, meter: Powe
         "placement": operators.placement.path().replace("npu[", "int8[").replace("cpu[", "fp32["),
         "step_s": operators.placement.latency_s,
         "fp32_operators_s": sum(latency.cpu_s for latency in operators.latencies),
+        **on_accelerator,
     }
 
 
-def update_bytes_per_s(num_threads: int) -> float:
+def _accelerated(
+    module: nn.Module, data: str, batch_size: int, at: Conditions, meter: PowerMeter | None, accelerator: torch.device,
+) -> dict[str, Any]:
+    """Return a cell's figures of an accelerator."""
+    # Of the processors' own counters none sees a GPU beside them.
+    board_meter = None if isinstance(meter, RaplMeter) else meter
+    step_s, step_w = _timed(_fp32_step(module, data, batch_size, accelerator), at.repeats, board_meter)
+    return {"accelerator": device_label(accelerator), "gpu_step_s": step_s, "gpu_samples_per_s": batch_size / step_s,
+            "gpu_w": step_w}
+
+
+def update_bytes_per_s(num_threads: int, device: torch.device) -> float:
     """Return the bytes of weights per second of torch's SGD with momentum, times the cost model's `UPDATE_PASSES`."""
-    weight = torch.zeros(_STREAM_ELEMENTS, requires_grad=True)
+    weight = torch.zeros(_STREAM_ELEMENTS, device=device, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.SGD([weight], lr=0.01, momentum=0.9)
+
+    def step() -> None:
+        optimizer.step()
+        settle(device)
+
     threads_before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        seconds = median_seconds(lambda: optimizer.step() and None, 5)
+        seconds = median_seconds(step, 5)
     finally:
         torch.set_num_threads(threads_before)
     return UPDATE_PASSES * weight.numel() * weight.element_size() / seconds
@@ -159,7 +193,7 @@ class CellStore:
 
     def __init__(self, path: Path | None, at: Conditions) -> None:
         self.path = path
-        self._at = asdict(at)
+        self._at = at.document()
         self._cells: list[dict[str, Any]] = []
         self._host: dict[str, Any] = {}
         self.dropped: list[str] = []
@@ -170,8 +204,8 @@ class CellStore:
         if document["conditions"] == self._at:
             self._cells, self._host = document["cells"], document["host"]
         elif document["cells"]:
-            self.dropped = [f"{key} {value}, now {self._at[key]}" for key, value in document["conditions"].items()
-                            if value != self._at.get(key)]
+            self.dropped = [f"{key} {value}, now {self._at.get(key, 'none')}"
+                            for key, value in document["conditions"].items() if value != self._at.get(key)]
 
     def find(self, model: str, data: str, batch_size: int) -> dict[str, Any] | None:
         """Return a finished cell, or None."""
@@ -265,16 +299,17 @@ def _int8_step(model: Int8Model, module: nn.Module, image: tuple[int, int, int],
     return step
 
 
-def _fp32_step(module: nn.Module, data: str, batch: int) -> Callable[[], None]:
-    """Return a step of forward and backward pass in the memory layout of FP32 clients."""
+def _fp32_step(module: nn.Module, data: str, batch: int, device: torch.device = _CPU) -> Callable[[], None]:
+    """Return a step of forward and backward pass, to its end on the device, in the memory layout of FP32 clients."""
     shape, random = data_shape(data), torch.Generator().manual_seed(0)
     images = torch.randn(batch, shape.channels, shape.size, shape.size, generator=random)
-    images = images.to(memory_format=torch.channels_last)
-    labels = torch.randint(0, shape.num_classes, (batch,), generator=random)
-    trained = module.to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    images = images.to(device, memory_format=torch.channels_last)
+    labels = torch.randint(0, shape.num_classes, (batch,), generator=random).to(device)
+    trained = copy.deepcopy(module).to(device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
 
     def step() -> None:
         trained.zero_grad(set_to_none=True)
         torch.autograd.backward(nn.functional.cross_entropy(trained(images), labels))
+        settle(device)
 
     return step

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from socflower import _int8
+from socflower.capture.torch_device import AUTO, resolve_device
 from socflower.cluster import device, device_names
 from socflower.cluster.device_catalog import (
     DEVICE_FIGURES,
@@ -69,6 +70,7 @@ class ProfileRequest:
     name: str = ""  # of the device; "" is the host's
     like: str = ""  # device of the catalogue for what is not measured; "": by the architecture
     peer: str = ""  # HOST:PORT of a machine that runs `socflower profile --serve PORT`
+    accelerator: str = "auto"  # device of torch that is measured beside the CPU, or "none"
 
     def __post_init__(self) -> None:
         if min(*self.batch_sizes, self.num_threads, self.repeats) < 1:
@@ -85,8 +87,19 @@ class ProfileRequest:
             device(self.like)
         if self.peer:
             parse_peer(self.peer)
+        self.accelerator_device()
         for model in self.models:
             build_module(model, self.data)
+
+
+    def accelerator_device(self) -> torch.device | None:
+        """Return the device that is measured beside the CPU; `ConfigError` if this machine does not have it."""
+        if self.accelerator == "none":
+            return None
+        found = resolve_device(self.accelerator, "--accelerator")
+        if found.type == "cpu" and self.accelerator != AUTO:
+            raise ConfigError(f"--accelerator {self.accelerator}: the CPU is measured anyway; use none, or auto")
+        return None if found.type == "cpu" else found
 
 
 def require_own_name(name: str) -> None:
@@ -115,7 +128,9 @@ def profile_device(
 def _profile(request: ProfileRequest, out: Path | None, on_cell: OnCell, root: Path) -> dict[str, Any]:
     name = request.name or host_name()
     before = None if out is None else existing_profile(out, name)
-    at = conditions(kernel=request.kernel, num_threads=request.num_threads, repeats=request.repeats)
+    accelerator = request.accelerator_device()
+    at = conditions(kernel=request.kernel, num_threads=request.num_threads, repeats=request.repeats,
+                    accelerator=accelerator)
     store = CellStore(None if out is None else cell_file(out), at)
     # The link first, so that a missing peer is reported at once and not after minutes.
     link = probe(*parse_peer(request.peer)) if request.peer else None
@@ -125,10 +140,11 @@ def _profile(request: ProfileRequest, out: Path | None, on_cell: OnCell, root: P
     missing = [key for key in wanted if store.find(*key) is None]
     for done, (model, data, batch) in enumerate(missing):
         on_cell(f"{model}, batch {batch}", done, len(missing))
-        store.add(measure_cell(model, data, batch, at, meter))
+        store.add(measure_cell(model, data, batch, at, meter, accelerator))
     on_cell("", len(missing), len(missing))
     figures = {
-        "memory_bytes_per_s": store.host_figure("memory_bytes_per_s", lambda: update_bytes_per_s(at.num_threads)),
+        "memory_bytes_per_s": store.host_figure("memory_bytes_per_s", lambda: update_bytes_per_s(
+            at.num_threads, accelerator or torch.device("cpu"))),
         "idle_w": None if meter is None else store.host_figure(
             "idle_w", lambda: mean_watts(meter, lambda: time.sleep(_IDLE_S))),
     }
@@ -144,7 +160,7 @@ def _profile(request: ProfileRequest, out: Path | None, on_cell: OnCell, root: P
         write_file(out, toml_text(document, comment=_comment(at, out)))
     cells = [cell for cell in (store.find(*key) for key in wanted) if cell is not None]
     return {
-        "schema": SCHEMA, "name": name, "machine": _machine(meter), "cells": cells, "link": link_table,
+        "schema": SCHEMA, "name": name, "machine": _machine(meter, at.accelerator), "cells": cells, "link": link_table,
         "device": {name: table},
         "notes": _notes(request, store, num_kept=len(wanted) - len(missing), num_cells=len(wanted), table=table),
     }
@@ -221,10 +237,17 @@ def _device_table(
     table["memory_bytes"] = _measured(psutil.virtual_memory().total, "memory of the system")
     if figures["memory_bytes_per_s"]:
         table["memory_bytes_per_s"] = _measured(
-            figures["memory_bytes_per_s"], f"SGD with momentum of torch {at.torch}, {threads}")
+            figures["memory_bytes_per_s"],
+            f"SGD with momentum of torch {at.torch} on {at.accelerator}, {date.today().isoformat()}" if at.accelerator
+            else f"SGD with momentum of torch {at.torch}, {threads}")
     if figures["idle_w"] and meter is not None:
         table["idle_w"] = _measured(figures["idle_w"], f"{meter.source}, {date.today().isoformat()}")
+    # First, since torch trains on it unless it is told otherwise.
+    gpu = {} if not at.accelerator else {"gpu": _processor_table(
+        models, "gpu", f"torch {at.torch} on {at.accelerator}",
+        lent["processor"].get("gpu", lent["processor"][lent_device.default_processor])["active_w"], like, meter)}
     table["processor"] = {
+        **gpu,
         "cpu": _processor_table(models, "fp32", f"torch {at.torch}",
                                 lent["processor"][lent_device.default_processor]["active_w"], like, meter),
         "cpu-int8": _processor_table(
@@ -251,7 +274,7 @@ def _processor_table(
                         f"{what}, {threads}, {last['measured_on']}; {last['data']}, batch {last['batch_size']}"),
             "batch": [cell["batch_size"] for cell in cells],
             "step_s": [_rounded(cell[f"{side}_step_s"]) for cell in cells],
-            "layer": _layer_tables(cells, side),
+            **({} if side == "gpu" else {"layer": _layer_tables(cells, side)}),
         }
     rate = statistics.geometric_mean(table["value"] for table in tables.values())
     day = max(cell["measured_on"] for cell in largest.values())
@@ -262,7 +285,7 @@ def _processor_table(
         active_w = figure(lent_w["value"], f"assumption: as {like}; this machine exposes no power")
     return {
         "flops_per_s": _measured(rate, f"{what}, {day}; the geometric mean of {', '.join(tables)}"),
-        "active_w": active_w, "number_format": side, "model": tables,
+        "active_w": active_w, "number_format": "int8" if side == "int8" else "fp32", "model": tables,
     }
 
 
@@ -312,11 +335,12 @@ def _with_edits(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
     return merged
 
 
-def _machine(meter: PowerMeter | None) -> dict[str, Any]:
+def _machine(meter: PowerMeter | None, accelerator: str) -> dict[str, Any]:
     return {
         "host": platform.node(), "architecture": platform.machine(), "processor": processor_name(),
         "usable_cores": num_cores(), "memory_bytes": psutil.virtual_memory().total, "torch": torch.__version__,
-        "kernels_available": _int8.available_kernels(), "power": None if meter is None else meter.source,
+        "accelerator": accelerator or None, "kernels_available": _int8.available_kernels(),
+        "power": None if meter is None else meter.source,
     }
 
 

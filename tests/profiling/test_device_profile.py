@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from socflower.profiling.link_probe import ProbeServer, probe
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document, load_scenario, scenario_cluster, to_document
 from tests.command_line import Socflower
+from tests.fake_device import MODULE, fake_device  # noqa: F401 - a fixture
 
 
 def device_in(path: Path, name: str) -> Device:
@@ -51,14 +53,14 @@ def measured(monkeypatch: pytest.MonkeyPatch, cell: dict[str, Any]) -> list[tupl
     """What was measured, in order; the measuring itself is made up."""
     keys: list[tuple[str, int]] = []
 
-    def measure(model: str, data: str, batch: int, at: Conditions, meter: object) -> dict[str, Any]:
+    def measure(model: str, data: str, batch: int, at: Conditions, meter: object, accelerator: None) -> dict[str, Any]:
         keys.append((model, batch))
         return {**cell, "model": model, "data": data, "batch_size": batch, "fp32_step_s": 0.1 * batch,
                 "int8_step_s": 0.05 * batch, "fp32_samples_per_s": 10.0, "int8_samples_per_s": 20.0,
                 "num_threads": at.num_threads}
 
     monkeypatch.setattr(device_profile, "measure_cell", measure)
-    monkeypatch.setattr(device_profile, "update_bytes_per_s", lambda num_threads: 1e10)
+    monkeypatch.setattr(device_profile, "update_bytes_per_s", lambda num_threads, device: 1e10)
     return keys
 
 
@@ -209,6 +211,27 @@ def test_every_figure_says_where_it_is_from(measured: list[tuple[str, int]], tmp
     assert table["processor"]["cpu-int8"]["model"]["lenet5"]["source"].startswith("measured: ")
 
 
+@pytest.mark.usefixtures("fake_device")
+def test_an_accelerator_is_measured_beside_the_cpu_and_trains_by_default(tmp_path: Path) -> None:
+    settled, out = MODULE.num_synchronisations, tmp_path / "mine.toml"
+    asked = replace(SMALL, batch_sizes=(2,))
+    document = profile_device(asked, out)
+    (entry,) = document["cells"]
+    assert document["machine"]["accelerator"] == entry["accelerator"] == "fake:0"
+    # Three steps at least, and the updates.
+    assert MODULE.num_synchronisations >= settled + 3 + 5
+    mine = device_in(out, "mine")
+    assert list(mine.processors) == ["gpu", "cpu", "cpu-int8"] and mine.default_processor == "gpu"
+    assert mine.processor("gpu").timings["lenet5"].step_s == pytest.approx((entry["gpu_step_s"],), rel=1e-4)
+    for figure_ in ("flops_per_s", "memory_bytes_per_s"):
+        table = document["device"]["mine"]
+        source = {**table, **table["processor"]["gpu"]}[figure_]["source"]
+        assert source.startswith("measured: ") and "on fake:0" in source
+    without = profile_device(replace(asked, accelerator="none"), out)
+    assert "accelerator fake:0, now none" in without["notes"][0]
+    assert without["machine"]["accelerator"] is None and "accelerator" not in without["cells"][0]
+
+
 def test_a_link_is_measured_and_stays_in_the_profile(
     measured: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:
@@ -280,6 +303,8 @@ def test_a_template_under_a_name_of_its_own_is_ready_for_a_cluster(socflower: So
     (("--device", "abacus"), "device 'abacus' is unknown"), (("--device", "jetson-nx", "--peer", "a:1"), "--peer"),
     (("--serve", 5000, "--peer", "a:1"), "leave out --peer"), (("--serve", 99999), "99999: must be from 0 to 65535"),
     (("--serve", 5000, "--json"), "leave out --json"),
+    (("--accelerator", "cuda"), "--accelerator = 'cuda': torch"),
+    (("--accelerator", "cpu"), "--accelerator cpu: the CPU is measured anyway; use none, or auto"),
 ])
 def test_a_mistake_is_one_line_and_writes_nothing(
     socflower: Socflower, tmp_path: Path, arguments: tuple[object, ...], says: str,
