@@ -53,6 +53,11 @@ def mapped(batch: Batch, change: Callable[[Tensor], Any]) -> Batch:
     return _combine([batch], lambda tensors: change(tensors[0]))
 
 
+def output_entry(output: Any, name: str) -> Any:
+    """Return what a model calls `name`, such as its loss: of a dict the entry, else the attribute; None without."""
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
 def output_of(model: nn.Module, inputs: Batch) -> Any:
     """Return `model(inputs)`: a dict goes to its keyword arguments, a tuple or list to its positional ones."""
     if isinstance(inputs, Mapping):

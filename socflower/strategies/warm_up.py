@@ -1,6 +1,6 @@
 """Chooses the number of groups by training one epoch with each candidate (F2)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from logging import INFO
 
 from flwr.app import ArrayRecord, ConfigRecord
@@ -16,6 +16,7 @@ from socflower.wire.message_keys import WARM_UP
 def profile_group_count(
     grid: Grid, initial_arrays: ArrayRecord, accuracy_of: Callable[[ArrayRecord], float],
     make_strategy: Callable[[int], SoCFlow], candidates: Sequence[int], *, timeout_s: float = 3600.0,
+    train_config: Mapping[str, str] | None = None,
 ) -> GroupCountChoice:
     """Train an epoch with each candidate, few groups first, and return the last N before accuracy falls.
 
@@ -26,7 +27,7 @@ def profile_group_count(
     def first_epoch_accuracy(num_groups: int) -> float:
         strategy = make_strategy(num_groups)
         trained = strategy.start(GroupGrid(grid), initial_arrays, num_rounds=strategy.num_rounds, timeout=timeout_s,
-                                 train_config=ConfigRecord({WARM_UP: True}))
+                                 train_config=ConfigRecord({WARM_UP: True, **(train_config or {})}))
         accuracy = accuracy_of(trained.arrays)
         log(INFO, "warm-up: %d groups reach %.4f in their first epoch", num_groups, accuracy)
         return accuracy

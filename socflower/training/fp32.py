@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from socflower.capture.batch_form import Batch, concatenated, form_of, mapped, output_of, split
+from socflower.capture.batch_form import Batch, concatenated, form_of, mapped, output_entry, output_of, split
 from socflower.capture.batch_form import num_samples as num_samples_of
 from socflower.capture.torch_device import AUTO, on_device, resolve_device
 from socflower.errors import ConfigError, require_range, require_type
@@ -333,7 +333,7 @@ def _require_trains(optimizer: torch.optim.Optimizer, model: nn.Module, *, sched
 
 def _own_loss(output: Any, batch: Mapping[str, Any]) -> Any:
     """Return the loss that a model has computed from a dict with labels."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = output_entry(output, "loss")
     if loss is None:
         raise ConfigError(f"FP32Trainer: the model returned no loss for {form_of(batch)}; give it its labels, or "
                           "FP32Trainer(train_step=...), a function (model, batch) that returns the loss")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from socflower.capture.batch_form import Batch, form_of, num_samples, output_of
+from socflower.capture.batch_form import Batch, form_of, num_samples, output_entry, output_of
 from socflower.capture.graph import in_mode
 from socflower.capture.torch_device import device_of, on_device, resolve_device
 from socflower.errors import ConfigError, require_range
@@ -89,7 +89,7 @@ def _classifier_sums(model: nn.Module, batch: Batch) -> dict[str, float]:
     """Return the number of correct labels, if the model gives one for each sample, and the summed loss."""
     if isinstance(batch, Mapping):
         made = model(**batch)
-        loss, logits, labels = getattr(made, "loss", None), getattr(made, "logits", None), batch.get("labels")
+        loss, logits, labels = output_entry(made, "loss"), output_entry(made, "logits"), batch.get("labels")
         if loss is None:
             raise ConfigError(f"evaluation: the model returned no loss for {form_of(batch)}; {_GIVE_STEP}")
         num_correct = _num_correct(logits, labels)

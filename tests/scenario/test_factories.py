@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from socflower.cli.compare import print_comparison
 from socflower.cli.plan import print_plan
 from socflower.engines.checkpoint import difference, training_keys
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, TrainingFailed
 from socflower.scenario import runner
 from socflower.scenario.app.deployed import app_in_bundle, bundled_document
 from socflower.scenario.comparison import compare
@@ -36,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("on_few_digits")
 
 CODE = """
     import helper_NAME
+    import itertools
     import numpy as np
     import random
     import torch
@@ -102,6 +103,13 @@ CODE = """
 
     def reader(trained=True):
         return Reader(trained)
+
+    def elsewhere():
+        model = Reader(False)
+        model.base[0].weight.data += next(counted)
+        return model
+
+    counted = itertools.count()
 
     def dicts():
         train, test = ids().values()
@@ -385,6 +393,28 @@ def test_groups_auto_compares_losses_and_a_target_of_loss_judges_models_with_acc
     result = run_scenario(timed, num_workers=0)
     assert result["quality"] == "loss" and result["target_loss"] == 0.69 and result["final_accuracy"] > 0
     assert (result["time_to_loss_s"] is not None) == (min(entry["loss"] for entry in result["rounds"]) <= 0.69)
+
+
+@pytest.mark.parametrize("strategy", ["socflow", "fedavg"])
+def test_frozen_parameters_stay_at_the_nodes_and_are_in_the_saved_model(
+    strategy: str, own: str, tmp_path: Path,
+) -> None:
+    scenario = load(tmp_path, own, (f"strategy.name={strategy}",), model="reader trained=false", data="dicts")
+    result = run_scenario(scenario, num_workers=0, model_to=tmp_path / "model.npz")
+    saved, first = np.load(tmp_path / "model.npz"), initial_model(scenario).state_dict()
+    assert {name for name in first if not np.array_equal(saved[name], first[name])} == {"head.weight", "head.bias"}
+    assert result["final_accuracy"] is not None and result["final_loss"] > 0
+    if strategy == "fedavg":  # the grid prices the arrays of real messages
+        whole = run_scenario(scenario.replaced(model=scenario.model.replaced(arguments={})), num_workers=0)
+        stayed = sum(value.nbytes for name, value in first.items() if name.startswith("base"))
+        num_messages = 2 * 4  # there and back, of four nodes, in a round
+        assert whole["bytes"]["hub"] - result["bytes"]["hub"] == pytest.approx(num_messages * stayed, rel=0.1)
+
+
+def test_a_base_that_differs_among_nodes_is_refused_by_its_digest(own: str, tmp_path: Path) -> None:
+    scenario = load(tmp_path, own, model="elsewhere", data="dicts")
+    with pytest.raises(TrainingFailed, match="the frozen parameters of this node are not the server's"):
+        run_scenario(scenario, num_workers=0)
 
 
 @pytest.mark.parametrize(("line", "says"), [

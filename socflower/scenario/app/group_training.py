@@ -31,7 +31,8 @@ from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.warm_up import profile_group_count
-from socflower.wire.message_keys import TRAIN_LOSS
+from socflower.training.model_state import frozen_digest, load_trainable_state, trainable_state
+from socflower.wire.message_keys import FROZEN_SHA256, TRAIN_LOSS
 from socflower.workloads import evaluate
 
 
@@ -51,6 +52,8 @@ class _Training:
         self._data = scenario_data(scenario)
         self._num_samples = num_training_samples(scenario, len(self._data.train))
         self._model = run.take_model()
+        # Frozen parameters stay at the nodes, which make them by the model's function and compare the digest.
+        self._frozen = {FROZEN_SHA256: digest} if (digest := frozen_digest(self._model)) else {}
         self._profile = model_profile(scenario, self._model)
         self._trace = Trace()
         self._rack = rack_dynamics(scenario, self._cluster)
@@ -69,7 +72,7 @@ class _Training:
     def run(self) -> dict[str, Any]:
         """Train with the scenario's strategy."""
         started_s = perf_counter()
-        arrays = ArrayRecord(self._model.state_dict())
+        arrays = ArrayRecord(trainable_state(self._model))
         resumed = self._record.resume()
         if resumed is not None:
             self._resumed, arrays = resumed
@@ -84,7 +87,7 @@ class _Training:
             "transports": {"inside groups": self._transport, "hub": "Flower messages"},
             "trained_on": self._devices.document(),
             "data_source": self._data.source,
-            **self._record.totals(final),
+            **self._record.totals(final, self._whole(final)),
             "wall_s": perf_counter() - started_s,
             "heat": heat_document(self._scenario, self._rack, self._clock.now_s,
                                   unthrottled_training_s(self._scenario, self._cluster)) if self._rack else None,
@@ -107,7 +110,7 @@ class _Training:
                                  balance=self._resumed.balance, outer=self._resumed.outer)
         final = strategy.start(
             self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
-            evaluate_fn=self._record.evaluation(
+            train_config=ConfigRecord({**self._frozen}), evaluate_fn=self._record.evaluation(
                 round_end, strategy.num_rounds, lambda: strategy.state, self._heat)).arrays
         self._transport = strategy.transport
         return final
@@ -125,7 +128,7 @@ class _Training:
         choice = profile_group_count(
             self._grid, arrays, self._first_epoch_score,
             lambda num_groups: self._strategy(num_groups, num_epochs=1), default_candidates(num_socs),
-            timeout_s=self._scenario.train.reply_timeout_s)
+            timeout_s=self._scenario.train.reply_timeout_s, train_config=self._frozen)
         self._record.warm_up = {"num_groups": choice.num_groups, "stopped_at": choice.stopped_at,
                                 "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
                                 "first_epoch_accuracy": {str(key): value for key, value in choice.accuracies.items()}}
@@ -170,7 +173,7 @@ class _Training:
                           batch_size=settings.batch_size, pricing=pricing(self._scenario))
         strategy = OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=num_socs, min_available_nodes=num_socs)
         config = ConfigRecord({"batch-size": settings.batch_size, "local-epochs": settings.local_epochs,
-                               "num-rounds": num_rounds, "seed": self._scenario.seed + 1})
+                               "num-rounds": num_rounds, "seed": self._scenario.seed + 1, **self._frozen})
 
         def round_end(server_round: int) -> dict[str, Any]:
             return {"epoch": float(server_round * settings.local_epochs), "events": event_documents(strategy.events),
@@ -198,8 +201,15 @@ class _Training:
         now = self._rack.present
         return {"hottest_c": now.hottest_c, "mean_clock": now.mean_clock, "fan_rpm": now.rpm}
 
+    def _whole(self, final: ArrayRecord) -> ArrayRecord:
+        """Return the trained model with its frozen parameters."""
+        if not self._frozen:
+            return final
+        load_trainable_state(self._model, final.to_torch_state_dict())
+        return ArrayRecord(self._model.state_dict())
+
     def _evaluate(self, arrays: ArrayRecord) -> Score:
-        self._model.load_state_dict(arrays.to_torch_state_dict())
+        load_trainable_state(self._model, arrays.to_torch_state_dict())
         evaluation = evaluate(self._model, self._data.test, device=evaluation_device(self._scenario))
         return Score(evaluation.metrics.get("accuracy"), evaluation.loss)
 

@@ -90,10 +90,13 @@ class RoundRecord:
 
         return evaluate_round
 
-    def totals(self, final: ArrayRecord) -> dict[str, Any]:
-        """Write trace and model; return the part of the outcome that follows from clock and weights."""
+    def totals(self, final: ArrayRecord, whole: ArrayRecord | None = None) -> dict[str, Any]:
+        """Write trace and model; return the part of the outcome that follows from clock and weights.
+
+        `whole` is the model with its frozen parameters, if `final` is without them.
+        """
         self._trace.write(self._folder.trace)
-        self._folder.write_model(array_views(final))
+        self._folder.write_model(array_views(whole or final))
         usage = self._clock.usage
         return {
             "seed": self._scenario.seed, "rounds": self.rounds, "warm_up": self.warm_up,
