@@ -3,21 +3,24 @@
 import copy
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx, nn
 from torch.nn.modules import activation, normalization, pooling
 
+from socflower.capture.batch_form import Batch, form_of, num_samples, output_of
 from socflower.capture.graph import (
     CAPTURE_LOCK,
     NUM_SAMPLES,
     Example,
     ModelGraph,
+    NoParts,
     Operation,
     capture,
     first_samples,
+    reason,
     refused_samples,
     tensors_of,
     training_mode_pass,
@@ -215,9 +218,8 @@ def capture_split(
     places = tuple(one for one in graph.operations
                    if (_is_place(model, one) or _ends_block(model, graph, one)) and _can_cut(model, graph, one))
     if not places:
-        raise ConfigError(f"model {graph.name}: has no place to cut it; a cut lies after an activation, a "
-                          "normalisation, a pooling or a residual block through whose result all must pass, with "
-                          "weights on both sides")
+        raise NoParts(f"model {graph.name}: has no place to cut it; a cut lies after an activation, a normalisation, a "
+                      "pooling or a residual block through whose result all must pass, with weights on both sides")
     frozen_until = _frozen_until(graph, places, frozen)
     frozen_operations = graph.operations[:frozen_until + 1]
     _freeze(model, graph.name, _tensor_names(frozen_operations), frozen)
@@ -233,18 +235,29 @@ def capture_split(
         digest=_digest(model, graph, [point.name for point in cuts], frozen_until))
 
 
-def whole_front(model: nn.Module, example: Example, *, name: str | None = None) -> SplitModel:
+def whole_front(
+    model: nn.Module, example: Example | Batch, *, name: str | None = None, evaluating: Set[str] = frozenset(),
+    may_be_frozen: bool = False,
+) -> SplitModel:
     """Return a model that is a front half as a whole, with one cut at its end: a party's model in vertical training.
 
-    torch.fx need not be able to follow it. Raises ConfigError where its output is not one float32 tensor whose first
-    dimension is the batch.
+    torch.fx need not be able to follow it, and `example` may be inputs in a dict or tuple. Layers in `evaluating` stay
+    in evaluation mode. Raises ConfigError where its output is not one float32 tensor whose first dimension is the
+    batch, and where nothing of it is trained, unless it `may_be_frozen`.
     """
-    return _whole(model, example, name or type(model).__name__)
+    return _whole(model, example, name or type(model).__name__, evaluating, may_be_frozen=may_be_frozen)
 
 
-def whole_back(model: nn.Module, *, name: str | None = None) -> SplitModel:
-    """Return a model that is a back half as a whole, for any features: the cloud's model in vertical training."""
-    return _whole(model, None, name or type(model).__name__)
+def whole_back(
+    model: nn.Module, *, name: str | None = None, evaluating: Set[str] = frozenset(), may_be_frozen: bool = False,
+    front_trains: bool = True,
+) -> SplitModel:
+    """Return a model that is a back half as a whole, for any features: the cloud's model in vertical training.
+
+    Unless `front_trains` it returns no gradients.
+    """
+    return _whole(model, None, name or type(model).__name__, evaluating, may_be_frozen=may_be_frozen,
+                  front_trains=front_trains)
 
 
 def _is_place(model: nn.Module, operation: Operation) -> bool:
@@ -401,12 +414,16 @@ def _sha256(lines: Sequence[str], model: nn.Module) -> str:
 
 
 @CAPTURE_LOCK.shared()
-def _whole(model: nn.Module, example: Example | None, name: str) -> SplitModel:
+def _whole(
+    model: nn.Module, example: Example | Batch | None, name: str, evaluating: Set[str], *, may_be_frozen: bool,
+    front_trains: bool = True,
+) -> SplitModel:
     """Return a front half as a whole, or without an example a back half."""
     tensors = tensors_of(model)
-    if not any(tensor.requires_grad for tensor in tensors.values()):
+    trained = [tensor for tensor in tensors.values() if tensor.requires_grad]
+    if not trained and not may_be_frozen:
         raise ConfigError(f"model {name}: nothing of it is trained")
-    _require_training_mode(model, name, frozenset())
+    _require_training_mode(model, name, frozenset(evaluating))
     features = None if example is None else _whole_features(model, example, name)
     front = {} if features is None else tensors
     point = CutPoint(
@@ -416,21 +433,28 @@ def _whole(model: nn.Module, example: Example | None, name: str) -> SplitModel:
         front_layers=frozenset() if features is None else frozenset(path for path, _ in model.named_modules()),
         front_names=frozenset(front), front_weight_bytes=_num_bytes(front.values()),
         front_trained_bytes=_num_bytes(tensor for tensor in front.values() if tensor.requires_grad),
-        # Not known for a back half; the front half avoids unneeded gradients by not requesting them.
-        front_trains=True)
-    return SplitModel(model=model, name=name, cuts=(point,), example=example, graph=None,
+        front_trains=front_trains if features is None else bool(trained))
+    return SplitModel(model=model, name=name, cuts=(point,), graph=None, frozen_layers=frozenset(evaluating),
+                      example=example if _is_example(example) else None,
                       digest=_sha256([f"{point.feature_shape} {features is not None}"], model))
 
 
-def _whole_features(model: nn.Module, example: Example, name: str) -> torch.Tensor:
-    samples = first_samples(model, example, name)
+def _is_example(example: object) -> bool:
+    return isinstance(example, torch.Tensor) or (
+        isinstance(example, tuple) and all(isinstance(size, int) for size in example))
+
+
+def _whole_features(model: nn.Module, example: Example | Batch, name: str) -> torch.Tensor:
+    samples = first_samples(model, example, name) if _is_example(example) else example
     try:
         with training_mode_pass(model):
-            features = model(samples)
+            features = output_of(model, samples)
     except Exception as error:  # layers raise various types for a wrong shape
-        raise refused_samples(name, samples, error) from error
+        if isinstance(samples, torch.Tensor):
+            raise refused_samples(name, samples, error) from error
+        raise ConfigError(f"model {name}: does not take {form_of(samples)}: {reason(error)}") from error
     if not (isinstance(features, torch.Tensor) and features.dtype is torch.float32 and features.ndim > 0
-            and features.shape[0] == samples.shape[0]):
+            and features.shape[0] == num_samples(samples)):
         raise ConfigError(f"model {name}: a front half yields one float32 tensor with the batch in front, not "
                           f"{getattr(features, 'shape', type(features).__name__)}")
     return features

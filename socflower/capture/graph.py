@@ -78,7 +78,11 @@ CAPTURE_LOCK = CaptureLock()
 """One lock per process, since torch.fx changes `nn.Module` for the whole process."""
 
 
-class CaptureFailed(ConfigError):
+class NoParts(ConfigError):
+    """A model cannot be divided into parts by its graph."""
+
+
+class CaptureFailed(NoParts):
     """torch.fx cannot follow a model: `why` says so without the model's name, `module` is the path of the module."""
 
     def __init__(self, name: str, module: str, why: str) -> None:
@@ -148,8 +152,8 @@ def capture(model: nn.Module, example: Example, *, name: str = "", leaves: Set[s
         nodes = tuple(_follow(model, name, leaves).nodes)
         inputs = [node.name for node in nodes if node.op == "placeholder"]
         if len(inputs) != 1:
-            raise ConfigError(f"model {name}: takes {len(inputs)} inputs ({', '.join(inputs)}); it must take one "
-                              "tensor")
+            raise NoParts(f"model {name}: takes {len(inputs)} inputs ({', '.join(inputs)}); it must take one "
+                          "tensor")
         operations = _observed(model, nodes, samples, name)
         evaluation: tuple[fx.Node, ...] = ()
         with in_mode(model, training=False), suppress(CaptureFailed):

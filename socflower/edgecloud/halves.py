@@ -13,6 +13,14 @@ Weights: TypeAlias = Mapping[str, NDArray[Any]]
 """Tensors by name: weights and buffers by their names in the whole model, optimiser state as `name::key`."""
 
 
+def arrays_in(labels: Labels) -> list[NDArray[Any]]:
+    """Return the arrays of labels that have elements."""
+    if isinstance(labels, Mapping | tuple | list):
+        return [array for part in (labels.values() if isinstance(labels, Mapping) else labels)
+                for array in arrays_in(part)]
+    return [labels] if labels.size else []
+
+
 class Half(Protocol):
     """The methods of both halves: transfer layers when the cut moves, save and restore."""
 

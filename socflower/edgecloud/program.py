@@ -4,6 +4,7 @@ All three construct it from the same code, so no code is sent; a fingerprint ver
 """
 
 import hashlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,18 +16,22 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from socflower.capture.batch_form import Batch, form_of, output_of
 from socflower.capture.cut_points import SplitModel, capture_split, whole_back, whole_front
-from socflower.capture.random_state import build_exclusively
+from socflower.capture.graph import NoParts, reason, tensors_of
+from socflower.capture.random_state import build_exclusively, forked_generator
 from socflower.capture.torch_device import AUTO, resolve_device
 from socflower.cluster.cost_model import ModelProfile
 from socflower.edgecloud.plan.device_costs import CutShape
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.half_optimizer import Schedule, constant_rate
-from socflower.edgecloud.samples import BatchSource, PartyBatches
-from socflower.errors import ConfigError
+from socflower.edgecloud.runtime.halves import HalfStep, Passes, require_loss, targets_from
+from socflower.edgecloud.samples import LABELS, BatchSource, PartyBatches, inputs_and_labels, label_arrays
+from socflower.errors import ConfigError, require_range
 from socflower.training.fp32 import LossFn, OptimizerFn, sgd
 from socflower.training.model_state import frozen_digest, trainable_state
+from socflower.training.trainer import require_trained_parameters
 
 ModelFn: TypeAlias = Callable[[], nn.Module]
 HalfT = TypeVar("HalfT", TorchFront, TorchBack)
@@ -57,10 +62,15 @@ def without_prefix(prefix: str, arrays: Arrays) -> dict[str, NDArray[Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitProgram(ABC):
-    """A model in two halves, and how it is trained; see `LayeredProgram` and `JoinedProgram`.
+    """A model in two halves, and how it is trained; see `LayeredProgram`, `HalvesProgram` and `JoinedProgram`.
 
-    `schedule` gives a factor on the learning rate by batch, over the whole training. Each half runs on the `device` of
-    its own machine, as in `FP32Trainer`.
+    `schedule` gives a factor on the learning rate by batch, over the whole training (`torch_schedule` makes one of a
+    torch scheduler). Each half runs on the `device` of its own machine, as in `FP32Trainer`.
+
+    Of a batch (inputs, labels) inputs go to the front half and labels travel to the back half; of a dict, all but its
+    "labels" go to the front half. The loss is `loss(outputs, labels)`, or what `train_step(layers, features, labels)`
+    returns, a mean over the batch. `max_grad_norm` limits the norm of each half's gradient by itself, since neither
+    knows the other's in time. `autocast` runs passes in torch.bfloat16; features and gradients cross in float32.
     """
 
     model_fn: ModelFn
@@ -69,6 +79,19 @@ class SplitProgram(ABC):
     loss: LossFn = functional.cross_entropy
     seed: int = 1
     device: str = AUTO
+    train_step: HalfStep | None = None
+    max_grad_norm: float | None = None
+    autocast: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        where = "split training"
+        if self.train_step is not None and self.loss is not functional.cross_entropy:
+            raise ConfigError(f"{where}: train_step computes the loss itself, so loss would be ignored; give one of "
+                              "the two")
+        if self.max_grad_norm is not None:
+            require_range(where, above=0.0, max_grad_norm=self.max_grad_norm)
+        if self.autocast not in (None, torch.bfloat16):
+            raise ConfigError(f"{where}: autocast = {self.autocast}; use torch.bfloat16, or None for float32")
 
     @property
     def is_reverse(self) -> bool:
@@ -89,6 +112,10 @@ class SplitProgram(ABC):
         """Return the whole model with the weights that training begins with."""
         return build_exclusively(self.model_fn)
 
+    def divide(self, batch: Batch) -> tuple[Batch, Batch]:
+        """Return what of a batch goes to the front half, and what travels to the back half."""
+        return inputs_and_labels(batch)
+
     def front(self, party: int, cut: int | None, batches: BatchSource) -> PlacedHalf[TorchFront]:
         """Return a party's front half; a cut of None gives it all layers.
 
@@ -96,7 +123,7 @@ class SplitProgram(ABC):
         """
         split, prefix = self._front_part(party)
         return PlacedHalf(TorchFront(split, self._place(cut), batches, self.optimizer, schedule=self.schedule,
-                                     seed=self.seed + party, loss=self.loss, device=self._own_device()), prefix)
+                                     seed=self.seed + party, device=self._own_device(), passes=self._passes), prefix)
 
     def back(self, cut: int | None, batches: PartyBatches | None = None) -> PlacedHalf[TorchBack]:
         """Return the back half, which is empty if the edge has all layers.
@@ -106,7 +133,12 @@ class SplitProgram(ABC):
         targets = None if batches is None else lambda batch: torch.from_numpy(batches.targets(batch))
         return PlacedHalf(TorchBack(self._back_part(), self._place(cut), self.optimizer, self.loss,
                                     schedule=self.schedule, seed=self.seed, targets=targets,
-                                    device=self._own_device()), self.cloud_prefix)
+                                    device=self._own_device(), passes=self._passes), self.cloud_prefix)
+
+    @property
+    def _passes(self) -> Passes:
+        return Passes(loss=self.loss, train_step=self.train_step, max_grad_norm=self.max_grad_norm,
+                      autocast=self.autocast)
 
     def _own_device(self) -> torch.device:
         return resolve_device(self.device, "split training: device")
@@ -188,7 +220,10 @@ class LayeredProgram(SplitProgram):
     @cached_property
     def split(self) -> SplitModel:
         """The model and its cuts; halves are made from copies."""
-        return capture_split(self.model(), self.example, frozen=self.frozen)
+        try:
+            return capture_split(self.model(), self.example, frozen=self.frozen)
+        except NoParts as error:
+            raise ConfigError(f"{error}; or divide it yourself, in two submodules, and use HalvesProgram") from error
 
     def _frozen_model(self) -> nn.Module:
         return self.split.model
@@ -216,7 +251,43 @@ class LayeredProgram(SplitProgram):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinedProgram(SplitProgram):
+class _NamedParts(SplitProgram):
+    """A model whose halves are submodules, by name; there is one cut, at the end of a party's `bottom`."""
+
+    top: str
+
+    @property
+    def cloud_prefix(self) -> str:
+        """The name of the top model."""
+        return f"{self.top}."
+
+    @abstractmethod
+    def bottom_of(self, party: int) -> str:
+        """Return the name of a party's bottom model."""
+
+    def cut_names(self, party: int = 0) -> tuple[str, ...]:
+        """Return the bottom's name: its end is where the model is cut."""
+        return (self.bottom_of(party),)
+
+    def front_names(self, party: int, cut: int | None) -> Collection[str]:
+        """Return the names of the tensors in a party's bottom model."""
+        return [name for name in self.model().state_dict() if name.startswith(f"{self.bottom_of(party)}.")]
+
+    def _digest(self, what: str) -> str:
+        """Return a digest of `what`, and of all names and shapes."""
+        state = self.model().state_dict()
+        layout = ";".join(f"{name}:{tensor.dtype}{tuple(tensor.shape)}" for name, tensor in state.items())
+        return hashlib.sha256(f"{what}|{self.top}|{layout}".encode()).hexdigest()
+
+    def _place(self, cut: int | None) -> int:
+        if cut != 0:
+            raise ConfigError(f"split training: cut = {cut}; a model of named parts has one cut, 0, at the end of "
+                              f"{self.bottom_of(0)}")
+        return cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedProgram(_NamedParts):
     """A model whose parties hold different features of the same samples: a bottom for each, and a top over all.
 
     `examples` holds a batch of one sample for each party; only its shape matters. `bottoms` and `top` are the names of
@@ -225,9 +296,9 @@ class JoinedProgram(SplitProgram):
 
     examples: Sequence[Tensor]
     bottoms: Sequence[str]
-    top: str
 
     def __post_init__(self) -> None:
+        SplitProgram.__post_init__(self)
         if len(self.bottoms) != len(self.examples):
             raise ConfigError(f"joined training: {len(self.bottoms)} bottom models and {len(self.examples)} examples; "
                               "need one for each party")
@@ -237,24 +308,13 @@ class JoinedProgram(SplitProgram):
         """How many parties hold features."""
         return len(self.bottoms)
 
-    @property
-    def cloud_prefix(self) -> str:
-        """The name of the top model."""
-        return f"{self.top}."
-
-    def cut_names(self, party: int = 0) -> tuple[str, ...]:
-        """Return the bottom's name: its end is where the model is cut."""
-        return (self.bottoms[party],)
-
-    def front_names(self, party: int, cut: int | None) -> Collection[str]:
-        """Return the names of the tensors in a party's bottom model."""
-        return [name for name in self.model().state_dict() if name.startswith(f"{self.bottoms[party]}.")]
+    def bottom_of(self, party: int) -> str:
+        """Return the name of a party's bottom model."""
+        return self.bottoms[party]
 
     def fingerprint(self) -> str:
         """Return a digest of all names and shapes."""
-        state = self.model().state_dict()
-        layout = ";".join(f"{name}:{tensor.dtype}{tuple(tensor.shape)}" for name, tensor in state.items())
-        return hashlib.sha256(f"{'|'.join(self.bottoms)}|{self.top}|{layout}".encode()).hexdigest()
+        return self._digest("|".join(self.bottoms))
 
     def _front_part(self, party: int) -> tuple[SplitModel, str]:
         bottom = self.bottoms[party]
@@ -263,11 +323,116 @@ class JoinedProgram(SplitProgram):
     def _back_part(self) -> SplitModel:
         return whole_back(self.model().get_submodule(self.top))
 
-    def _place(self, cut: int | None) -> int:
-        if cut != 0:
-            raise ConfigError(f"joined training: cut = {cut}; parties that hold different features have one cut, 0, "
-                              "at the end of their bottom models")
-        return cut
+
+@dataclass(frozen=True, kw_only=True)
+class HalvesProgram(_NamedParts):
+    """A model whose author says where it is cut: submodule `bottom` at the edge, `top` in the cloud.
+
+    Use it for what torch.fx cannot follow, such as transformers. `bottom` takes a batch's inputs as `model(inputs)`
+    does, a dict as keyword arguments, and returns one float32 tensor with the batch in front; `top` takes that. Of a
+    batch in a dict `top` also gets the entries in `shared` as keyword arguments, such as an attention mask: they
+    travel with the labels, and go to the bottom too if its `forward` has them. `example` is a batch as the data give
+    it. Layers that `model_fn` has put into evaluation mode inside a model in training mode stay in it.
+
+    Raises ConfigError, from `fingerprint` on, if the halves share a weight or leave one out, or fail for the example.
+    """
+
+    example: Batch
+    bottom: str = "front"
+    top: str = "back"
+    shared: Sequence[str] = ()
+
+    def bottom_of(self, party: int) -> str:
+        """Return the name of the bottom model."""
+        return self.bottom
+
+    def divide(self, batch: Batch) -> tuple[Batch, Batch]:
+        """Return what of a batch goes to the bottom, and what travels to the top."""
+        inputs, labels = inputs_and_labels(batch)
+        if not self.shared:
+            return inputs, labels
+        if not isinstance(inputs, Mapping) or not set(self.shared) <= set(inputs):
+            raise ConfigError(f"split training: shared = {list(self.shared)} must be entries of a batch in a dict; the "
+                              f"data give {form_of(batch)}")
+        own = {key: part for key, part in inputs.items() if key not in self.shared or key in self._bottom_takes}
+        return own, {LABELS: labels, **{key: inputs[key] for key in self.shared}}
+
+    def fingerprint(self) -> str:
+        """Return a digest of names, shapes and what is frozen, after a trial with the example."""
+        return self._tried
+
+    @cached_property
+    def split(self) -> SplitModel:
+        """The bottom with its cut, for `cut_shapes` and a profile of the whole model."""
+        front, _ = self._front_part(0)
+        (point,) = front.cuts
+        layers = frozenset(f"{self.bottom}.{path}".rstrip(".") for path in point.front_layers)
+        return replace(front, cuts=(replace(point, name=self.bottom, front_layers=layers),))
+
+    @cached_property
+    def _tried(self) -> str:
+        model = self.model()
+        require_trained_parameters(model)
+        self._part(self.bottom), self._part(self.top)
+        self._check_parts(model)
+        front, back = self._front_part(0)[0], self._back_part()
+        inputs, labels = self.divide(self.example)
+        with forked_generator():
+            features = output_of(front.model, inputs).detach().requires_grad_()
+            try:
+                loss = self._passes.loss_of(back.model, features, targets_from(label_arrays(labels), features.device))
+                require_loss(loss, type(model).__name__)
+            except Exception as error:
+                if isinstance(error, ConfigError):
+                    raise
+                raise ConfigError(f"model {type(model).__name__}: {self.top!r} and the loss do not take features of "
+                                  f"shape {tuple(features.shape)} with {form_of(labels)} of the example: "
+                                  f"{reason(error)}") from error
+        frozen = sorted(name for name, weight in model.named_parameters() if not weight.requires_grad)
+        return self._digest(f"{self.bottom}|{list(self.shared)}|{frozen}")
+
+    def _check_parts(self, model: nn.Module) -> None:
+        name, halves = type(model).__name__, dict[int, str]()
+        for key, tensor in tensors_of(model).items():
+            part = next((part for part in (self.bottom, self.top) if key.startswith(f"{part}.")), None)
+            if part is None:
+                raise ConfigError(f"model {name}: {key!r} is neither in {self.bottom!r} nor in {self.top!r}; put it "
+                                  "into one of the halves")
+            if halves.setdefault(id(tensor), part) != part:
+                raise ConfigError(f"model {name}: {key!r} is a weight of both halves, which two machines cannot share; "
+                                  "give each half its own")
+
+    @cached_property
+    def _bottom_takes(self) -> Collection[str]:
+        return inspect.signature(self._part(self.bottom)[0].forward).parameters
+
+    @property
+    def _passes(self) -> Passes:
+        passes = super()._passes
+        return replace(passes, train_step=self._loss_of_top) if self.shared and self.train_step is None else passes
+
+    def _loss_of_top(self, top: nn.Module, features: Tensor, travelled: Mapping[str, Any]) -> Tensor:
+        return self.loss(top(features, **{key: travelled[key] for key in self.shared}), travelled[LABELS])
+
+    def _part(self, path: str) -> tuple[nn.Module, frozenset[str], bool]:
+        """Return a half, its layers that stay in evaluation mode, and whether the bottom is trained."""
+        model = self.model()
+        try:
+            part, bottom = model.get_submodule(path), model.get_submodule(self.bottom)
+        except AttributeError:
+            raise ConfigError(f"model {type(model).__name__}: has no submodule {path!r}; its parts are "
+                              f"{', '.join(name for name, _ in model.named_children())}") from None
+        evaluating = frozenset(name for name, module in part.named_modules() if model.training and not module.training)
+        return part, evaluating, any(weight.requires_grad for weight in bottom.parameters())
+
+    def _front_part(self, party: int) -> tuple[SplitModel, str]:
+        bottom, evaluating, _ = self._part(self.bottom)
+        return whole_front(bottom, self.divide(self.example)[0], name=self.bottom, evaluating=evaluating,
+                           may_be_frozen=True), f"{self.bottom}."
+
+    def _back_part(self) -> SplitModel:
+        top, evaluating, front_trains = self._part(self.top)
+        return whole_back(top, name=self.top, evaluating=evaluating, may_be_frozen=True, front_trains=front_trains)
 
 
 def cut_shapes(split: SplitModel, profile: ModelProfile) -> tuple[CutShape, ...]:

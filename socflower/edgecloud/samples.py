@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from socflower.capture.batch_form import Batch, form_of, mapped
+from socflower.capture.batch_form import Batch, form_of
 from socflower.capture.tensor_arrays import to_array
 from socflower.edgecloud.halves import Labels
 from socflower.errors import ConfigError
@@ -40,6 +40,18 @@ def inputs_and_labels(batch: Batch) -> tuple[Batch, Batch]:
     raise ConfigError(f"split training: the data give {form_of(batch)}; which part is for the cloud is only known of a "
                       f"pair (inputs, labels) and of a dict with {LABELS!r}: give the data a collate_fn that returns "
                       "one")
+
+
+def label_arrays(labels: Batch) -> Labels:
+    """Return labels as arrays in dicts and lists, as they travel; `ConfigError` for anything but tensors in them."""
+    if isinstance(labels, Tensor):
+        return to_array(labels, copy=False)
+    if isinstance(labels, Mapping):
+        return {str(key): label_arrays(part) for key, part in labels.items()}
+    if isinstance(labels, tuple | list):
+        return [label_arrays(part) for part in labels]
+    raise ConfigError(f"split training: labels of type {type(labels).__name__} cannot travel to the cloud; give the "
+                      "data a collate_fn that makes tensors of them")
 
 
 @dataclass
@@ -90,7 +102,7 @@ class PartyBatches:
         rows = self.order.rows(number)
         key = (self.order.seed, number // self.order.batches_per_epoch, self.order.key)
         inputs, labels = self.divide(self.data.batch(rows, key))
-        return inputs, mapped(labels, lambda tensor: to_array(tensor, copy=False)), rows
+        return inputs, label_arrays(labels), rows
 
     def targets(self, batch: int) -> Labels:
         """Return the labels only, for a back half with its own targets."""

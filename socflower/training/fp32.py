@@ -306,13 +306,18 @@ class FP32Session:
             self._scheduler.load_state_dict(saved["scheduler"])
 
 
+def require_no_closure(optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Raise `ConfigError` for an optimiser that evaluates the loss itself, such as LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(f"{where}: {type(optimizer).__name__} evaluates the loss several times a step, where a step "
+                          "here is one gradient; use an optimiser whose step needs no closure, such as SGD or AdamW")
+
+
 def _require_trains(optimizer: torch.optim.Optimizer, model: nn.Module, *, scheduled: bool) -> None:
     """Raise `ConfigError` for an optimiser that would not train all trainable parameters."""
     what = f"FP32Trainer: {type(optimizer).__name__}"
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise ConfigError(f"{what} evaluates the loss several times a step, where a step here is one gradient; use an "
-                          "optimiser whose step needs no closure, such as SGD or AdamW")
+    require_no_closure(optimizer, "FP32Trainer")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held - {id(parameter) for parameter in model.parameters()}:
         raise ConfigError(f"{what} holds tensors that are no parameters of the model; give it those that the optimizer "

@@ -56,7 +56,7 @@ class Flipping(Dataset):  # type: ignore[type-arg]
 
 
 @given(asked=st.lists(st.integers(0, 11), min_size=1, max_size=12))
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_augmentation_is_a_function_of_seed_epoch_party_and_sample(asked: list[int]) -> None:
     def party(key: int, seed: int = 3, **options: Any) -> PartyBatches:
         data = as_data_source(DataLoader(Flipping(), **options))

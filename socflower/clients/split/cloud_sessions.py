@@ -52,7 +52,7 @@ def session_factory(
             raise ConfigError(f"run {terms.run_id}: a reverse split, and this cloud knows nothing of its samples; give "
                               "session_factory data_fn")
         party = task.parties[0]
-        batches = party_batches(task, party, data_fn(party, task.num_parties), first=task.session_first)
+        batches = party_batches(program, task, party, data_fn(party, task.num_parties), first=task.session_first)
         front = own.front(party, task.cuts[0], batches)
         _load(program, task, front, weights)
         return HostedFront(half=front.half, plan=front_plan(task, settings or SplitSettings()))

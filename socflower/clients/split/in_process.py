@@ -85,7 +85,7 @@ def train_in_process(
 
     Parties that take turns are averaged at the end, by samples; a single party or joined parties keep their optimisers.
     """
-    batches = [party_batches(task, party, own) for party, own in zip(task.parties, data, strict=True)]
+    batches = [party_batches(program, task, party, own) for party, own in zip(task.parties, data, strict=True)]
     fronts, backs = _halves(program, task, batches, cloud_data)
     resumed = resumed_halves(task, fronts, backs)
     events = resume(resumed, state)
@@ -102,14 +102,16 @@ def train_in_process(
         num_samples=sum(num_samples(task, each) for each in (batches[:1] if task.mode == JOINED else batches)))
 
 
-def party_batches(task: SplitTask, party: int, data: Any, *, first: int = 0) -> PartyBatches:
+def party_batches(
+    program: SplitProgram, task: SplitTask, party: int, data: Any, *, first: int = 0,
+) -> PartyBatches:
     """Return a party's batches, numbered from `first` as 0; joined parties have the same samples in the same order.
 
     `data` is what a user's `data_fn` returned; `ConfigError` if its samples cannot be read by number.
     """
     source = as_data_source(data)
     key = 0 if task.mode == JOINED else party
-    return PartyBatches(source, BatchOrder(len(source), task.batches_per_epoch, task.seed, key), first)
+    return PartyBatches(source, BatchOrder(len(source), task.batches_per_epoch, task.seed, key), first, program.divide)
 
 
 def load_half(program: SplitProgram, task: SplitTask, half: PlacedHalf[Any], arrays: Arrays) -> None:
@@ -152,7 +154,7 @@ def _halves(
 ) -> tuple[Fronts, Backs]:
     cuts = [None if cut == EDGE_ALONE else cut for cut in task.cuts]
     sources = batches if cloud_data is None else [
-        party_batches(task, party, _ReverseSplitData(as_data_source(cloud), own.data))
+        party_batches(program, task, party, _ReverseSplitData(as_data_source(cloud), own.data))
         for party, cloud, own in zip(task.parties, cloud_data, batches, strict=True)]
     fronts = [program.front(party, cut, source)
               for party, cut, source in zip(task.parties, cuts, sources, strict=True)]

@@ -74,7 +74,7 @@ def train_with_cloud(
         raise ConfigError(f"split client: a message for parties {list(task.parties)}; with a cloud each edge gets its "
                           "own")
     party, offset = task.parties[0], task.session_first
-    batches = party_batches(task, party, data, first=offset)
+    batches = party_batches(program, task, party, data, first=offset)
     own = program.starting_at(offset)
     half: PlacedHalf[Any] = own.back(task.cuts[0], batches) if task.reverse else own.front(party, task.cuts[0], batches)
     resumed = resumed_halves(task, [], [half]) if task.reverse else resumed_halves(task, [half], [])

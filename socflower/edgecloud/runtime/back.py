@@ -1,16 +1,14 @@
 """The half with the loss: it updates its weights from features, and returns the gradient with respect to them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from numpy.typing import NDArray
 
 from socflower.capture.cut_points import SplitModel
 from socflower.capture.tensor_arrays import to_array, to_tensor
-from socflower.edgecloud.halves import Array
+from socflower.edgecloud.halves import Array, Labels, arrays_in
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
-from socflower.edgecloud.runtime.halves import Loss, TorchHalf, checked_loss, targets_from
+from socflower.edgecloud.runtime.halves import Loss, Passes, TorchHalf, targets_from
 from socflower.errors import ConfigError
 
 
@@ -24,13 +22,13 @@ class TorchBack(TorchHalf):
     def __init__(
         self, split: SplitModel, cut: int, optimizer: OptimizerFactory, loss: Loss, *,
         schedule: Schedule = constant_rate, seed: int = 0, device: torch.device | str = "cpu",
-        targets: Callable[[int], torch.Tensor] | None = None,
+        targets: Callable[[int], torch.Tensor] | None = None, passes: Passes | None = None,
     ) -> None:
-        super().__init__("back", split, cut, optimizer=optimizer, schedule=schedule, seed=seed, device=device)
-        self._loss = loss
+        super().__init__("back", split, cut, optimizer=optimizer, schedule=schedule, seed=seed, device=device,
+                         passes=passes or Passes(loss=loss))
         self._targets = targets
 
-    def step(self, batch: int, features: Sequence[Array], labels: NDArray[Any]) -> tuple[list[Array | None], float]:
+    def step(self, batch: int, features: Sequence[Array], labels: Labels) -> tuple[list[Array | None], float]:
         """Do forward, backward and update; return the gradient for each part of the features, and the loss.
 
         Gradients are those by the weights before the update. Raises ConfigError, with nothing changed, for features
@@ -40,9 +38,8 @@ class TorchBack(TorchHalf):
         self._check_features(batch, features, labels)
         layout = self._split.cuts[self._cut].layout
         leaves = [to_tensor(part, self._device, layout).requires_grad_(trains) for part in features]
-        outputs = self._run(batch, self._joined(leaves))
         targets = targets_from(labels, self._device) if self._targets is None else self._targets(batch)
-        loss = checked_loss(self._loss(outputs, targets.to(self._device)), self._split.name)
+        loss = self._loss_of(batch, self._joined(leaves), targets)
         self._optimizer.zero_grad()
         torch.autograd.backward(loss)
         self._optimizer.step(batch)
@@ -58,7 +55,7 @@ class TorchBack(TorchHalf):
     def _gradient(self, leaf: torch.Tensor) -> Array:
         return to_array(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, copy=False)
 
-    def _check_features(self, batch: int, features: Sequence[Array], labels: NDArray[Any]) -> None:
+    def _check_features(self, batch: int, features: Sequence[Array], labels: Labels) -> None:
         name = self._split.name
         if self._cut == self._split.num_cuts:
             raise ConfigError(f"model {name}: the front half has all layers; there is nothing to do with features")
@@ -70,7 +67,9 @@ class TorchBack(TorchHalf):
                 raise ConfigError(f"model {name}: features of batch {batch} are {part.dtype} of shape "
                                   f"{tuple(part.shape)}; at cut {self._cut} they are float32 of shape (samples, "
                                   f"{', '.join(map(str, expected)) or '...'})")
-        samples = {part.shape[0] for part in features} | ({labels.shape[0]} if self._targets is None else set())
+        samples = {part.shape[0] for part in features}
+        if self._targets is None:
+            samples |= {len(array) for array in arrays_in(labels) if array.ndim} or {0}
         if len(samples) > 1:
             raise ConfigError(f"model {name}: features and labels of batch {batch} are of different numbers of "
                               f"samples: {', '.join(map(str, sorted(samples)))}")

@@ -3,10 +3,7 @@
 import math
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from socflower.edgecloud.halves import Array, BackHalf
+from socflower.edgecloud.halves import Array, BackHalf, Labels, arrays_in
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver
 from socflower.edgecloud.runtime.half_state import HalfState
 from socflower.edgecloud.stream.frames import (
@@ -152,6 +149,6 @@ class BackLoop:
                             "next; see that all run the same version with the same settings")
 
 
-def _labels(messages: Sequence[Features]) -> NDArray[np.generic]:
+def _labels(messages: Sequence[Features]) -> Labels:
     """Return the labels of the first party that has any."""
-    return next((message.labels for message in messages if message.labels.size), messages[0].labels)
+    return next((message.labels for message in messages if arrays_in(message.labels)), messages[0].labels)

@@ -3,18 +3,19 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from socflower.capture.batch_form import Batch
+from socflower.capture.batch_form import Batch, output_of
 from socflower.capture.cut_points import SplitModel
 from socflower.capture.tensor_arrays import layout_of, to_array, to_tensor
+from socflower.capture.torch_device import on_device
 from socflower.edgecloud.halves import Array, Labels
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
-from socflower.edgecloud.runtime.halves import Loss, TorchHalf, checked_loss, targets_from
+from socflower.edgecloud.runtime.halves import Loss, Passes, TorchHalf, targets_from
 from socflower.errors import ConfigError
 
 Samples: TypeAlias = tuple[Batch, Labels, NDArray[np.int64]]
@@ -44,11 +45,11 @@ class TorchFront(TorchHalf):
     def __init__(
         self, split: SplitModel, cut: int, batches: Callable[[int], Samples], optimizer: OptimizerFactory, *,
         schedule: Schedule = constant_rate, seed: int = 0, device: torch.device | str = "cpu",
-        loss: Loss | None = None,
+        loss: Loss | None = None, passes: Passes | None = None,
     ) -> None:
-        super().__init__("front", split, cut, optimizer=optimizer, schedule=schedule, seed=seed, device=device)
+        super().__init__("front", split, cut, optimizer=optimizer, schedule=schedule, seed=seed, device=device,
+                         passes=passes or Passes(loss=loss))
         self._batches = batches
-        self._loss = loss
         self._in_flight: dict[int, _InFlight] = {}
         self._num_updates = 0
         self._latest: tuple[int, Samples] | None = None
@@ -65,7 +66,7 @@ class TorchFront(TorchHalf):
         samples = self._samples(batch)
         with_graph = keep_graph and self._split.front_trains(self._cut)
         with torch.set_grad_enabled(with_graph):
-            features = self._run(batch, samples[0])
+            features = self._features(batch, samples[0])
         self._in_flight[batch] = _InFlight(tuple(features.shape), features if with_graph else None, self._num_updates)
         # A copy: the graph may need its result unchanged, and the half may return its inputs.
         return to_array(features)
@@ -107,7 +108,7 @@ class TorchFront(TorchHalf):
         else:
             samples = self._samples(batch)
             with _preserve_buffers(self._layers()):
-                features = self._run(batch, samples[0])
+                features = self._features(batch, samples[0])
                 if tuple(features.shape) != waiting.shape:
                     raise ConfigError(f"model {name}: batch {batch} is another one in its replay, with features "
                                       f"{tuple(features.shape)} for {waiting.shape}; its source must repeat itself")
@@ -116,12 +117,11 @@ class TorchFront(TorchHalf):
 
     def train_alone(self, batch: int) -> float:
         """Do a whole training step with all layers, and return the loss; `ConfigError` if the model is cut."""
-        if self._cut != self._split.num_cuts or self._loss is None:
+        if self._cut != self._split.num_cuts or not self._can_compute_loss:
             raise ConfigError(f"model {self._split.name}: cannot be trained by the front half alone: "
-                              + ("it was given no loss" if self._loss is None else f"it is cut at {self._cut}"))
+                              + ("it was given no loss" if not self._can_compute_loss else f"it is cut at {self._cut}"))
         inputs, labels, _ = self._samples(batch)
-        outputs = self._run(batch, inputs)
-        loss = checked_loss(self._loss(outputs, targets_from(labels, self._device)), self._split.name)
+        loss = self._loss_of(batch, inputs, targets_from(labels, self._device))
         self._optimizer.zero_grad()
         torch.autograd.backward(loss)
         self._optimizer.step(batch)
@@ -134,6 +134,16 @@ class TorchFront(TorchHalf):
         self._optimizer.step(batch)
         self._optimizer.zero_grad()  # frees the gradients' memory between batches
         self._num_updates += 1
+
+    @property
+    def _can_compute_loss(self) -> bool:
+        return self._passes.loss is not None or self._passes.train_step is not None
+
+    def _features(self, batch: int, inputs: Batch) -> torch.Tensor:
+        """Return the features of a batch, which cross in float32 also under autocast."""
+        with self._passing(batch) as layers:
+            features = output_of(layers, on_device(inputs, self._device))
+        return cast(torch.Tensor, features).float()
 
     def _samples(self, batch: int) -> Samples:
         # Cached, since forward pass, labels and ids request the same batch one after the other.

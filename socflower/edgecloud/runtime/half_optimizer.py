@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from socflower.errors import ConfigError, require_range
+from socflower.training.fp32 import SchedulerFn, require_no_closure
 
 SEPARATOR = "::"
 """Separates a weight's name from a key of its optimiser state."""
@@ -24,15 +25,50 @@ def constant_rate(batch: int) -> float:
     return 1.0
 
 
+def torch_schedule(scheduler: SchedulerFn, num_batches: int) -> Schedule:
+    """Return the factors of a torch scheduler as a schedule: `scheduler(optimizer, num_batches)`, as in `FP32Trainer`.
+
+    Raises ConfigError for a scheduler that follows the loss, sets absolute rates, or changes more than the rate: each
+    half knows the batch's number only.
+    """
+    factors, doubled = (_rates(scheduler, num_batches, rate) for rate in (1.0, 2.0))
+    if any(abs(twice - 2.0 * once) > 1e-9 for once, twice in zip(factors, doubled, strict=True)):
+        raise ConfigError("split training: the scheduler sets rates of its own, whatever the optimiser's; use one that "
+                          "scales it, such as CosineAnnealingLR")
+    return lambda batch: factors[min(batch, num_batches - 1)]
+
+
+def _rates(scheduler: SchedulerFn, num_batches: int, rate: float) -> list[float]:
+    probe = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=rate, momentum=0.9)
+    (group,) = probe.param_groups
+    made, rates = scheduler(probe, num_batches), list[float]()
+    for _ in range(num_batches):
+        rates.append(float(group["lr"]))
+        probe.step()
+        try:
+            made.step()
+        except TypeError:
+            raise ConfigError(f"split training: {type(made).__name__} follows the loss, which the edge learns too "
+                              "late; use a scheduler of the batch's number") from None
+    if group["momentum"] != 0.9:
+        raise ConfigError(f"split training: {type(made).__name__} changes momentum as well, which halves cannot "
+                          "follow; use a scheduler of the rate alone")
+    return rates
+
+
 class HalfOptimizer:
     """Updates named weights, except those that are not trained.
+
+    `max_grad_norm` limits the norm of all gradients of the half; the other half has its own.
 
     The update of a weight must depend on that weight and its state alone, as in SGD and Adam: then two halves do what
     one optimiser over the whole model does. State must be tensors per weight; `ConfigError` otherwise (LBFGS).
     """
 
-    def __init__(self, factory: OptimizerFactory, schedule: Schedule = constant_rate) -> None:
+    def __init__(self, factory: OptimizerFactory, schedule: Schedule = constant_rate, *,
+                 max_grad_norm: float | None = None) -> None:
         self._factory = factory
+        self._max_grad_norm = max_grad_norm
         self._schedule = schedule
         self._weights: dict[str, nn.Parameter] = {}
         self._optimizer: Optimizer | None = None
@@ -47,6 +83,7 @@ class HalfOptimizer:
         # torch optimisers do not accept an empty list of weights.
         self._optimizer = self._factory(list(self._weights.values())) if self._weights else None
         if self._optimizer is not None:
+            require_no_closure(self._optimizer, "split training")
             held = {id(weight) for group in self._optimizer.param_groups for weight in group["params"]}
             if held != {id(weight) for weight in self._weights.values()}:
                 raise ConfigError(f"optimizer: {type(self._optimizer).__name__} does not hold just the weights that it "
@@ -71,6 +108,8 @@ class HalfOptimizer:
         require_range(f"schedule: batch {batch}", least=0, factor=factor)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._weights.values(), self._max_grad_norm)
         self._optimizer.step()
 
     def state(self, names: Iterable[str] | None = None) -> dict[str, NDArray[Any]]:

@@ -1,6 +1,8 @@
 """The common part of both halves of a torch model: layers that are added and removed with the cut, and saving."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -24,7 +26,27 @@ from socflower.wire.saved_state import from_bytes, to_bytes
 Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
 """A function of outputs and targets that returns one number, the mean over the batch."""
 
+HalfStep: TypeAlias = Callable[[nn.Module, Any, Any], torch.Tensor]
+"""A function of layers, what they take (features, or the model's inputs) and labels that returns the mean loss."""
+
 _STATE = "half of a split model"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """How passes and updates are done: see `SplitProgram`."""
+
+    loss: Loss | None = None
+    train_step: HalfStep | None = None
+    max_grad_norm: float | None = None
+    autocast: torch.dtype | None = None
+
+    def loss_of(self, layers: nn.Module, argument: Any, labels: Any) -> torch.Tensor:
+        """Return the loss of `train_step`, or that of the layers' outputs."""
+        if self.train_step is not None:
+            return self.train_step(layers, argument, labels)
+        assert self.loss is not None
+        return self.loss(output_of(layers, argument), labels)
 
 
 class TorchHalf:
@@ -40,7 +62,7 @@ class TorchHalf:
 
     def __init__(
         self, side: Literal["front", "back"], split: SplitModel, cut: int, *, optimizer: OptimizerFactory,
-        schedule: Schedule, seed: int, device: torch.device | str,
+        schedule: Schedule, seed: int, device: torch.device | str, passes: Passes,
     ) -> None:
         split.check(cut)
         self._side: Literal["front", "back"] = side
@@ -48,7 +70,8 @@ class TorchHalf:
         self._cut = cut
         self._seed = seed
         self._device = torch.device(device)
-        self._optimizer = HalfOptimizer(optimizer, schedule)
+        self._passes = passes
+        self._optimizer = HalfOptimizer(optimizer, schedule, max_grad_norm=passes.max_grad_norm)
         self._tensors = split.tensors()
         self._frozen = frozenset(frozen_parameters(split.model))
         self._keeps_frozen = False
@@ -192,15 +215,22 @@ class TorchHalf:
         self._module = None
         self._optimizer.set_weights(self._own_tensors(), taken)
 
-    def _run(self, batch: int, argument: Batch) -> Any:
-        """Run this half's layers in training mode, with the random streams of a batch."""
-        layers, argument = self._layers(), on_device(argument, self._device)
-        if not self._split.random_layers:
-            with CAPTURE_LOCK.shared():
-                return output_of(layers, argument)
+    @contextmanager
+    def _passing(self, batch: int) -> Iterator[nn.Module]:
+        """Yield this half's layers in training mode, with the random streams of a batch."""
+        layers = self._layers()
         # In this order: the exclusive holder of the lock forks the generator, and would wait for a half at the lock.
-        with CAPTURE_LOCK.shared(), random_streams(self._seed, batch):
-            return output_of(layers, argument)
+        with (CAPTURE_LOCK.shared(),
+              random_streams(self._seed, batch) if self._split.random_layers else nullcontext(),
+              torch.autocast(self._device.type, self._passes.autocast) if self._passes.autocast else nullcontext()):
+            yield layers
+
+    def _loss_of(self, batch: int, argument: Batch, labels: Any) -> torch.Tensor:
+        """Return the loss of a batch, from what this half's first layer takes and the labels as tensors."""
+        with self._passing(batch) as layers:
+            loss = self._passes.loss_of(layers, on_device(argument, self._device), on_device(labels, self._device))
+        require_loss(loss, self._split.name)
+        return loss
 
     def _layers(self) -> nn.Module:
         if self._module is None:
@@ -260,6 +290,15 @@ class TorchHalf:
             tensor.grad = None
 
 
+def require_loss(loss: object, model: str) -> None:
+    """Raise `ConfigError` for a loss that is not one number that depends on the model."""
+    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
+        form = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        without = "" if getattr(loss, "requires_grad", True) else " without a gradient"
+        raise ConfigError(f"model {model}: the loss is {form}{without}; it must be one number that depends on the "
+                          "outputs")
+
+
 def targets_from(labels: Labels, device: torch.device) -> Any:
     """Return labels as tensors, in the form that they have: int64 for integers, as torch's losses require."""
     if isinstance(labels, Mapping):
@@ -270,10 +309,3 @@ def targets_from(labels: Labels, device: torch.device) -> Any:
     return to_tensor(labels.astype(np.int64, copy=False) if whole else labels, device)
 
 
-def checked_loss(loss: torch.Tensor, model: str) -> torch.Tensor:
-    """Return the loss; `ConfigError` unless it is one number that depends on the model."""
-    if loss.ndim or not loss.requires_grad:
-        raise ConfigError(f"model {model}: the loss is a tensor of shape {tuple(loss.shape)}"
-                          f"{'' if loss.requires_grad else ' without a gradient'}; it must be one number that depends "
-                          "on the outputs")
-    return loss

@@ -5,7 +5,8 @@ Data from the wire is not trusted: sizes, shapes and numbers are checked before 
 """
 
 import hashlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -14,7 +15,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from socflower.edgecloud.halves import Weights
+from socflower.edgecloud.halves import Labels, Weights
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.errors import ConfigError, SocflowerError
 from socflower.wire.arrays import (
@@ -32,7 +33,7 @@ from socflower.wire.codecs.quantisation import BITS, EncodedTensor, Grouping
 from socflower.wire.frame_channel import ChannelLimits, FrameChannel
 from socflower.wire.framing import check_size
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Increased whenever an older peer would misunderstand a newer one."""
 
 
@@ -66,7 +67,7 @@ class Features:
     batch: int
     cut: int
     encoded: EncodedTensor | DeltaFeatures
-    labels: NDArray[Any]
+    labels: Labels
     ids_digest: bytes  # of `digest_of_ids`: parties must have the same samples
     answer_bits: int = 32  # width of the gradient that comes back
 
@@ -134,11 +135,15 @@ class SplitMessages:
             case Features():
                 body = _put_features(head.tensor, message.encoded)
                 # Ids come last, so that labels lie between.
-                body.insert(len(body) - isinstance(message.encoded, DeltaFeatures), array_to_bytes(message.labels))
+                arrays: list[NDArray[Any]] = []
+                form = _labels_form(message.labels, arrays)
+                place = len(body) - isinstance(message.encoded, DeltaFeatures)
+                body[place:place] = [array_to_bytes(array) for array in arrays]
                 head.tensor.batch, head.tensor.cut = message.batch, message.cut
                 head.tensor.ids_digest, head.tensor.answer_bits = message.ids_digest, message.answer_bits
-                head.tensor.labels.dtype = array_type(message.labels, "labels")
-                head.tensor.labels.shape.extend(message.labels.shape)
+                head.tensor.labels_form = "" if form == 0 else json.dumps(form)
+                head.tensor.labels.extend(
+                    wire.Block(dtype=array_type(array, "labels"), shape=array.shape) for array in arrays)
             case Gradient():
                 head.tensor.gradient, head.tensor.batch, head.tensor.loss = True, message.batch, message.loss
                 if message.encoded is not None:
@@ -190,8 +195,8 @@ def _decode(head: wire.Head, body: memoryview) -> Message:
     plain = _encoded(tensor.plain, cursor) if tensor.HasField("plain") else None
     first = _encoded(delta.first, cursor) if delta.HasField("first") else None
     change = _encoded(delta.change, cursor) if delta.HasField("change") else None
-    dtype, shape = tensor.labels.dtype, tensor.labels.shape
-    labels = array_from_bytes(dtype, shape, cursor.next(array_num_bytes(dtype, shape)))
+    labels = _labels(tensor, [array_from_bytes(block.dtype, block.shape, cursor.next(
+        array_num_bytes(block.dtype, block.shape))) for block in tensor.labels])
     sample_ids = np.frombuffer(cursor.next(8 * delta.num_ids), "<i8").astype(np.int64)
     cursor.require_end()
     return Features(
@@ -200,6 +205,29 @@ def _decode(head: wire.Head, body: memoryview) -> Message:
             message=DeltaMessage(count=delta.count, digest=delta.digest, first=first, change=change),
             sample_ids=sample_ids, memory_bytes=delta.memory_bytes,
             grouping="sample" if delta.by_sample else "tensor"))
+
+
+def _labels_form(labels: Labels, arrays: list[NDArray[Any]]) -> Any:
+    """Append the arrays of labels; return the labels with their places in place of them."""
+    if isinstance(labels, Mapping):
+        return {str(key): _labels_form(part, arrays) for key, part in labels.items()}
+    if isinstance(labels, tuple | list):
+        return [_labels_form(part, arrays) for part in labels]
+    arrays.append(labels)
+    return len(arrays) - 1
+
+
+def _labels(tensor: wire.Tensor, arrays: Sequence[NDArray[Any]]) -> Labels:
+    """Return labels in the form that they were sent in; tuples are lists."""
+    def filled(form: Any) -> Labels:
+        if isinstance(form, dict):
+            return {key: filled(part) for key, part in form.items()}
+        return [filled(part) for part in form] if isinstance(form, list) else arrays[form]
+
+    try:
+        return filled(json.loads(tensor.labels_form or "0"))
+    except (ValueError, TypeError, IndexError, RecursionError):
+        raise MalformedBytes(f"{len(arrays)} arrays of labels in the form {tensor.labels_form[:40]!r}") from None
 
 
 class _Cursor:

@@ -178,7 +178,7 @@ class Head(_message.Message):
     def __init__(self, tensor: _Optional[_Union[Tensor, _Mapping]] = ..., recut: _Optional[_Union[Recut, _Mapping]] = ..., mark: _Optional[_Union[Mark, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
 
 class Tensor(_message.Message):
-    __slots__ = ("gradient", "batch", "cut", "plain", "loss", "answer_bits", "ids_digest", "labels", "delta")
+    __slots__ = ("gradient", "batch", "cut", "plain", "loss", "answer_bits", "ids_digest", "labels", "delta", "labels_form")
     GRADIENT_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +188,7 @@ class Tensor(_message.Message):
     IDS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FORM_FIELD_NUMBER: _ClassVar[int]
     gradient: bool
     batch: int
     cut: int
@@ -195,9 +196,10 @@ class Tensor(_message.Message):
     loss: float
     answer_bits: int
     ids_digest: bytes
-    labels: Block
+    labels: _containers.RepeatedCompositeFieldContainer[Block]
     delta: Delta
-    def __init__(self, gradient: bool = ..., batch: _Optional[int] = ..., cut: _Optional[int] = ..., plain: _Optional[_Union[Encoded, _Mapping]] = ..., loss: _Optional[float] = ..., answer_bits: _Optional[int] = ..., ids_digest: _Optional[bytes] = ..., labels: _Optional[_Union[Block, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ...) -> None: ...
+    labels_form: str
+    def __init__(self, gradient: bool = ..., batch: _Optional[int] = ..., cut: _Optional[int] = ..., plain: _Optional[_Union[Encoded, _Mapping]] = ..., loss: _Optional[float] = ..., answer_bits: _Optional[int] = ..., ids_digest: _Optional[bytes] = ..., labels: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., labels_form: _Optional[str] = ...) -> None: ...
 
 class Encoded(_message.Message):
     __slots__ = ("bits", "shape", "low", "high", "num_bytes")

@@ -57,7 +57,7 @@ def in_one_process(program: SplitProgram, data: Any, **party_settings: Any) -> d
     return start(strategy_of(program, 1, None, **party_settings), program, ThreadGrid([app_of(program, data)]))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_an_augmented_dataset_gives_the_weights_of_training_in_one_piece(seed: int) -> None:
     program, data = convolutions(seed), Augmented(seed)
     with torch_threads(1):

@@ -214,7 +214,7 @@ def test_with_a_cloud_a_message_is_for_one_party() -> None:
 
 
 def test_parties_whose_features_are_joined_have_one_cut() -> None:
-    with pytest.raises(ConfigError, match="cut = 3; parties that hold different features have one cut"):
+    with pytest.raises(ConfigError, match="cut = 3; a model of named parts has one cut, 0, at the end of"):
         joined().back(3)
 
 

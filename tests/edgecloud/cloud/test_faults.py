@@ -271,7 +271,7 @@ def part(**changes: Any) -> wire.Frame:
 def tensor(body: bytes = b"\0" * 24, **changes: Any) -> wire.Frame:
     plain = wire.Encoded(**{"bits": 32, "shape": [2, 3], "num_bytes": 24, **changes.pop("plain", {})})
     return part(num_bytes=24, body=body, head=wire.Head(tensor=wire.Tensor(**{
-        "plain": plain, "cut": 1, "answer_bits": 32, "labels": wire.Block(dtype="float32", shape=[0]), **changes})))
+        "plain": plain, "cut": 1, "answer_bits": 32, "labels": [wire.Block(dtype="float32", shape=[0])], **changes})))
 
 
 def converse(port: int, frames: list[Any], *, token: str = run_token(OPERATOR, "run")) -> str:
@@ -304,8 +304,8 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "garbage": ([b"\xff\xfe\xfd garbage"], "bytes that are no frame"),
     "empty": ([b""], "a frame of an unknown kind instead of a greeting"),
     "no hello": ([part()], "a part instead of a greeting"),
-    "older version": ([hello(version=1)], "the cloud speaks version 2 of the split protocol, the edge 1; install"),
-    "newer version": ([hello(version=7)], "the cloud speaks version 2 of the split protocol, the edge 7"),
+    "older version": ([hello(version=1)], "the cloud speaks version 3 of the split protocol, the edge 1; install"),
+    "newer version": ([hello(version=7)], "the cloud speaks version 3 of the split protocol, the edge 7"),
     "span": ([hello(first_batch=1 << 60)], "a span up to batch"),
     "later garbage": ([hello(), b"\xff\xfe\xfd garbage"], "bytes that are no frame"),
     "second hello": ([hello(), hello()], "a hello in the middle of a stream"),
@@ -331,8 +331,10 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "low above high": ([hello(), tensor(
         plain={"bits": 8, "num_bytes": 24, "shape": [24], "low": [2.0], "high": [1.0]})],
         "are no range"),
-    "labels of objects": ([hello(), tensor(labels=wire.Block(dtype="object", shape=[0]))],
+    "labels of objects": ([hello(), tensor(labels=[wire.Block(dtype="object", shape=[0])])],
                           "an array of type 'object'"),
+    "labels that are not there": ([hello(), tensor(labels_form='{"a": 7}')], "arrays of labels in the form"),
+    "labels in no form": ([hello(), tensor(labels_form="[")], r"arrays of labels in the form '\['"),
     "weights": ([hello(), part(num_bytes=4, head=WEIGHTS, body=b"\xff\xff\xff\x7f")], "arrays without an index"),
     "credit": ([hello(), wire.Frame(credit=Credit(received=5, used=5))], "a credit for 5 messages received"),
 }

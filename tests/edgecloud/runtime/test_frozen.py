@@ -110,7 +110,7 @@ def test_layers_that_are_others_in_training_cannot_be_frozen() -> None:
         capture_split(model, (6,), frozen=0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_without_frozen_parameters_halves_send_less_and_train_alike(seed: int) -> None:
     split = capture_split(chain(seed), (6,), frozen="4")
     losses, expected = train_locally(split, 4, adam, evaluating=[str(layer) for layer in range(5)])

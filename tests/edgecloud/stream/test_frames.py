@@ -53,6 +53,20 @@ def test_features_and_gradients_cross_bit_for_bit(features: Any, labels: Any, bi
     assert back.loss == 0.1 and decode(back.encoded).tobytes() == decode(encoded).tobytes()
 
 
+@given(labels=st.recursive(ARRAYS, lambda part: st.lists(part, max_size=3) | st.dictionaries(
+    st.text(max_size=3), part, max_size=3), max_leaves=6))
+@settings(max_examples=12)
+def test_labels_of_any_form_cross_bit_for_bit(labels: Any) -> None:
+    def plain(part: Any) -> Any:
+        if isinstance(part, dict | list):
+            return {key: plain(each) for key, each in part.items()} if isinstance(part, dict) else [*map(plain, part)]
+        return part.dtype, part.shape, part.tobytes()
+
+    encoded = encode(np.ones((2, 3), np.float32), 32)
+    found = across(Features(batch=0, cut=0, encoded=encoded, labels=labels, ids_digest=b"", answer_bits=32))
+    assert plain(found.labels) == plain(labels) and decode(found.encoded).tolist() == [[1.0] * 3] * 2
+
+
 def test_features_by_sample_cross_with_their_ids() -> None:
     sender, receiver = DeltaSender(max_bytes=10_000), DeltaReceiver(max_bytes=10_000)
     ids = np.array([3, 5, 9])

@@ -1,0 +1,255 @@
+"""Models that their authors divide: batches in dicts, masks, token labels, frozen bases, and steps of one's own."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
+
+from socflower.edgecloud.program import HalvesProgram, LayeredProgram
+from socflower.edgecloud.runtime.half_optimizer import torch_schedule
+from socflower.edgecloud.samples import BatchOrder, PartyBatches
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.training.fp32 import cosine_annealing, sgd
+from socflower.wire.message_keys import FROZEN_SHA256
+from socflower.workloads.map_dataset import as_data_source
+from tests.clients.split.clouds import Cloud, strategy_of
+from tests.clients.split.models import BATCHES_PER_EPOCH, SEED, ThreadGrid, differing
+from tests.clients.split.test_any_data import NUM_BATCHES, app_of
+from tests.seeded import built
+
+pytestmark = pytest.mark.usefixtures("one_run_and_thread")
+NUM_TOKENS, LENGTH, WIDTH = 11, 5, 8
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        seen, _ = self.attention(hidden, hidden, hidden, key_padding_mask=~mask, need_weights=False)
+        return self.norm(hidden + torch.relu(self.linear(seen)))
+
+
+class Front(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(NUM_TOKENS, WIDTH), Layer()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.embedding(input_ids), attention_mask)
+
+
+class Back(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = Layer(), nn.Linear(WIDTH, 4)
+
+    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(hidden, attention_mask))
+
+
+class Tagger(nn.Module):
+    """A class for every token: what a `transformers` model in two halves looks like."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.front, self.back = Front().requires_grad_(not frozen), Back()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.back(self.front(input_ids, attention_mask), attention_mask)
+
+
+def token_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def sentences(seed: int) -> list[dict[str, torch.Tensor]]:
+    draw = np.random.default_rng(seed)
+    made = []
+    for _ in range(24):
+        mask = torch.arange(LENGTH) < int(draw.integers(2, LENGTH + 1))
+        tokens = torch.from_numpy(draw.integers(0, NUM_TOKENS, LENGTH))
+        made.append({"input_ids": tokens, "attention_mask": mask, "labels": (tokens % 4).where(mask, -100)})
+    return made
+
+
+def tagger(seed: int = 0, *, frozen: bool = False, **settings: Any) -> HalvesProgram:
+    example = next(iter(torch.utils.data.DataLoader(sentences(0), batch_size=3)))  # type: ignore[arg-type]
+    return HalvesProgram(**{
+        "model_fn": lambda: built(lambda: Tagger(frozen), seed), "example": example, "shared": ["attention_mask"],
+        "loss": token_loss, "optimizer": sgd(0.05), "seed": seed, **settings})
+
+
+def undivided(
+    program: HalvesProgram, data: Any, *, optimizer: Callable[[Iterable[nn.Parameter]], Any] | None = None,
+    scheduler: Callable[[Any, int], Any] | None = None, loss_of: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    before_step: Callable[[nn.Module], object] = id,
+) -> dict[str, NDArray[Any]]:
+    """Return the weights of plain torch on the same batches."""
+    model = program.model().train()
+    updates = (optimizer or program.optimizer)([each for each in model.parameters() if each.requires_grad])
+    rates = scheduler(updates, NUM_BATCHES) if scheduler else None
+    source, order = as_data_source(data), BatchOrder(len(data), BATCHES_PER_EPOCH, SEED)
+    for number in range(NUM_BATCHES):
+        batch = source.batch(order.rows(number))
+        updates.zero_grad()
+        loss = loss_of(model, batch) if loss_of else program.loss(
+            model(batch["input_ids"], batch["attention_mask"]), batch["labels"])
+        loss.backward()
+        before_step(model)
+        updates.step()
+        if rates is not None:
+            rates.step()
+    return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+
+
+def trained(program: HalvesProgram, data: Any, cloud: Any = None, **party_settings: Any) -> dict[str, NDArray[Any]]:
+    strategy = strategy_of(program, 1, cloud, **party_settings)
+    config = ConfigRecord({FROZEN_SHA256: program.frozen_sha256} if program.frozen_sha256 else {})
+    result = strategy.start(
+        ThreadGrid([app_of(program, data)]), ArrayRecord(program.trainable_state()),  # type: ignore[arg-type]
+        num_rounds=strategy.num_rounds, timeout=60, train_config=config)
+    return {name: array.numpy() for name, array in result.arrays.items()}
+
+
+@pytest.mark.parametrize(("seed", "frozen"), [
+    (0, False), (0, True), *(pytest.param(seed, False, marks=pytest.mark.slow) for seed in (1, 2))])
+def test_a_transformer_on_dicts_is_trained_as_in_one_piece(seed: int, frozen: bool) -> None:
+    program, data = tagger(seed, frozen=frozen), sentences(seed)
+    expected = {name: array for name, array in undivided(program, data).items() if name in program.trainable_state()}
+    assert differing(trained(program, data), expected) == []
+    with Cloud(program) as cloud:
+        assert differing(trained(program, data, cloud.client()), expected) == []
+    assert frozen == (not any(name.startswith("front.") for name in expected))
+
+
+def test_optimiser_scheduler_clipping_and_step_are_those_of_plain_torch() -> None:
+    def own_step(layers: nn.Module, features: torch.Tensor, travelled: Any) -> torch.Tensor:
+        outputs = layers(features, travelled["attention_mask"])
+        return token_loss(outputs, travelled["labels"]) + 0.01 * outputs.square().mean()
+
+    def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        outputs = model(batch["input_ids"], batch["attention_mask"])
+        return token_loss(outputs, batch["labels"]) + 0.01 * outputs.square().mean()
+
+    def clip(model: nn.Module) -> None:
+        for half in (model.front, model.back):
+            nn.utils.clip_grad_norm_(half.parameters(), 0.1)  # type: ignore[union-attr]
+
+    adam, data = partial(torch.optim.AdamW, lr=0.01), sentences(0)
+    program = tagger(loss=functional.cross_entropy, train_step=own_step, optimizer=adam, max_grad_norm=0.1,
+                     schedule=torch_schedule(cosine_annealing, NUM_BATCHES))
+    expected = undivided(program, data, scheduler=cosine_annealing, loss_of=own_loss, before_step=clip)
+    found = trained(program, data)
+    # A schedule is a factor on the rate, so a rate may differ in its last bit from torch's recursion.
+    assert all(np.allclose(found[name], array, atol=1e-6) for name, array in expected.items())
+
+
+def test_autocast_runs_the_halves_in_bfloat16_and_features_cross_in_float32() -> None:
+    def in_bfloat16(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            features = model.front(batch["input_ids"], batch["attention_mask"]).float()  # type: ignore[operator]
+            return token_loss(model.back(features, batch["attention_mask"]), batch["labels"])  # type: ignore[operator]
+
+    program, data = tagger(autocast=torch.bfloat16), sentences(0)
+    found = trained(program, data)
+    assert differing(found, undivided(program, data, loss_of=in_bfloat16)) == []
+    assert differing(found, trained(tagger(), data)) != []
+
+
+def test_labels_of_any_form_reach_the_loss_over_the_wire() -> None:
+    def two_losses(outputs: torch.Tensor, labels: Any) -> torch.Tensor:
+        kind, (amount, named) = labels
+        return functional.cross_entropy(outputs, kind) + functional.mse_loss(outputs[:, 0], amount * named["weight"])
+
+    rows = [(torch.randn(6, generator=torch.Generator().manual_seed(at)), (at % 3, [float(at), {"weight": 0.5}]))
+            for at in range(24)]
+    program = LayeredProgram(model_fn=lambda: built(lambda: nn.Sequential(
+        nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), 1), example=(6,), loss=two_losses, optimizer=sgd(0.001))
+    model = program.model()
+    updates = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    source, order = as_data_source(rows), BatchOrder(24, BATCHES_PER_EPOCH, SEED)
+    for number in range(NUM_BATCHES):
+        inputs, labels = source.batch(order.rows(number))
+        updates.zero_grad()
+        two_losses(model(inputs), [labels[0], [labels[1][0].float(), {"weight": labels[1][1]["weight"].float()}]]) \
+            .backward()
+        updates.step()
+    with Cloud(program) as cloud:
+        for where in (None, cloud.client()):
+            found = trained(program, rows, where)
+            assert all(np.allclose(found[name], value.numpy(), atol=1e-6) for name, value in model.state_dict().items())
+
+
+class Tied(Tagger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.back.layer.linear.weight = self.front.layer.linear.weight
+
+
+class LeftOver(Tagger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"model_fn": Tied}, "'back.layer.linear.weight' is a weight of both halves, which two machines cannot share"),
+    ({"model_fn": LeftOver}, "'third.weight' is neither in 'front' nor in 'back'"),
+    ({"bottom": "encoder"}, "has no submodule 'encoder'; its parts are front, back"),
+    ({"shared": []}, "'back' and the loss do not take features of shape (3, 5, 8) with a tensor of shape (3, 5)"),
+    ({"shared": ["mask"]}, "shared = ['mask'] must be entries of a batch in a dict; the data give a dict of input_ids"),
+    ({"loss": lambda outputs, labels: outputs}, "the loss is a tensor of shape (3, 5, 4); it must be"),
+    ({"train_step": token_loss}, "train_step computes the loss itself, so loss would be ignored"),
+    ({"autocast": torch.float16}, "autocast = torch.float16; use torch.bfloat16"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm = 0.0"),
+])
+def test_what_cannot_be_trained_in_halves_is_refused_before_anything_starts(
+    settings: dict[str, Any], message: str,
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tagger(**settings).fingerprint()
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_model_on_dicts_that_is_not_divided_by_its_author_is_told_how() -> None:
+    program = LayeredProgram(model_fn=Tagger, example=torch.zeros(1, LENGTH, dtype=torch.int64))
+    with pytest.raises(ConfigError, match=r"takes 2 inputs \(input_ids, attention_mask\).*HalvesProgram"):
+        program.fingerprint()
+
+
+def test_optimisers_and_schedulers_that_halves_cannot_follow_are_refused_by_name() -> None:
+    with pytest.raises(TrainingFailed, match="LBFGS evaluates the loss several times a step"):
+        trained(tagger(optimizer=torch.optim.LBFGS), sentences(0))
+    for scheduler, why in ((lambda optimizer, total: ReduceLROnPlateau(optimizer), "follows the loss"),
+                           (partial_one_cycle, "sets rates of its own|changes momentum")):
+        with pytest.raises(ConfigError, match=why):
+            torch_schedule(scheduler, 8)
+    schedule, expected = torch_schedule(lambda optimizer, total: CosineAnnealingLR(optimizer, total), 8), []
+    probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    cosine = CosineAnnealingLR(probe, 8)
+    for _ in range(8):
+        expected.append(probe.param_groups[0]["lr"] / 0.3)
+        probe.step()
+        cosine.step()
+    assert [schedule(batch) for batch in range(8)] == pytest.approx(expected)
+
+
+def partial_one_cycle(optimizer: Any, total: int) -> Any:
+    return OneCycleLR(optimizer, max_lr=0.5, total_steps=total + 1)
+
+
+def test_labels_that_are_no_tensors_are_refused() -> None:
+    batches = PartyBatches(as_data_source([(torch.zeros(2), "cat")] * 4), BatchOrder(4, 2, 1))
+    with pytest.raises(ConfigError, match="labels of type str cannot travel to the cloud"):
+        batches(0)
