@@ -50,6 +50,10 @@ class Transfer:
     """Bytes from one endpoint to another over every link of the path between them.
 
     First both ends handle `num_messages` messages at the cluster's cost per message, then the bytes flow.
+
+    It takes place in `rounds` rounds, one after the other, such as the sub-steps of a ring, with `num_messages` and
+    `num_bytes` in each. The first follows `after`, every other one the previous rounds of this transfer and of those in
+    `after_round`, which may be later tasks; dependents wait for the last one.
     """
 
     name: str
@@ -57,8 +61,10 @@ class Transfer:
     target: Endpoint
     num_bytes: float
     num_messages: int = 1
+    rounds: int = 1
     after: tuple[int, ...] = ()
     after_previous: tuple[int, ...] = ()
+    after_round: tuple[int, ...] = ()
 
 
 Task: TypeAlias = Compute | Transfer
@@ -79,6 +85,16 @@ class TaskGraph:
             if any(not 0 <= other < len(self.tasks) for other in task.after_previous):
                 raise ConfigError(f"task graph: task {index} ({task.name}) names previous tasks "
                                   f"{task.after_previous} of {len(self.tasks)}")
+            if isinstance(task, Transfer) and (task.rounds != 1 or task.after_round):
+                self._check_rounds(index, task)
+
+    def _check_rounds(self, index: int, task: Transfer) -> None:
+        if task.rounds < 1:
+            raise ConfigError(f"task graph: task {index} ({task.name}) has {task.rounds} rounds; it needs 1 or more")
+        others = [self.tasks[other] if 0 <= other < len(self.tasks) else None for other in task.after_round]
+        if any(not isinstance(other, Transfer) or other.rounds != task.rounds for other in others):
+            raise ConfigError(f"task graph: task {index} ({task.name}) follows the rounds of tasks {task.after_round}, "
+                              f"which are not all transfers of {task.rounds} rounds")
 
 
 class GraphBuilder:
@@ -98,13 +114,18 @@ class GraphBuilder:
 
     def transfer(
         self, name: str, source: Endpoint, target: Endpoint, num_bytes: float, *, num_messages: int = 1,
-        after: Sequence[int] = (), after_previous: Sequence[int] = (),
+        rounds: int = 1, after: Sequence[int] = (), after_previous: Sequence[int] = (), after_round: Sequence[int] = (),
     ) -> int:
-        """Add a `Transfer` and return its index."""
+        """Add a `Transfer` and return its index; `after_round` may name tasks that are yet to be added."""
         self._tasks.append(Transfer(name=name, source=source, target=target, num_bytes=num_bytes,
-                                    num_messages=num_messages, after=tuple(after),
-                                    after_previous=tuple(after_previous)))
+                                    num_messages=num_messages, rounds=rounds, after=tuple(after),
+                                    after_previous=tuple(after_previous), after_round=tuple(after_round)))
         return len(self._tasks) - 1
+
+    @property
+    def next_index(self) -> int:
+        """The index of the task that is added next."""
+        return len(self._tasks)
 
     def follow_previous(self, index: int, previous: Sequence[int]) -> None:
         """Make task `index` also wait for tasks of the previous repetition that were added after it."""

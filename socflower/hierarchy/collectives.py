@@ -35,35 +35,28 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class RingTasks:
-    """A ring all-reduce in the graph: transfers of its first and last sub-steps, and the tasks that end it by SoC."""
+    """A ring all-reduce in the graph: its transfers, and those that end it by SoC."""
 
-    first: tuple[int, ...]
-    last: tuple[int, ...]
+    transfers: tuple[int, ...]
     done: Mapping[int, tuple[int, ...]]
 
 
 def ring_all_reduce(
     builder: GraphBuilder, socs: Sequence[int], exchange: Exchange, after: Dependencies, name: str,
 ) -> RingTasks:
-    """Add a ring all-reduce: 2(n-1) sub-steps in which each of n SoCs sends bytes/n to the next one.
+    """Add a ring all-reduce: 2(n-1) rounds in which each of n SoCs sends bytes/n to the next one.
 
-    A SoC's send depends on its receive and its send of the previous sub-step. One SoC alone sends nothing.
+    A SoC's send depends on its receive and its send of the round before. One SoC alone sends nothing.
     """
     size = len(socs)
     if size == 1:
-        return RingTasks((), (), {socs[0]: tuple(after[socs[0]])})
-    sends: list[list[int]] = []
-    for step in range(2 * (size - 1)):
-        sends.append([
-            builder.transfer(
-                f"{name} ring {step}", soc, socs[(rank + 1) % size], exchange.num_bytes / size,
-                num_messages=exchange.num_tensors,
-                after=(sends[-1][rank - 1], sends[-1][rank]) if sends else after[soc],
-            )
-            for rank, soc in enumerate(socs)
-        ])
-    done = {soc: (sends[-1][rank - 1], sends[-1][rank]) for rank, soc in enumerate(socs)}
-    return RingTasks(tuple(sends[0]), tuple(sends[-1]), done)
+        return RingTasks((), {socs[0]: tuple(after[socs[0]])})
+    first = builder.next_index
+    sends = tuple(builder.transfer(
+        f"{name} ring", soc, socs[(rank + 1) % size], exchange.num_bytes / size, num_messages=exchange.num_tensors,
+        rounds=2 * (size - 1), after=after[soc], after_round=(first + (rank - 1) % size,))
+        for rank, soc in enumerate(socs))
+    return RingTasks(sends, {soc: (sends[rank - 1], sends[rank]) for rank, soc in enumerate(socs)})
 
 
 def server_exchange(

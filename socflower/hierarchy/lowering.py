@@ -37,7 +37,7 @@ def step_graph(
     builder = GraphBuilder()
     turn_of = {group_id: turn for turn, ids in enumerate(plan.communication_groups) for group_id in ids}
     neighbours = conflicts(plan.groups) if serialize_uplinks else {}
-    first: dict[int, tuple[int, ...]] = {}
+    first: dict[int, tuple[int, ...]] = {}  # the transfers that begin a group's exchange
     last: dict[int, tuple[int, ...]] = {}
     for group in sorted(plan.groups, key=lambda group: (turn_of[group.group_id], group.group_id)):
         before = [task for other in sorted(neighbours.get(group.group_id, ())) for task in last.get(other, ())]
@@ -65,7 +65,7 @@ def _group_step(
     for number, bucket in enumerate(buckets):
         ring = ring_all_reduce(builder, group.members, bucket,
                                {soc: (*parts[soc][number], *begun[soc]) for soc in group.members}, name)
-        first, last = first or ring.first, ring.last
+        first, last = first or ring.transfers, ring.transfers
         begun = dict(ring.done)
     for soc in group.members:
         update = builder.compute(f"{name} update", soc, costs[soc].update_s, processor=costs[soc].processor,

@@ -1,14 +1,15 @@
 """One program, executed event by event: processors in FIFO order, flows at max-min rates.
 
-A task runs once in each repetition, its repetitions in order; different tasks' repetitions overlap as far as
-`after` and `after_previous` let them. So at any time a task has at most one instance under way, and the whole
-state is one row for each task, which is what makes recurrence (see `steady`) cheap to recognise.
+A task runs once in each repetition, or in a number of rounds; its repetitions come in order, and those of different
+tasks overlap as far as `after`, `after_previous` and `after_round` let them. So at any time a task has at most one
+instance under way, and the whole state is one row for each task, which makes recurrence cheap to recognise.
 
-A program that repeats is executed until its whole state recurs (steady state); the rest follows from that.
+A program that repeats is executed until its whole state recurs (steady state); the rest follows from that. So are the
+rounds of a loop, such as the ring of thousands, while nothing else is under way.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
@@ -79,10 +80,11 @@ def _same_clocks(past: Snapshot, present: Snapshot) -> bool:
 
 
 class Instance(NamedTuple):
-    """One finished task of one repetition; `moved_s` is when a transfer's bytes began to flow."""
+    """One finished round of a task in a repetition; `moved_s` is when a transfer's bytes began to flow."""
 
     task: int
     repetition: int
+    round: int
     start_s: float
     moved_s: float
     end_s: float
@@ -98,6 +100,48 @@ class Outcome:
     recurrence: Recurrence | None
     instances: Sequence[Instance] = field(default=())
     num_unlogged: int = 0
+
+
+_MIN_ROUNDS = 40
+"""Loops of fewer rounds, such as a ring of 20, are executed whole: there would be little to skip."""
+
+
+class _Loop:
+    """Transfers that follow each other's rounds, and how far they have come in one repetition."""
+
+    def __init__(self, tasks: Sequence[int], num_rounds: int) -> None:
+        self.tasks, self.num_rounds = tasks, num_rounds
+        self.repetition = -1
+        self.finder: RecurrenceFinder | None = None
+        self._done = [0] * num_rounds  # tasks that have ended each round
+
+    def advance(self, repetition: int, following: int) -> bool:
+        """Note that a task goes on to a round; return whether all tasks have done the round before it."""
+        if repetition != self.repetition:  # the first to come to a new one
+            self.repetition, self.finder, self._done = repetition, RecurrenceFinder(), [0] * self.num_rounds
+        self._done[following - 1] += 1
+        return self._done[following - 1] == len(self.tasks) and self.finder is not None
+
+
+def _loops(program: Program) -> list[_Loop | None]:
+    """Return the loop of each task whose rounds may be skipped."""
+    found: list[_Loop | None] = [None] * len(program.steps)
+    neighbours: list[list[int]] = [list(before) for before in program.after_round]
+    for task, before in enumerate(program.after_round):
+        for other in before:
+            neighbours[other].append(task)
+    for task, num_rounds in enumerate(program.rounds):
+        if num_rounds < _MIN_ROUNDS or found[task] is not None:
+            continue
+        members, frontier = {task}, [task]
+        while frontier:
+            fresh = set(neighbours[frontier.pop()]) - members
+            members |= fresh
+            frontier += fresh
+        loop = _Loop(sorted(members), num_rounds)
+        for member in members:
+            found[member] = loop
+    return found
 
 
 class Execution(Kernel):
@@ -118,6 +162,14 @@ class Execution(Kernel):
         self._recurrence: Recurrence | None = None
         self._repetition = self._turn  # of each task; of tasks that are ready together the earlier one goes first
         self._missing = [len(after) for after in program.after]
+        self._round = [0] * size  # of the repetition
+        self._next_round: list[list[int]] = [[] for _ in range(size)]
+        for task in range(size):
+            for other in program.after_round[task]:
+                self._next_round[other].append(task)
+        self._loop_of = _loops(program) if extrapolate else [None] * size
+        self._closed_loop: _Loop | None = None
+        self._skipped_s = 0.0  # virtual time of rounds that were not executed, which the present time leaves out
         self._oldest = 0
         self._num_oldest = size
         self._next: list[list[int]] = [[] for _ in range(size)]
@@ -137,11 +189,14 @@ class Execution(Kernel):
         self._run_until()
         assert self._oldest == self._limit or not self._steps, f"tasks of repetition {self._oldest} can never finish"
         self._meter.settle_all(self._now_s)
-        return Outcome(repetitions=self._limit, duration_s=self._now_s, seconds=self._meter.seconds,
+        return Outcome(repetitions=self._limit, duration_s=self._now_s + self._skipped_s, seconds=self._meter.seconds,
                        recurrence=self._recurrence, instances=self._instances, num_unlogged=self._num_unlogged)
 
     def _settle(self, ended: Sequence[int]) -> None:
         super()._settle(ended)
+        if self._closed_loop is not None:
+            loop, self._closed_loop = self._closed_loop, None
+            self._close_round(loop)
         if not self._num_oldest:
             self._close_repetition()
 
@@ -149,8 +204,14 @@ class Execution(Kernel):
         """Move a task to its next repetition, and release the tasks that waited for this one."""
         finished, missing, repetition = self._repetition[task], self._missing, self._repetition
         if self._max_instances:
-            self._log(Instance(task, finished, self._start_s[task], self._moved_s[task], self._now_s))
+            skipped_s = self._skipped_s
+            self._log(Instance(task, finished, self._round[task], self._start_s[task] + skipped_s,
+                               self._moved_s[task] + skipped_s, self._now_s + skipped_s))
         self._stage[task] = WAITING
+        if self._round[task] + 1 < self._program.rounds[task]:
+            self._begin_round(task, ready)
+            return
+        self._round[task] = 0
         repetition[task] = following = finished + 1
         if finished == self._oldest:
             self._num_oldest -= 1
@@ -175,6 +236,47 @@ class Execution(Kernel):
                 if not missing[other] and following < self._limit:
                     ready.append(other)
 
+    def _begin_round(self, task: int, ready: list[int]) -> None:
+        """Move a task to its next round, and release the tasks whose rounds waited for this one."""
+        repetition, rounds, missing = self._repetition, self._round, self._missing
+        own, following = repetition[task], rounds[task] + 1
+        rounds[task] = following
+        missing[task] = sum([repetition[other] < own or (repetition[other] == own and rounds[other] < following)
+                             for other in self._program.after_round[task]])
+        if not missing[task]:
+            ready.append(task)
+        for other in self._next_round[task]:
+            if rounds[other] == following and repetition[other] == own:
+                missing[other] -= 1
+                if not missing[other]:
+                    ready.append(other)
+        loop = self._loop_of[task]
+        if loop is not None and loop.advance(own, following):
+            self._closed_loop = loop
+
+    def _close_round(self, loop: "_Loop") -> None:
+        """Where nothing but a loop is under way and its state recurs, skip whole periods of its rounds."""
+        tasks, rounds = loop.tasks, self._round
+        if loop.finder is None or any(self._repetition[task] != loop.repetition for task in tasks):
+            return
+        latest = max([rounds[task] for task in tasks])
+        active = sum([stage != WAITING for stage in self._stage])
+        if active != sum([self._stage[task] != WAITING for task in tasks]):
+            return
+        self._meter.settle_all(self._now_s)
+        oldest = min([rounds[task] for task in tasks])
+        found = loop.finder.find(self._state(oldest, [(task, rounds[task] - oldest) for task in tasks]))
+        if found is None:
+            return
+        loop.finder = None
+        periods = (loop.num_rounds - 1 - latest) // found.repetitions
+        self._skipped_s += periods * found.period_s
+        for task in tasks:
+            rounds[task] += periods * found.repetitions
+        for seconds, more in zip(self._meter.seconds, found.seconds, strict=True):
+            for state, spent_s in more.items():
+                seconds[state] = seconds.get(state, 0.0) + periods * spent_s
+
     def _close_repetition(self) -> None:
         """Record the end of the oldest repetition; if the state recurs, skip whole periods."""
         self._oldest = min(self._repetition)
@@ -189,16 +291,24 @@ class Execution(Kernel):
             self._limit -= (self._limit - begun) // found.repetitions * found.repetitions
 
     def _snapshot(self) -> Snapshot:
-        now_s, oldest = self._now_s, self._oldest
+        rounds, oldest = self._program.rounds, self._oldest
+        return self._state(oldest, [(task, (repetition - oldest) * rounds[task] + self._round[task])
+                                    for task, repetition in enumerate(self._repetition)])
+
+    def _state(self, oldest: int, progress: Iterable[tuple[int, int]]) -> Snapshot:
+        """Return the state of tasks, each with its progress since the oldest repetition or round."""
+        now_s = self._now_s
         shape: list[int] = []
         clocks_s: list[float] = []
-        for task, stage in enumerate(self._stage):
-            shape.append((self._repetition[task] - oldest) * 8 + stage)
+        for task, done in progress:
+            stage = self._stage[task]
+            shape.append(done * 8 + stage)
             if stage in (HANDLING, MOVING):
                 clocks_s.append(self._flows.end_s[task] - now_s)
             elif stage:
                 clocks_s.append(self._stamp_s[task] - now_s)
-        return Snapshot(oldest, now_s, tuple(shape), clocks_s, [dict(seconds) for seconds in self._meter.seconds])
+        return Snapshot(oldest, now_s + self._skipped_s, tuple(shape), clocks_s,
+                        [dict(seconds) for seconds in self._meter.seconds])
 
     def _log(self, instance: Instance) -> None:
         if len(self._instances) < self._max_instances:

@@ -62,7 +62,7 @@ class _Parts:
 
     def _edges(self) -> tuple[Colours, Colours, Colours]:
         """Return every edge in both directions, as (from, to, kind)."""
-        pairs: list[list[tuple[int, int]]] = [[] for _ in range(7)]
+        pairs: list[list[tuple[int, int]]] = [[] for _ in range(8)]
         program = self.program
         for task, step in enumerate(program.steps):
             pairs[0] += [(task, other) for other in program.after[task]]
@@ -77,6 +77,7 @@ class _Parts:
             if step.num_bytes:
                 pairs[5] += [(task, self.first_resource + each) for each in program.paths[step.data_path]]
             pairs[6] += [(task, self.first_soc + soc) for soc in step.socs]
+            pairs[7] += [(task, other) for other in program.after_round[task]]
         arrays = [np.array(each, np.int64).reshape(-1, 2) for each in pairs]
         kinds = np.repeat(np.arange(len(pairs)), [len(each) for each in arrays])
         both = np.concatenate(arrays)
@@ -87,12 +88,12 @@ class _Parts:
         """Colour the parts by what they are; tasks also by their place among those of their processor."""
         places = [0] * self.program.num_processors
         colours: list[Hashable] = []
-        for step in self.program.steps:
+        for step, rounds in zip(self.program.steps, self.program.rounds, strict=True):
             if isinstance(step, ComputeStep):
                 colours.append((step.duration_s, step.load, places[step.processor]))
                 places[step.processor] += 1
             else:
-                colours.append((step.handling_s, step.num_bytes))
+                colours.append((step.handling_s, step.num_bytes, rounds))
         colours += [("resource", capacity) for capacity in self.program.capacities]
         colours += ["processor"] * self.program.num_processors + ["soc"] * self.program.num_socs
         numbers: dict[Hashable, int] = {}
@@ -181,6 +182,9 @@ def _quotient(program: Program, parts: _Parts, colours: Colours) -> Folded:
     return Folded(
         program=Program(
             steps=tuple(steps), after=others(program.after), after_previous=others(program.after_previous),
+            rounds=tuple(program.rounds[first] for first in tasks.first),
+            after_round=tuple(tuple(other for other in before if other != task)  # a task follows its own rounds anyway
+                              for task, before in enumerate(others(program.after_round))),
             paths=tuple(crossed for crossed, _ in paths),
             capacities=tuple(program.capacities[first] for first in resources.first),
             num_processors=len(processors.first), num_socs=len(socs.first)),

@@ -10,6 +10,7 @@ from math import inf
 from typing import NamedTuple, TypeAlias
 
 from socflower.cluster import Activity, Cluster, Compute, Endpoint, TaskGraph, Tier, Transfer
+from socflower.cluster.task_graph import Task
 from socflower.errors import ConfigError
 
 Load: TypeAlias = tuple[str, Activity]
@@ -45,6 +46,8 @@ class Program:
     steps: tuple[ComputeStep | TransferStep, ...]
     after: tuple[tuple[int, ...], ...]
     after_previous: tuple[tuple[int, ...], ...]
+    rounds: tuple[int, ...]  # of each task
+    after_round: tuple[tuple[int, ...], ...]  # of other tasks
     paths: tuple[tuple[int, ...], ...]  # resources of each distinct path
     capacities: tuple[float, ...]  # of each resource: bytes per second of a link, 1 of an end's handler
     num_processors: int
@@ -94,7 +97,7 @@ def compile_graph(graph: TaskGraph, cluster: Cluster) -> CompiledGraph:
             else:
                 _check(task.num_bytes, "num_bytes")
                 _check(task.num_messages, "num_messages")
-                num_bytes[routes.between(task.source, task.target).tier] += task.num_bytes
+                num_bytes[routes.between(task.source, task.target).tier] += task.rounds * task.num_bytes
         except ConfigError as error:
             raise ConfigError(f"task {task.name!r}: {error}") from None
     components = tuple(_component(graph, members, routes) for members in _independent(graph, routes))
@@ -108,7 +111,7 @@ def _bytes(graph: TaskGraph, component: Component, routes: "Routes") -> dict[Tie
         task = graph.tasks[index]
         if isinstance(task, Transfer):
             tier = routes.between(task.source, task.target).tier
-            num_bytes[tier] = num_bytes.get(tier, 0.0) + task.num_bytes
+            num_bytes[tier] = num_bytes.get(tier, 0.0) + task.rounds * task.num_bytes
     return num_bytes
 
 
@@ -151,6 +154,11 @@ class Routes:
         self._processors.add((device, processor))
 
 
+def rounds_of(task: Task) -> tuple[int, tuple[int, ...]]:
+    """Return a task's rounds, and the tasks whose previous rounds each of them follows."""
+    return (task.rounds, task.after_round) if isinstance(task, Transfer) else (1, ())
+
+
 def _port(endpoint: Endpoint) -> str:
     return f"soc{endpoint}" if isinstance(endpoint, int) else endpoint
 
@@ -176,7 +184,7 @@ def _independent(graph: TaskGraph, routes: Routes) -> list[list[int]]:
             parent[max(first, second)] = min(first, second)
 
     for index, task in enumerate(graph.tasks):
-        for other in (*task.after, *task.after_previous):
+        for other in (*task.after, *task.after_previous, *rounds_of(task)[1]):
             join(index, other)
         if isinstance(task, Compute):
             # A SoC's tasks stay together, whichever processor they use: its power depends on all of them.
@@ -231,6 +239,9 @@ def _component(graph: TaskGraph, members: Sequence[int], routes: Routes) -> Comp
         after=tuple([tuple([local[other] for other in graph.tasks[index].after]) for index in members]),
         after_previous=tuple([tuple([local[other] for other in graph.tasks[index].after_previous])
                               for index in members]),
+        rounds=tuple([rounds_of(graph.tasks[index])[0] for index in members]),
+        after_round=tuple([tuple([local[other] for other in rounds_of(graph.tasks[index])[1] if other != index])
+                           for index in members]),
         paths=tuple([tuple([resources[name] for name in names]) for names in paths]),
         capacities=tuple([routes.capacities.get(name, 1.0) for name in resources]),
         num_processors=len(processors), num_socs=len(socs),

@@ -141,7 +141,8 @@ def record(trace: Trace, graph: TaskGraph, component: Component, repeated: Repea
             rows.setdefault(row, []).append(_Piece(task.name, instance.start_s, instance.end_s, 0.0, 0))
             continue
         assert isinstance(step, TransferStep)
-        whole = _Piece(task.name, instance.start_s, instance.end_s, task.num_bytes, 1)
+        name = f"{task.name} {instance.round}" if task.rounds > 1 else task.name
+        whole = _Piece(name, instance.start_s, instance.end_s, task.num_bytes, 1)
         for end in (task.source, task.target):
             if isinstance(end, int):
                 rows.setdefault(("SoCs", f"SoC {end} network", (end, 1)), []).append(whole)

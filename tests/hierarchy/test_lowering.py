@@ -1,6 +1,7 @@
 """What plans lower to: who sends how much to whom, and what waits for what."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,6 +26,7 @@ from socflower.errors import ConfigError
 from socflower.hierarchy import Exchange, GroupPlan, conflicts, deal_graph, exchange_graph, plan_groups, step_graph
 from socflower.hierarchy import synchronisation_graph as sync_graph
 from socflower.sim import EventClock
+from tests.unrolled_graphs import unrolled
 
 EXCHANGE = Exchange(num_bytes=1200.0, num_tensors=7)
 BOARDS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
@@ -61,6 +63,11 @@ def ancestors(graph: TaskGraph, index: int) -> set[int]:
     return seen
 
 
+def unrolled_step(plan: GroupPlan, *arguments: Any, **settings: Any) -> TaskGraph:
+    """Return a step with every round of a ring as tasks of its own."""
+    return unrolled(step_graph(plan, *arguments, **settings))
+
+
 def group_of(plan: GroupPlan) -> dict[int, int]:
     return {soc: group.group_id for group in plan.groups for soc in group.members}
 
@@ -77,7 +84,7 @@ def crossings(plan: GroupPlan, graph: TaskGraph) -> set[tuple[int, int, bool]]:
 @given(size=st.integers(1, 12))
 def test_ring_sends_2_n_minus_1_nths_of_the_bytes_per_member(size: int) -> None:
     plan = plan_groups(rack(*[4] * 3), 1, size)
-    graph = step_graph(plan, costs_of(plan), EXCHANGE)
+    graph = unrolled_step(plan, costs_of(plan), EXCHANGE)
     sent = Counter[int]()
     for task in transfers(graph):
         assert task.num_messages == 7 and task.num_bytes == pytest.approx(1200.0 / size)
@@ -90,7 +97,7 @@ def test_ring_sends_2_n_minus_1_nths_of_the_bytes_per_member(size: int) -> None:
 def test_every_update_needs_every_members_compute_and_follows_into_the_next_step() -> None:
     plan = plan_groups(rack(3, 3), 1, 5)
     for buckets in (1, 3):
-        graph = step_graph(plan, costs_of(plan), EXCHANGE, overlap_buckets=buckets)
+        graph = unrolled_step(plan, costs_of(plan), EXCHANGE, overlap_buckets=buckets)
         works = [i for i, task in enumerate(graph.tasks) if isinstance(task, Compute)
                  and task.activity is Activity.COMPUTE]
         updates = [i for i, task in enumerate(graph.tasks) if isinstance(task, Compute)
@@ -115,15 +122,15 @@ def test_turn_taking_edges_lie_between_conflicting_groups_only_and_all_of_them(
     turn = {group_id: index for index, ids in enumerate(plan.communication_groups) for group_id in ids}
     expected = {(left, right, turn[right] > turn[left])
                 for left, others in conflicts(plan.groups).items() for right in others}
-    assert crossings(plan, step_graph(plan, costs_of(plan), EXCHANGE)) == expected
-    assert crossings(plan, step_graph(plan, costs_of(plan), EXCHANGE, overlap_buckets=3)) == expected
-    assert not crossings(plan, step_graph(plan, costs_of(plan), EXCHANGE, serialize_uplinks=False))
+    assert crossings(plan, unrolled_step(plan, costs_of(plan), EXCHANGE)) == expected
+    assert crossings(plan, unrolled_step(plan, costs_of(plan), EXCHANGE, overlap_buckets=3)) == expected
+    assert not crossings(plan, unrolled_step(plan, costs_of(plan), EXCHANGE, serialize_uplinks=False))
 
 
 def test_a_group_waits_for_the_whole_exchange_of_its_predecessor() -> None:
     plan = plan_groups(rack(5, 5, 5), 2, 14)
     assert plan.communication_groups == ((0,), (1,))
-    graph = step_graph(plan, costs_of(plan), EXCHANGE)
+    graph = unrolled_step(plan, costs_of(plan), EXCHANGE)
     owner = group_of(plan)
     sends = {group: [i for i, task in enumerate(graph.tasks) if isinstance(task, Transfer)
                      and owner[task.source] == group] for group in (0, 1)}
@@ -135,11 +142,11 @@ def test_a_group_waits_for_the_whole_exchange_of_its_predecessor() -> None:
 def test_buckets_carry_all_bytes_and_tensors_one_after_the_other() -> None:
     plan = plan_groups(rack(2), 1)
     for buckets in (1, 2, 7, 20):
-        sends = transfers(step_graph(plan, costs_of(plan), EXCHANGE, overlap_buckets=buckets))
+        sends = transfers(unrolled_step(plan, costs_of(plan), EXCHANGE, overlap_buckets=buckets))
         assert len(sends) == 2 * 2 * min(buckets, 7)
         assert sum(task.num_bytes for task in sends) == pytest.approx(2 * 1200.0)
         assert sum(task.num_messages for task in sends) == 2 * 2 * 7
-    graph = step_graph(plan, costs_of(plan), EXCHANGE, overlap_buckets=2)
+    graph = unrolled_step(plan, costs_of(plan), EXCHANGE, overlap_buckets=2)
     sends_at = [i for i, task in enumerate(graph.tasks) if isinstance(task, Transfer)]
     assert set(sends_at[:4]) <= ancestors(graph, sends_at[4]) | ancestors(graph, sends_at[5])
     first = ancestors(graph, sends_at[0])
@@ -182,13 +189,13 @@ def test_few_sends_of_a_broadcast_cross_boards(
 def test_a_ring_over_two_boards_crosses_each_uplink_once_a_sub_step() -> None:
     cluster = rack(3, 3)
     plan = plan_groups(cluster, 1)
-    tiers = bytes_by_tier(cluster, step_graph(plan, costs_of(plan), EXCHANGE))
+    tiers = bytes_by_tier(cluster, unrolled_step(plan, costs_of(plan), EXCHANGE))
     assert tiers[Tier.INTER_BOARD] == pytest.approx(2 * 5 * 2 * 200.0)
     assert tiers[Tier.INTRA_BOARD] == pytest.approx(2 * 5 * 4 * 200.0)
 
 
 def test_exchanges_alone_are_a_ring_or_a_server_of_two_n_minus_1_messages() -> None:
-    ring, server = (exchange_graph((4, 0, 2), EXCHANGE, kind) for kind in ("ring", "server"))
+    ring, server = (unrolled(exchange_graph((4, 0, 2), EXCHANGE, kind)) for kind in ("ring", "server"))
     assert sum(task.num_bytes for task in transfers(ring)) == pytest.approx(2 * 2 / 3 * 1200.0 * 3)
     assert [(task.source, task.target) for task in transfers(server)] == [(0, 4), (2, 4), (4, 0), (4, 2)]
     assert set(server.tasks[2].after) == {0, 1}
@@ -198,9 +205,9 @@ def test_exchanges_alone_are_a_ring_or_a_server_of_two_n_minus_1_messages() -> N
 def test_what_cannot_be_lowered_is_refused() -> None:
     plan = plan_groups(rack(3), 1)
     with pytest.raises(ConfigError, match=r"members \[2\]"):
-        step_graph(plan, {soc: cost for soc, cost in costs_of(plan).items() if soc < 2}, EXCHANGE)
+        unrolled_step(plan, {soc: cost for soc, cost in costs_of(plan).items() if soc < 2}, EXCHANGE)
     with pytest.raises(ConfigError, match="overlap_buckets"):
-        step_graph(plan, costs_of(plan), EXCHANGE, overlap_buckets=0)
+        unrolled_step(plan, costs_of(plan), EXCHANGE, overlap_buckets=0)
     with pytest.raises(ConfigError, match="num_bytes"):
         Exchange(num_bytes=-1.0, num_tensors=1)
     with pytest.raises(ConfigError, match="num_tensors"):
@@ -242,7 +249,7 @@ def seconds_of(works: list[tuple[float, ...]], *, repeat: int, overlap_buckets: 
     cluster = uniform_cluster(BOTH, (len(works),), soc_bytes_per_s=100.0, board_bytes_per_s=100.0,
                               hub_bytes_per_s=100.0, message_s=0.0)
     plan = plan_groups(cluster, 1)
-    graph = step_graph(plan, dict(enumerate(map(both, works))), EXCHANGE, overlap_buckets=overlap_buckets)
+    graph = unrolled_step(plan, dict(enumerate(map(both, works))), EXCHANGE, overlap_buckets=overlap_buckets)
     return EventClock(cluster).run(graph, repeat=repeat).duration_s
 
 
@@ -285,7 +292,7 @@ def test_each_bucket_leaves_as_soon_as_both_processors_have_it(
 @pytest.mark.parametrize("buckets", [1, 3])
 def test_what_both_processors_made_of_a_part_is_merged_on_the_first_before_it_is_sent(buckets: int) -> None:
     plan = plan_groups(rack(2), 1)
-    graph = step_graph(plan, dict.fromkeys((0, 1), both((1.0, 2.0, 3.0, 6.0, 0.9, 0.1))), EXCHANGE,
+    graph = unrolled_step(plan, dict.fromkeys((0, 1), both((1.0, 2.0, 3.0, 6.0, 0.9, 0.1))), EXCHANGE,
                        overlap_buckets=buckets)
     for soc in (0, 1):
         own = [(i, task) for i, task in enumerate(graph.tasks) if isinstance(task, Compute) and task.device == soc]
@@ -311,6 +318,6 @@ def test_what_both_processors_made_of_a_part_is_merged_on_the_first_before_it_is
 def test_a_processor_without_samples_has_no_tasks() -> None:
     """All samples on the NPU: the CPU only merges and updates."""
     plan = plan_groups(rack(1), 1)
-    graph = step_graph(plan, {0: both((0.0, 0.0, 1.0, 2.0, 0.5, 0.1))}, EXCHANGE)
+    graph = unrolled_step(plan, {0: both((0.0, 0.0, 1.0, 2.0, 0.5, 0.1))}, EXCHANGE)
     assert [(task.processor, task.seconds) for task in graph.tasks if isinstance(task, Compute)] == [
         ("npu", 3.0), ("cpu", 0.5), ("cpu", 0.1)]

@@ -30,7 +30,7 @@ def log(builder: GraphBuilder, cluster: Cluster, participants: Sequence[int] = (
     outcome = Execution(program, RateTable(program.paths, program.capacities), repeat, extrapolate=False,
                         max_instances=1000).run()
     return [(start_s, end_s, graph.tasks[component.tasks[task]].name)
-            for task, _, start_s, _, end_s in map(Instance._make, outcome.instances)]
+            for task, _, _, start_s, _, end_s in map(Instance._make, outcome.instances)]
 
 
 def duration(builder: GraphBuilder, cluster: Cluster, repeat: int = 1) -> float:

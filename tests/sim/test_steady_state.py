@@ -17,6 +17,7 @@ from socflower.sim.energy import power_w
 from socflower.sim.execution import Execution
 from socflower.sim.flows import RateTable
 from socflower.sim.program import compile_graph
+from tests.unrolled_graphs import unrolled
 
 MakeCluster = Callable[..., Cluster]
 AddRing = Callable[..., list[int]]
@@ -249,3 +250,67 @@ def test_solutions_are_forgotten_in_turn(make_cluster: MakeCluster, monkeypatch:
 def test_power_of_a_state() -> None:
     assert power_w(((), False), TOY) == 1.0
     assert power_w(((("cpu", Activity.COMPUTE), ("npu", Activity.COMPUTE)), True), TOY) == 1.0 + 4.0 + 2.0 + 0.5
+
+
+def rings(draw: st.DrawFn) -> TaskGraph:
+    """Computing and rings of some groups, in rounds; groups may share processors and wait for each other."""
+    b = GraphBuilder()
+    ended: list[int] = []
+    for _ in range(draw(st.integers(1, 3))):
+        members = draw(st.permutations(range(6)))[:draw(st.integers(2, 6))]
+        seconds = draw(st.lists(st.sampled_from([0.0, 1.0, 2.5]), min_size=len(members), max_size=len(members)))
+        works = [b.compute("work", soc, one_s, after=draw(st.sampled_from([(), tuple(ended[-1:])])))
+                 for soc, one_s in zip(members, seconds, strict=True)]
+        first, size = b.next_index, len(members)
+        num_bytes, rounds = draw(st.sampled_from([0.0, 50.0, 75.0])), draw(st.sampled_from([1, 3, 2 * (size - 1), 90]))
+        sent = [b.transfer("ring", soc, members[(rank + 1) % size], num_bytes, num_messages=draw(st.integers(0, 2)),
+                           rounds=rounds, after=(works[rank],), after_round=(first + (rank - 1) % size,))
+                for rank, soc in enumerate(members)]
+        if draw(st.booleans()):
+            for work in works:
+                b.follow_previous(work, sent)
+        ended.append(b.compute("end", members[0], 0.5, after=sent))
+    return b.build(range(6))
+
+
+@settings(max_examples=60)
+@given(st.composite(rings)(), st.integers(1, 5))
+def test_rounds_are_what_a_task_for_each_of_them_would_be(graph: TaskGraph, repeat: int) -> None:
+    """Whole, and with periods of rounds and of repetitions skipped."""
+    expected = EventClock(SMALL, extrapolate=False).run(unrolled(graph, in_order=True), repeat=repeat)
+    close(EventClock(SMALL, extrapolate=False).run(graph, repeat=repeat), expected)
+    close(EventClock(SMALL).run(graph, repeat=repeat), expected)
+
+
+def test_a_long_ring_is_executed_for_a_few_rounds() -> None:
+    b = GraphBuilder()
+    sent = [b.transfer("ring", soc, (soc + 1) % 6, 50.0, rounds=100_000, after_round=((soc - 1) % 6,))
+            for soc in range(6)]
+    assert sent == list(range(6))
+    (component,) = compile_graph(b.build(range(6)), SMALL).components
+    execution = Execution(component.program, RateTable(component.program.paths, component.program.capacities), 1,
+                          max_instances=10**6)
+    outcome = execution.run()
+    assert len(outcome.instances) < 6 * 100
+    thousand = EventClock(SMALL, extrapolate=False).run(ring_of_rounds(1000))
+    ten_thousand = EventClock(SMALL).run(ring_of_rounds(10_000))
+    assert outcome.duration_s == pytest.approx(
+        ten_thousand.duration_s + 90_000 * (ten_thousand.duration_s - thousand.duration_s) / 9000)
+
+
+def ring_of_rounds(rounds: int) -> TaskGraph:
+    b = GraphBuilder()
+    for soc in range(6):
+        b.transfer("ring", soc, (soc + 1) % 6, 50.0, rounds=rounds, after_round=((soc - 1) % 6,))
+    return b.build(range(6))
+
+
+@pytest.mark.parametrize(("rounds", "after_round", "complaint"), [
+    (0, (), "has 0 rounds; it needs 1 or more"), (2, (1,), "not all transfers of 2 rounds"),
+    (2, (0, 5), "not all transfers of 2 rounds")])
+def test_rounds_that_cannot_be_are_refused(rounds: int, after_round: tuple[int, ...], complaint: str) -> None:
+    b = GraphBuilder()
+    b.transfer("t", 0, 1, 1.0, rounds=rounds, after_round=after_round)
+    b.compute("c", 0, 1.0)
+    with pytest.raises(ConfigError, match=complaint):
+        b.build((0, 1))
