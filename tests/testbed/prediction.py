@@ -74,5 +74,7 @@ def unrolled(graph: TaskGraph, repetitions: int, delays_s: Mapping[int, float] |
                 after |= {before + other for other in (*task.after_previous, index)}
             elif not task.after and isinstance(task, Compute) and task.device in late:
                 after.add(late[int(task.device)])
+            if isinstance(task, Transfer):
+                task = replace(task, after_round=tuple(first + other for other in task.after_round))
             tasks.append(replace(task, after=tuple(sorted(after)), after_previous=()))
     return TaskGraph(tasks=tuple(tasks), participants=graph.participants)
