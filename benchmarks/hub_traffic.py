@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,17 +42,17 @@ class Sample:
 
 
 class CountingProxies:
-    """TCP proxies on this machine, one for each SuperNode, that count what passes to and from the SuperLink."""
+    """TCP proxies on this machine, one for each port of `targets`, that count what passes to and from it."""
 
-    def __init__(self, num_proxies: int, superlink_port: int) -> None:
+    def __init__(self, targets: Sequence[int]) -> None:
         self.ports: list[int] = []
-        self.up_bytes, self.down_bytes = [0] * num_proxies, [0] * num_proxies
+        self.up_bytes, self.down_bytes = [0] * len(targets), [0] * len(targets)
         self.samples: list[Sample] = []
-        self._superlink_port = superlink_port
+        self._targets = tuple(targets)
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
         self._listening = threading.Event()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(num_proxies),))
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
 
     def __enter__(self) -> "CountingProxies":
         self._thread.start()
@@ -71,10 +71,10 @@ class CountingProxies:
         return Sample(time_s=last.time_s - first.time_s, up_bytes=last.up_bytes - first.up_bytes,
                       down_bytes=last.down_bytes - first.down_bytes)
 
-    async def _serve(self, num_proxies: int) -> None:
+    async def _serve(self) -> None:
         async with asyncio.TaskGroup() as connections:
             servers = []
-            for node in range(num_proxies):
+            for node in range(len(self._targets)):
                 async def connected(
                     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, node: int = node,
                 ) -> None:
@@ -92,8 +92,8 @@ class CountingProxies:
 
     async def _carry(self, node: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            link_reader, link_writer = await asyncio.open_connection("127.0.0.1", self._superlink_port)
-        except OSError:  # the SuperLink is not there; to the SuperNode this proxy is not either
+            link_reader, link_writer = await asyncio.open_connection("127.0.0.1", self._targets[node])
+        except OSError:  # nobody listens there; to the caller this proxy does not either
             writer.close()
             return
         await asyncio.gather(self._pump(reader, link_writer, self.up_bytes, node),
@@ -116,7 +116,8 @@ class Deployment:
 
     folder: Path
     environment: dict[str, str]
-    proxies: CountingProxies
+    proxies: CountingProxies  # to the SuperLink, one for each SuperNode
+    ring_proxies: CountingProxies | None  # to the ring port of each SuperNode, if its rings are counted
     node_pids: tuple[int, ...]
     app: Path
 
@@ -149,10 +150,12 @@ class Deployment:
 
 
 @contextmanager
-def deployed(num_nodes: int, *, warm: bool = False, app: Path = APP) -> Iterator[Deployment]:
+def deployed(num_nodes: int, *, warm: bool = False, app: Path = APP, counts_rings: bool = False,
+             ) -> Iterator[Deployment]:
     """Keep a SuperLink and `num_nodes` SuperNodes behind proxies running, in a folder that goes with them.
 
-    `app` is the folder of the app that `Deployment.run` runs.
+    `app` is the folder of the app that `Deployment.run` runs. With `counts_rings` the members of rings, which exchange
+    over gRPC then, reach each other through proxies too.
     """
     with ExitStack() as stack:
         # A process that was told to end may still write when the folder goes.
@@ -162,16 +165,20 @@ def deployed(num_nodes: int, *, warm: bool = False, app: Path = APP) -> Iterator
         link_port, *ports = free_ports(1 + 2 * num_nodes)
         node_ports, ring_ports = ports[:num_nodes], ports[num_nodes:]
         stack.callback(start_superlink(folder, environment, link_port).end)
-        proxies = stack.enter_context(CountingProxies(num_nodes, link_port))
+        proxies = stack.enter_context(CountingProxies([link_port] * num_nodes))
+        ring_proxies = stack.enter_context(CountingProxies(ring_ports)) if counts_rings else None
         nodes = []
         for index, (port, proxy_port) in enumerate(zip(node_ports, proxies.ports, strict=True)):
+            ring = f'ring="127.0.0.1:{ring_ports[index]}"' if ring_proxies is None else \
+                f'ring="127.0.0.1:{ring_proxies.ports[index]}" ring-bind="127.0.0.1:{ring_ports[index]}" ' \
+                'ring-transport="grpc"'
             args = ["--insecure", "--superlink", f"127.0.0.1:{proxy_port}", "--host", "127.0.0.1", "--port", str(port),
                     "--node-config", f'partition-id={index} num-partitions={num_nodes} '
-                    f'board=0 slot={index} ring="127.0.0.1:{ring_ports[index]}"']
+                    f'board=0 slot={index} {ring}']
             command = warm_supernode_command(args) if warm else ["flower-supernode", *args]
             nodes.append(start(command, environment, folder / f"supernode-{index}.log", folder))
             stack.callback(end, nodes[-1])
-        yield Deployment(folder=folder, environment=environment, proxies=proxies, app=app,
+        yield Deployment(folder=folder, environment=environment, proxies=proxies, ring_proxies=ring_proxies, app=app,
                          node_pids=tuple(node.pid for node in nodes))
 
 

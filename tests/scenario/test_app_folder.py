@@ -244,6 +244,26 @@ def test_values_of_the_run_config_are_compared(rack: Path, tmp_path: Path) -> No
         compare_apps(app_variants([app], "rat=0.1,0.9", cluster_file=rack), tmp_path / "out")
 
 
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_apps_without_accuracy_are_compared_by_the_loss_that_they_evaluate(
+    evaluates: bool, rack: Path, tmp_path: Path,
+) -> None:
+    app = write_app(tmp_path / "app")
+    client = (app / "client.py").read_text("utf-8").replace('"eval_acc": x / 10, ', "")
+    (app / "client.py").write_text(client if evaluates else client.replace("eval_loss", "eval_error"), "utf-8")
+    document = compare_apps(app_variants([app], "rate=0.1,0.9", cluster_file=rack, num_workers=0), tmp_path / "out")
+    slow, quick = document["rows"]
+    if not evaluates:  # the training's own loss judges nothing
+        assert (document["quality"], document["target_loss"], slow["final_loss"]) == ("accuracy", None, None)
+        return
+    assert document["quality"] == slow["quality"] == "loss" and slow["final_accuracy"] is None
+    assert document["target_loss"] == pytest.approx(1.01 * max(slow["final_loss"], quick["final_loss"]))
+    assert 0 < quick["time_to_loss_s"] <= slow["time_to_loss_s"]
+    kept = json.loads((tmp_path / "out" / "rate=0.9" / "result.json").read_text("utf-8"))
+    assert [entry["loss"] is None for entry in kept["rounds"]] == [True, False, False, False]
+
+
 @pytest.mark.parametrize(("change", "line"), [
     ({"num_nodes": 9}, "--nodes 9: .*rack.toml has 3 SoCs"), ({"training_flops": -1.0}, "must be above 0"),
     ({"overrides": ("rate=fast",)}, "must be a number"), ({"claims": ("accuracy",)}, "--expect accuracy: write"),

@@ -20,14 +20,14 @@ EXAMPLE = torch.zeros(1, CONTEXT, dtype=torch.int64)  # a batch of one window, b
 class Block(nn.Module):
     """Causal self-attention and a feed-forward network, each added to its input."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.queries_keys_values, self.mix = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries_keys_values, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (x.shape[0], x.shape[1], NUM_HEADS, WIDTH // NUM_HEADS)
+        heads = (x.shape[0], x.shape[1], NUM_HEADS, x.shape[2] // NUM_HEADS)
         queries, keys, values = (part.reshape(heads).transpose(1, 2) for part in
                                  self.queries_keys_values(self.attention_norm(x)).chunk(3, dim=-1))
         attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
@@ -38,11 +38,11 @@ class Block(nn.Module):
 class ByteGPT(nn.Module):
     """Predicts the next byte: int64 bytes (n, length) become logits (n, length, 256)."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: int = CONTEXT, width: int = WIDTH, num_blocks: int = NUM_BLOCKS) -> None:
         super().__init__()
-        self.bytes, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(num_blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, text: Tensor) -> Tensor:
         places = torch.arange(text.shape[1], device=text.device)
@@ -56,27 +56,33 @@ def make_model(context: Context | None = None) -> nn.Module:
 
 
 class Windows(Dataset[Tensor]):
-    """Windows of a text, each (CONTEXT + 1,) int64: what is read and, one byte later, what is to be predicted."""
+    """Windows of a text, each (context + 1,) int64: what is read and, one byte later, what is to be predicted."""
 
-    def __init__(self, text: bytes) -> None:
-        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    def __init__(self, text: bytes, context: int = CONTEXT) -> None:
+        self.text, self.context = torch.frombuffer(bytearray(text), dtype=torch.uint8), context
 
     def __len__(self) -> int:
-        return (len(self.text) - 1) // CONTEXT
+        return (len(self.text) - 1) // self.context
 
     def __getitem__(self, index: int) -> Tensor:
-        return self.text[index * CONTEXT:(index + 1) * CONTEXT + 1].long()
+        return self.text[index * self.context:(index + 1) * self.context + 1].long()
+
+
+def library_text(num_bytes: int) -> bytes:
+    """Return the beginning of the standard library's modules, one after the other."""
+    text = b""
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += file.read_bytes()
+        if len(text) >= num_bytes:
+            break
+    return text[:num_bytes]
 
 
 @cache
 def load_windows() -> tuple[Windows, Windows]:
     """Return the windows for training and those for the test, which come from other files."""
-    text, size = b"", (NUM_TRAIN + NUM_TEST) * CONTEXT + 1
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        text += file.read_bytes()
-        if len(text) >= size:
-            break
-    return Windows(text[:NUM_TRAIN * CONTEXT + 1]), Windows(text[NUM_TRAIN * CONTEXT:size])
+    text = library_text((NUM_TRAIN + NUM_TEST) * CONTEXT + 1)
+    return Windows(text[:NUM_TRAIN * CONTEXT + 1]), Windows(text[NUM_TRAIN * CONTEXT:])
 
 
 def training_data(context: Context, partition_id: int, num_partitions: int) -> Dataset[Tensor]:

@@ -1,0 +1,191 @@
+"""A byte-level GPT on the standard library's sources: groups against one SoC and FedAvg, and what LoRA adapters send.
+
+    python benchmarks/byte_gpt.py --json --curves docs/results    (an hour; goes on where it was cut)
+    python benchmarks/byte_gpt.py --quick                         (only the bytes of one round, on random weights)
+
+The scenarios are scenarios/full/byte_gpt.toml, all parameters from random weights, and byte_gpt_lora.toml, adapters on
+the model that the former trained. Every strategy trains on equal tokens with Adam, at the best of the same learning
+rates, searched with a seed that is not reported. `all, from the base` trains every parameter on the adapters' text.
+Bytes are counted by TCP proxies before the SuperLink and before every ring port of eight SuperNodes, whose rings
+exchange over gRPC: all that passes from the end of the first synchronisation to that of the last, less what as long an
+idle time costs. Runs that are done are kept in out/byte-gpt.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import Row, main
+from benchmarks.hub_traffic import CountingProxies, deployed
+from socflower.scenario.comparison import compare
+from socflower.scenario.runner import run_to_folder
+from socflower.scenario.schema.file import load_scenario
+from socflower.scenario.tuning import parse_tuning
+from socflower.scenario.workload import initial_model
+
+FOLDER = Path("out/byte-gpt")
+BASE = Path("out/byte_gpt.npz")
+SEEDS = (2, 3, 4)
+NUM_NODES, NUM_GROUPS, BATCH_SIZE = 8, 4, 16
+FULL, LORA = Path("scenarios/full/byte_gpt.toml"), Path("scenarios/full/byte_gpt_lora.toml")
+MOST_LOSS = 2.6  # nats a byte; single bytes have an entropy of 3.1 (modules) and 2.65 (topics)
+MOST_OF_FULL = 0.02  # of the bytes of all parameters may pass with adapters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A way to train, under some strategies."""
+
+    title: str
+    key: str  # the folder of its runs
+    scenario: Path
+    rates: str
+    strategies: tuple[str, ...] = ("socflow", "sgd", "fedavg")
+    overrides: tuple[str, ...] = ()
+
+
+CASES = (
+    Case(title="all parameters, modules", key="full", scenario=FULL, rates="0.001,0.002,0.004,0.008"),
+    Case(title="LoRA, topics", key="lora", scenario=LORA, rates="0.005,0.01,0.02,0.04"),
+    Case(title="all, from the base, topics", key="from-base", scenario=LORA, rates="0.001,0.002,0.004",
+         strategies=("socflow",), overrides=("model.factory=byte_gpt:continued",
+                                             f'model.arguments={{ base = "{BASE}" }}')),
+)
+
+
+def comparison(case: Case) -> dict[str, Any]:
+    """Return the comparison of a case with its runs' curves, from its folder as far as it was done before."""
+    if case.scenario == LORA and not BASE.exists():
+        run_to_folder(load_scenario(FULL), FOLDER / "base", save_model=BASE)
+    out = FOLDER / case.key
+    document = compare(load_scenario(case.scenario, case.overrides), case.strategies, out, seeds=SEEDS,
+                       tuning=parse_tuning(f"learning_rate={case.rates}"))
+    curves = {f"{row['strategy']} {row['seed']}": _curve(out / row["strategy"] / f"seed-{row['seed']}" / "result.json")
+              for row in document["rows"]}
+    return {"title": case.title, "tuning": document["tuning"], "headline": document["headline"],
+            "target_loss": document["target_loss"], "rows": document["rows"], "curves": curves}
+
+
+def _curve(result: Path) -> list[dict[str, float]]:
+    rounds = json.loads(result.read_text("utf-8"))["rounds"]
+    return [{key: entry[key] for key in ("epoch", "loss", "virtual_s")} for entry in rounds]
+
+
+def wire_bytes(scenario: str, *, num_rounds: int = 3, idle_s: float = 20.0) -> dict[str, float]:
+    """Return the bytes of a synchronisation, both ways: through the SuperLink, and in the rings between two of them."""
+    with deployed(NUM_NODES, warm=True, counts_rings=True) as cluster:
+        assert cluster.ring_proxies is not None
+        cluster.wait_until_idle()
+        start_s = time.time()
+        time.sleep(idle_s)
+        end_s = time.time()
+        idle = {name: _passed(proxies, start_s, end_s) / (end_s - start_s)
+                for name, proxies in (("hub", cluster.proxies), ("rings", cluster.ring_proxies))}
+        marks = cluster.run(strategy="socflow", model=scenario, num_groups=NUM_GROUPS,
+                            num_rounds=num_rounds, batch_size=BATCH_SIZE)
+        first_s, last_s = marks[1]["time_s"], marks[-1]["time_s"]
+        return {"model_bytes": marks[0]["model_bytes"], "loss": marks[-1]["loss"]} | {
+            name: (_passed(proxies, first_s, last_s) - idle[name] * (last_s - first_s)) / (num_rounds - 1)
+            for name, proxies in (("hub", cluster.proxies), ("rings", cluster.ring_proxies))}
+
+
+def _passed(proxies: CountingProxies, start_s: float, end_s: float) -> int:
+    between = proxies.between(start_s, end_s)
+    return between.up_bytes + between.down_bytes
+
+
+def untrained_base(folder: Path) -> Path:
+    """Return a file of the base's initial weights, on which adapters send as many bytes."""
+    path = folder / "base.npz"
+    np.savez(path, **{name: tensor.numpy() for name, tensor in initial_model(load_scenario(FULL)).state_dict().items()})
+    return path
+
+
+def wire_rows(base: Path, *, num_rounds: int = 3) -> list[Row]:
+    """Return rows of the bytes with adapters against those with all parameters."""
+    lora = wire_bytes(f"{LORA.resolve()} model.arguments.base={base.resolve()}", num_rounds=num_rounds)
+    full = wire_bytes(str(FULL.resolve()), num_rounds=num_rounds)
+    case = f"LoRA, {lora['model_bytes']:.0f} of {full['model_bytes']:.0f} B train, {NUM_NODES} SuperNodes in " \
+           f"{NUM_GROUPS} groups: "
+    sums = [{**each, "hub and rings": each["hub"] + each["rings"]} for each in (lora, full)]
+    return [Row(case=case + name, ours=sums[0][name], peer="all parameters", peer_value=sums[1][name], unit="B",
+                ratio=sums[1][name] / sums[0][name], limit=MOST_OF_FULL * sums[1][name],
+                ok=0.0 < sums[0][name] < MOST_OF_FULL * sums[1][name])
+            for name in ("hub", "rings", "hub and rings")]
+
+
+def loss_rows(case: Case, found: Mapping[str, Any]) -> list[Row]:
+    """Return rows of each strategy against one SoC, means over the seeds: its final loss, and its time in all."""
+    runs = {name: [row for row in found["rows"] if row["strategy"] == name] for name in case.strategies}
+    losses = {name: [row["final_loss"] for row in rows] for name, rows in runs.items()}
+    times = {name: mean(row["virtual_s"] for row in rows) for name, rows in runs.items()}
+    peer = "sgd" if "sgd" in losses else case.strategies[0]
+    peer_name = "one SoC" if peer == "sgd" else peer
+    found_rows = []
+    for name, values in losses.items():
+        text = f"{case.title}: {name}, rate {found['tuning']['strategies'][name]['chosen']}, {len(values)} seeds"
+        found_rows += [
+            Row(case=f"{text}, +- {stdev(values):.3f}", ours=mean(values), peer=peer_name,
+                peer_value=mean(losses[peer]), unit="nats a byte",
+                ratio=mean(losses[peer]) / mean(values), ok=max(values) < MOST_LOSS),
+            Row(case=text, ours=times[name], peer=peer_name, peer_value=times[peer], unit="virtual s",
+                ratio=times[peer] / times[name], ok=True)]
+    return found_rows
+
+
+def run(quick: bool = False) -> list[Row]:
+    """Return the rows of losses and bytes; `quick` counts the bytes of one round."""
+    if quick:
+        with TemporaryDirectory() as folder:
+            return wire_rows(untrained_base(Path(folder)), num_rounds=2)
+    return [row for case in CASES for row in loss_rows(case, comparison(case))] + wire_rows(BASE)
+
+
+def write_curves(folder: Path) -> None:
+    """Write the curves of all runs as one JSON document and as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = {case.key: comparison(case) for case in CASES}
+    (folder / "byte-gpt-curves.json").write_text(json.dumps(found))
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    for column, (key, extra) in enumerate((("full", None), ("lora", "from-base"))):
+        for row, (axis, label) in enumerate((("epoch", "epochs, 0.26 million tokens each"),
+                                             ("virtual_s", "virtual seconds"))):
+            for name in ("socflow", "sgd", "fedavg"):
+                _draw(axes[row][column], found[key]["curves"], name, axis, name)
+            if extra:
+                _draw(axes[row][column], found[extra]["curves"], "socflow", axis, "socflow, all parameters")
+            axes[row][column].set(title=found[key]["title"], xlabel=label, ylabel="test loss, nats a byte")
+            axes[row][column].legend()
+    figure.savefig(folder / "byte-gpt-curves.svg")
+
+
+def _draw(axes: Any, curves: Mapping[str, Sequence[Mapping[str, float]]], strategy: str, axis: str, label: str) -> None:
+    runs = [curve[1:] for key, curve in curves.items() if key.split()[0] == strategy]
+    points = list(zip(*runs, strict=True))
+    axes.plot([mean(entry[axis] for entry in entries) for entries in points],
+              [mean(entry["loss"] for entry in entries) for entries in points], marker="o", label=label)
+
+
+if __name__ == "__main__":
+    if "--curves" in sys.argv:
+        position = sys.argv.index("--curves")
+        target = Path(sys.argv[position + 1])
+        del sys.argv[position : position + 2]
+        main(run)
+        write_curves(target)
+    else:
+        sys.exit(main(run))
