@@ -1,69 +1,96 @@
-"""One VGG-11 epoch of a cluster on the event clock, against the same clock simulating every step.
+"""VGG-11 epochs of 60 to 12,000 SoCs on the event clock, against the same clock simulating every part of every step.
 
-Groups train synchronously: each member computes its share of the group's batch of 64, gradients go round a ring of
-2(n-1) sub-steps of n real transfers, every member updates. The peer knows no steady state and no equal groups; the
-answer is right if both give the same virtual duration and energy. Required of 60 SoCs: less than 1 s.
+An epoch is planned, lowered and executed: groups of 4 or 5 train synchronously on batches of 64, with four
+synchronisations over the hub; or all SoCs are one ring, each with two samples. The peer knows no steady state and no
+symmetry; the answer is right if both give the same virtual duration and energy. For 12,000 SoCs the peer would take
+hours: there the limit is 20 s, and the answer is right if it is longer than that of 1,000 by what the exchanges take
+longer by hand.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from math import ceil
+from collections.abc import Callable
+from math import ceil, log
 from time import perf_counter
 
 from benchmarks.harness import Row, main
-from socflower.cluster import Activity, Cluster, GraphBuilder, LayerProfile, ModelProfile, TaskGraph, Usage, step_cost
-from socflower.cluster.cluster_file import parse_cluster
+from socflower.cluster import LayerProfile, ModelProfile, Usage
+from socflower.cluster.device_catalog import device
+from socflower.cluster.topology import uniform_cluster
+from socflower.hierarchy import IntervalCosts, group_steps_per_epoch, plan_groups, sync_schedule
 from socflower.sim import EventClock
 
-NUM_SAMPLES = 50_000
+SAMPLES_OF_60 = 50_000
 BATCH_SIZE = 64
+LIMIT_S = 20.0
 VGG11 = ModelProfile(name="vgg11", input_bytes=3 * 32 * 32 * 4.0, layers=(LayerProfile(
     name="all", kind="conv", forward_flops=0.917e9 / 3, output_bytes=0.0, weight_bytes=36.9e6, num_tensors=18),))
+BYTES_PER_S = 129.5e6
+MODEL_S = VGG11.weight_bytes / BYTES_PER_S
+HANDLING_S = VGG11.num_tensors * 485e-6
 
 
-def synchronous_step(cluster: Cluster, groups: Sequence[Sequence[int]]) -> TaskGraph:
-    """Return one step of all groups; a member begins the next as soon as it has updated."""
-    b = GraphBuilder()
-    for group in groups:
-        n = len(group)
-        shares = [BATCH_SIZE // n + (rank < BATCH_SIZE % n) for rank in range(n)]
-        costs = [step_cost(VGG11, cluster.device_of(soc), share) for soc, share in zip(group, shares, strict=True)]
-        computes = [b.compute("compute", soc, cost.compute_s) for soc, cost in zip(group, costs, strict=True)]
-        holds: list[tuple[int, ...]] = [(task,) for task in computes]
-        for _ in range(2 * (n - 1)):
-            sent = [b.transfer("ring", soc, group[(rank + 1) % n], VGG11.weight_bytes / n,
-                               num_messages=VGG11.num_tensors, after=holds[rank]) for rank, soc in enumerate(group)]
-            holds = [(sent[rank - 1], sent[rank]) for rank in range(n)]
-        for soc, cost, after, compute in zip(group, costs, holds, computes, strict=True):
-            update = b.compute("update", soc, cost.update_s, activity=Activity.UPDATE, after=after)
-            b.follow_previous(compute, [update])
-    return b.build([soc for group in groups for soc in group])
+def epoch(boards: int, num_groups: int, batch_size: int, *, extrapolate: bool = True) -> Usage:
+    """Plan an epoch with four synchronisations on boards of five, and execute it; larger clusters have more samples."""
+    cluster = uniform_cluster(device("snapdragon-865"), [5] * boards, soc_bytes_per_s=BYTES_PER_S,
+                              board_bytes_per_s=BYTES_PER_S, hub_bytes_per_s=BYTES_PER_S, message_s=485e-6)
+    num_samples = SAMPLES_OF_60 * boards // 12
+    steps = group_steps_per_epoch(num_samples, num_groups, batch_size)
+    work = IntervalCosts(cluster=cluster, plan=plan_groups(cluster, num_groups), profile=VGG11, num_samples=num_samples,
+                         batch_size=batch_size, steps_per_epoch=steps, serialize_uplinks=True)
+    clock = EventClock(cluster, extrapolate=extrapolate)
+    for interval in sync_schedule(1, steps, 0.25):
+        work.run(interval, clock)
+    return clock.usage
 
 
 def run(quick: bool = False) -> list[Row]:
-    """Return a row for each cluster and group size; `quick` leaves out the large cluster."""
-    cases = [("60 SoCs, 12 groups of 5, one to a board", 12, 5),
-             ("60 SoCs, 15 groups of 4, 9 split over boards", 12, 4)]
-    if not quick:
-        cases.append(("1000 SoCs, 250 groups of 4, 150 split over boards", 200, 4))
-    return [_row(case, parse_cluster({"boards": boards, "socs_per_board": 5}), size, 1 if quick else 3)
-            for case, boards, size in cases]
+    """Return a row for each cluster and grouping; `quick` leaves out the large clusters."""
+    times = 1 if quick else 3
+    rows = [_compared("60 SoCs, 12 groups of 5, one to a board", (12, 12, BATCH_SIZE), times),
+            _compared("60 SoCs, 15 groups of 4, 9 split over boards", (12, 15, BATCH_SIZE), times)]
+    if quick:
+        return rows
+    rows += [_compared("20 SoCs, one ring", (4, 1, 40), times),
+             _compared("1,000 SoCs, 250 groups of 4, 150 split over boards", (200, 250, BATCH_SIZE), times)]
+    return rows + _growth("groups of 4", lambda boards: (boards, boards * 5 // 4, BATCH_SIZE), _hub_s) \
+        + _growth("one ring", lambda boards: (boards, 1, 10 * boards), _ring_s)
 
 
-def _row(case: str, cluster: Cluster, size: int, times: int) -> Row:
-    groups = [range(first, first + size) for first in range(0, cluster.num_socs, size)]
-    # A cluster too large for 50,000 samples still takes as many steps as one of 60 SoCs.
-    steps = ceil(NUM_SAMPLES / (min(len(groups), 60 // size) * BATCH_SIZE))
-
-    def epoch(extrapolate: bool) -> Usage:
-        clock = EventClock(cluster, extrapolate=extrapolate)
-        return clock.run(synchronous_step(cluster, groups), repeat=steps)
-
-    ours_s, ours = _fastest(lambda: epoch(True), times)
-    peer_s, peer = _fastest(lambda: epoch(False), 1)
-    return Row(case=f"VGG-11 epoch of {steps} steps, {case}", ours=ours_s, peer="every step simulated",
-               peer_value=peer_s, unit="s", ratio=peer_s / ours_s,
+def _compared(case: str, setting: tuple[int, int, int], times: int) -> Row:
+    ours_s, ours = _fastest(lambda: epoch(*setting), times)
+    peer_s, peer = _fastest(lambda: epoch(*setting, extrapolate=False), 1)
+    return Row(case=f"VGG-11 epoch, {case}", ours=ours_s, peer="every step simulated", peer_value=peer_s, unit="s",
+               ratio=peer_s / ours_s,
                ok=_equal(ours.duration_s, peer.duration_s) and _equal(ours.total_energy_j, peer.total_energy_j))
+
+
+def _growth(
+    kind: str, setting: Callable[[int], tuple[int, int, int]], exchanged_s: Callable[[int], float],
+) -> list[Row]:
+    """Return the epoch of 12,000 SoCs, and the exponent by which it grew from 1,000 (1: in proportion).
+
+    `exchanged_s` is the part of an epoch that grows with the boards, by hand.
+    """
+    small_s, small = _fastest(lambda: epoch(*setting(200)), 3)
+    large_s, large = _fastest(lambda: epoch(*setting(2400)), 1)
+    grown_s = exchanged_s(2400) - exchanged_s(200)
+    right = abs(large.duration_s - small.duration_s - grown_s) <= 1e-6 * grown_s
+    exponent = log(large_s / small_s) / log(12)
+    return [Row(case=f"VGG-11 epoch, 12,000 SoCs, {kind}", ours=large_s, peer="required at most", peer_value=LIMIT_S,
+                unit="s", ratio=LIMIT_S / large_s, ok=right),
+            Row(case=f"growth from 1,000 to 12,000 SoCs, {kind}", ours=exponent, peer="required below", peer_value=1.2,
+                unit="exponent", ratio=1.2 / exponent, ok=right)]
+
+
+def _hub_s(boards: int) -> float:
+    """Return an epoch's seconds at the hub: four times all leaders' models up and down, one after another."""
+    return 8 * boards * 5 // 4 * (HANDLING_S + MODEL_S)
+
+
+def _ring_s(boards: int) -> float:
+    """Return an epoch's seconds in one ring: in each step 2(n-1) rounds of an n-th of the model."""
+    socs = 5 * boards
+    return ceil(SAMPLES_OF_60 * boards // 12 / (2 * socs)) * 2 * (socs - 1) * (HANDLING_S + MODEL_S / socs)
 
 
 def _equal(left: float, right: float) -> bool:
@@ -71,7 +98,7 @@ def _equal(left: float, right: float) -> bool:
 
 
 def _fastest(work: Callable[[], Usage], times: int) -> tuple[float, Usage]:
-    """Return the least wall-clock seconds, graph building included, and the result."""
+    """Return the least wall-clock seconds, planning and lowering included, and the result."""
     best_s, usage = float("inf"), Usage()
     for _ in range(times):
         start_s = perf_counter()

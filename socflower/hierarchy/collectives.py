@@ -77,8 +77,10 @@ def hub_exchange(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchan
     """Add an upload from every leader to the hub and, after all of them, a download to each (F8)."""
     uploads = [builder.transfer(f"{name} upload", leader, HUB, exchange.num_bytes,
                                 num_messages=exchange.num_tensors) for leader in leaders]
+    # One task that waits for all, which takes no time: N downloads after N uploads would be N² dependencies.
+    uploaded = builder.compute(f"{name} uploaded", HUB, 0.0, after=uploads)
     return {leader: builder.transfer(f"{name} download", HUB, leader, exchange.num_bytes,
-                                     num_messages=exchange.num_tensors, after=uploads) for leader in leaders}
+                                     num_messages=exchange.num_tensors, after=(uploaded,)) for leader in leaders}
 
 
 def broadcast(
