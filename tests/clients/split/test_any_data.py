@@ -71,7 +71,7 @@ def test_an_augmented_dataset_gives_the_weights_of_training_in_one_piece(seed: i
             updates.step()
     expected = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     assert differing(in_one_process(program, data), expected) == []
-    loaded = DataLoader(data, num_workers=2 * (seed == 0))
+    loaded = DataLoader(data, num_workers=2 * (seed > 0))
     with Cloud(program) as cloud:
         strategy = strategy_of(program, 1, cloud.client())
         assert differing(start(strategy, program, ThreadGrid([app_of(program, loaded)])), expected) == []

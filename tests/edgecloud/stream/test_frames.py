@@ -55,7 +55,7 @@ def test_features_and_gradients_cross_bit_for_bit(features: Any, labels: Any, bi
 
 @given(labels=st.recursive(ARRAYS, lambda part: st.lists(part, max_size=3) | st.dictionaries(
     st.text(max_size=3), part, max_size=3), max_leaves=6))
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_labels_of_any_form_cross_bit_for_bit(labels: Any) -> None:
     def plain(part: Any) -> Any:
         if isinstance(part, dict | list):
