@@ -3,6 +3,7 @@
 All three construct it from the same code, so no code is sent; a fingerprint verifies that they did.
 """
 
+import copy
 import hashlib
 import inspect
 from abc import ABC, abstractmethod
@@ -271,11 +272,11 @@ class _NamedParts(SplitProgram):
 
     def front_names(self, party: int, cut: int | None) -> Collection[str]:
         """Return the names of the tensors in a party's bottom model."""
-        return [name for name in self.model().state_dict() if name.startswith(f"{self.bottom_of(party)}.")]
+        return [name for name in self._frozen_model().state_dict() if name.startswith(f"{self.bottom_of(party)}.")]
 
     def _digest(self, what: str) -> str:
         """Return a digest of `what`, and of all names and shapes."""
-        state = self.model().state_dict()
+        state = self._frozen_model().state_dict()
         layout = ";".join(f"{name}:{tensor.dtype}{tuple(tensor.shape)}" for name, tensor in state.items())
         return hashlib.sha256(f"{what}|{self.top}|{layout}".encode()).hexdigest()
 
@@ -371,7 +372,7 @@ class HalvesProgram(_NamedParts):
 
     @cached_property
     def _tried(self) -> str:
-        model = self.model()
+        model = self._original
         require_trained_parameters(model)
         self._part(self.bottom), self._part(self.top)
         self._check_parts(model)
@@ -403,8 +404,16 @@ class HalvesProgram(_NamedParts):
                                   "give each half its own")
 
     @cached_property
+    def _original(self) -> nn.Module:
+        """The whole model; halves are made from copies, since making it may take long."""
+        return self.model()
+
+    def _frozen_model(self) -> nn.Module:
+        return self._original
+
+    @property
     def _bottom_takes(self) -> Collection[str]:
-        return inspect.signature(self._part(self.bottom)[0].forward).parameters
+        return inspect.signature(self._part(self.bottom).forward).parameters
 
     @property
     def _passes(self) -> Passes:
@@ -414,25 +423,28 @@ class HalvesProgram(_NamedParts):
     def _loss_of_top(self, top: nn.Module, features: Tensor, travelled: Mapping[str, Any]) -> Tensor:
         return self.loss(top(features, **{key: travelled[key] for key in self.shared}), travelled[LABELS])
 
-    def _part(self, path: str) -> tuple[nn.Module, frozenset[str], bool]:
-        """Return a half, its layers that stay in evaluation mode, and whether the bottom is trained."""
-        model = self.model()
+    def _part(self, path: str) -> nn.Module:
+        model = self._original
         try:
-            part, bottom = model.get_submodule(path), model.get_submodule(self.bottom)
+            return model.get_submodule(path)
         except AttributeError:
             raise ConfigError(f"model {type(model).__name__}: has no submodule {path!r}; its parts are "
                               f"{', '.join(name for name, _ in model.named_children())}") from None
-        evaluating = frozenset(name for name, module in part.named_modules() if model.training and not module.training)
-        return part, evaluating, any(weight.requires_grad for weight in bottom.parameters())
+
+    def _evaluating(self, part: nn.Module) -> frozenset[str]:
+        """Return the layers of a half that stay in evaluation mode."""
+        return frozenset(path for path, module in part.named_modules()
+                         if self._original.training and not module.training)
 
     def _front_part(self, party: int) -> tuple[SplitModel, str]:
-        bottom, evaluating, _ = self._part(self.bottom)
-        return whole_front(bottom, self.divide(self.example)[0], name=self.bottom, evaluating=evaluating,
-                           may_be_frozen=True), f"{self.bottom}."
+        bottom = self._part(self.bottom)
+        return whole_front(copy.deepcopy(bottom), self.divide(self.example)[0], name=self.bottom,
+                           evaluating=self._evaluating(bottom), may_be_frozen=True), f"{self.bottom}."
 
     def _back_part(self) -> SplitModel:
-        top, evaluating, front_trains = self._part(self.top)
-        return whole_back(top, name=self.top, evaluating=evaluating, may_be_frozen=True, front_trains=front_trains)
+        bottom, top = self._part(self.bottom), self._part(self.top)
+        return whole_back(copy.deepcopy(top), name=self.top, evaluating=self._evaluating(top), may_be_frozen=True,
+                          front_trains=any(weight.requires_grad for weight in bottom.parameters()))
 
 
 def cut_shapes(split: SplitModel, profile: ModelProfile) -> tuple[CutShape, ...]:

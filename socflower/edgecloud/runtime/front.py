@@ -1,6 +1,7 @@
 """The half with the model's input: it computes features, and replays batches whose gradients arrive late (F22)."""
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias, cast
@@ -142,8 +143,19 @@ class TorchFront(TorchHalf):
     def _features(self, batch: int, inputs: Batch) -> torch.Tensor:
         """Return the features of a batch, which cross in float32 also under autocast."""
         with self._passing(batch) as layers:
+            self._require_taken(layers, inputs)
             features = output_of(layers, on_device(inputs, self._device))
         return cast(torch.Tensor, features).float()
+
+    def _require_taken(self, layers: torch.nn.Module, inputs: Batch) -> None:
+        """Raise ConfigError for entries of a dict that `forward` does not take."""
+        if not isinstance(inputs, Mapping):
+            return
+        taken = inspect.signature(layers.forward).parameters
+        strange = [key for key in inputs if key not in taken]
+        if strange and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+            raise ConfigError(f"model {self._split.name}: takes {', '.join(taken)}, and the batch has {strange[0]!r} "
+                              "as well; leave it out of the data, in a collate_fn")
 
     def _samples(self, batch: int) -> Samples:
         # Cached, since forward pass, labels and ids request the same batch one after the other.

@@ -254,3 +254,30 @@ def test_labels_that_are_no_tensors_are_refused() -> None:
     batches = PartyBatches(as_data_source([(torch.zeros(2), "cat")] * 4), BatchOrder(4, 2, 1))
     with pytest.raises(ConfigError, match="labels of type str cannot travel to the cloud"):
         batches(0)
+
+
+def test_layers_that_the_author_evaluates_stay_so_and_the_model_is_made_once() -> None:
+    made: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        tagger = built(lambda: nn.Sequential(
+            nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6).eval()), nn.Sequential(nn.Dropout(), nn.Linear(6, 3))), 1)
+        made.append(tagger)
+        return tagger
+
+    program = HalvesProgram(model_fn=model, bottom="0", top="1", example=(torch.ones(2, 4), torch.tensor([0, 1])))
+    rows = [(torch.full((4,), float(at)), at % 3) for at in range(24)]
+    found = trained(program, rows)
+    assert found["0.1.num_batches_tracked"] == 0 and not found["0.1.running_mean"].any()
+    assert len(made) == 1 and not np.array_equal(found["0.0.weight"], made[0].get_parameter("0.0.weight").detach())
+
+
+def test_a_dict_with_one_input_trains_a_model_that_is_cut_by_its_graph() -> None:
+    program = LayeredProgram(model_fn=lambda: built(lambda: nn.Sequential(
+        nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), 1), example=(4,), optimizer=sgd(0.05))
+    rows = [(torch.full((4,), at / 24), at % 3) for at in range(24)]
+    dicts = [{"input": inputs, "labels": label} for inputs, label in rows]
+    assert differing(trained(program, dicts), trained(program, rows)) == []
+    batches = PartyBatches(as_data_source([{**row, "other": 1} for row in dicts]), BatchOrder(24, 4, 1))
+    with pytest.raises(ConfigError, match="takes input, and the batch has 'other' as well; leave it out"):
+        program.front(0, 0, batches).half.forward(0)
