@@ -104,7 +104,8 @@ def make_client_app(
         How to train; default `FP32Trainer()`. `config` is the message's train config: keys that the function reads are
         settings of the trainer, such as "lr".
     evaluate_data_fn : same form as `data_fn`, optional
-        If given, EVALUATE messages are answered with metrics and `num-examples`, computed on the trainer's device.
+        If given, EVALUATE messages are answered with metrics and `num-examples`, computed on the trainer's device,
+        or on the accelerator, if there is one and the trainer depends on the train config.
     evaluate_step : (model, batch) -> dict of metrics, optional
         Means over a batch's samples; by default accuracy and loss of a classifier. See `evaluate`.
     mods : sequence of Flower mods
@@ -141,7 +142,7 @@ def make_client_app(
 
     @made.query(QUERY_ACTION)
     def query(message: Message, context: Context) -> Message:
-        return answer_query(message, context)
+        return answer_query(message, context, trainers.known_device(context) or "cpu")
 
     @made.train()
     def train(message: Message, context: Context) -> Message:
@@ -186,7 +187,7 @@ def make_client_app(
             with torch_threads(num_threads):
                 model = _load(model_of(context), message)
                 own_data = read_evaluation_data(context, *_evaluated_partition(message, context))
-                outcome = evaluate(model, own_data, step=evaluate_step, device=trainers.evaluation_device(context))
+                outcome = evaluate(model, own_data, step=evaluate_step, device=trainers.known_device(context) or AUTO)
             metrics = MetricRecord({**outcome.metrics, NUM_EXAMPLES: outcome.num_samples})
             return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
@@ -217,13 +218,10 @@ class _TrainerMaker:
         return _CheckingTrainer(self._started_with(context, config),
                                 lambda: self._settings.check_training(message, config.read))
 
-    def evaluation_device(self, context: Context) -> str:
-        """Return the name of the device on which the node evaluates: the trainer's.
-
-        A trainer that is made from the train config is not known then, and the accelerator is used, if there is one.
-        """
+    def known_device(self, context: Context) -> str | None:
+        """Return the name of the trainer's device; None for a trainer that is made from a message's train config."""
         if self._takes_config:
-            return AUTO
+            return None
         trainer = cast(Trainer, self._trainer) if self._is_made else self._started_with(context)
         return str(getattr(trainer, "device", "cpu"))
 

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -11,10 +11,12 @@ from typing import cast
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import nn
 
+from socflower.capture.torch_device import resolve_device
 from socflower.clients.node_config import RingNode, board_and_slot, ring_node
 from socflower.errors import ConfigError
 from socflower.rings.member import AppliedStep, MemberResult, RingMember
 from socflower.rings.preemption import preempt_switch
+from socflower.rings.transports.nccl import gpu_identity
 from socflower.rings.transports.port import RingPort
 from socflower.training.trainer import Trainer
 from socflower.wire.message_keys import (
@@ -99,8 +101,11 @@ def member_reply(message: Message, context: Context, group: GroupTask, end: Memb
     return Message(content, reply_to=message)
 
 
-def answer_query(message: Message, context: Context) -> Message:
-    """Answer a strategy's query: the node's status, or the model that its ring ended with."""
+def answer_query(message: Message, context: Context, device: str = "cpu") -> Message:
+    """Answer a strategy's query: the node's status, or the model that its ring ended with.
+
+    `device` names the one that it trains on; if it is missing, the training says so.
+    """
     asked = message.content.config_records[CONFIG].get(ASK)
     if asked == ASK_MODEL:
         kept = context.state.array_records.get(_KEPT_MODEL)
@@ -110,6 +115,9 @@ def answer_query(message: Message, context: Context) -> Message:
     status = NodeStatus(board=board, slot=slot) if node is None else node.status
     with preempt_switch(context.node_config) as switch:
         status = replace(status, preempted=switch.active)
+    if not context.node_config.get("ring-transport"):
+        with suppress(ConfigError):
+            status = replace(status, gpu=gpu_identity(resolve_device(device, "device")))
     return Message(RecordDict({STATUS: ConfigRecord(encode(status))}), reply_to=message)
 
 

@@ -83,7 +83,8 @@ class GradientExchange:
                 step.send(bucket)
             step.wait()
             for bucket in self._buckets:
-                bucket.from_host()
+                if step.flat(bucket) is bucket.buffer:
+                    bucket.from_host()
         finally:
             step.end()
 
@@ -122,11 +123,14 @@ class GradientExchange:
             step.send(self._buckets[step.num_sent])
 
     def _require_same_layout(self, ring: Collective, poll: Poll) -> None:
-        own = hashlib.sha256(repr([(bucket.buffer.dtype, [(tuple(view.shape), view.stride()) for view in bucket.views])
-                                   for bucket in self._buckets]).encode()).digest()
+        own = hashlib.sha256(repr([
+            (bucket.buffer.dtype, ring.reduces_on in ("cpu", bucket.gradients.device.type),
+             [(tuple(view.shape), view.stride()) for view in bucket.views])
+            for bucket in self._buckets]).encode()).digest()
         if len(set(ring.all_gather(own, poll))) > 1:
-            raise ConfigError("ring: its members differ in their models' parameters, the layout of these in memory, or "
-                              "the number of buckets; give all members of a group the same model and trainer")
+            raise ConfigError("ring: its members differ in their models' parameters, the layout of these in memory, "
+                              "their devices, or the number of buckets; give all members of a group the same model "
+                              "and trainer")
         self._checked_ring = ring
 
 
@@ -148,7 +152,8 @@ class _Step:
 
     def send(self, bucket: Bucket) -> None:
         number, self.num_sent = self.num_sent, self.num_sent + 1
-        bucket.to_host()
+        if self.flat(bucket) is bucket.buffer:
+            bucket.to_host()
         if self._sender is None:
             self._reduce(bucket)
         elif self._compression is None:
@@ -156,6 +161,11 @@ class _Step:
         else:
             self._sender.submit(partial(self._compression.exchange, self._ring, number, bucket.buffer,
                                     self._sender.require_open))
+
+    def flat(self, bucket: Bucket) -> Tensor:
+        """Return the vector that is exchanged: on the device if the ring sums there, else on the CPU."""
+        on_device = self._compression is None and bucket.gradients.device.type == self._ring.reduces_on
+        return bucket.gradients if on_device else bucket.buffer
 
     def wait(self) -> None:
         if self._sender is None:
@@ -171,7 +181,7 @@ class _Step:
             self._sender.close()
 
     def _reduce(self, bucket: Bucket) -> None:
-        self._works.append(self._ring.all_reduce(bucket.buffer))
+        self._works.append(self._ring.all_reduce(self.flat(bucket)))
 
     def _wait_for_works(self, poll: Poll) -> None:
         for work in self._works:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from flwr.app import ArrayRecord
 
 from socflower.hierarchy import Group, GroupPlan, IntervalCosts, SyncInterval, Turns, conflicts
-from socflower.rings.settings import RingSettings
+from socflower.rings.settings import RingSettings, transport_of_ring
 from socflower.wire.message_keys import RingTask
 
 IN_PROCESS = "in process"
@@ -24,9 +24,11 @@ class Round:
     turns: Turns  # whether groups that share an uplink exchange in turn (F6), and the reason
     costs: IntervalCosts | None  # of this plan with these turns; None without a profile
     node_of: Mapping[int, int]  # by SoC of the plan
-    transport: str  # of gradients inside groups: "gloo", "grpc", "grpc+tls", or "in process"
+    transport: str  # of gradients inside groups: "gloo", "grpc", "grpc+tls", or "in process"; see `transport_in`
     sent: ArrayRecord  # the model that leaders got
     settled_by_grid: bool  # whether the grid is a GroupGrid, so that notes in replies are the grid's
+    rings: RingSettings = field(default_factory=RingSettings)
+    gpu_of: Mapping[int, str] = field(default_factory=dict)  # by SoC, of nodes that can take part in NCCL
     group_of_node: Mapping[int, Group] = field(init=False)  # of all nodes that got a message
 
     def __post_init__(self) -> None:
@@ -38,6 +40,11 @@ class Round:
     def in_rings(self) -> bool:
         """Whether members are machines of their own, which exchange gradients in rings."""
         return self.transport != IN_PROCESS
+
+
+    def transport_in(self, group: Group) -> str:
+        """Return the transport of a group's gradients."""
+        return transport_of_ring(self.transport, self.rings, [self.gpu_of.get(soc, "") for soc in group.members])
 
 
 _TOKEN_BYTES = 32
@@ -68,7 +75,7 @@ def ring_tasks(
             tasks[soc] = RingTask(
                 participant=participant_of[soc], leader=participant_of[group.leader],
                 addresses=tuple(address_of[member] for member in group.members), token=token,
-                transport=this.transport, num_buckets=num_buckets, compression=settings.compression,
+                transport=this.transport_in(group), num_buckets=num_buckets, compression=settings.compression,
                 heartbeat_s=settings.heartbeat_s, rendezvous_s=settings.rendezvous_s,
                 leader_grace_s=settings.leader_grace_s, tolerate_errors=tolerate_errors,
                 rebalance_steps=rebalance_steps, groups_before=tuple(before), groups_after=tuple(after),

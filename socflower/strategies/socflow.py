@@ -221,7 +221,9 @@ class SoCFlow(PlannedRounds):
     @property
     def transport(self) -> str:
         """The transport of gradients inside the groups of the latest round."""
-        return IN_PROCESS if self.round is None else self.round.transport
+        if self.round is None:
+            return IN_PROCESS
+        return ", ".join(sorted({self.round.transport_in(group) for group in self.round.plan.groups}))
 
     @property
     def num_rounds(self) -> int:
@@ -405,7 +407,8 @@ class SoCFlow(PlannedRounds):
             server_round=server_round, interval=self.intervals[server_round - 1], plan=plan, turns=turns, costs=costs,
             node_of={soc: registry.node_of[soc] for soc in plan.participants},
             sent=arrays, settled_by_grid=getattr(grid, "settles_groups", False),
-            transport=registry.transport(self._rings.transport) if registry.ring_address_of else IN_PROCESS)
+            transport=registry.transport(self._rings.transport) if registry.ring_address_of else IN_PROCESS,
+            rings=self._rings, gpu_of=registry.gpu_of)
 
     def _turns_and_costs(self, plan: GroupPlan) -> tuple[Turns, IntervalCosts | None]:
         """Return how a plan's groups exchange, and what an interval of it costs."""

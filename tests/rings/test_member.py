@@ -46,6 +46,7 @@ class StruckRing(Collective):
     def __init__(self, ring: Collective, participant: int, generation: int, strike: Strike) -> None:
         self._ring, self._participant, self._generation, self._strike = ring, participant, generation, strike
         self.rank, self.size, self.transport = ring.rank, ring.size, ring.transport
+        self.reduces_on = ring.reduces_on
         self._numbers: dict[str, int] = {}
 
     def all_reduce(self, buffer: Tensor) -> Work:
@@ -149,8 +150,10 @@ class Members:
         own_data: bool = False, augmented: bool = False, frozen: bool = False, devices: Sequence[str] = (),
         num_buckets: int = 1, compression: str = "none",
     ) -> None:
-        def struck(transport: str, port: RingPort, ranks: Any, generation: int, heartbeat_s: float) -> Collective:
-            return StruckRing(open_ring(transport, port, ranks, generation, heartbeat_s), port.rank, generation, strike)
+        def struck(transport: str, port: RingPort, ranks: Any, generation: int, heartbeat_s: float, **device: Any,
+                   ) -> Collective:
+            ring = open_ring(transport, port, ranks, generation, heartbeat_s, **device)
+            return StruckRing(ring, port.rank, generation, strike)
 
         monkeypatch.setattr(ring_member_module, "open_ring", struck)
         self._addresses, self._norm, self._frozen = tuple(free_addresses(size)), norm, frozen
@@ -165,9 +168,9 @@ class Members:
             self._ends = {rank: threads.submit(self._train, rank) for rank in range(size)}
 
     def _train(self, rank: int) -> MemberResult:
-        ring = RingTask(participant=rank, leader=0, addresses=self._addresses, token=TOKEN.hex(), transport="grpc",
-                        num_buckets=self._num_buckets, compression=self._compression, heartbeat_s=HEARTBEAT_S,
-                        rendezvous_s=60.0, rebalance_steps=self._rebalance_steps)
+        ring = RingTask(participant=rank, leader=0, addresses=self._addresses, token=TOKEN.hex(),
+                        transport="grpc", num_buckets=self._num_buckets, compression=self._compression,
+                        heartbeat_s=HEARTBEAT_S, rendezvous_s=60.0, rebalance_steps=self._rebalance_steps)
         port = RingPort(self._addresses[rank], rank=rank, addresses=self._addresses, token=TOKEN, tls=None,
                         heartbeat_s=HEARTBEAT_S)
         try:

@@ -22,7 +22,7 @@ from socflower.rings.collective import POLL_INTERVAL_S, Collective, PeerLost, Po
 from socflower.rings.transports.port import Caller, RingPort
 from socflower.wire.secure_channel import Address, PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable
 
-_GROUP_TIMEOUT = timedelta(minutes=10)  # longer than any wait: lost members are detected by the callers' polls
+GROUP_TIMEOUT = timedelta(minutes=10)  # longer than any wait: lost members are detected by the callers' polls
 _METHOD = "rendezvous"
 _LONG_POLL_S = 0.2
 _RETRY_S = 0.02
@@ -51,13 +51,13 @@ class GlooRing(Collective):
         self._lock = threading.Lock()
         self._store = _PortStore(port, ranks[0], generation, heartbeat_s)
         self._group: Any = None
-        self._waiting: list[_Operation[Any]] = []
+        self._waiting: list[Operation[Any]] = []
         self._ports: frozenset[int] = frozenset()
         self._failure: str | None = None
         self._host = Address.parse(port.addresses[port.rank]).host
         threading.Thread(target=self._build, name="ring-gloo", daemon=True).start()
 
-    def all_reduce(self, buffer: Tensor) -> "_Operation[None]":
+    def all_reduce(self, buffer: Tensor) -> "Operation[None]":
         """Begin to sum a buffer over all members, in place."""
         return self._begin(lambda group: (group.allreduce([buffer]), lambda: None))
 
@@ -89,8 +89,11 @@ class GlooRing(Collective):
     def _broadcast_tensor(self, content: Tensor, source: int, poll: Poll) -> None:
         self._begin(lambda group: (group.broadcast(content, source), lambda: None)).result(poll)
 
-    def _begin(self, operation: Callable[[Any], tuple[Any, Callable[[], _Result]]]) -> "_Operation[_Result]":
-        work = _Operation(operation)
+    def _begin(
+        self, operation: Callable[[Any], tuple[Any, Callable[[], _Result]]],
+        kind: "type[Operation[_Result]] | None" = None,
+    ) -> "Operation[_Result]":
+        work = (kind or Operation)(operation)
         with self._lock:
             if self._failure is not None:
                 raise PeerLost(self._failure)
@@ -105,12 +108,13 @@ class GlooRing(Collective):
             before = set(_sockets())
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-            options._timeout = _GROUP_TIMEOUT
+            options._timeout = GROUP_TIMEOUT
             listening = [port for fd in set(_sockets()) - before if (port := _listening_port(fd))]
             self._store.set(_DEVICE_KEY.format(self.rank), json.dumps(listening))
             group = dist.ProcessGroupGloo(self._store, self.rank, self.size, options)
             ports = frozenset(
                 port for rank in range(self.size) for port in json.loads(self._store.get(_DEVICE_KEY.format(rank))))
+            self._connect()
         except Exception as failure:  # gloo only raises RuntimeError, which contains the exception of the store
             self._fail(self._store.failure or f"the ring could not be built: {str(failure).splitlines()[0]}")
             return self._store.abandon()
@@ -123,6 +127,9 @@ class GlooRing(Collective):
             self._waiting.clear()
         if closed:
             self._shut_down_group()
+
+    def _connect(self) -> None:
+        """Connect what a subclass uses besides gloo, before operations begin."""
 
     def _fail(self, why: str) -> None:
         with self._lock:
@@ -146,8 +153,8 @@ class GlooRing(Collective):
             _shut_down_if_connected(fd, self._ports)
 
 
-class _Operation(Generic[_Result]):
-    """An operation that begins once the group is built; the owner of the ring waits for it."""
+class Operation(Generic[_Result]):
+    """An operation of a ring that begins once the group is built; the owner of the ring waits for it."""
 
     def __init__(self, operation: Callable[[Any], tuple[Any, Callable[[], _Result]]]) -> None:
         self._operation = operation
@@ -157,6 +164,7 @@ class _Operation(Generic[_Result]):
         self._failure: str | None = None
 
     def begin(self, group: Any) -> None:
+        """Begin in a group; a failure is raised by `wait`."""
         try:
             self._work, self._finish = self._operation(group)
         except RuntimeError as failure:
@@ -164,13 +172,13 @@ class _Operation(Generic[_Result]):
         self._begun.set()
 
     def fail(self, why: str) -> None:
+        """End without a result, for a reason that `wait` raises."""
         self._failure = why
         self._begun.set()
 
     def wait(self, poll: Poll = no_poll) -> None:
         """Return when it is done; raise `PeerLost`, or what `poll` raises."""
-        while not self._begun.wait(POLL_INTERVAL_S):
-            poll()
+        self._await_begin(poll)
         while self._failure is None:
             try:
                 self._work.wait(timedelta(seconds=POLL_INTERVAL_S))
@@ -181,7 +189,15 @@ class _Operation(Generic[_Result]):
                     poll()
                 else:
                     self._failure = f"a member is gone ({str(failure).splitlines()[0]})"
-        raise PeerLost(self._failure)
+        self._require_success()
+
+    def _await_begin(self, poll: Poll) -> None:
+        while not self._begun.wait(POLL_INTERVAL_S):
+            poll()
+
+    def _require_success(self) -> None:
+        if self._failure is not None:
+            raise PeerLost(self._failure)
 
     def _has_failed(self) -> bool:
         return bool(self._work.is_completed()) and not self._work.is_success()

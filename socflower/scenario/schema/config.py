@@ -91,8 +91,8 @@ class TrainConfig(Table):
     schedule: Annotated[str, OneOf(("cosine", "constant"))] = Field("cosine", description=(
         "of the learning rate; `cosine` is zero at the end"))
     device: str = Field("cpu", description=(
-        "torch device of clients and evaluation: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto`, which is the accelerator "
-        "that each machine has, else its CPU; weights depend on it. int8 and mixed training use the CPU"))
+        "torch device of clients and evaluation: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto`: each machine's "
+        "accelerator, else its CPU; weights depend on it"))
     local_epochs: Epochs = Field(1, description="epochs of a `fedavg` client in a round; `epochs` must be a multiple")
     reduction: Annotated[str, OneOf(("auto", "always", "ring"))] = Field(
         "auto", json_schema_extra={"was": "member_passes"}, description=(
