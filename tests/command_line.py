@@ -1,7 +1,7 @@
 """The command line as a fixture."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +18,11 @@ Socflower = Callable[..., Ran]
 
 
 @pytest.fixture
-def socflower(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Socflower:
+def socflower(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+              ) -> Iterator[Socflower]:
     """The command, without a new interpreter, in a folder of its own."""
     from socflower.cli import main as cli  # here: most tests start no command
+    from socflower.user_code import forgotten_modules
 
     monkeypatch.chdir(tmp_path)
 
@@ -35,4 +37,5 @@ def socflower(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         captured = capsys.readouterr()
         return Ran(status, captured.out, captured.err)
 
-    return run
+    with forgotten_modules(tmp_path):
+        yield run

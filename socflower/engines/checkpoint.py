@@ -44,6 +44,7 @@ class Checkpoint:
     balance: Mapping[str, Any] = field(default_factory=dict)  # state of re-balancing
     outer: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # moments of an outer strategy
     resumed_from: list[int] = field(default_factory=list)
+    trained_on: Mapping[str, list[int]] = field(default_factory=dict)  # SoCs by the device that trained them last
     trace_parts: list[int] = field(default_factory=list)  # rounds whose spans are in separate files
 
 

@@ -1,6 +1,6 @@
 """The devices that trained, as clients say in their replies."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -24,6 +24,10 @@ class TrainedDevices(ForwardingGrid):
         """Return the SoCs that trained on each device, such as `{"cpu": [0, 1]}`."""
         return {device: [soc for soc in sorted(self._device_of) if self._device_of[soc] == device]
                 for device in sorted(set(self._device_of.values()))}
+
+    def restore(self, document: Mapping[str, Sequence[int]]) -> None:
+        """Begin with what `document()` returned before the run was interrupted."""
+        self._device_of = {soc: device for device, socs in document.items() for soc in socs}
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Exchange messages through the inner grid."""

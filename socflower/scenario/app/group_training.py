@@ -58,7 +58,7 @@ class _Training:
         self._trace = Trace()
         self._rack = rack_dynamics(scenario, self._cluster)
         self._clock = EventClock(self._cluster, dynamics=self._rack, trace=self._trace)
-        self._record = RoundRecord(scenario, folder, self._clock, self._trace, self._evaluate)
+        self._record = RoundRecord(scenario, folder, self._clock, self._trace, self._devices, self._evaluate)
         self._plan: dict[str, Any] | None = None
         self._resumed: Checkpoint | None = None
         self._transport = "in process"
@@ -85,7 +85,6 @@ class _Training:
             "strategy": self._scenario.strategy.name,
             "kernels": self._kernels(),
             "transports": {"inside groups": self._transport, "hub": "Flower messages"},
-            "trained_on": self._devices.document(),
             "data_source": self._data.source,
             **self._record.totals(final, self._whole(final)),
             "wall_s": perf_counter() - started_s,

@@ -13,6 +13,7 @@ from socflower import __version__
 from socflower.cluster import Usage
 from socflower.engines.checkpoint import Checkpoint
 from socflower.engines.run_folder import RunFolder
+from socflower.engines.trained_devices import TrainedDevices
 from socflower.report.quality import final_figures
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
@@ -30,13 +31,13 @@ class RoundRecord:
 
     def __init__(
         self, scenario: Scenario, folder: RunFolder, clock: EventClock, trace: Trace,
-        evaluate: Callable[[ArrayRecord], Score],
+        devices: TrainedDevices, evaluate: Callable[[ArrayRecord], Score],
     ) -> None:
         self.rounds: list[dict[str, Any]] = []
         self.warm_up: dict[str, Any] | None = None
         self.resumed_from: list[int] = []
         self._scenario, self._folder, self._clock, self._trace = scenario, folder, clock, trace
-        self._evaluate = evaluate
+        self._devices, self._evaluate = devices, evaluate
         self._checkpointing = folder.read_checkpointing()
         self._trace_parts: list[int] = []
         self._num_spans_kept = 0
@@ -49,6 +50,7 @@ class RoundRecord:
         self.rounds = list(checkpoint.rounds)
         self.warm_up = None if checkpoint.warm_up is None else dict(checkpoint.warm_up)
         self._clock.restore(checkpoint.clock)
+        self._devices.restore(checkpoint.trained_on)
         for part in self._checkpointing.kept.trace_parts(checkpoint):
             self._trace.restore(part)
         self._num_spans_kept = self._trace.num_spans
@@ -99,7 +101,8 @@ class RoundRecord:
         self._folder.write_model(array_views(whole or final))
         usage = self._clock.usage
         return {
-            "seed": self._scenario.seed, "rounds": self.rounds, "warm_up": self.warm_up,
+            "seed": self._scenario.seed, "trained_on": self._devices.document(), "rounds": self.rounds,
+            "warm_up": self.warm_up,
             **final_figures(self.rounds[-1]), "virtual_s": self._clock.now_s,
             "energy_j": usage.total_energy_j, "bytes": bytes_by_tier(usage),
             "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
@@ -117,7 +120,8 @@ class RoundRecord:
             server_round=server_round, num_rounds=num_rounds, scenario=to_document(self._scenario),
             engine=self._checkpointing.engine, versions=versions(), rounds=self.rounds, clock=self._clock.state(),
             arrays=array_views(arrays), warm_up=self.warm_up, resumed_from=self.resumed_from,
-            trace_parts=self._trace_parts, **own_state), self._trace.state(self._num_spans_kept))
+            trained_on=self._devices.document(), trace_parts=self._trace_parts, **own_state,
+        ), self._trace.state(self._num_spans_kept))
         self._num_spans_kept = self._trace.num_spans
 
 

@@ -110,8 +110,8 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
     def evaluate(arrays: ArrayRecord) -> Score:
         return workload.evaluate(whole(arrays))
 
-    record = RoundRecord(scenario, folder, clock, trace, evaluate)
     grid = devices = TrainedDevices(grid)
+    record = RoundRecord(scenario, folder, clock, trace, devices, evaluate)
     strategy = SplitReplay(
         cluster=setting.cluster, parties=setting.parties(), edge_names=workload.program.edge_names, mode=setting.mode,
         batches_per_epoch=workload.batches_per_epoch, num_epochs=scenario.train.epochs, clock=clock, cloud=cloud,
@@ -154,7 +154,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
         "strategy": scenario.strategy.name,
         "kernels": {"fp32": f"torch {torch.__version__}", "aggregation": "native weighted sum, float32"},
         "transports": {"edge and cloud": strategy.transport, "hub": "Flower messages"},
-        "trained_on": devices.document(), "data_source": workload.source,
+        "data_source": workload.source,
         **record.totals(ArrayRecord(whole(final).state_dict())),
         "wall_s": perf_counter() - started_s, "plan": None,
         "heat": None if rack is None else heat_document(scenario, rack, clock.now_s, unthrottled_training_s(
