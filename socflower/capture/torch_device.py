@@ -31,7 +31,7 @@ def resolve_device(name: str, where: str) -> torch.device:
     if present is None or kind != present.type:
         raise ConfigError(f"{where} = {name!r}: torch {torch.__version__} finds {present or 'no accelerator'} on this "
                           f"machine; {_NEITHER}")
-    count = torch.accelerator.device_count() if hasattr(torch, "accelerator") else torch.cuda.device_count()
+    count = num_devices()
     if index and int(index) >= count:
         raise ConfigError(f"{where} = {name!r}: devices of this machine are {kind}:0 to {kind}:{count - 1}; {_NEITHER}")
     # Without its number, a device would differ from that of its own tensors.
@@ -49,6 +49,11 @@ def accelerator() -> torch.device | None:
     if torch.cuda.is_available():
         return torch.device("cuda", 0)
     return torch.device("mps", 0) if torch.backends.mps.is_available() else None
+
+
+def num_devices() -> int:
+    """Return how many accelerators of the kind of `accelerator()` this machine has."""
+    return torch.accelerator.device_count() if hasattr(torch, "accelerator") else torch.cuda.device_count()
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -1,5 +1,6 @@
 """Engine `simulation`: the scenario's app under Flower's own simulation runtime, as `flwr run` starts it."""
 
+import math
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -42,13 +43,32 @@ def run_in_flower_simulation(folder: RunFolder, files: AppFiles, num_nodes: int,
                        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         with running_superlink(folder.path, environment):
             run = start(["flwr", "run", str(app), CONNECTION, "--stream", "--federation-config",
-                         f"num-supernodes={num_nodes} client-resources-num-cpus=1 init-args-num-cpus={num_workers}"],
+                         f"num-supernodes={num_nodes} client-resources-num-cpus=1 init-args-num-cpus={num_workers}"
+                         + gpu_resources(num_workers, *_gpus())],
                         environment, log, app)
             while folder.read_outcome() is None and run.poll() is None:
                 time.sleep(0.2)
             await_end(run)
     if folder.read_outcome() is None:
         raise TrainingFailed(f"engine simulation: Flower ended without an outcome; the end of its log: {tail(log)}")
+
+
+def gpu_resources(num_workers: int, kind: str, count: int) -> str:
+    """Return the setting by which each worker sees a GPU, shared where there are fewer; Ray hides all others.
+
+    Ray knows GPUs of CUDA alone: other kinds of accelerators are not hidden. Not executed on a GPU yet.
+    """
+    if kind != "cuda" or not count:
+        return ""
+    share = min(1.0, math.floor(1000 * count / num_workers) / 1000)
+    return f" client-resources-num-gpus={share}"
+
+
+def _gpus() -> tuple[str, int]:
+    from socflower.capture.torch_device import accelerator, num_devices  # imports torch
+
+    found = accelerator()
+    return ("", 0) if found is None else (found.type, num_devices())
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from importlib import import_module
+from logging import WARNING
 from time import perf_counter
 from typing import Any
 
@@ -10,6 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower_strategies
 from flwr.serverapp.strategy import Strategy as OuterStrategy
+from flwr.supercore import log
 
 from socflower import _int8
 from socflower.engines.checkpoint import Checkpoint
@@ -23,6 +25,7 @@ from socflower.scenario.arithmetic import evaluation_device, model_profile, num_
 from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
+from socflower.scenario.priced_processors import priced_line, priced_processors
 from socflower.scenario.schema.outer import OUTER_STRATEGIES, OuterConfig
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.scenario.workload import Score, scenario_data
@@ -81,6 +84,8 @@ class _Training:
             final = final or arrays  # no round was left
         if not final:
             raise TrainingFailed("Flower returned no model: every client failed; see the log for the first cause")
+        if line := priced_line(priced_processors(self._scenario, self._devices.document())):
+            log(WARNING, "time and energy are those of %s", line)
         return {
             "strategy": self._scenario.strategy.name,
             "kernels": self._kernels(),
