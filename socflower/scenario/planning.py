@@ -246,6 +246,11 @@ def plan_split(scenario: Scenario) -> dict[str, Any]:
     notes = ["planned on each link's mean rates; a run follows the link as it changes"]
     if scenario.strategy.name == "split-replay" and scenario.split.adapt and setting.num_edges == 1:
         notes.append("the cut moves with the link (adapt = false keeps it)")
+    if scenario.split.shared_up_bytes_per_s is not None:
+        notes.append("each edge is planned with an even share of the uplink")
+    if scenario.split.cloud_processors is not None:
+        notes.append("planned as if the cloud were free; a run shares its "
+                     f"{counted(scenario.split.cloud_processors, 'processor')}")
     notes += gpu_notes(priced_processors(scenario), None)
     return {"schema": 1, "work": what, "mode": setting.mode, "window": [list(step) for step in setting.schedule.steps],
             "edges": edges, "cut": edges[0]["deployment"]["cut_name"],
@@ -254,7 +259,7 @@ def plan_split(scenario: Scenario) -> dict[str, Any]:
 
 
 def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
-    costs, rates = party.costs, party.bandwidth_profile.mean_rates()
+    costs, rates = party.costs, setting.planned_rates(party.bandwidth_profile.mean_rates())
     device, reverse = setting.cluster.device_of(edge), setting.workload.program.is_reverse
     chosen = replace(party.split_plan, window=party.limit(0))
 

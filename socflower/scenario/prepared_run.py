@@ -54,6 +54,8 @@ class PreparedRun:
             raise InfeasiblePlan(f"{scenario.name} [strategy] socs = {num_socs}, but the cluster has "
                                  f"{self.cluster.num_socs} SoCs; lower socs or add boards")
         if scenario.is_split:
+            check_boards(scenario, self.cluster)
+            _check_shared(scenario, engine)
             if trains_here:
                 self.split_setting.parties()  # raises if model, data, cuts and links do not fit together
             return
@@ -96,3 +98,12 @@ def prepare(scenario: Scenario, engine: str = "local", *, trains_here: bool = Tr
     run = PreparedRun(scenario)
     run.check(engine, trains_here=trains_here)
     return run
+
+
+def _check_shared(scenario: Scenario, engine: str) -> None:
+    """Raise for what edges share in virtual time only, if they are to be real."""
+    table = scenario.split
+    if engine == "deployment" and (table.shared_up_bytes_per_s is not None or table.cloud_processors is not None):
+        raise ConfigError(f"{scenario.name} [edgecloud] shared_up_bytes_per_s and cloud_processors are of virtual "
+                          "time: a deployment has the uplink and the processors that are there; leave them out, or "
+                          "use another engine")

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from socflower.cluster.device_catalog import device
-from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates, constant
 from socflower.edgecloud.plan import baselines
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine, WindowSchedule, initial_rates
@@ -70,6 +70,18 @@ class SplitSetting:
         return self.scenario.strategy.name == "split-replay" and self.scenario.split.adapt and (
             self.num_edges == 1 or self.mode == "own") and not self.workload.is_joined
 
+    @property
+    def uplink(self) -> BandwidthProfile | None:
+        """The link that all edges share, if any."""
+        table = self.scenario.split
+        if table.shared_up_bytes_per_s is None or table.shared_down_bytes_per_s is None:
+            return None
+        return constant(table.shared_up_bytes_per_s, table.shared_down_bytes_per_s)
+
+    def planned_rates(self, rates: LinkRates) -> LinkRates:
+        """Return the rates of an edge's own link with an even share of the uplink behind it."""
+        return rates.behind(self.uplink.rates(0.0) if self.uplink else None, self.num_edges)
+
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yield each round's first batch and number of batches."""
         length = max(1, round(self.scenario.split.round_epochs * self.workload.batches_per_epoch))
@@ -80,8 +92,9 @@ class SplitSetting:
         """Let the whole training pass on a clock, without training."""
         parties = self.parties()
         for first, num_batches in self.spans():
-            parties = moved(parties, simulate(parties, num_batches, first, clock=clock, cluster=self.cluster,
-                                              cloud=self.mode, reverse=self.workload.program.is_reverse))
+            parties = moved(parties, simulate(
+                parties, num_batches, first, clock=clock, cluster=self.cluster, cloud=self.mode, uplink=self.uplink,
+                cloud_processors=self.scenario.split.cloud_processors, reverse=self.workload.program.is_reverse))
 
     def decision_engine(self, edge: int) -> DecisionEngine | None:
         """Return the engine that may move an edge's cut on a real link; within a round it always keeps a cloud half."""
@@ -116,19 +129,21 @@ class SplitSetting:
         if name == "edge-only" and self.workload.is_joined:
             raise ConfigError(f"{self.scenario.name}: parties that hold different features cannot train alone; "
                               "leave edge-only out")
-        best = engine.best(initial_rates(link), window)
+        first = self.planned_rates(initial_rates(link))
+        best = engine.best(first, window)
         if self.workload.is_joined:  # there is one cut, and no edge can train alone
             bits = baselines.BASELINES[name].bits if name in baselines.BASELINES else best.bits
             return SplitPlan(cut=0, bits=bits, window=window)
         cut = self._configured_cut(costs)
         if name in baselines.BASELINES:
             return baselines.plan_baseline(
-                name, costs, link.mean_rates(), num_batches=self.total_batches, window=window, cut=cut,
-                allow_edge_only=self.scenario.split.allow_edge_only, reverse=self.workload.program.is_reverse)
+                name, costs, self.planned_rates(link.mean_rates()), num_batches=self.total_batches, window=window,
+                cut=cut, allow_edge_only=self.scenario.split.allow_edge_only,
+                reverse=self.workload.program.is_reverse)
         if cut is None:
             return best
         given = DecisionEngine(replace(costs, cuts=costs.cuts[cut:cut + 1]), self.scenario.split.bits,
-                               reverse=self.workload.program.is_reverse).best(initial_rates(link), window)
+                               reverse=self.workload.program.is_reverse).best(first, window)
         return SplitPlan(cut=cut, bits=given.bits, window=window)
 
     def _configured_cut(self, costs: SplitCosts) -> int | None:

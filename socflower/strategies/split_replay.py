@@ -11,6 +11,7 @@ from flwr.supercore import log
 from numpy.typing import NDArray
 
 from socflower.cluster import Cluster, Usage
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine
 from socflower.edgecloud.plan.party import CloudMode, Party
@@ -85,6 +86,8 @@ class SplitReplay(PlannedRounds):
         A round is `round_epochs` epochs, rounded to batches.
     reverse : bool
         The front half is in the cloud: generative models, whose last layers see the data.
+    uplink, cloud_processors
+        What edges share in virtual time; see `socflower.edgecloud.plan.split_pipeline.simulate`.
     clock : EventClock, optional
         Of the same cluster; each round is simulated on it. Default: the grid's, else one of its own.
     cloud : CloudSessions, optional
@@ -96,6 +99,7 @@ class SplitReplay(PlannedRounds):
         batches_per_epoch: int, num_epochs: int, mode: CloudMode = OWN, reverse: bool = False,
         round_epochs: float = 1.0, seed: int = 1, fingerprint: str = "", clock: EventClock | None = None,
         cloud: CloudSessions | None = None, tolerate_client_errors: bool = False,
+        uplink: BandwidthProfile | None = None, cloud_processors: int | None = None,
     ) -> None:
         if not 1 <= len(parties) <= cluster.num_socs:
             raise ConfigError(f"SplitReplay: {len(parties)} edges on a cluster of {cluster.num_socs} SoCs; need 1 to "
@@ -108,6 +112,7 @@ class SplitReplay(PlannedRounds):
         self._total_batches = batches_per_epoch * num_epochs
         self._round_batches = max(1, round(round_epochs * batches_per_epoch))
         self._clock, self._cloud = clock, cloud
+        self._uplink, self._cloud_processors = uplink, cloud_processors
         self._tolerate_client_errors = tolerate_client_errors
         self._registry = NodeRegistry(cluster, range(len(parties)))
         self._timeline: Timeline | None = None
@@ -169,7 +174,7 @@ class SplitReplay(PlannedRounds):
         first, num_batches = self._span(server_round)
         timeline = self._timeline = simulate(
             self.parties, num_batches, first, clock=self._clock, cluster=self._cluster, cloud=self._mode,
-            reverse=self._reverse)
+            reverse=self._reverse, uplink=self._uplink, cloud_processors=self._cloud_processors)
         self._arrays = array_views(arrays)
         self._frozen_sha256 = str(config.get(FROZEN_SHA256, ""))
         settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})

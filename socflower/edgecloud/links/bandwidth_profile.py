@@ -27,6 +27,14 @@ class LinkRates:
             raise ConfigError(f"link: rates {self.up_bytes_per_s}, {self.down_bytes_per_s} bytes/s and latency "
                               f"{self.latency_s} s must not be negative")
 
+    def behind(self, shared: "LinkRates | None", num_sharing: int = 1) -> "LinkRates":
+        """Return the rates of this link and a fair share of another one after it, with the latency of both."""
+        if shared is None:
+            return self
+        return LinkRates(up_bytes_per_s=min(self.up_bytes_per_s, shared.up_bytes_per_s / num_sharing),
+                         down_bytes_per_s=min(self.down_bytes_per_s, shared.down_bytes_per_s / num_sharing),
+                         latency_s=self.latency_s + shared.latency_s)
+
 
 @dataclass(frozen=True, slots=True)
 class BandwidthProfile:

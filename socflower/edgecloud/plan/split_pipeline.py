@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from socflower.cluster import Cluster, Usage
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
+from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, Direction
 from socflower.edgecloud.plan.channel import Channel
 from socflower.edgecloud.plan.cost_model import received_weight_bytes
 from socflower.edgecloud.plan.cuts import SplitPlan
@@ -25,7 +26,7 @@ from socflower.edgecloud.plan.phases import BatchTimes, batch_times
 from socflower.edgecloud.plan.timeline_actions import Action, Kind
 from socflower.errors import ConfigError, require_range
 from socflower.sim import EventClock
-from socflower.sim.processes import Event, Process, Processor, Queue, Simulation, all_of
+from socflower.sim.processes import Credits, Event, Link, Process, Processor, Queue, Simulation, all_of
 
 PROBE_BYTES = 65536
 """What an edge that trains alone sends in each direction to measure whether a cut would pay, if it has a decider."""
@@ -74,7 +75,8 @@ class Timeline:
 
 def simulate(
     parties: Sequence[Party], num_batches: int, first_batch: int = 0, *, clock: EventClock, cluster: Cluster,
-    cloud: CloudMode = "own", reverse: bool = False, apply_first: bool = False, label: str = "split training",
+    cloud: CloudMode = "own", reverse: bool = False, apply_first: bool = False, uplink: BandwidthProfile | None = None,
+    cloud_processors: int | None = None, label: str = "split training",
 ) -> Timeline:
     """Let all parties train the batches from `first_batch` on, advance the clock, and return the timeline.
 
@@ -92,6 +94,10 @@ def simulate(
         Whether the front half is in the cloud: features are sent down and gradients up.
     apply_first : bool
         Whether a front half applies every arrived gradient before the next forward pass.
+    uplink : BandwidthProfile, optional
+        A link that all edges share behind their own ones; its latency is added to theirs.
+    cloud_processors : int, optional
+        How many halves of the cloud "own" work at a time, in the order of asking; default: all.
 
     Raises
     ------
@@ -103,7 +109,12 @@ def simulate(
     _check(parties, num_batches, first_batch, cloud, reverse)
     # A back half with only one party is not shared, so its cut may move, even to edge-only.
     mode: CloudMode = "own" if len(parties) == 1 else cloud
-    pipeline = _Pipeline(parties, num_batches, first_batch, cluster, mode, reverse, apply_first)
+    require_range("split pipeline", least=1, cloud_processors=1 if cloud_processors is None else cloud_processors)
+    if mode != "own" and cloud_processors is not None:
+        raise ConfigError(f"split pipeline: cloud = {mode!r} has one half and one processor; leave cloud_processors = "
+                          f"{cloud_processors} out")
+    pipeline = _Pipeline(parties, num_batches, first_batch, cluster, mode, reverse, apply_first, uplink,
+                         cloud_processors)
     usage = clock.run_processes(pipeline.start, socs=range(len(parties)), label=label)
     return pipeline.timeline(usage)
 
@@ -139,11 +150,14 @@ class _Pipeline:
     """The processes of all parties and of the cloud, and what they record."""
 
     def __init__(self, parties: Sequence[Party], num_batches: int, first_batch: int, cluster: Cluster,
-                 cloud: CloudMode, reverse: bool, apply_first: bool) -> None:
-        self.num_batches, self.first_batch = num_batches, first_batch
+                 cloud: CloudMode, reverse: bool, apply_first: bool, uplink: BandwidthProfile | None,
+                 cloud_processors: int | None) -> None:
+        self.num_batches, self.first_batch, self.num_parties = num_batches, first_batch, len(parties)
         self.reverse, self.apply_first = reverse, apply_first
         self.cloud_busy_s = 0.0
+        self.uplink = uplink
         self._parties, self._cluster, self._mode = parties, cluster, cloud
+        self._free = None if cloud_processors is None else Credits(cloud_processors, "a processor of the cloud")
         self._actions: list[Action] = []
         self._times_s: list[float] = []
         self._turn = (first_batch, 0)  # the next batch and party, where they take turns
@@ -153,6 +167,10 @@ class _Pipeline:
     def start(self, simulation: Simulation) -> None:
         """Start all processes."""
         self.simulation, self._start_s = simulation, simulation.now_s
+        shared = self.uplink
+        self.shared_links: dict[Direction, list[Link]] = {"up": [], "down": []} if shared is None else {
+            "up": [simulation.link("the shared up link", shared.up)],
+            "down": [simulation.link("the shared down link", shared.down)]}
         self._fronts = [_Front(self, index, party) for index, party in enumerate(self._parties)]
         for front in self._fronts:
             simulation.start(front.train(), f"edge {front.index}")
@@ -198,7 +216,20 @@ class _Pipeline:
             for index in parties:
                 self._fronts[index].return_gradient(batch, seconds)
 
-        self.simulation.compute(processor, step_s, f"step {batch}").then(end)
+        if self.reverse or self._free is None:
+            self.simulation.compute(processor, step_s, f"step {batch}").then(end)
+        else:
+            name = f"step {batch} of edge {parties[0]}"
+            self.simulation.start(self.cloud_work(processor, step_s, name), name).then(end)
+
+    def cloud_work(self, processor: Processor, seconds: float, name: str) -> Process[float]:
+        """Compute on a processor of the cloud, if need be after waiting for a free one; return the seconds."""
+        if self._free is not None:
+            yield self._free.take()
+        spent_s: float = yield self.simulation.compute(processor, seconds, name)
+        if self._free is not None:
+            self._free.give()
+        return spent_s
 
     # ---------------------------------------------------------------------------------------------------- results
 
@@ -219,11 +250,17 @@ class _Front:
         self._simulation = simulation = pipeline.simulation
         profile, now_s = party.bandwidth_profile, simulation.now_s
         self._start_s = now_s
-        self._meter = None if party.decider is None else BandwidthMeter(first=profile.rates(now_s))
-        self._up, self._down = (
-            Channel(simulation, [simulation.link(f"party {index}: its {direction} link", profile.steps(direction))],
-                    index, direction, latency_s=profile.latency_s, meter=self._meter)
-            for direction in ("up", "down"))
+        shared = pipeline.uplink.rates(now_s) if pipeline.uplink else None
+        self._meter = None if party.decider is None else BandwidthMeter(
+            first=profile.rates(now_s).behind(shared, pipeline.num_parties))
+        latency_s = profile.latency_s + (pipeline.uplink.latency_s if pipeline.uplink else 0.0)
+
+        def channel(direction: Direction) -> Channel:
+            own = simulation.link(f"party {index}: its {direction} link", profile.steps(direction))
+            return Channel(simulation, [own, *pipeline.shared_links[direction]], index, direction, latency_s=latency_s,
+                           meter=self._meter)
+
+        self._up, self._down = channel("up"), channel("down")
         self._out, self._back = (self._down, self._up) if pipeline.reverse else (self._up, self._down)
         self._cut, self._bits = party.split_plan.cut, party.split_plan.bits
         self._next = self._oldest = pipeline.first_batch
@@ -324,7 +361,7 @@ class _Front:
         """Compute where the front half is, or `at_edge`."""
         if self._pipeline.reverse and not at_edge:
             processor = self._simulation.processor("cloud", f"front {self.index}")
-            spent_s = yield self._simulation.compute(processor, seconds, name)
+            spent_s = yield from self._pipeline.cloud_work(processor, seconds, name)
             self._pipeline.cloud_busy_s += spent_s
         else:
             processor = self._pipeline.edge_processor(self.index)

@@ -116,6 +116,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
         cluster=setting.cluster, parties=setting.parties(), edge_names=workload.program.edge_names, mode=setting.mode,
         batches_per_epoch=workload.batches_per_epoch, num_epochs=scenario.train.epochs, clock=clock, cloud=cloud,
         reverse=workload.program.is_reverse, round_epochs=scenario.split.round_epochs, seed=scenario.seed,
+        uplink=setting.uplink, cloud_processors=scenario.split.cloud_processors,
         fingerprint=workload.program.fingerprint(), tolerate_client_errors=scenario.strategy.tolerate_client_errors)
     arrays = ArrayRecord(workload.program.trainable_state())
     resumed = record.resume()

@@ -33,6 +33,11 @@ class EdgeCloudConfig(Table):
                                              "for good")
     jitter: float = Field(0.0, ge=0, description="of `constant` and of `segments`: standard deviation of the rates as "
                           "a part of their mean, changing within about ten seconds")
+    shared_up_bytes_per_s: Rate | None = Field(None, description=(
+        "of an uplink that all edges share behind their own links; together with `shared_down_bytes_per_s`"))
+    shared_down_bytes_per_s: Rate | None = Field(None, description="the same, from the cloud")
+    cloud_processors: int | None = Field(None, ge=1, description=(
+        "how many cloud halves of `own` work at a time; default: all"))
     trace_seed: int | None = Field(None, ge=0, le=2**32 - 1, description=(
         "of generated profiles and of `jitter`; edge i takes `trace_seed + i`; default: the scenario's `seed`"))
     cut: int | Annotated[str, Field(min_length=1)] = Field("auto", description=(
@@ -72,6 +77,11 @@ class EdgeCloudConfig(Table):
             value = getattr(self, key)
             if (value is None) == is_constant:
                 raise ValueError(f"{key} = {value}: link = \"constant\" needs it, and no other link takes it")
+        if (self.shared_up_bytes_per_s is None) != (self.shared_down_bytes_per_s is None):
+            raise ValueError("shared_up_bytes_per_s and shared_down_bytes_per_s are one link; give both or none")
+        if self.cloud_processors is not None and self.cloud_model == "shared":
+            raise ValueError(f"cloud_processors = {self.cloud_processors} is for cloud_model = \"own\"; a shared half "
+                             "has one processor")
         if self.jitter and not self.segments and not is_constant:
             raise ValueError(f"jitter = {self.jitter} is of segments and of link = \"constant\"; generated links "
                              "scatter by themselves")

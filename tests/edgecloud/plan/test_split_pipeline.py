@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from socflower.cluster import Tier
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates, constant, segments
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.edgecloud.plan.party import Party
@@ -384,3 +385,38 @@ def test_windows_cuts_and_weights_that_cannot_be_are_refused() -> None:
         simulate([replace(party, split_plan=SplitPlan(cut=7))], 5)
     with pytest.raises(ConfigError, match="model_weight_bytes is not known"):
         simulate([replace(party, decider=Wandering([SplitPlan(cut=None)]))], 5)
+
+
+# ------------------------------------------------------------------------------------------- what edges share
+
+
+def edges(count: int, *, up_bytes_per_s: float = 1000.0, cloud_s: float = 0.5) -> list[Party]:
+    one = SplitCosts(model="tiny", batch_size=8, cuts=(cut(0, 0.01, 0.01, cloud_s, 100),), edge_only_s=1.0,
+                     label_bytes=8.0, header_bytes=16.0, model_weight_bytes=1000.0)
+    return [Party(costs=one, bandwidth_profile=constant(up_bytes_per_s, 1e6),
+                  split_plan=SplitPlan(cut=0, bits=32, window=6)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_edges_behind_one_uplink_share_it(count: int) -> None:
+    """Each sends 424 bytes a batch over 1,000 B/s of its own and an even part of 1,500 B/s."""
+    timeline = simulate(edges(count, cloud_s=0.0), 400, uplink=constant(1500.0, 1e6, 0.25))
+    rate = min(1000.0, 1500.0 / count)
+    assert timeline.duration_s == pytest.approx(400 * 424.0 / rate, rel=0.01)
+    for party in timeline.parties:
+        assert party.sending_s == pytest.approx(400 * 424.0 / rate, rel=0.02)
+    assert timeline.usage.num_bytes[Tier.WAN] == pytest.approx(count * 400 * (424.0 + 416.0))
+
+
+@pytest.mark.parametrize(("processors", "at_a_time"), [(1, 1), (2, 2), (5, 4), (None, 4)])
+def test_a_cloud_serves_as_many_edges_at_a_time_as_it_has_processors(processors: int | None, at_a_time: int) -> None:
+    timeline = simulate(edges(4, up_bytes_per_s=1e6), 100, cloud_processors=processors)
+    assert timeline.duration_s == pytest.approx(100 * 0.5 * 4 / at_a_time, rel=0.02)
+    assert timeline.cloud_busy_s == pytest.approx(4 * 100 * 0.5)
+    ends = [party.duration_s for party in timeline.parties]
+    assert max(ends) - min(ends) < 0.05 * max(ends), "they are served in turn"
+
+
+def test_a_shared_half_has_one_processor() -> None:
+    with pytest.raises(ConfigError, match="one half and one processor; leave cloud_processors = 2 out"):
+        simulate(edges(2), 3, cloud="turns", cloud_processors=2)
