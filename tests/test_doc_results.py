@@ -43,6 +43,7 @@ def test_figures_in_sentences_are_those_of_their_files() -> None:
     memory = row("bench-int8-step", "avx512-vnni: VGG-11, peak memory")
     ideal = row("bench-rebalancing", "constant quotas, gloo: part of what members do in the same steps")
     average = row("bench-aggregate", "32 replies of 63 tensors, time")
+    adapters = {each["case"].rpartition("groups: ")[2]: each for each in document("bench-byte-gpt")["rows"]}
     hub = row("bench-hub-traffic", "perceptron of 7454760 B, 4 SuperNodes in 2 groups: to")
     recovery = [row["recovery_s"] for row in document("fault-matrix")["rows"] if row["recovery_s"] is not None]
     again = [row["again_s"] for row in document("split-faults")["rows"] if row["outcome"] == "went on"]
@@ -58,6 +59,8 @@ def test_figures_in_sentences_are_those_of_their_files() -> None:
                  f"takes {average['ours']:.4f} s, Flower's {average['peer_value']:.3f} s",
                  f"{hub['ours'] / 1e6:.1f} MB to the SuperLink in a synchronisation, under FedAvg "
                  f"{hub['peer_value'] / 1e6:.1f} MB",
+                 f"are {100 / adapters['hub and rings']['ratio']:.1f} % of the bytes of all 5.36 MB",
+                 f"doubles them, {100 / adapters['hub']['ratio']:.1f} %",
                  f"within {max(recovery):.1f} s", f"within {max(again):.0f} s"):
         assert text in said
 
