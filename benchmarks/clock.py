@@ -1,7 +1,8 @@
 """VGG-11 epochs of 60 to 12,000 SoCs on the event clock, against the same clock simulating every part of every step.
 
 An epoch is planned, lowered and executed: groups of 4 or 5 train synchronously on batches of 64, with four
-synchronisations over the hub; or all SoCs are one ring, each with two samples. The peer knows no steady state and no
+synchronisations inside servers and over the hub; or all SoCs are one ring, each with two samples. 1,000 SoCs are 25
+servers of 40, 12,000 are 200 servers of 60. The peer knows no steady state and no
 symmetry; the answer is right if both give the same virtual duration and energy. For 12,000 SoCs the peer would take
 hours: there the limit is 20 s, and the answer is right if it is longer than that of 1,000 by what the exchanges take
 longer by hand.
@@ -9,11 +10,12 @@ longer by hand.
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from math import ceil, log
 from time import perf_counter
 
 from benchmarks.harness import Row, main
-from socflower.cluster import LayerProfile, ModelProfile, Usage
+from socflower.cluster import LayerProfile, ModelProfile, Server, Usage
 from socflower.cluster.device_catalog import device
 from socflower.cluster.topology import uniform_cluster
 from socflower.hierarchy import IntervalCosts, group_steps_per_epoch, plan_groups, sync_schedule
@@ -29,10 +31,13 @@ MODEL_S = VGG11.weight_bytes / BYTES_PER_S
 HANDLING_S = VGG11.num_tensors * 485e-6
 
 
-def epoch(boards: int, num_groups: int, batch_size: int, *, extrapolate: bool = True) -> Usage:
+def epoch(boards: int, num_groups: int, batch_size: int, servers: int = 1, *, extrapolate: bool = True) -> Usage:
     """Plan an epoch with four synchronisations on boards of five, and execute it; larger clusters have more samples."""
     cluster = uniform_cluster(device("snapdragon-865"), [5] * boards, soc_bytes_per_s=BYTES_PER_S,
                               board_bytes_per_s=BYTES_PER_S, hub_bytes_per_s=BYTES_PER_S, message_s=485e-6)
+    if servers > 1:
+        cluster = replace(cluster, servers=(Server(num_boards=boards // servers, uplink_bytes_per_s=BYTES_PER_S),)
+                          * servers)
     num_samples = SAMPLES_OF_60 * boards // 12
     steps = group_steps_per_epoch(num_samples, num_groups, batch_size)
     work = IntervalCosts(cluster=cluster, plan=plan_groups(cluster, num_groups), profile=VGG11, num_samples=num_samples,
@@ -51,12 +56,14 @@ def run(quick: bool = False) -> list[Row]:
     if quick:
         return rows
     rows += [_compared("20 SoCs, one ring", (4, 1, 40), times),
-             _compared("1,000 SoCs, 250 groups of 4, 150 split over boards", (200, 250, BATCH_SIZE), times)]
-    return rows + _growth("groups of 4", lambda boards: (boards, boards * 5 // 4, BATCH_SIZE), _hub_s) \
-        + _growth("one ring", lambda boards: (boards, 1, 10 * boards), _ring_s)
+             _compared("1,000 SoCs in 25 servers, 250 groups of 4, 150 split over boards", (200, 250, BATCH_SIZE, 25),
+                       times)]
+    return rows + _growth("groups of 4", lambda boards, servers: (boards, boards * 5 // 4, BATCH_SIZE, servers),
+                          _synchronised_s) \
+        + _growth("one ring", lambda boards, servers: (boards, 1, 10 * boards, servers), _ring_s)
 
 
-def _compared(case: str, setting: tuple[int, int, int], times: int) -> Row:
+def _compared(case: str, setting: tuple[int, ...], times: int) -> Row:
     ours_s, ours = _fastest(lambda: epoch(*setting), times)
     peer_s, peer = _fastest(lambda: epoch(*setting, extrapolate=False), 1)
     return Row(case=f"VGG-11 epoch, {case}", ours=ours_s, peer="every step simulated", peer_value=peer_s, unit="s",
@@ -65,15 +72,16 @@ def _compared(case: str, setting: tuple[int, int, int], times: int) -> Row:
 
 
 def _growth(
-    kind: str, setting: Callable[[int], tuple[int, int, int]], exchanged_s: Callable[[int], float],
+    kind: str, setting: Callable[[int, int], tuple[int, int, int, int]], exchanged_s: Callable[[int, int], float],
 ) -> list[Row]:
     """Return the epoch of 12,000 SoCs, and the exponent by which it grew from 1,000 (1: in proportion).
 
     `exchanged_s` is the part of an epoch that grows with the boards, by hand.
     """
-    small_s, small = _fastest(lambda: epoch(*setting(200)), 3)
-    large_s, large = _fastest(lambda: epoch(*setting(2400)), 1)
-    grown_s = exchanged_s(2400) - exchanged_s(200)
+    few, many = (200, 25), (2400, 200)  # boards and servers
+    small_s, small = _fastest(lambda: epoch(*setting(*few)), 3)
+    large_s, large = _fastest(lambda: epoch(*setting(*many)), 1)
+    grown_s = exchanged_s(*many) - exchanged_s(*few)
     right = abs(large.duration_s - small.duration_s - grown_s) <= 1e-6 * grown_s
     exponent = log(large_s / small_s) / log(12)
     return [Row(case=f"VGG-11 epoch, 12,000 SoCs, {kind}", ours=large_s, peer="required at most", peer_value=LIMIT_S,
@@ -82,12 +90,12 @@ def _growth(
                 unit="exponent", ratio=1.2 / exponent, ok=right)]
 
 
-def _hub_s(boards: int) -> float:
-    """Return an epoch's seconds at the hub: four times all leaders' models up and down, one after another."""
-    return 8 * boards * 5 // 4 * (HANDLING_S + MODEL_S)
+def _synchronised_s(boards: int, servers: int) -> float:
+    """Return an epoch's seconds at the hub and at its servers' first leaders: four times each model up and down."""
+    return 8 * (servers + boards * 5 // 4 // servers - 1) * (HANDLING_S + MODEL_S)
 
 
-def _ring_s(boards: int) -> float:
+def _ring_s(boards: int, _: int) -> float:
     """Return an epoch's seconds in one ring: in each step 2(n-1) rounds of an n-th of the model."""
     socs = 5 * boards
     return ceil(SAMPLES_OF_60 * boards // 12 / (2 * socs)) * 2 * (socs - 1) * (HANDLING_S + MODEL_S / socs)

@@ -54,7 +54,9 @@ def test_figures_in_sentences_are_those_of_their_files() -> None:
                  f"is {memory['ours']:.0f} MB, in torch {memory['peer_value']:.0f} MB",
                  f"reaches {ideal['ours'] * 100:.0f} % of the ideal",
                  f"with equal shares {ideal['peer_value'] * 100:.0f} %",
-                 f"simulated {row('bench-clock', 'VGG-11 epoch of 53 steps, 1000')['ratio']:.1f} times",
+                 f"simulated {row('bench-clock', 'VGG-11 epoch, 1,000 SoCs in')['ratio']:.1f} times",
+                 f"plan included, takes {row('bench-clock', 'VGG-11 epoch, 12,000 SoCs, groups')['ours']:.1f} s",
+                 f"ring {row('bench-clock', 'VGG-11 epoch, 12,000 SoCs, one ring')['ours']:.1f} s",
                  f"takes {row('bench-plan', '12 x 5, 20 groups, whole')['ours']:.2f} ms",
                  f"takes {average['ours']:.4f} s, Flower's {average['peer_value']:.3f} s",
                  f"{hub['ours'] / 1e6:.1f} MB to the SuperLink in a synchronisation, under FedAvg "

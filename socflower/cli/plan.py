@@ -1,6 +1,6 @@
 """`socflower plan`: a plan without training."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,8 @@ from socflower.quantities import counted, human_bytes, human_joules, human_secon
 
 if TYPE_CHECKING:  # the planners are loaded by the command
     from socflower.cluster import Cluster
+
+_MOST_BOARDS, _MOST_GROUPS = 60, 40  # that are printed
 
 
 def plan(
@@ -68,21 +70,26 @@ def print_plan(console: Console, cluster: "Cluster", document: Mapping[str, Any]
     """Print the boards with each slot's group, then the predictions."""
     group_of = {soc: group for group in document["groups"] for soc in group["members"]}
     table = Table("board", "SoCs by slot (group, * leader, . idle)", header_style="bold")
-    for board in range(len(cluster.boards)):
+    for board in range(min(len(cluster.boards), _MOST_BOARDS)):
         cells = []
         for soc in cluster.socs_of(board):
             group = group_of.get(soc)
             cells.append("  . " if group is None else f"{group['id']:>3}{'*' if soc == group['leader'] else ' '}")
         table.add_row(str(board), "".join(cells))
     console.print(table)
+    if len(cluster.boards) > _MOST_BOARDS:
+        print_text(f"and {counted(len(cluster.boards) - _MOST_BOARDS, 'board')} more; --json has all", console)
     split = [group["id"] for group in document["groups"] if group["split"]]
-    print_text(f"{counted(len(document['groups']), 'group')}, split over boards: {split or 'none'}, contention "
-               f"{document['contention']}, communication groups: {document['communication_groups']}", console)
+    turns = document["communication_groups"]
+    where = f" on {counted(len(cluster.servers), 'server')}" if cluster.servers else ""
+    print_text(f"{counted(len(document['groups']), 'group')}{where}, split over boards: {_listed(split)}, contention "
+               f"{document['contention']}, communication groups: {', '.join(map(_listed, turns))}", console)
     predicted = document["predicted"]
     print_text(document["work"], console)
     lines = (
         _step_line(document),
-        f"a synchronisation {human_seconds(predicted['sync_s'])}, {predicted['syncs_per_epoch']:.3g} an epoch",
+        f"a synchronisation {human_seconds(predicted['sync_s'])}{_in_servers(predicted)}, "
+        f"{predicted['syncs_per_epoch']:.3g} an epoch",
         f"an epoch {human_seconds(predicted['epoch_s'])} and {human_joules(predicted['epoch_energy_j'])}, "
         f"{percent(predicted['compute_fraction'])} of the SoCs' time computing",
         f"memory of a SoC {human_bytes(predicted['memory_bytes'])}{_frozen_text(document['model'])}",
@@ -104,6 +111,15 @@ def _print_heat(console: Console, heat: Mapping[str, Any] | None) -> None:
     print_text(f"with heat and users the training takes {human_seconds(heat['virtual_s'])} and "
                f"{human_joules(heat['energy_j'])}, {human_joules(heat['cooling_j'])} of them for fans; "
                f"{percent(heat['slowdown'])} slower than without{hottest}", console)
+
+
+def _listed(groups: Sequence[int]) -> str:
+    """Return the ids of groups, or their number where these are many."""
+    return str(list(groups)) if 0 < len(groups) <= _MOST_GROUPS else str(len(groups)) if groups else "none"
+
+
+def _in_servers(predicted: Mapping[str, float]) -> str:
+    return f" (inside servers {human_seconds(predicted['server_sync_s'])})" if predicted["server_sync_s"] else ""
 
 
 def _frozen_text(model: Mapping[str, float]) -> str:

@@ -15,7 +15,7 @@ from socflower.cluster.cost_model import (
 from socflower.cluster.device import Device, LayerTimings, Processor, StepTimings
 from socflower.cluster.device_catalog import device, device_names
 from socflower.cluster.task_graph import HUB, Activity, Compute, Endpoint, GraphBuilder, TaskGraph, Transfer
-from socflower.cluster.topology import Board, Cluster, Tier
+from socflower.cluster.topology import Board, Cluster, Server, Tier
 from socflower.cluster.virtual_clock import DeviceDynamics, Usage, VirtualClock
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Pricing",
     "Processor",
     "ProcessorCost",
+    "Server",
     "StepCost",
     "StepTimings",
     "TaskGraph",

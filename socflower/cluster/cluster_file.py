@@ -1,4 +1,4 @@
-"""Clusters from TOML: `[cluster]` for a rack of one kind, `[[board]]` tables for a mixed one.
+"""Clusters from TOML: `[cluster]` for a rack of one kind, `[[board]]` tables for a mixed one, `[[server]]` for a site.
 
 Devices are names of the catalogue, names of `[device.NAME]` tables of the same file, or paths of device profiles,
 which are read once and become such tables: the resolved tables need no other file.
@@ -20,48 +20,62 @@ from socflower.cluster.device_catalog import (
     read_device_file,
 )
 from socflower.cluster.toml_file import SchemaVersion, Table, read_table, read_toml
-from socflower.cluster.topology import Board, Cluster
+from socflower.cluster.topology import Board, Cluster, Server
 from socflower.errors import ConfigError
 
-MOST_SOCS = 4096
-"""Limit of a cluster: many times the largest rack, with planning still done in seconds."""
+MOST_SOCS = 20_000
+"""Limit of a cluster: more than the largest deployment of which we know, with planning still done in seconds."""
 
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
+Slots = tuple[Annotated[int, Field(ge=0)], ...]
+
+
+def _check_boards(table: Table, boards: int | Slots | None) -> None:
+    """Refuse a list of boards that has no SoCs, or a number of slots beside it."""
+    if boards is None or isinstance(boards, int):
+        return
+    if "socs_per_board" in table.model_fields_set:
+        raise ValueError(f"boards = {list(boards)} already lists the slots; drop socs_per_board")
+    if not any(boards):
+        raise ValueError(f"boards = {list(boards)} has no SoC in use; give at least one")
+
+
+def _slots(boards: int | Slots, socs_per_board: int) -> Sequence[int]:
+    """Return the slots of each board that has any."""
+    return [socs_per_board] * boards if isinstance(boards, int) else [slots for slots in boards if slots]
+
+
+def _num_socs(boards: int | Slots, socs_per_board: int) -> int:
+    return boards * socs_per_board if isinstance(boards, int) else sum(boards)
 
 
 class ClusterTable(Table):
     """`[cluster]`"""
 
     name: str = Field("cluster", description="for messages")
-    boards: Count | tuple[Annotated[int, Field(ge=0)], ...] = Field(
+    boards: Count | Slots = Field(
         1, description="number of boards, or the slots in use on each, as in `[5, 5, 2]`; a board with 0 slots is left "
                        "out. Not together with `[[board]]` tables")
     socs_per_board: Count = Field(5, description="slots of each board; not together with a list. A cluster has at most "
-                                                 "4,096 SoCs")
+                                                 f"{MOST_SOCS:,} SoCs")
     device: str = Field("snapdragon-865", description="a device of the catalogue or of a `[device.NAME]` table, or the "
                         "path of a [device profile](concepts/virtual-time.md#devices), which ends in `.toml`")
     soc_bytes_per_s: Rate | None = Field(None, description="of each SoC's link, in each direction; default: the link "
                                                            "in the device's profile, else 129.5e6")
     board_bytes_per_s: Rate | None = Field(None, description="of each board's uplink, in each direction; default: "
                                                              "`soc_bytes_per_s`")
-    hub_bytes_per_s: Rate | None = Field(None, description="of the server's link, in each direction; default: 129.5e6")
+    hub_bytes_per_s: Rate | None = Field(None, description="of the link of the hub, the machine of the ServerApp, in "
+                                                           "each direction; default: 129.5e6")
 
     def check(self) -> None:
         """Refuse a list of boards that has no SoCs, or a number beside it."""
-        if isinstance(self.boards, int):
-            return
-        if "socs_per_board" in self.model_fields_set:
-            raise ValueError(f"boards = {list(self.boards)} already lists the slots; drop socs_per_board")
-        if not any(self.boards):
-            raise ValueError(f"boards = {list(self.boards)} has no SoC in use; give at least one")
+        _check_boards(self, self.boards)
 
     @property
     def slots(self) -> Sequence[int]:
         """The slots of each board that has any."""
-        if isinstance(self.boards, int):
-            return [self.socs_per_board] * self.boards
-        return [slots for slots in self.boards if slots]
+        return _slots(self.boards, self.socs_per_board)
 
 
 class BoardTable(Table):
@@ -74,22 +88,53 @@ class BoardTable(Table):
     board_bytes_per_s: Rate | None = Field(None, description="the same")
 
 
+class ServerTable(Table):
+    """`[[server]]`: servers of one kind, of a site; what is left out is as in `[cluster]`"""
+
+    count: Count = Field(1, description="how many servers like this one follow each other")
+    boards: Count | Slots | None = Field(None, description="of each server, as in `[cluster]`")
+    socs_per_board: Count | None = Field(None, description="the same")
+    device: str | None = Field(None, description="the same")
+    soc_bytes_per_s: Rate | None = Field(None, description="the same")
+    board_bytes_per_s: Rate | None = Field(None, description="the same")
+    server_bytes_per_s: Rate | None = Field(None, description="of each server's uplink, as in `[site]`")
+
+    def check(self) -> None:
+        """Refuse a list of boards that has no SoCs, or a number beside it."""
+        _check_boards(self, self.boards)
+
+
+class SiteTable(Table):
+    """`[site]`: what joins servers"""
+
+    server_bytes_per_s: Rate | None = Field(None, description=(
+        "of each server's uplink to the site's switch, where the hub is, in each direction; default: that of its "
+        "boards"))
+
+
 class ClusterFile(Table):
     """A cluster file. Scenarios have the same tables."""
 
     schema_version: SchemaVersion = Field(1, alias="schema")
     cluster: ClusterTable = ClusterTable()
     boards: tuple[BoardTable, ...] = Field((), alias="board")
+    servers: tuple[ServerTable, ...] = Field((), alias="server")
+    site: SiteTable | None = None  # None: one server
     devices: dict[str, DeviceTable] = Field({}, alias="device")
 
     def check(self) -> None:
         """Refuse two lists of boards, too many SoCs, and devices that cannot be."""
         if self.boards and "boards" in self.cluster.model_fields_set:
             raise ValueError(f"[cluster] boards = {self.cluster.boards} and [[board]] tables are both given; keep one")
-        if isinstance(self.cluster.boards, int):
-            _require_few(self.cluster.socs_per_board * self.cluster.boards, "[cluster]")
-        else:
-            _require_few(sum(self.cluster.boards), "[cluster]")
+        if self.boards and self.servers:
+            raise ValueError("[[board]] and [[server]] tables are both given; give each server a `boards` and `device`")
+        if self.site is not None and not self.servers:
+            raise ValueError("[site] joins servers, and there is no [[server]]; add some, or leave [site] out")
+        _require_few(_num_socs(self.cluster.boards, self.cluster.socs_per_board), "[cluster]")
+        num_socs = 0
+        for index, server in enumerate(self.servers):
+            num_socs += server.count * _num_socs(*self._boards_of(server))
+            _require_few(num_socs, f"[[server]] {index + 1}")
         num_socs = 0
         for index, board in enumerate(self.boards):
             num_socs += board.count * board.socs
@@ -99,6 +144,16 @@ class ClusterFile(Table):
                 raise ValueError(f"[device.{name}] has a name of the catalogue; give yours another one, as in "
                                  f"[device.my-{name}]")
         check_devices(self.devices)
+
+
+    def _boards_of(self, server: ServerTable) -> tuple[int | Slots, int]:
+        """Return the boards of each such server, and their slots if it is a number of boards."""
+        return (self.cluster.boards if server.boards is None else server.boards,
+                server.socs_per_board or self.cluster.socs_per_board)
+
+    def slots_of(self, server: ServerTable) -> Sequence[int]:
+        """Return the slots of each board of such a server."""
+        return _slots(*self._boards_of(server))
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -115,16 +170,19 @@ def cluster_document(path: Path) -> dict[str, Any]:
 
 def parse_cluster(
     cluster: Mapping[str, Any], boards: Sequence[Mapping[str, Any]] = (), devices: Mapping[str, Any] | None = None, *,
-    where: str = "scenario",
+    servers: Sequence[Mapping[str, Any]] = (), site: Mapping[str, Any] | None = None, where: str = "scenario",
 ) -> Cluster:
-    """Return the cluster of a `[cluster]` table, optional `[[board]]` and optional `[device.NAME]` tables.
+    """Return the cluster of a `[cluster]` table and of what a cluster file may have besides.
+
+    These are `[[board]]`, `[device.NAME]`, `[[server]]` and `[site]` tables.
 
     `boards` in the table is a number of boards of `socs_per_board` slots, or a list of the slots in use. A device
     profile given as a path is relative to the current folder. A profile's link is the default for the rates of its
     boards, and for the cost of a message if it is the profile of `[cluster]`.
     Raises `ConfigError` naming key and value for invalid input.
     """
-    document: dict[str, Any] = {"cluster": cluster, "board": boards, "device": {} if devices is None else devices}
+    document: dict[str, Any] = {"cluster": cluster, "board": boards, "device": {} if devices is None else devices,
+                                "server": servers, **({} if site is None else {"site": site})}
     inline_devices(document, Path(), where)
     return make_cluster(read_table(ClusterFile, document, where), where)
 
@@ -153,8 +211,9 @@ def inline_devices(document: dict[str, Any], folder: Path, where: str) -> None:
         return {**table, "device": name}
 
     document["cluster"] = resolved(document.get("cluster", {}))
-    if isinstance(document.get("board"), list | tuple):
-        document["board"] = [resolved(board) for board in document["board"]]
+    for key in ("board", "server"):
+        if isinstance(document.get(key), list | tuple):
+            document[key] = [resolved(entry) for entry in document[key]]
 
 
 def make_cluster(file: ClusterFile, where: str) -> Cluster:
@@ -170,14 +229,26 @@ def make_cluster(file: ClusterFile, where: str) -> Cluster:
                      soc_bytes_per_s=soc_rate or soc_rate_of_all,
                      uplink_bytes_per_s=board_rate or table.board_bytes_per_s or soc_rate_of_all)
 
-    if file.boards:
-        boards = [made for each in file.boards for made in [board(
-            each.socs, each.device or table.device, each.soc_bytes_per_s, each.board_bytes_per_s)] * each.count]
-    else:
-        kinds = {slots: board(slots, table.device, None, None) for slots in set(table.slots)}
-        boards = [kinds[slots] for slots in table.slots]
+    def equal_boards(slots_per_board: Sequence[int], name: str, soc_rate: float | None, board_rate: float | None,
+                     ) -> list[Board]:
+        kinds = {slots: board(slots, name, soc_rate, board_rate) for slots in set(slots_per_board)}
+        return [kinds[slots] for slots in slots_per_board]
+
+    boards: list[Board] = []
+    servers: list[Server] = []
+    for group in file.boards:
+        boards += [board(group.socs, group.device or table.device, group.soc_bytes_per_s,
+                         group.board_bytes_per_s)] * group.count
+    for kind in file.servers:
+        own_boards = equal_boards(file.slots_of(kind), kind.device or table.device, kind.soc_bytes_per_s,
+                                  kind.board_bytes_per_s)
+        rate = kind.server_bytes_per_s or (file.site.server_bytes_per_s if file.site else None)
+        boards += own_boards * kind.count
+        servers += [Server(num_boards=len(own_boards),
+                           uplink_bytes_per_s=rate or max(each.uplink_bytes_per_s for each in own_boards))] * kind.count
     link = links.get(table.device)
-    return Cluster(name=table.name, boards=tuple(boards), message_s=link.message_s.value if link else message_s(),
+    return Cluster(name=table.name, boards=tuple(boards or equal_boards(table.slots, table.device, None, None)),
+                   servers=tuple(servers), message_s=link.message_s.value if link else message_s(),
                    hub_bytes_per_s=table.hub_bytes_per_s or link_bytes_per_s())
 
 

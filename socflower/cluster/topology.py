@@ -1,10 +1,11 @@
-"""Boards, links and clusters: the positions of SoCs and the paths between them."""
+"""Boards, servers, links and clusters: the positions of SoCs and the paths between them."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 
 from socflower.cluster.device import Device
 from socflower.cluster.task_graph import Endpoint
@@ -16,6 +17,7 @@ class Tier(StrEnum):
 
     INTRA_BOARD = "intra_board"
     INTER_BOARD = "inter_board"
+    INTER_SERVER = "inter_server"
     HUB = "hub"
     WAN = "wan"
 
@@ -36,18 +38,33 @@ class Board:
                       uplink_bytes_per_s=self.uplink_bytes_per_s)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    """Boards on one core switch, which shares one uplink to the site's switch. The rate is per direction."""
+
+    num_boards: int
+    uplink_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        require_range("server", least=1, num_boards=self.num_boards)
+        require_range("server", above=0, uplink_bytes_per_s=self.uplink_bytes_per_s)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Boards on one core switch, and servers (the hub) on the same switch.
+    """Boards on one core switch, or on those of several servers behind one switch of the site; and the hub.
 
-    SoCs are numbered through all boards in order. Links are full duplex: each is two directed resources,
-    `soc3/tx`, `soc3/rx`, `board0/up`, `board0/down`, `hub/tx`, `hub/rx`. Switches themselves never block.
+    The hub is on the site's switch, or on the core switch where there is only one. SoCs are numbered through all boards
+    in order, and boards through all servers. Links are full duplex: each is two directed resources, `soc3/tx`,
+    `soc3/rx`, `board0/up`, `board0/down`, `server0/up`, `server0/down`, `hub/tx`, `hub/rx`. Switches themselves never
+    block.
     """
 
     name: str
     boards: tuple[Board, ...]
     hub_bytes_per_s: float
     message_s: float  # handling of one message of one tensor at each end
+    servers: tuple[Server, ...] = ()  # of a site, each with the next boards; empty: one server without an uplink
 
     def __post_init__(self) -> None:
         if not self.boards:
@@ -55,13 +72,13 @@ class Cluster:
         require_range("cluster", above=0, hub_bytes_per_s=self.hub_bytes_per_s)
         if not self.message_s >= 0:
             raise ConfigError(f"cluster: message_s must not be negative, got {self.message_s}")
+        if self.servers and sum(server.num_boards for server in self.servers) != len(self.boards):
+            raise ConfigError(f"cluster: its servers have {sum(server.num_boards for server in self.servers)} boards, "
+                              f"and {len(self.boards)} are described")
 
     @cached_property
     def _first_soc(self) -> tuple[int, ...]:
-        starts = [0]
-        for board in self.boards:
-            starts.append(starts[-1] + board.num_slots)
-        return tuple(starts)
+        return tuple(accumulate((board.num_slots for board in self.boards), initial=0))
 
     @property
     def num_socs(self) -> int:
@@ -79,6 +96,14 @@ class Cluster:
             raise ConfigError(f"cluster {self.name}: no SoC {soc}; it has 0 to {self.num_socs - 1}")
         return bisect_right(self._first_soc, soc) - 1
 
+    @cached_property
+    def _first_board(self) -> tuple[int, ...]:
+        return tuple(accumulate((server.num_boards for server in self.servers), initial=0))
+
+    def server_of(self, board: int) -> int:
+        """Return the index of the server that has a board; 0 where there is only one."""
+        return bisect_right(self._first_board, board) - 1 if self.servers else 0
+
     def socs_of(self, board: int) -> range:
         """Return the SoCs of a board, in slot order."""
         return range(self._first_soc[board], self._first_soc[board + 1])
@@ -91,6 +116,8 @@ class Cluster:
     def link_bytes_per_s(self) -> dict[str, float]:
         """Capacity of every directed link by name."""
         links: dict[str, float] = {"hub/tx": self.hub_bytes_per_s, "hub/rx": self.hub_bytes_per_s}
+        for index, server in enumerate(self.servers):
+            links[f"server{index}/up"] = links[f"server{index}/down"] = server.uplink_bytes_per_s
         for index, board in enumerate(self.boards):
             links[f"board{index}/up"] = links[f"board{index}/down"] = board.uplink_bytes_per_s
             for soc in self.socs_of(index):
@@ -101,21 +128,25 @@ class Cluster:
         """Return the directed links between two endpoints, in order; `ConfigError` for an unknown one."""
         if source == target:
             raise ConfigError(f"cluster {self.name}: a transfer from {source} to itself")
-        leaving = self._to_core(source, "tx", "up")
-        arriving = self._to_core(target, "rx", "down")
-        if isinstance(source, int) and isinstance(target, int) and self.board_of(source) == self.board_of(target):
-            return leaving[0], arriving[0]
-        return (*leaving, *reversed(arriving))
+        leaving, arriving = self._to_top(source, "tx", "up"), self._to_top(target, "rx", "down")
+        num_links = {Tier.INTRA_BOARD: 1, Tier.INTER_BOARD: 2}.get(self.tier(source, target))
+        return (*leaving[:num_links], *reversed(arriving[:num_links]))
 
     def tier(self, source: Endpoint, target: Endpoint) -> Tier:
         """Return the highest tier that a transfer between two endpoints crosses."""
         if isinstance(source, str) or isinstance(target, str):
             return Tier.HUB
-        return Tier.INTRA_BOARD if self.board_of(source) == self.board_of(target) else Tier.INTER_BOARD
+        near, far = self.board_of(source), self.board_of(target)
+        if near == far:
+            return Tier.INTRA_BOARD
+        return Tier.INTER_BOARD if self.server_of(near) == self.server_of(far) else Tier.INTER_SERVER
 
-    def _to_core(self, endpoint: Endpoint, port: str, uplink: str) -> tuple[str, ...]:
+    def _to_top(self, endpoint: Endpoint, port: str, uplink: str) -> tuple[str, ...]:
+        """Return the links from an endpoint to the switch that all share."""
         if isinstance(endpoint, int):
-            return f"soc{endpoint}/{port}", f"board{self.board_of(endpoint)}/{uplink}"
+            board = self.board_of(endpoint)
+            links = f"soc{endpoint}/{port}", f"board{board}/{uplink}"
+            return (*links, f"server{self.server_of(board)}/{uplink}") if self.servers else links
         link = f"{endpoint}/{port}"
         if link not in self.link_bytes_per_s:
             raise ConfigError(f"cluster {self.name}: no server {endpoint!r}; it has 'hub'")

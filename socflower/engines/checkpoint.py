@@ -18,7 +18,7 @@ from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, remov
 
 _ROUND = StateKind(name="checkpoint", schema=3, remedy="start anew with --fresh")
 _SPANS = StateKind(name="trace of a round", schema=2, remedy="start anew with --fresh")
-_OUTER = "/outer/"  # begins the names of an outer strategy's arrays; no tensor of a module has a slash in front
+_BESIDE = ("outer", "servers")  # fields with arrays; "/outer/" begins their names, as no tensor's of a module
 _NUM_KEPT = 2  # the newest, and the previous one in case the newest is damaged
 
 # These change neither weights nor virtual time.
@@ -43,6 +43,7 @@ class Checkpoint:
     planned_without: list[int] = field(default_factory=list)  # SoCs that the round was planned without
     balance: Mapping[str, Any] = field(default_factory=dict)  # state of re-balancing
     outer: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # moments of an outer strategy
+    servers: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # models of servers, where they differ
     resumed_from: list[int] = field(default_factory=list)
     trained_on: Mapping[str, list[int]] = field(default_factory=dict)  # SoCs by the device that trained them last
     trace_parts: list[int] = field(default_factory=list)  # rounds whose spans are in separate files
@@ -88,8 +89,9 @@ class CheckpointFolder:
         if trace_part is not None:
             self._spans.write(checkpoint.server_round, trace_part)
         state = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)
-                 if entry.name not in ("arrays", "outer")}
-        arrays = {**checkpoint.arrays, **{f"{_OUTER}{name}": array for name, array in checkpoint.outer.items()}}
+                 if entry.name not in ("arrays", *_BESIDE)}
+        arrays = {**checkpoint.arrays, **{f"/{key}/{name}": array for key in _BESIDE
+                                          for name, array in getattr(checkpoint, key).items()}}
         self._rounds.write(checkpoint.server_round, state, pack_arrays(arrays))
 
     def rounds(self) -> list[int]:
@@ -101,9 +103,10 @@ class CheckpointFolder:
         state, payload = self._rounds.read(server_round)
         try:
             arrays = unpack_arrays(payload)
+            beside: dict[str, Any] = {key: {name.removeprefix(f"/{key}/"): array for name, array in arrays.items()
+                            if name.startswith(f"/{key}/")} for key in _BESIDE}
             checkpoint = Checkpoint(
-                **state, arrays={name: array for name, array in arrays.items() if not name.startswith(_OUTER)},
-                outer={name.removeprefix(_OUTER): array for name, array in arrays.items() if name.startswith(_OUTER)})
+                **state, **beside, arrays={name: array for name, array in arrays.items() if not name.startswith("/")})
         except MalformedBytes as error:  # forged; the digest is no signature
             raise DamagedFile(f"{self._rounds.path(server_round)} is damaged ({error})", _ROUND.remedy) from None
         for _ in self.trace_parts(checkpoint):

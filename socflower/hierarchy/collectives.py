@@ -6,7 +6,7 @@ Each function adds transfers to a `GraphBuilder` and returns the indices of the 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from socflower.cluster import HUB, GraphBuilder
+from socflower.cluster import Endpoint, GraphBuilder
 from socflower.errors import ConfigError
 
 Dependencies = Mapping[int, Sequence[int]]
@@ -73,14 +73,25 @@ def server_exchange(
     return {server: (*ready, *downloads.values()), **{soc: (index,) for soc, index in downloads.items()}}
 
 
-def hub_exchange(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, name: str) -> dict[int, int]:
-    """Add an upload from every leader to the hub and, after all of them, a download to each (F8)."""
-    uploads = [builder.transfer(f"{name} upload", leader, HUB, exchange.num_bytes,
-                                num_messages=exchange.num_tensors) for leader in leaders]
-    # One task that waits for all, which takes no time: N downloads after N uploads would be N² dependencies.
-    uploaded = builder.compute(f"{name} uploaded", HUB, 0.0, after=uploads)
-    return {leader: builder.transfer(f"{name} download", HUB, leader, exchange.num_bytes,
-                                     num_messages=exchange.num_tensors, after=(uploaded,)) for leader in leaders}
+def gather(
+    builder: GraphBuilder, center: Endpoint, leaders: Sequence[int], exchange: Exchange, after: Dependencies, name: str,
+) -> int:
+    """Add an upload from every leader but `center` to it; return the task that waits for all, and for its own."""
+    uploads = [builder.transfer(f"{name} upload", leader, center, exchange.num_bytes,
+                                num_messages=exchange.num_tensors, after=after.get(leader, ()))
+               for leader in leaders if leader != center]
+    own = after.get(center, ()) if isinstance(center, int) else ()
+    # One task, which takes no time: N downloads after N uploads would be N² dependencies.
+    return builder.compute(f"{name} uploaded", center, 0.0, after=(*own, *uploads))
+
+
+def scatter(
+    builder: GraphBuilder, center: Endpoint, leaders: Sequence[int], exchange: Exchange, after: int, name: str,
+) -> dict[int, int]:
+    """Add a download from `center` to every other leader; return what ends each leader's wait."""
+    return {leader: after if leader == center else builder.transfer(
+        f"{name} download", center, leader, exchange.num_bytes, num_messages=exchange.num_tensors, after=(after,))
+        for leader in leaders}
 
 
 def broadcast(

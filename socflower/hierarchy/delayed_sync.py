@@ -2,6 +2,8 @@
 
 Intervals are given in epochs, not as the paper's frequency. Their positions are rounded, not their lengths: 0.25
 epochs of 97 steps give intervals of 24, 25, 24 and 24 steps, so that four of them make an epoch.
+
+Groups of a server meet at every synchronisation, the servers of a site at every `server_interval`-th and at the last.
 """
 
 import math
@@ -27,7 +29,8 @@ class SyncInterval:
     first_step: int
     num_steps: int
     epoch_end: float  # epochs done at its end
-    deal_epoch: int  # the latest epoch that began with a synchronisation, the last time that data could change groups
+    deal_epoch: int  # the latest epoch that began with a synchronisation of all, when data could change groups
+    across_servers: bool = True  # whether all groups synchronise at its end, or those of each server
 
 
 def group_steps_per_epoch(num_samples: int, num_groups: int, batch_size: int) -> int:
@@ -39,7 +42,7 @@ def group_steps_per_epoch(num_samples: int, num_groups: int, batch_size: int) ->
 
 def sync_schedule(
     num_epochs: int, steps_per_epoch: int, interval_epochs: float | str, *,
-    initial: float = 0.25, doubling_epochs: int = 10, maximum: float = 2.0,
+    initial: float = 0.25, doubling_epochs: int = 10, maximum: float = 2.0, server_interval: int = 1,
 ) -> tuple[SyncInterval, ...]:
     """Return the intervals of a training of `num_epochs`, in order, without gap or overlap (F3).
 
@@ -48,11 +51,11 @@ def sync_schedule(
     ends with the training. Raises `ConfigError` for invalid values, and for more than
     `MOST_INTERVALS`.
     """
-    cursor = _cursor(num_epochs, steps_per_epoch, interval_epochs, initial, doubling_epochs, maximum)
+    cursor = _cursor(num_epochs, steps_per_epoch, interval_epochs, initial, doubling_epochs, maximum, server_interval)
     least = cursor.total_steps / (cursor.longest * steps_per_epoch + 1)  # none has more steps, rounded up
     if least <= MOST_INTERVALS:
         shapes = sync_shapes(num_epochs, steps_per_epoch, interval_epochs, initial=initial,
-                             doubling_epochs=doubling_epochs, maximum=maximum)
+                             doubling_epochs=doubling_epochs, maximum=maximum, server_interval=server_interval)
         least = Fraction(sum(count for _, count in shapes))
     if least > MOST_INTERVALS:
         raise _too_many(num_epochs, interval_epochs)
@@ -61,34 +64,36 @@ def sync_schedule(
 
 def sync_shapes(
     num_epochs: int, steps_per_epoch: int, interval_epochs: float | str, *,
-    initial: float = 0.25, doubling_epochs: int = 10, maximum: float = 2.0,
+    initial: float = 0.25, doubling_epochs: int = 10, maximum: float = 2.0, server_interval: int = 1,
 ) -> tuple[tuple[SyncInterval, int], ...]:
     """Return the distinct intervals of `sync_schedule`, the first of each kind, and how many of each kind there are.
 
-    Two intervals are of one kind if they have equal numbers of steps, and both or neither begin an epoch; the very
-    first one is a kind of its own. Once intervals have stopped growing, their lengths are periodic, so the work does
-    not depend on `num_epochs`.
+    Two intervals are of one kind if they have equal numbers of steps, both or neither begin with data dealt anew, and
+    both or neither end with all servers; the very first one is a kind of its own. Once intervals have stopped growing,
+    their lengths are periodic, so the work does not depend on `num_epochs`.
     """
-    cursor = _cursor(num_epochs, steps_per_epoch, interval_epochs, initial, doubling_epochs, maximum)
+    cursor = _cursor(num_epochs, steps_per_epoch, interval_epochs, initial, doubling_epochs, maximum, server_interval)
     firsts: dict[_Shape, SyncInterval] = {}
     counts: dict[_Shape, int] = {}
     walked: list[_Shape] = []
-    reached: dict[tuple[Fraction, int], int] = {}  # number of intervals before each place of the cursor
+    reached: dict[tuple[Fraction, int, int], int] = {}  # number of intervals before each place of the cursor
     skipped = False
     while not cursor.done:
         if walked and not skipped and cursor.interval == cursor.longest:
             place = cursor.place
             if place in reached:
                 cycle = walked[reached[place]:]
-                times = (cursor.total_steps - cursor.first) // sum(shape[0] for shape in cycle)
+                # One interval is left at least: the last one may differ, since all servers take part in it.
+                times = (cursor.total_steps - cursor.first - 1) // sum(shape[0] for shape in cycle)
                 for shape in cycle:
                     counts[shape] += times
                 cursor.skip(times, cycle)
-                skipped = True  # the remainder is shorter than a cycle
+                skipped = True  # the remainder is no longer than a cycle
                 continue
             reached[place] = len(walked)
         interval = cursor.next()
-        shape = (interval.num_steps, interval.first_step % steps_per_epoch == 0, interval.index == 0)
+        shape = (interval.num_steps, interval.first_step == interval.deal_epoch * steps_per_epoch,
+                 interval.index == 0, interval.across_servers)
         firsts.setdefault(shape, interval)
         counts[shape] = counts.get(shape, 0) + 1
         walked.append(shape)
@@ -97,16 +102,17 @@ def sync_shapes(
     return tuple((interval, counts[shape]) for shape, interval in firsts.items())
 
 
-_Shape: TypeAlias = tuple[int, bool, bool]
-"""Steps of an interval, whether it begins an epoch, and whether it is the first of all."""
+_Shape: TypeAlias = tuple[int, bool, bool, bool]
+"""Steps of an interval, whether data are dealt at its begin, whether it is the first of all, and across servers."""
 
 
 class _IntervalCursor:
     """An iterator over the intervals, from its present position."""
 
     def __init__(self, num_epochs: int, steps_per_epoch: int, shortest: Fraction, longest: Fraction,
-                 doubling_epochs: int) -> None:
+                 doubling_epochs: int, server_interval: int) -> None:
         self.total_steps, self.first = num_epochs * steps_per_epoch, 0
+        self._server_interval = server_interval
         self._steps_per_epoch, self._doubling_epochs = steps_per_epoch, doubling_epochs
         self._shortest, self.longest = shortest, longest
         self._position = Fraction(0)  # in epochs, as `first` is in steps
@@ -125,10 +131,13 @@ class _IntervalCursor:
         return min(self._shortest * (1 << doublings), self.longest)
 
     @property
-    def place(self) -> tuple[Fraction, int]:
-        """The state that determines all later intervals once they stop growing: position and steps within the epoch."""
+    def place(self) -> tuple[Fraction, int, int]:
+        """The state that determines all later intervals once they stop growing.
+
+        These are position and steps within the epoch, and synchronisations since all servers took part.
+        """
         epoch = int(self._position)
-        return self._position - epoch, self.first - epoch * self._steps_per_epoch
+        return (self._position - epoch, self.first - epoch * self._steps_per_epoch, self._index % self._server_interval)
 
     def next(self) -> SyncInterval:
         """Return the present interval, and advance to the next."""
@@ -140,10 +149,12 @@ class _IntervalCursor:
             end = first + 1
             self._position = Fraction(end, steps_per_epoch)
         end = min(end, self.total_steps)
-        if first % steps_per_epoch == 0:
+        if first % steps_per_epoch == 0 and self._index % self._server_interval == 0:
             self._deal_epoch = first // steps_per_epoch
-        made = SyncInterval(index=self._index, first_step=first, num_steps=end - first,
-                            epoch_end=end / steps_per_epoch, deal_epoch=self._deal_epoch)
+        made = SyncInterval(
+            index=self._index, first_step=first, num_steps=end - first, epoch_end=end / steps_per_epoch,
+            deal_epoch=self._deal_epoch,
+            across_servers=(self._index + 1) % self._server_interval == 0 or end == self.total_steps)
         self.first, self._index = end, self._index + 1
         return made
 
@@ -153,19 +164,19 @@ class _IntervalCursor:
         self.first += num_steps
         self._position += Fraction(num_steps, self._steps_per_epoch)
         self._index += times * len(cycle)
-        if any(begins_epoch for _, begins_epoch, _ in cycle):
+        if any(deals for _, deals, _, _ in cycle):
             self._deal_epoch += num_steps // self._steps_per_epoch
 
 
 def _cursor(num_epochs: int, steps_per_epoch: int, interval_epochs: float | str, initial: float, doubling_epochs: int,
-            maximum: float) -> _IntervalCursor:
+            maximum: float, server_interval: int) -> _IntervalCursor:
     """Return a cursor at the start of a training; `ConfigError` for invalid values."""
     require_range("schedule", least=1, epochs=num_epochs, steps_per_epoch=steps_per_epoch,
-                  doubling_epochs=doubling_epochs)
+                  doubling_epochs=doubling_epochs, server_interval=server_interval)
     shortest, longest = _lengths(interval_epochs, initial, maximum)
     if 2 * longest * steps_per_epoch < 1:
         shortest = longest = Fraction(1, steps_per_epoch)  # also one step each, without hundreds of digits
-    return _IntervalCursor(num_epochs, steps_per_epoch, shortest, longest, doubling_epochs)
+    return _IntervalCursor(num_epochs, steps_per_epoch, shortest, longest, doubling_epochs, server_interval)
 
 
 def _too_many(num_epochs: int, interval_epochs: float | str) -> ConfigError:

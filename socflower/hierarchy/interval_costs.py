@@ -89,9 +89,12 @@ class IntervalCosts:
         return step_graph(self.plan, costs, self.exchange, overlap_buckets=self.overlap_buckets,
                           serialize_uplinks=self.serialize_uplinks if serialize_uplinks is None else serialize_uplinks)
 
-    def synchronisation(self) -> TaskGraph | None:
-        """Return a synchronisation between groups, or None where there is only one group."""
-        return synchronisation_graph(self.plan, self.exchange) if len(self.plan.groups) > 1 else None
+    def synchronisation(self, *, across_servers: bool = True) -> TaskGraph | None:
+        """Return a synchronisation between groups, of all or of each server; None where no two groups take part."""
+        alone = max(map(len, self.plan.by_server.values())) == 1
+        if len(self.plan.groups) == 1 or (alone and not across_servers):
+            return None
+        return synchronisation_graph(self.plan, self.exchange, across_servers=across_servers)
 
     def begins_with_deal(self, interval: SyncInterval) -> bool:
         """Return whether groups get other data at this interval's start; the first distribution is part of setup."""
@@ -115,7 +118,7 @@ class IntervalCosts:
                 usage += _ChangingSteps(self, clock, capacities or CapacitiesInUse(1.0), pricings).run(num_steps, label)
             else:
                 usage += clock.run(self.step(pricings=pricings), repeat=num_steps, label=label)
-        synchronisation = self.synchronisation()
+        synchronisation = self.synchronisation(across_servers=interval.across_servers)
         if synchronisation is not None:
             usage += clock.run(synchronisation, label="synchronisation")
         return usage

@@ -6,9 +6,9 @@ The graphs define dependencies and costs; the clock determines the times.
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from socflower.cluster import Activity, GraphBuilder, StepCost, TaskGraph
+from socflower.cluster import HUB, Activity, GraphBuilder, StepCost, TaskGraph
 from socflower.errors import ConfigError, require_range
-from socflower.hierarchy.collectives import Exchange, broadcast, hub_exchange, ring_all_reduce, server_exchange
+from socflower.hierarchy.collectives import Exchange, broadcast, gather, ring_all_reduce, scatter, server_exchange
 from socflower.hierarchy.communication_groups import conflicts
 from socflower.hierarchy.plan import Group, GroupPlan
 
@@ -97,13 +97,28 @@ def _compute(
     return [tasks[0] for tasks in by_processor], parts
 
 
-def synchronisation_graph(plan: GroupPlan, exchange: Exchange) -> TaskGraph:
+def synchronisation_graph(plan: GroupPlan, exchange: Exchange, *, across_servers: bool = True) -> TaskGraph:
     """Return a synchronisation between groups (F8): N uploads, N downloads, then a broadcast inside each group.
 
-    The hub averages after the uploads of all leaders; other members do not communicate with it.
+    The hub averages after the uploads of all leaders; other members do not communicate with it. Where groups are in
+    several servers, the leader of each server's first group takes the hub's place for its server; with
+    `across_servers`, these then exchange with the hub.
     """
     builder = GraphBuilder()
-    arrived = hub_exchange(builder, [group.leader for group in plan.groups], exchange, "sync")
+    arrived: dict[int, int] = {}
+    by_server = [[group.leader for group in groups] for groups in plan.by_server.values()]
+    if len(by_server) == 1:
+        uploaded = gather(builder, HUB, by_server[0], exchange, {}, "sync")
+        arrived = scatter(builder, HUB, by_server[0], exchange, uploaded, "sync")
+    else:
+        centers = [leaders[0] for leaders in by_server]
+        averaged = {leaders[0]: gather(builder, leaders[0], leaders, exchange, {}, "sync") for leaders in by_server}
+        if across_servers:
+            uploaded = gather(builder, HUB, centers, exchange, {center: (averaged[center],) for center in centers},
+                              "sync of servers")
+            averaged = scatter(builder, HUB, centers, exchange, uploaded, "sync of servers")
+        for leaders in by_server:
+            arrived |= scatter(builder, leaders[0], leaders, exchange, averaged[leaders[0]], "sync")
     for group in plan.groups:
         start = group.members.index(group.leader)
         # From the leader along the ring, so that the tree stays on the leader's board as long as possible.

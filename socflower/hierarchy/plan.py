@@ -12,8 +12,8 @@ from typing import Any
 from socflower.cluster import Cluster
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.hierarchy.communication_groups import communication_groups
-from socflower.hierarchy.mapping.integrity_greedy import map_groups
 from socflower.hierarchy.mapping.placement import balance_capacities, deal_in_order, fastest_socs
+from socflower.hierarchy.mapping.servers import map_to_servers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +24,7 @@ class Group:
     members: tuple[int, ...]  # SoC indices, contiguous by board: one flow each way per uplink
     leader: int
     boards: tuple[int, ...]  # ascending
+    server: int = 0  # that has its boards; 0 where groups span servers
 
     @property
     def split(self) -> bool:
@@ -40,13 +41,22 @@ class GroupPlan:
     contention: int  # C of F5: split groups on the fullest board
     slots_per_board: tuple[int, ...]  # slots available for training
     participants: tuple[int, ...]  # all members, ascending
-    proven_optimal: bool  # no mapping has a smaller objective (F5)
+    proven_optimal: bool  # no mapping has a smaller objective (F5) in any server
+
+    @property
+    def by_server(self) -> Mapping[int, Sequence[Group]]:
+        """The groups of each server that has any."""
+        found: dict[int, list[Group]] = {}
+        for group in self.groups:
+            found.setdefault(group.server, []).append(group)
+        return found
 
     def to_document(self) -> dict[str, Any]:
         """Return the public part of the plan document, with stable keys."""
         return {
             "groups": [{"id": group.group_id, "members": list(group.members), "leader": group.leader,
-                        "boards": list(group.boards), "split": group.split} for group in self.groups],
+                        "boards": list(group.boards), "server": group.server, "split": group.split}
+                       for group in self.groups],
             "contention": self.contention,
             "communication_groups": [list(ids) for ids in self.communication_groups],
             "proven_optimal": self.proven_optimal,
@@ -58,6 +68,8 @@ def plan_groups(
     cluster: Cluster, num_groups: int, num_socs: int | None = None, capacities: Sequence[float] | None = None,
 ) -> GroupPlan:
     """Return `num_groups` groups of `num_socs` SoCs (default all): mapping by F5, turns by F6, leaders by F8.
+
+    No group spans servers, unless there are fewer groups than servers: then all boards count as one server's.
 
     `capacities`, one per SoC of the cluster in any unit (rates, speed factors): a SoC at 0 is unavailable, the
     slowest SoCs stay idle first, and the SoCs of a board are assigned so that groups are about equally fast (F20).
@@ -73,10 +85,11 @@ def plan_groups(
                  for board in range(len(cluster.boards))}
     board_of = {soc: board for board, socs in available.items() for soc in socs}
     slots = tuple(map(len, available.values()))
-    placement = map_groups(slots, num_groups, num_socs)
+    placement, servers = map_to_servers(_by_server(cluster, slots), num_groups, num_socs)
     members = deal_in_order(placement.groups, fastest_socs(placement.groups, available, capacities))
     members = balance_capacities(members, board_of, capacities)
-    groups = tuple(_group(group_id, socs, board_of) for group_id, socs in enumerate(members))
+    groups = tuple(_group(group_id, socs, board_of, server)
+                   for group_id, (socs, server) in enumerate(zip(members, servers, strict=True)))
     return GroupPlan(
         groups=groups, communication_groups=communication_groups(groups), contention=placement.contention,
         slots_per_board=slots, participants=tuple(sorted(soc for socs in members for soc in socs)),
@@ -84,7 +97,15 @@ def plan_groups(
     )
 
 
-def _group(group_id: int, socs: Sequence[int], board_of: Mapping[int, int]) -> Group:
+def _by_server(cluster: Cluster, slots: Sequence[int]) -> list[list[int]]:
+    """Return the slots of each server's boards."""
+    found: list[list[int]] = [[] for _ in cluster.servers or ((),)]
+    for board, own in enumerate(slots):
+        found[cluster.server_of(board)].append(own)
+    return found
+
+
+def _group(group_id: int, socs: Sequence[int], board_of: Mapping[int, int], server: int) -> Group:
     """Return a group with its ring in ascending order, which is contiguous by board, and its leader (F8).
 
     The leader is the first member on the board with most of the group's members (the lowest such board). Every SoC is
@@ -95,7 +116,8 @@ def _group(group_id: int, socs: Sequence[int], board_of: Mapping[int, int]) -> G
     on_board = Counter(board_of[soc] for soc in members)
     fullest = max(on_board, key=lambda board: (on_board[board], -board))
     leader = next(soc for soc in members if board_of[soc] == fullest)
-    return Group(group_id=group_id, members=members, leader=leader, boards=tuple(sorted(on_board)))
+    return Group(group_id=group_id, members=members, leader=leader, boards=tuple(sorted(on_board)),
+                 server=server)
 
 
 def plan_without(

@@ -60,11 +60,11 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
 
     `model` has the bytes of the weights, of those that train and so travel, and of a sample's activations, and a
     sample's FLOPs. `predicted` has the seconds of a step (with `serialize_uplinks` as configured, in turns,
-    free-running, F7) and of a synchronisation; the fraction of a step in which the slowest SoC neither computes nor
-    updates; and the seconds and joules of an epoch, the mean over the whole training with all its synchronisations.
-    `one_soc` has the epoch of one
-    SoC alone (None where only one takes part), and `verdict` says which of both is quicker. With `groups = "auto"`,
-    which only training can decide (F2), the plan is that of one group per board, and `notes` says so.
+    free-running, F7), of a synchronisation, and of one inside servers; the fraction of a step in which the slowest SoC
+    neither computes nor updates; and the seconds and joules of an epoch, the mean over the whole training with all its
+    synchronisations. `one_soc` has the epoch of one SoC alone (None where only one takes part), and `verdict` says
+    which of both is quicker. With `groups = "auto"`, which only training can decide (F2), the plan is that of one group
+    per board, and `notes` says so.
     """
     cluster = scenario_cluster(scenario)
     notes: list[str] = []
@@ -185,12 +185,14 @@ def with_plan(scenario: Scenario, work: IntervalCosts, plan: GroupPlan) -> tuple
 
 def planned_intervals(scenario: Scenario, work: IntervalCosts) -> Sequence[SyncInterval]:
     """Return the intervals of the whole training."""
-    return sync_schedule(scenario.train.epochs, work.steps_per_epoch, _interval_epochs(scenario))
+    return sync_schedule(scenario.train.epochs, work.steps_per_epoch, _interval_epochs(scenario),
+                         server_interval=_server_interval(scenario))
 
 
 def _planned_shapes(scenario: Scenario, work: IntervalCosts) -> Sequence[tuple[SyncInterval, int]]:
     """Return the distinct intervals and their counts, so that the cost does not grow with the number of epochs."""
-    return sync_shapes(scenario.train.epochs, work.steps_per_epoch, _interval_epochs(scenario))
+    return sync_shapes(scenario.train.epochs, work.steps_per_epoch, _interval_epochs(scenario),
+                       server_interval=_server_interval(scenario))
 
 
 def _planned_lengths(scenario: Scenario, work: IntervalCosts) -> Mapping[int, int]:
@@ -205,6 +207,10 @@ def _interval_epochs(scenario: Scenario) -> float | str:
     return group_strategy(scenario.strategy.name).sync_interval_epochs(scenario.strategy.sync_interval_epochs)
 
 
+def _server_interval(scenario: Scenario) -> int:
+    return group_strategy(scenario.strategy.name).server_interval(scenario.strategy.server_interval)
+
+
 def _training_usage(work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]]) -> Usage:
     """Return the usage of all intervals; equal intervals are priced once."""
     return sum((work.run(interval, EventClock(work.cluster)) * count for interval, count in shapes), Usage())
@@ -216,6 +222,7 @@ def _predict(scenario: Scenario, work: IntervalCosts) -> dict[str, float]:
     training = _training_usage(work, shapes)
     steps = work.steps_per_epoch
     synchronisation = work.synchronisation()
+    in_servers = work.synchronisation(across_servers=False) if _server_interval(scenario) > 1 else None
     busy = sum(training.soc_seconds.values())
     times = step_times(work, _planned_lengths(scenario, work), EventClock(work.cluster))
     step_s = times.in_turn_s if work.serialize_uplinks else times.free_s
@@ -227,6 +234,7 @@ def _predict(scenario: Scenario, work: IntervalCosts) -> dict[str, float]:
         "step_free_running_s": times.free_s,
         "steps_per_epoch": float(steps),
         "sync_s": 0.0 if synchronisation is None else EventClock(work.cluster).run(synchronisation).duration_s,
+        "server_sync_s": 0.0 if in_servers is None else EventClock(work.cluster).run(in_servers).duration_s,
         "syncs_per_epoch": 0.0 if synchronisation is None else sum(count for _, count in shapes) / epochs,
         "epoch_s": training.duration_s / epochs,
         "epoch_energy_j": training.total_energy_j / epochs,

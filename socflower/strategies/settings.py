@@ -20,6 +20,9 @@ class TrainingSchedule:
         Size of the training set, batch of a group, and passes over the data.
     interval_epochs : float or "decay"
         Epochs between synchronisations, or the paper's schedule 0.25, 0.5, 1, 2 (F3).
+    server_interval : int
+        Every how many synchronisations all groups take part, where the cluster is a site of several servers; at the
+        others those of each server average their models. All take part in the last one.
     reshuffle : bool
         Redistribute all data to the groups at the synchronisations that end an epoch; off where data must not leave
         their node.
@@ -31,11 +34,12 @@ class TrainingSchedule:
     batch_size: int
     num_epochs: int
     interval_epochs: float | str = "decay"
+    server_interval: int = 1
     reshuffle: bool = True
     seed: int = 1
 
     def __post_init__(self) -> None:
-        for key in ("num_samples", "batch_size", "num_epochs"):
+        for key in ("num_samples", "batch_size", "num_epochs", "server_interval"):
             value = getattr(self, key)
             require_type("TrainingSchedule", (int,), _COUNT, **{key: value})
             if value < 1:

@@ -36,7 +36,7 @@ from socflower.rings.settings import RingSettings
 from socflower.strategies.group_replies import outcome_of, settle
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric, mixed_phases
 from socflower.strategies.outer_step import ChosenNodes, OuterStep, refuse_integers_clipped, reproducible_draws
-from socflower.strategies.records import aggregate_records
+from socflower.strategies.records import aggregate_records, array_views, to_array_record
 from socflower.strategies.replies import NOT_EVALUATED, OUTER_STEP, ReplyEvent, failure_event, heat_events
 from socflower.strategies.resuming import PlannedRounds
 from socflower.strategies.round import IN_PROCESS, Round, ring_tasks
@@ -150,7 +150,8 @@ class SoCFlow(PlannedRounds):
         self._planner = RoundPlanner(cluster, groups, rates, rebalancing)
         self.steps_per_epoch = group_steps_per_epoch(schedule.num_samples, len(groups.groups), schedule.batch_size)
         self.intervals: Sequence[SyncInterval] = sync_schedule(
-            schedule.num_epochs, self.steps_per_epoch, schedule.interval_epochs)
+            schedule.num_epochs, self.steps_per_epoch, schedule.interval_epochs,
+            server_interval=schedule.server_interval)
         self._interval_costs = None if costs.model_profile is None else IntervalCosts(
             cluster=cluster, plan=groups, profile=costs.model_profile, num_samples=schedule.num_samples,
             batch_size=schedule.batch_size, steps_per_epoch=self.steps_per_epoch, reshuffle=schedule.reshuffle,
@@ -160,12 +161,26 @@ class SoCFlow(PlannedRounds):
         if outer is not None and type(self).average_models is not SoCFlow.average_models:
             raise ConfigError(f"{name}: it has an average_models of its own, which outer = {type(outer).__name__}(…) "
                               "would replace; give one of the two")
+        if schedule.server_interval > 1:
+            self._check_servers(groups, outer)
+        self._server_models: dict[int, ArrayRecord] = {}  # after a synchronisation inside servers
         self.fraction_evaluate = 0.0 if outer is None else float(getattr(outer, "fraction_evaluate", 1.0))
         self._clock = costs.clock
         self.round: Round | None = None
         self.reports: list[RoundReport] = []
         self._resumed_states: dict[int, tuple[int, bool]] = {}  # leader of the round resumed after, and whether it has
         # its group's state, by group
+
+    def _check_servers(self, plan: GroupPlan, outer: Strategy | None) -> None:
+        """Raise `ConfigError` where servers cannot synchronise less often than their groups."""
+        asked = f"{type(self).__name__}: server_interval = {self._schedule.server_interval}"
+        if len(plan.by_server) < 2:
+            raise ConfigError(f"{asked} and {counted(len(plan.groups), 'group')} on "
+                              f"{counted(max(1, len(self._cluster.servers)), 'server')}: there are no servers with "
+                              "groups of their own; plan a group for each server, or leave server_interval out")
+        if outer is not None:
+            raise ConfigError(f"{asked}, and outer = {type(outer).__name__}(…) makes one model of all groups' at every "
+                              "synchronisation; leave one of the two out")
 
     @property
     def _model_name(self) -> str:
@@ -174,7 +189,7 @@ class SoCFlow(PlannedRounds):
     def resume_from(
         self, server_round: int, *, without_state: Collection[int] = (), away: Collection[int] = (),
         planned_without: Collection[int] = (), balance: Mapping[str, Any] | None = None,
-        outer: Mapping[str, NDArray[Any]] | None = None,
+        outer: Mapping[str, NDArray[Any]] | None = None, servers: Mapping[str, NDArray[Any]] | None = None,
     ) -> None:
         """Make `start` continue after `server_round`; see `Resumable.resume_from`. The rest is the `state` then.
 
@@ -182,7 +197,8 @@ class SoCFlow(PlannedRounds):
         differ. `without_state` are ids of groups that may have none, such as those whose reply was dropped in that
         round. `away` are the SoCs to exclude from plans; `planned_without` are those that the round's plan excluded.
         A group with another leader than in that round starts with a new optimiser. `balance` is the state of
-        re-balancing, `outer` the moments of the outer strategy.
+        re-balancing, `outer` the moments of the outer strategy, `servers` the models of servers that have not
+        synchronised since.
         """
         for key, socs in (("away", away), ("planned_without", planned_without)):
             if unknown := [soc for soc in socs if soc not in self._planner.participant_of]:
@@ -194,6 +210,7 @@ class SoCFlow(PlannedRounds):
         super().resume_from(server_round)
         if self._outer is not None:
             self._outer.restore(outer or {})
+        self._server_models = _models_of(servers or {})
         self._planner.restore(away=away, planned_without=planned_without, balance=balance or {})
         self._resumed_states = {group.group_id: (group.leader, group.group_id not in without_state)
                                 for group in self.plan.groups} if server_round else {}
@@ -204,7 +221,9 @@ class SoCFlow(PlannedRounds):
         return {"without_state": list(self.reports[-1].without_state) if self.reports else [],
                 "away": list(self._planner.registry.away), "planned_without": list(self._planner.planned_without),
                 "balance": self._planner.balancer.state(self.plan),
-                "outer": {} if self._outer is None else self._outer.state()}
+                "outer": {} if self._outer is None else self._outer.state(),
+                "servers": {f"{server}/{name}": array for server, model in self._server_models.items()
+                            for name, array in array_views(model).items()}}
 
     @property
     def plan(self) -> GroupPlan:
@@ -277,7 +296,7 @@ class SoCFlow(PlannedRounds):
             for soc in group.members if this.in_rings else (group.leader,):
                 content = RecordDict({CONFIG: configs[group.group_id], GROUP: task})
                 if soc == group.leader:
-                    content[ARRAYS] = arrays
+                    content[ARRAYS] = self._server_models.get(group.server, arrays)
                 if this.in_rings:
                     content[RING] = ConfigRecord(encode(rings[soc]))
                 messages.append(Message(content, this.node_of[soc], MessageType.TRAIN, group_id=str(server_round)))
@@ -316,6 +335,8 @@ class SoCFlow(PlannedRounds):
         arrays: ArrayRecord | None
         if self._outer is None:
             arrays = self.average_models([cast(ArrayRecord, reply.content[ARRAYS]) for reply in usable], samples)
+            self._server_models = {} if this.interval.across_servers else {
+                **self._server_models, **self._average_in_servers(this, usable)}
         else:
             if too_few := self._outer.too_few(len(usable)):
                 events = (*events, ReplyEvent(kind=OUTER_STEP, group_id=0, text=too_few))
@@ -330,6 +351,16 @@ class SoCFlow(PlannedRounds):
             alpha=mean_metric(usable, ALPHA), cpu_share=mean_metric(usable, CPU_SHARE), in_turn=this.turns.taken,
             without_state=tuple(sorted({event.group_id for event in settled.lost} | settled.leaders_replaced))))
         return arrays, mean
+
+    def _average_in_servers(self, this: Round, usable: Sequence[Message]) -> dict[int, ArrayRecord]:
+        """Return the model of each server of the round's plan; one without usable replies keeps what it was sent."""
+        models: dict[int, tuple[list[ArrayRecord], list[float]]] = {}
+        for reply in usable:
+            found = models.setdefault(this.group_of_node[reply.metadata.src_node_id].server, ([], []))
+            found[0].append(cast(ArrayRecord, reply.content[ARRAYS]))
+            found[1].append(float(cast(float, cast(MetricRecord, reply.content[METRICS])[NUM_EXAMPLES])))
+        return {server: self.average_models(*models[server]) if server in models
+                else self._server_models.get(server, this.sent) for server in this.plan.by_server}
 
     def average_models(self, models: Sequence[ArrayRecord], samples: Sequence[float]) -> ArrayRecord:
         """Return the next global model: the groups' average by samples, in group order (F8).
@@ -483,6 +514,15 @@ def _describe_turns(turns: Turns) -> str:
         NO_SHARED_UPLINK: ", as no two share an uplink",
         NOT_PREDICTED: ": without a clock and a model_profile nothing predicts whether running freely is faster; "
                        "serialize_uplinks=False runs freely"}[turns.decided_by]
+
+
+def _models_of(servers: Mapping[str, NDArray[Any]]) -> dict[int, ArrayRecord]:
+    """Return the models of servers from a checkpoint."""
+    models: dict[int, dict[str, NDArray[Any]]] = {}
+    for key, array in servers.items():
+        server, _, name = key.partition("/")
+        models.setdefault(int(server), {})[name] = array
+    return {server: to_array_record(model) for server, model in models.items()}
 
 
 def _hardware(cluster: Cluster) -> str:

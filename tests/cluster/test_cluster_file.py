@@ -14,6 +14,7 @@ from socflower.cluster.cluster_file import ClusterFile, cluster_document, inline
 from socflower.cluster.device_catalog import device_table, figure, link_bytes_per_s, message_s, toml_text
 from socflower.cluster.toml_file import read_table
 from socflower.errors import ConfigError
+from socflower.scenario.schema.file import from_document, load_scenario, scenario_cluster, to_document
 
 
 def test_defaults_are_one_board_of_five_snapdragons() -> None:
@@ -41,6 +42,35 @@ def test_a_mixed_rack(tmp_path: Path) -> None:
     assert cluster.slots_per_board == (3, 3, 1)
     assert [cluster.device_of(soc).name for soc in (0, 6)] == ["snapdragon-865", "jetson-nx"]
     assert cluster.link_bytes_per_s["board2/up"] == 5e6
+
+
+def test_servers_of_a_site_are_like_the_cluster_where_they_say_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "site.toml"
+    file.write_text('[cluster]\nboards = 2\nsocs_per_board = 3\n[[server]]\ncount = 2\n[[server]]\nboards = [1, 4]\n'
+                    'device = "jetson-nx"\nserver_bytes_per_s = 7e6\n[site]\nserver_bytes_per_s = 5e6\n')
+    cluster = load_cluster(file)
+    assert cluster.slots_per_board == (3, 3, 3, 3, 1, 4)
+    assert [server.num_boards for server in cluster.servers] == [2, 2, 2]
+    assert [cluster.link_bytes_per_s[f"server{index}/down"] for index in range(3)] == [5e6, 5e6, 7e6]
+    assert [cluster.device_of(soc).name for soc in (11, 12)] == ["snapdragon-865", "jetson-nx"]
+    scenario = tmp_path / "scenario.toml"
+    scenario.write_text('# Does it hold?\n[cluster]\nboards = 1\n[strategy]\ngroups = 3\nserver_interval = 2\n')
+    loaded = load_scenario(scenario, [f"cluster={file}"])
+    assert scenario_cluster(loaded) == scenario_cluster(from_document(to_document(loaded))) == cluster
+
+
+@pytest.mark.parametrize(("tables", "says"), [
+    ({"site": {}}, r"\[site\] joins servers, and there is no \[\[server\]\]; add some, or leave \[site\] out"),
+    ({"servers": [{}], "boards": [{}]}, r"\[\[board\]\] and \[\[server\]\] tables are both given; give each server"),
+    ({"servers": [{"boards": [1], "socs_per_board": 2}]}, r"boards = \[1\] already lists the slots"),
+    ({"servers": [{"boards": [0]}]}, r"boards = \[0\] has no SoC in use"),
+    ({"servers": [{"count": 4001}]}, r"\[\[server\]\] 1: 20005 SoCs, of at most 20000 in a cluster"),
+    ({"servers": [{"server_bytes_per_s": 0}]}, r"server_bytes_per_s = 0 must be a number above 0"),
+])
+def test_sites_that_cannot_be_are_one_line(tables: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        parse_cluster({}, **tables)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("table", "boards", "says"), [

@@ -1,6 +1,7 @@
 """Delayed synchronisation (F3)."""
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -45,15 +46,16 @@ def test_whole_epochs_and_the_cut_last_interval() -> None:
 
 
 @given(num_epochs=st.integers(1, 90), steps=st.integers(1, 120), interval=INTERVALS,
-       initial=st.sampled_from([0.25, 0.3]), doubling_epochs=st.integers(1, 12))
+       initial=st.sampled_from([0.25, 0.3]), doubling_epochs=st.integers(1, 12), server_interval=st.integers(1, 5))
 def test_the_shapes_of_a_schedule_are_its_intervals_counted(
-    num_epochs: int, steps: int, interval: float | str, initial: float, doubling_epochs: int,
+    num_epochs: int, steps: int, interval: float | str, initial: float, doubling_epochs: int, server_interval: int,
 ) -> None:
     """Against brute force."""
-    def shape(part: SyncInterval) -> tuple[int, bool, bool]:
-        return part.num_steps, part.first_step == part.deal_epoch * steps, part.index == 0
+    def shape(part: SyncInterval) -> tuple[int, bool, bool, bool]:
+        return (part.num_steps, part.first_step == part.deal_epoch * steps, part.index == 0, part.across_servers)
 
-    options: dict[str, Any] = {"initial": initial, "doubling_epochs": doubling_epochs}
+    options: dict[str, Any] = {"initial": initial, "doubling_epochs": doubling_epochs,
+                               "server_interval": server_interval}
     schedule = sync_schedule(num_epochs, steps, interval, **options)
     shapes = sync_shapes(num_epochs, steps, interval, **options)
     assert {shape(first): count for first, count in shapes} == Counter(map(shape, schedule))
@@ -98,6 +100,23 @@ def test_schedules_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         sync_schedule(*arguments, **options)
+
+
+@given(num_epochs=st.integers(1, 30), steps=st.integers(1, 20), interval=INTERVALS, server_interval=st.integers(1, 6))
+def test_servers_take_part_in_every_nth_synchronisation_and_the_last_and_data_change_only_after_these(
+    num_epochs: int, steps: int, interval: float | str, server_interval: int,
+) -> None:
+    schedule = sync_schedule(num_epochs, steps, interval, server_interval=server_interval)
+    flat = sync_schedule(num_epochs, steps, interval)
+    assert [(part.first_step, part.num_steps) for part in schedule] == [
+        (part.first_step, part.num_steps) for part in flat]
+    assert [part.index for part in schedule if part.across_servers] == [
+        index for index in range(len(flat)) if index % server_interval == server_interval - 1 or index == len(flat) - 1]
+    for before, part in pairwise(schedule):
+        if part.deal_epoch != before.deal_epoch:
+            assert before.across_servers and part.first_step == part.deal_epoch * steps
+        assert (part.deal_epoch == part.first_step / steps) >= (
+            before.across_servers and part.first_step % steps == 0)
 
 
 @given(num_samples=st.integers(1, 10_000), num_groups=st.integers(1, 60), batch_size=st.integers(1, 300))

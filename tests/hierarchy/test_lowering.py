@@ -181,6 +181,21 @@ def test_hub_traffic_is_n_up_and_n_down_never_m(slots: list[int], data: st.DataO
         assert rounds <= (len(group.members) - 1).bit_length()
 
 
+@given(num_servers=st.integers(2, 5), groups_of_each=st.integers(1, 4), across=st.booleans())
+def test_servers_meet_at_the_hub_once_their_groups_have(num_servers: int, groups_of_each: int, across: bool) -> None:
+    """In closed form: a model at a time through the port of each server's first leader, and through the hub's."""
+    cluster = parse_cluster({"boards": groups_of_each, "socs_per_board": 1}, servers=[{"count": num_servers}])
+    plan = plan_groups(cluster, num_servers * groups_of_each)
+    graph = sync_graph(plan, EXCHANGE, across_servers=across)
+    model_s = EXCHANGE.num_bytes / cluster.hub_bytes_per_s + EXCHANGE.num_tensors * cluster.message_s
+    found = bytes_by_tier(cluster, graph)
+    assert found[Tier.HUB] == across * 2 * num_servers * EXCHANGE.num_bytes
+    assert found[Tier.INTER_BOARD] == 2 * num_servers * (groups_of_each - 1) * EXCHANGE.num_bytes
+    assert not found[Tier.INTER_SERVER]
+    usage = EventClock(cluster).run(graph)
+    assert usage.duration_s == pytest.approx(2 * (groups_of_each - 1 + across * num_servers) * model_s)
+
+
 @pytest.mark.parametrize(("slots", "num_groups", "crossing_bytes"), [((5, 5), 2, 0.0), ((5, 5), 1, 1200.0),
                                                                      ((2, 5), 1, 2400.0)])
 def test_few_sends_of_a_broadcast_cross_boards(

@@ -52,7 +52,7 @@ def test_leader_is_the_first_member_where_most_of_its_group_is() -> None:
 def test_document_has_the_keys_that_programs_rely_on() -> None:
     document = json.loads(json.dumps(plan_groups(cluster(5, 5, 5, 5), 3).to_document()))
     assert set(document) == {"groups", "contention", "communication_groups", "proven_optimal", "slots_per_board"}
-    assert all(set(group) == {"id", "members", "leader", "boards", "split"} for group in document["groups"])
+    assert all(set(group) == {"id", "members", "leader", "boards", "server", "split"} for group in document["groups"])
     assert sorted(group_id for ids in document["communication_groups"] for group_id in ids) == [0, 1, 2]
 
 

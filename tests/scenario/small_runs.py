@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from socflower.cluster.cluster_file import ServerTable
 from socflower.scenario import runner
 from socflower.scenario.runner import run_scenario, run_to_folder
 from socflower.scenario.schema.config import EventConfig, Scenario, StrategyConfig, TrainConfig
@@ -20,11 +21,11 @@ LENET_BYTES = 4 * 61_706
 def small(
     name: str = "socflow", *, boards: tuple[int, ...] = BOARDS, groups: int | str = 2, epochs: int = 1, seed: int = 1,
     interval: float = 0.5, events: tuple[EventConfig, ...] = (), reply_timeout_s: float = 3600.0,
-    batch_size: int = 32, **strategy: Any,
+    batch_size: int = 32, servers: tuple[ServerTable, ...] = (), **strategy: Any,
 ) -> Scenario:
     """Return a scenario that has as many steps on a few of the digits as on all of them in batches of 128."""
     return Scenario(
-        seed=seed, name="small", question="Does it run?", cluster={"boards": boards}, events=events,
+        seed=seed, name="small", question="Does it run?", cluster={"boards": boards}, events=events, servers=servers,
         train=TrainConfig(epochs=epochs, batch_size=batch_size, learning_rate=0.05, reply_timeout_s=reply_timeout_s),
         strategy=StrategyConfig(name=name, groups=groups, sync_interval_epochs=interval, **strategy))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from socflower.cluster.cluster_file import ServerTable
 from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.scenario import prepared_run
@@ -96,6 +97,8 @@ CASES: dict[str, Scenario] = {
     "outer moments": with_outer(small(interval=0.5), name="fedadam", eta=0.01),
     "outer momentum, preempted": with_outer(small(epochs=3, events=(
         EventConfig(kind="preempt", soc=1, round=2, rounds=1),)), name="fedavgm", server_momentum=0.5),
+    "servers": small(interval=0.25, groups=4, server_interval=3, servers=(
+        ServerTable(count=2, boards=1, socs_per_board=2),)),
     "ring": small("ring", epochs=3),
     "sgd": small("sgd", epochs=3),
     "fedavg": small("fedavg", epochs=3),

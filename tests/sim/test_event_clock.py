@@ -204,7 +204,8 @@ def test_usage_of_work_transfer_and_waiting(make_cluster: MakeCluster) -> None:
                                  Activity.IDLE: 8.0}
     assert usage.energy_j == {Activity.COMPUTE: 10.0, Activity.UPDATE: 5.0, Activity.IDLE: 8.0,
                               Activity.SYNCHRONISATION: 0.5 + 1.5 + 3 * 1.5}
-    assert usage.num_bytes == {Tier.INTRA_BOARD: 200.0, Tier.INTER_BOARD: 0.0, Tier.HUB: 100.0, Tier.WAN: 0.0}
+    assert usage.num_bytes == {Tier.INTRA_BOARD: 200.0, Tier.INTER_BOARD: 0.0, Tier.INTER_SERVER: 0.0, Tier.HUB: 100.0,
+                               Tier.WAN: 0.0}
 
 
 def test_processors_that_work_together_draw_idle_watts_once(make_cluster: MakeCluster) -> None:

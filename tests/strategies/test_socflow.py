@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAdam
 
 from socflower.cluster import LayerProfile, ModelProfile, parse_cluster
 from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError, TrainingFailed
@@ -79,6 +80,70 @@ def test_the_intervals_of_all_rounds_join_without_gap() -> None:
     assert strategy.num_rounds == 6
     assert [task.first_step for task in tasks[1:]] == [task.first_step + task.num_steps for task in tasks[:-1]]
     assert tasks[-1].first_step + tasks[-1].num_steps == 15 == tasks[0].total_steps
+
+
+# ------------------------------------------------------------------------------------------------- servers
+def site(**changes: Any) -> SoCFlow:
+    """Two servers of two boards with a SoC, each a group: SoCs 0 to 3 are nodes 10 to 40."""
+    return socflow(cluster=parse_cluster({"boards": 2, "socs_per_board": 1}, servers=[{"count": 2}]), groups=4,
+                   num_samples=400, interval_epochs=0.5, server_interval=3, **changes)
+
+
+def sent_values(sent: list[Message]) -> list[float]:
+    return [values(message.content.array_records["arrays"])[0] for message in sent]
+
+
+def test_groups_of_a_server_average_more_often_than_servers_do() -> None:
+    strategy, arrays = site(num_epochs=3), model(0.0)  # synchronisations of all after rounds 3 and 6
+    expected = [0.0] * 4
+    for server_round in range(1, 7):
+        sent = strategy.configure_train(server_round, arrays, ConfigRecord({}), FakeGrid())
+        assert sent_values(sent) == expected
+        trained = [server_round * 10.0 + group for group in range(4)]
+        weights = [1, 3, 2, 2]
+        new, _ = strategy.aggregate_train(server_round, [
+            answer(message, value, weight) for message, value, weight in zip(sent, trained, weights, strict=True)])
+        assert new is not None
+        arrays = new
+        whole = sum(value * weight for value, weight in zip(trained, weights, strict=True)) / 8
+        assert values(arrays)[0] == pytest.approx(whole)  # what is evaluated is the model of all
+        own = [(trained[0] + 3 * trained[1]) / 4, (trained[2] + trained[3]) / 2]
+        expected = [whole] * 4 if server_round % 3 == 0 else [own[0], own[0], own[1], own[1]]
+
+
+def test_a_server_without_a_usable_reply_keeps_its_model() -> None:
+    strategy = site(tolerate_client_errors=True)
+    first = messages(strategy)
+    arrays, _ = strategy.aggregate_train(1, [answer(message, 2.0) for message in first])
+    second = strategy.configure_train(2, arrays or model(), ConfigRecord({}), FakeGrid())
+    arrays, _ = strategy.aggregate_train(2, [
+        answer(second[0], 4.0), answer(second[1], 8.0), answer_error(second[2], 2, "it broke"),
+        answer_error(second[3], 2, "it broke")])
+    assert values(arrays)[0] == 6.0
+    assert sent_values(strategy.configure_train(3, arrays or model(), ConfigRecord({}), FakeGrid())) == [6, 6, 2, 2]
+
+
+def test_models_of_servers_are_part_of_the_state() -> None:
+    strategy, again = site(), site()
+    arrays, _ = strategy.aggregate_train(1, [
+        answer(message, value) for message, value in zip(messages(strategy), (1.0, 3.0, 5.0, 9.0), strict=True)])
+    again.resume_from(1, **strategy.state)
+    assert arrays is not None
+    assert sent_values(again.configure_train(2, arrays, ConfigRecord({}), FakeGrid())) == [2.0, 2.0, 7.0, 7.0]
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"groups": 1}, "server_interval = 3 and 1 group on 2 servers: there are no servers with groups of their own"),
+    ({"cluster": parse_cluster({"boards": [2, 2]}), "groups": 2}, "2 groups on 1 server: there are no servers"),
+    ({"outer": FedAdam()}, r"server_interval = 3, and outer = FedAdam\(…\) makes one model of all groups'"),
+    ({"server_interval": 0}, "server_interval = 0 must be a whole number, 1 or more"),
+])
+def test_servers_that_cannot_synchronise_less_often_are_refused(changes: dict[str, Any], says: str) -> None:
+    settings = {"cluster": parse_cluster({"boards": 2, "socs_per_board": 1}, servers=[{"count": 2}]), "groups": 4,
+                "server_interval": 3}
+    with pytest.raises(ConfigError, match=says) as caught:
+        socflow(**(settings | changes))
+    one_line(caught)
 
 
 @pytest.mark.parametrize("server_round", [0, 3, 99])

@@ -111,7 +111,8 @@ class _Training:
         if self._resumed is not None:
             strategy.resume_from(self._resumed.server_round, without_state=self._resumed.without_state,
                                  away=self._resumed.away, planned_without=self._resumed.planned_without,
-                                 balance=self._resumed.balance, outer=self._resumed.outer)
+                                 balance=self._resumed.balance, outer=self._resumed.outer,
+                                 servers=self._resumed.servers)
         final = strategy.start(
             self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
             train_config=ConfigRecord({**self._frozen}), evaluate_fn=self._record.evaluation(
@@ -155,7 +156,8 @@ class _Training:
             cluster=self._cluster, groups=Grouping(num_groups=num_groups, num_socs=kind.num_socs or settings.socs),
             schedule=TrainingSchedule(
                 num_samples=self._num_samples, batch_size=self._scenario.train.batch_size, num_epochs=num_epochs,
-                interval_epochs=kind.sync_interval_epochs(settings.sync_interval_epochs), reshuffle=settings.reshuffle,
+                interval_epochs=kind.sync_interval_epochs(settings.sync_interval_epochs),
+                server_interval=kind.server_interval(settings.server_interval), reshuffle=settings.reshuffle,
                 seed=self._scenario.seed),
             costs=Costs(model_profile=self._profile, pricing=pricing(self._scenario), clock=self._clock),
             exchange=ExchangeSettings(

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from flwr.app import ArrayRecord, MetricRecord
 
 from socflower import __version__
-from socflower.cluster import Usage
+from socflower.cluster import Tier, Usage
 from socflower.engines.checkpoint import Checkpoint
 from socflower.engines.run_folder import RunFolder
 from socflower.engines.trained_devices import TrainedDevices
@@ -146,6 +146,6 @@ def event_documents(events: Iterable[ReplyEvent]) -> list[dict[str, str]]:
 
 
 def bytes_by_tier(usage: Usage) -> dict[str, float]:
-    """Return the bytes of every tier, 0 for tiers without traffic."""
-    tiers = {"intra_board": 0.0, "inter_board": 0.0, "hub": 0.0, "wan": 0.0}
-    return tiers | {tier.value: value for tier, value in usage.num_bytes.items()}
+    """Return the bytes of every tier, 0 for tiers without traffic; those between servers only where there are any."""
+    found = {tier.value: usage.num_bytes.get(tier, 0.0) for tier in Tier}
+    return {tier: count for tier, count in found.items() if count or tier != Tier.INTER_SERVER.value}

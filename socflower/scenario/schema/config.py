@@ -166,6 +166,9 @@ class StrategyConfig(Table):
     sync_interval_epochs: Annotated[float, Field(gt=0, le=_MAX_EPOCHS)] | Annotated[str, OneOf(("decay",))] = Field(
         "decay", description=("epochs between synchronisations; \"decay\" is 0.25, doubled every 10 epochs, up to 2; "
                               "`ring` and `sgd` ignore it"))
+    server_interval: int = Field(1, gt=0, le=_MAX_EPOCHS, description=(
+        "every how many synchronisations all servers of a [site](#server) take part, and not only the groups of each; "
+        "`ring` and `sgd` ignore it"))
     reshuffle: bool = Field(True, description=(
         "deal all data anew to the groups at a synchronisation that ends an epoch; false where data must stay: each "
         "SoC trains on its own, in an order of its own"))
@@ -190,7 +193,14 @@ class StrategyConfig(Table):
         "models: its class in small letters and its arguments"))
 
     def check(self) -> None:
-        """Refuse an outer strategy without groups, or without their number where its rule counts them."""
+        """Refuse an outer strategy without groups, or without their number where it is needed."""
+        if self.server_interval > 1:
+            said = f"server_interval = {self.server_interval}"
+            if self.groups == "auto":
+                raise ValueError(f"{said} needs a number of groups, and groups is \"auto\"; give it")
+            if self.outer is not None:
+                raise ValueError(f"{said}, and outer makes one model of all groups' at every synchronisation; leave "
+                                 "one of the two out")
         if self.outer is None:
             return
         if not takes_outer(self.name):
@@ -291,6 +301,10 @@ class ScenarioFile(ClusterFile):
     def check(self) -> None:
         """Refuse tables that do not go together."""
         ClusterFile.check(self)
+        num_servers = max(1, sum(server.count for server in self.servers))
+        if self.strategy.server_interval > 1 and not 1 < num_servers <= int(self.strategy.groups):
+            raise ValueError(f"[strategy] server_interval = {self.strategy.server_interval} is for several [[server]] "
+                             f"with a group each; there are {num_servers}, and {self.strategy.groups} groups")
         if self.train.optimizer != "sgd" and self.precision.arithmetic != "fp32":
             raise ValueError(f"[train] optimizer = {self.train.optimizer!r} is for arithmetic = 'fp32'; int8 training "
                              "supports sgd only")

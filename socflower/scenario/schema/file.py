@@ -48,7 +48,10 @@ def _resolve_cluster(document: dict[str, Any], path: Path) -> None:
         file = path.parent / cluster
         tables = cluster_document(file)
         make_cluster(read_table(ClusterFile, tables, str(file)), str(file))
-        document["cluster"], document["board"] = tables["cluster"], tables.get("board", [])
+        for key in ("cluster", "board", "server", "site"):
+            document.pop(key, None)
+            if key in tables:
+                document[key] = tables[key]
         devices, own = tables.get("device", {}), document.get("device", {})
         if isinstance(own, Mapping):
             twice = [name for name in devices if name in own and own[name] != devices[name]]
@@ -74,11 +77,11 @@ def scenario_cluster(scenario: Scenario) -> Cluster:
 def to_document(scenario: Scenario) -> dict[str, Any]:
     """Return the scenario's document with all defaults, except those of the cluster, which stays as written."""
     document = scenario.model_dump(mode="json", by_alias=True, exclude_none=True,
-                                   exclude={"cluster", "boards", "devices"})
+                                   exclude={"cluster", "boards", "servers", "site", "devices"})
     written = scenario.model_dump(mode="json", by_alias=True, exclude_unset=True,
-                                  include={"cluster", "boards", "devices"})
+                                  include={"cluster", "boards", "servers", "site", "devices"})
     return {**document, "cluster": written.get("cluster", {}), "board": written.get("board", []),
-            **({"device": written["device"]} if written.get("device") else {})}
+            **{key: written[key] for key in ("server", "site", "device") if written.get(key)}}
 
 
 def from_document(document: Mapping[str, Any]) -> Scenario:

@@ -37,6 +37,10 @@ class GroupStrategy(Strategy):
             return asked
         return self.interval_epochs if isinstance(asked, str) else min(self.interval_epochs, asked)
 
+    def server_interval(self, asked: int) -> int:
+        """Return how many synchronisations there are for one of all servers; one group has no others."""
+        return 1 if self.num_groups else asked
+
 
 STRATEGIES: dict[str, Strategy] = {
     "socflow": GroupStrategy(),

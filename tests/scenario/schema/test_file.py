@@ -224,7 +224,7 @@ def test_a_value_of_a_wrong_type_is_named(write: Write, text: str, says: str) ->
     ("[train]\nepochs = 5\nlocal_epochs = 2", "epochs = 5 must be a multiple of local_epochs = 2"),
     ("[strategy]\nname = 'magic'", "name = 'magic' is unknown; use one of socflow, ring, fedavg, sgd"),
     ("[strategy]\ngroups = 0", "[strategy] groups = 0 must be a whole number above 0"),
-    ("[strategy]\ngroups = 'many'", "groups = 'many' must be a whole number above 0 and at most 4096 or \"auto\""),
+    ("[strategy]\ngroups = 'many'", "groups = 'many' must be a whole number above 0 and at most 20000 or \"auto\""),
     ("[strategy]\nsocs = 0", "[strategy] socs = 0 must be a whole number above 0"),
     ("[strategy]\nsync_interval_epochs = -1", "sync_interval_epochs = -1 must be a number above 0"),
     ("[strategy]\nsync_interval_epochs = 'often'", "sync_interval_epochs = 'often' must be a number above 0"),

@@ -1,0 +1,52 @@
+"""Sites of several servers: what they change, and what they must not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from socflower.cluster.cluster_file import ServerTable
+from socflower.scenario.planning import plan_scenario
+from socflower.scenario.schema.file import load_scenario
+from tests.command_line import Socflower
+from tests.scenario.small_runs import small_result
+
+pytestmark = pytest.mark.usefixtures("on_few_digits")
+ROOT = Path(__file__).parents[2]
+TWO_SERVERS = (ServerTable(count=2, boards=2, socs_per_board=1),)
+
+
+def ran(**changes: Any) -> dict[str, Any]:
+    return small_result(groups=4, interval=0.25, boards=(1, 1, 1, 1), **changes)
+
+
+def test_servers_that_always_take_part_change_times_and_no_weights() -> None:
+    flat, site = ran(), ran(servers=TWO_SERVERS)
+    assert site["weights_sha256"] == flat["weights_sha256"]
+    assert [entry["loss"] for entry in site["rounds"]] == [entry["loss"] for entry in flat["rounds"]]
+    # Of four models two go up and down at the hub, and two to a leader on the other board of their server.
+    assert site["bytes"]["hub"] == flat["bytes"]["hub"] / 2
+
+
+def test_servers_that_take_part_less_often_change_weights_and_send_less() -> None:
+    often, seldom = ran(servers=TWO_SERVERS), ran(servers=TWO_SERVERS, server_interval=4)
+    assert seldom["weights_sha256"] != often["weights_sha256"]
+    assert seldom["bytes"]["hub"] == often["bytes"]["hub"] / 4
+
+
+def test_the_plan_has_both_synchronisations() -> None:
+    scenario = load_scenario(ROOT / "scenarios" / "two_servers.toml")
+    predicted = plan_scenario(scenario)["predicted"]
+    assert 0.0 < predicted["server_sync_s"] < predicted["sync_s"]
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    (("strategy.groups=1",), "server_interval = 4 is for several [[server]] with a group each; there are 2, and 1 groups"),
+    (('strategy.groups="auto"',), 'server_interval = 4 needs a number of groups, and groups is "auto"; give it'),
+    (("server=[]", "site={}"), "[site] joins servers, and there is no [[server]]"),
+    (('strategy.outer={name="fedadam"}',), "server_interval = 4, and outer makes one model of all groups'"),
+])
+def test_sites_that_cannot_be_are_refused(socflower: Socflower, changes: tuple[str, ...], says: str) -> None:
+    refused = socflower("run", "two_servers", *(part for each in changes for part in ("--set", each)))
+    assert refused.status == 2 and refused.out == ""
+    assert says in refused.err and refused.err.count("\n") == 1
