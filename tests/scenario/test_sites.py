@@ -41,7 +41,7 @@ def test_the_plan_has_both_synchronisations() -> None:
 
 
 @pytest.mark.parametrize(("changes", "says"), [
-    (("strategy.groups=1",), "server_interval = 4 is for several [[server]] with a group each; there are 2, and 1 groups"),
+    (("strategy.groups=1",), "is for several [[server]] with a group each; there are 2, and 1 groups"),
     (('strategy.groups="auto"',), 'server_interval = 4 needs a number of groups, and groups is "auto"; give it'),
     (("server=[]", "site={}"), "[site] joins servers, and there is no [[server]]"),
     (('strategy.outer={name="fedadam"}',), "server_interval = 4, and outer makes one model of all groups'"),
