@@ -67,8 +67,9 @@ test-arm: setup ## the int8 kernels on emulated ARM; needs g++-aarch64-linux-gnu
 test-sanitized: setup ## the int8 kernels under the address and undefined behaviour sanitizers
 	PATH="$(CURDIR)/$(BIN):$$PATH" native/tests/run_sanitized.sh
 
-api: setup ## write socflower/__init__.pyi, the pages of reference and the tables of docs/results.md
+api: setup ## write socflower/__init__.pyi, the pages of reference and the tables of docs
 	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python docs/combinations.py
 
 # Two processes of mypy take half the time; on a loaded machine they may miss each other, which is exit status 2.
 lint: setup ## ruff, mypy and the import contracts

@@ -58,6 +58,10 @@ class PreparedRun:
             _check_shared(scenario, engine)
             if trains_here:
                 self.split_setting.parties()  # raises if model, data, cuts and links do not fit together
+                if scenario.split.cloud_processors is not None and self.split_setting.workload.is_joined:
+                    raise ConfigError(f"{scenario.name} [edgecloud] cloud_processors = "
+                                      f"{scenario.split.cloud_processors} is for a cloud half of each edge; joined "
+                                      "parties share one; leave it out")
             return
         self._check_groups(engine, num_socs)
         check_boards(scenario, self.cluster)
