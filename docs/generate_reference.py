@@ -307,7 +307,7 @@ def in_unit(value: float | None, unit: str) -> tuple[str, str]:
 
 def table(heads: Sequence[str], rows: Iterator[list[str]] | list[list[str]]) -> str:
     """Return a table in Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |".replace("  ", " ") for cells in [heads, ["---"] * len(heads), *rows])
+    return "\n".join(f"|{'|'.join(cells)}|" for cells in [heads, ["---"] * len(heads), *rows])
 
 
 if __name__ == "__main__":
