@@ -118,6 +118,10 @@ class _Echo:
         self._train()
         return self._features.copy()  # a real half also returns new memory
 
+    @property
+    def feature_quantum(self) -> float | None:
+        return None
+
     def labels(self, batch: int) -> NDArray[Any]:
         return np.zeros(1, np.int64)
 

@@ -61,6 +61,11 @@ class FrontHalf(Half, Protocol):
         """
         ...
 
+    @property
+    def feature_quantum(self) -> float | None:
+        """The power of two of which the last features are whole multiples, at most 254 apart; None for any floats."""
+        ...
+
     def labels(self, batch: int) -> Labels:
         """Return a batch's labels for the back half; empty if the back half has its own targets."""
         ...

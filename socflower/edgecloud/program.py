@@ -28,9 +28,11 @@ from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.half_optimizer import Schedule, constant_rate
 from socflower.edgecloud.runtime.halves import HalfStep, Passes, require_loss, targets_from
+from socflower.edgecloud.runtime.int8_front import Int8Front
 from socflower.edgecloud.samples import LABELS, BatchSource, PartyBatches, inputs_and_labels, label_arrays
 from socflower.errors import ConfigError, require_range
 from socflower.training.fp32 import LossFn, OptimizerFn, sgd
+from socflower.training.int8 import Int8Trainer
 from socflower.training.model_state import frozen_digest, trainable_state
 from socflower.training.trainer import require_trained_parameters
 
@@ -72,6 +74,9 @@ class SplitProgram(ABC):
     "labels" go to the front half. The loss is `loss(outputs, labels)`, or what `train_step(layers, features, labels)`
     returns, a mean over the batch. `max_grad_norm` limits the norm of each half's gradient by itself, since neither
     knows the other's in time. `autocast` runs passes in torch.bfloat16; features and gradients cross in float32.
+
+    With an `edge_trainer` the edges' halves train in int8, by its algorithm, learning rate and schedule; `optimizer`
+    and `schedule` are then those of the cloud's halves alone.
     """
 
     model_fn: ModelFn
@@ -83,9 +88,12 @@ class SplitProgram(ABC):
     train_step: HalfStep | None = None
     max_grad_norm: float | None = None
     autocast: torch.dtype | None = None
+    edge_trainer: Int8Trainer | None = None
 
     def __post_init__(self) -> None:
         where = "split training"
+        if self.edge_trainer is not None:
+            self._check_int8(where)
         if self.train_step is not None and self.loss is not functional.cross_entropy:
             raise ConfigError(f"{where}: train_step computes the loss itself, so loss would be ignored; give one of "
                               "the two")
@@ -93,6 +101,15 @@ class SplitProgram(ABC):
             require_range(where, above=0.0, max_grad_norm=self.max_grad_norm)
         if self.autocast not in (None, torch.bfloat16):
             raise ConfigError(f"{where}: autocast = {self.autocast}; use torch.bfloat16, or None for float32")
+
+    def _check_int8(self, where: str) -> None:
+        for name, value in (("max_grad_norm", self.max_grad_norm), ("autocast", self.autocast)):
+            if value is not None:
+                raise ConfigError(f"{where}: {name} = {value} is not for an edge_trainer, whose half is in integers; "
+                                  "leave one of the two out")
+        if self.is_reverse:
+            raise ConfigError(f"{where}: edge_trainer in a reverse split, whose edge has the loss: integer arithmetic "
+                              "knows softmax cross-entropy only; train in FP32")
 
     @property
     def is_reverse(self) -> bool:
@@ -123,6 +140,11 @@ class SplitProgram(ABC):
         Each party draws its own random numbers, so that dropout differs between them.
         """
         split, prefix = self._front_part(party)
+        if self.edge_trainer is not None:
+            if not isinstance(batches, PartyBatches):
+                raise ConfigError("split training: edge_trainer needs PartyBatches, which know the training's length")
+            return PlacedHalf(Int8Front(split, self._place(cut), batches, self.edge_trainer, loss=self.loss,
+                                        progress=batches.progress, seed=self.seed + party), prefix)
         return PlacedHalf(TorchFront(split, self._place(cut), batches, self.optimizer, schedule=self.schedule,
                                      seed=self.seed + party, device=self._own_device(), passes=self._passes), prefix)
 
@@ -213,6 +235,12 @@ class LayeredProgram(SplitProgram):
     frozen: str | None = None
     reverse: bool = False
 
+    def _check_int8(self, where: str) -> None:
+        super()._check_int8(where)
+        if self.frozen is not None:
+            raise ConfigError(f"{where}: frozen = {self.frozen!r} is not for an edge_trainer: frozen layers stay in "
+                              "evaluation mode, and int8 training normalises by the batch; leave one of the two out")
+
     @property
     def is_reverse(self) -> bool:
         """Whether the front half is in the cloud."""
@@ -256,6 +284,10 @@ class _NamedParts(SplitProgram):
     """A model whose halves are submodules, by name; there is one cut, at the end of a party's `bottom`."""
 
     top: str
+
+    def _check_int8(self, where: str) -> None:
+        raise ConfigError(f"{where}: edge_trainer is for a LayeredProgram: the parts of a {type(self).__name__} may be "
+                          "no networks of images, which int8 training needs; leave it out")
 
     @property
     def cloud_prefix(self) -> str:

@@ -88,13 +88,19 @@ class PartyBatches:
     """A party's batches by number, as the halves request them; only the order of one epoch is stored.
 
     What is random in a sample, such as augmentation, is a function of seed, epoch, party and sample: a batch that is
-    requested again is the same. `first` is the batch of the training that the halves count as batch 0.
+    requested again is the same. `first` is the batch of the training that the halves count as batch 0, `total` how many
+    batches the training has.
     """
 
     data: DataSource
     order: BatchOrder
     first: int = 0
     divide: Divide = inputs_and_labels
+    total: int = 0
+
+    def progress(self, batch: int) -> float:
+        """Return the fraction of the training before a batch, in [0, 1]."""
+        return min(1.0, (self.first + batch) / max(1, self.total))
 
     def __call__(self, batch: int) -> tuple[Batch, Labels, Rows]:
         """Return inputs, labels and ids of the samples of a batch."""

@@ -109,7 +109,8 @@ def _run_fp32(node: ir.Node, modules: dict[str, nn.Module], inputs: list[torch.T
 
 
 def _switch_seconds(shape: ir.Shape, batch: int, repeats: int) -> float:
-    from socflower.precision.int8.fp32_operator import to_int8, to_real
+    from socflower.precision.int8.fixed_point import to_real
+    from socflower.precision.int8.fp32_operator import to_int8
     from socflower.precision.int8.operators import Tensor
 
     tensor = Tensor(shape=shape, batch=batch)

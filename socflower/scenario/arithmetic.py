@@ -8,12 +8,19 @@ import numpy as np
 import torch
 from torch import nn
 
+from socflower import _int8
 from socflower.capture.batch_form import pair_of
 from socflower.capture.layer_profile import profile_module
 from socflower.capture.torch_device import AUTO
 from socflower.cluster import FP32, Device, ModelProfile, Pricing
 from socflower.errors import ConfigError
-from socflower.precision import EngineSettings, NativeInt8Backend, RescalingPolicy, int8_algorithm
+from socflower.precision import (
+    EngineSettings,
+    NativeInt8Backend,
+    RescalingPolicy,
+    TrainingAlgorithm,
+    int8_algorithm,
+)
 from socflower.precision.mixed_precision import most_speedup
 from socflower.precision.processor_costs import Int8Pricing, MixedPricing
 from socflower.quantities import percent
@@ -56,6 +63,12 @@ def uses_int8(scenario: Scenario) -> bool:
     return kind == "int8" or (kind == "mixed" and rule != "fp32")
 
 
+def kernels(scenario: Scenario) -> dict[str, str]:
+    """Return what computes on this machine, by arithmetic."""
+    found = {"fp32": f"torch {torch.__version__}", "aggregation": "native weighted sum, float32"}
+    return found | ({"int8": f"CPU int8, {_int8.Engine().kernel}"} if uses_int8(scenario) else {})
+
+
 def arithmetic_notes(scenario: Scenario) -> list[str]:
     """Return a result's notes on its arithmetic."""
     kind, devices = scenario.precision.arithmetic, _devices(scenario)
@@ -85,8 +98,7 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
     settings, precision = scenario.train, scenario.precision
     if precision.arithmetic == "int8":
         return Int8Trainer(
-            algorithm=int8_algorithm(precision.algorithm, scenario.momentum,
-                                     precision.gradient_bits if precision.algorithm == "niti" else None),
+            algorithm=_algorithm(scenario),
             learning_rate=settings.learning_rate,
             schedule=settings.schedule,
             settings=EngineSettings(rescaling=RescalingPolicy(adaptive=precision.adaptive_rescaling)),
@@ -107,6 +119,13 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
     ratio = MixedPricing(rule=precision.rule).npu_ratio(scenario.model.name, device)
     return MixedPrecisionTrainer(fp32=fp32, rule=precision.rule, held_out=inputs, npu_ratio=ratio,
                                  backend=partial(NativeInt8Backend, unsupported=unsupported(scenario)))
+
+
+def _algorithm(scenario: Scenario) -> TrainingAlgorithm:
+    precision = scenario.precision
+    if precision.algorithm == "niti":
+        return int8_algorithm(precision.algorithm, gradient_bits=precision.gradient_bits)
+    return int8_algorithm(precision.algorithm, scenario.momentum)
 
 
 def unsupported(scenario: Scenario) -> Literal["refuse", "fp32"]:

@@ -1,11 +1,13 @@
 """A scenario with the objects built from it: checked before anything starts, and run with the same objects."""
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from torch import nn
 
 from socflower.capture.torch_device import resolve_device
 from socflower.cluster import Cluster
+from socflower.edgecloud.program import LayeredProgram
 from socflower.engines.names import require_engine
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.precision import Int8Model
@@ -57,11 +59,14 @@ class PreparedRun:
             check_boards(scenario, self.cluster)
             _check_shared(scenario, engine)
             if trains_here:
-                self.split_setting.parties()  # raises if model, data, cuts and links do not fit together
+                # Raises if model, data, cuts and links do not fit together.
+                cuts = [party.split_plan.cut for party in self.split_setting.parties()]
                 if scenario.split.cloud_processors is not None and self.split_setting.workload.is_joined:
                     raise ConfigError(f"{scenario.name} [edgecloud] cloud_processors = "
                                       f"{scenario.split.cloud_processors} is for a cloud half of each edge; joined "
                                       "parties share one; leave it out")
+                if scenario.precision.arithmetic != "fp32":
+                    self._check_int8_front(cuts)
             return
         self._check_groups(engine, num_socs)
         check_boards(scenario, self.cluster)
@@ -95,6 +100,22 @@ class PreparedRun:
         except UnsupportedOperator as error:
             raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r}: {error.what}; set [precision] "
                               "unsupported = 'fp32' to run such operators in FP32, or arithmetic = 'fp32'") from None
+
+
+    def _check_int8_front(self, cuts: Sequence[int | None]) -> None:
+        """Raise if int8 cannot train what the edges have now, or may have when the cut moves."""
+        scenario, program = self.scenario, self.split_setting.workload.program
+        assert isinstance(program, LayeredProgram)
+        split, moves = program.split, self.split_setting.can_move_cuts
+        last = split.num_cuts if None in cuts or (moves and scenario.split.allow_edge_only) else (
+            split.num_cuts - 1 if moves else max(cut for cut in cuts if cut is not None))
+        try:
+            Int8Model.from_module(split.front(last), input_shape=image_shape(scenario), head=last == split.num_cuts,
+                                  unsupported=unsupported(scenario))
+        except UnsupportedOperator as error:
+            raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r}: {error.what}; set [precision] "
+                              "unsupported = 'fp32' to run such operators in FP32, or leave them to the cloud by "
+                              "[edgecloud] cut with adapt = false") from None
 
 
 def prepare(scenario: Scenario, engine: str = "local", *, trains_here: bool = True) -> PreparedRun:

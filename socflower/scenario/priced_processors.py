@@ -25,7 +25,7 @@ def priced_processors(scenario: Scenario, trained_on: Mapping[str, Sequence[int]
     if scenario.is_split and scenario.strategy.name != "edge-only":
         cloud, known = scenario.split.cloud_device, {entry["device"] for entry in entries}
         if cloud not in known:
-            entries.append({"device": cloud, "priced": _priced(device(cloud), arithmetic),
+            entries.append({"device": cloud, "priced": _priced(device(cloud), "fp32"),
                             "trained": entries[0]["trained"]})
     return entries
 

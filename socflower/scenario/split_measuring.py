@@ -34,6 +34,9 @@ def measure_split(scenario: Scenario, program: object, *, side: str, cloud: Path
     if not isinstance(program, LayeredProgram) or program.is_reverse:
         raise ConfigError(f"{scenario.name}: only models that are cut between layers, with the front at the edge, are "
                           "measured; others are priced by the catalogue")
+    if side == "edge" and scenario.precision.arithmetic != "fp32":
+        raise ConfigError(f"{scenario.name}: an edge that trains in {scenario.precision.arithmetic} is priced by its "
+                          "device's processors; use --set precision.arithmetic=fp32 to measure it in FP32")
     if side not in ("edge", "cloud"):
         raise ConfigError(f"--side {side}: unknown; use edge or cloud")
     if repeats < 1 or threads < 1:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,10 +22,12 @@ from socflower.edgecloud.plan.device_costs import CutShape, split_costs
 from socflower.edgecloud.program import JoinedProgram, LayeredProgram, SplitProgram, cut_shapes
 from socflower.edgecloud.samples import CodeSamples, FeatureSamples, ImageTargets
 from socflower.errors import ConfigError
-from socflower.scenario.arithmetic import evaluation_device, optimizer
+from socflower.scenario.arithmetic import evaluation_device, optimizer, trainer
 from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.split import CLICK_MODEL, GENERATOR
 from socflower.scenario.workload import Score, image_shape, initial_model, scenario_data
 from socflower.training.fp32 import LossFn
+from socflower.training.int8 import Int8Trainer
 from socflower.workloads import (
     ClickData,
     DataSet,
@@ -40,7 +43,7 @@ from socflower.workloads import (
 )
 from socflower.workloads.data_source import DataSource
 
-CLICKS, CLICK_MODEL, GENERATOR = "clicks", "click-model", "digit-generator"
+CLICKS = "clicks"
 _EVALUATION_BATCH = 2000
 
 
@@ -83,6 +86,8 @@ class SplitWorkload(ABC):
         frozen = sum(not cut.front_trains for cut in program.split.cuts)
         return split_costs(
             profile, shapes, device, cloud, self.scenario.train.batch_size, reverse=program.reverse,
+            edge_processor=device.int8_processor if self._in_int8 else None,
+            edge_value_bytes=1.0 if self._in_int8 else 4.0,
             frozen_layers=shapes[frozen - 1].num_layers if frozen else 0, gradient_bits=self._gradient_bits)
 
     @property
@@ -109,7 +114,13 @@ class SplitWorkload(ABC):
         return LayeredProgram(
             model_fn=lambda: copy.deepcopy(model), example=example, schedule=self.schedule, loss=loss, reverse=reverse,
             optimizer=optimizer(self.scenario), frozen=settings.frozen or None,
+            edge_trainer=cast(Int8Trainer, trainer(self.scenario)) if self._in_int8 else None,
             seed=self.scenario.seed, device=self.scenario.train.device)
+
+    @property
+    def _in_int8(self) -> bool:
+        """Whether the edges' halves train in int8."""
+        return self.scenario.precision.arithmetic == "int8"
 
     @property
     def _gradient_bits(self) -> int:

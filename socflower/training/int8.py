@@ -1,7 +1,7 @@
 """Training in int8 on the CPU's integer kernels, for one device or a whole group."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -47,6 +47,33 @@ class Int8Trainer:
         object.__setattr__(self, "device", "cpu")
         require_range("Int8Trainer", above=0.0, learning_rate=self.learning_rate)
 
+    def rate(self, progress: float) -> float:
+        """Return the learning rate at a fraction of training in [0, 1]."""
+        annealed = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1.0
+        return self.learning_rate * annealed
+
+    def model(
+        self, module: nn.Module, input_shape: Sequence[int], *, exponents: Mapping[str, int] | None = None,
+        head: bool = True,
+    ) -> Int8Model:
+        """Return the int8 model of a module for inputs (n, *input_shape); see `Int8Model.from_module`.
+
+        Raises ConfigError for inputs other than images, for operators that int8 does not have, and for a BatchNorm with
+        frozen statistics.
+        """
+        require_batch_statistics(module, "Int8Trainer")
+        if len(input_shape) != 3:
+            raise ConfigError(f"Int8Trainer: int8 training takes images (n, channels, height, width), got inputs of "
+                              f"shape {('n', *input_shape)}; use FP32Trainer")
+        channels, height, width = input_shape
+        try:
+            return Int8Model.from_module(
+                module, input_shape=(channels, height, width), algorithm=self.algorithm, settings=self.settings,
+                fp32_operators=self.fp32_operators, unsupported=self.unsupported, exponents=exponents, head=head)
+        except UnsupportedOperator as error:
+            advice = error.remedy("use", "Int8Trainer(fp32_operators={})", "Int8Trainer(unsupported={})")
+            raise ConfigError(f"{error.what}; {advice}") from None
+
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "Int8Session":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
         require_trained_parameters(model)
@@ -76,13 +103,12 @@ class Int8Session:
         if self._int8 is None:
             self._int8 = self._start(images.shape[1:])
         progress = min(1.0, self._step / self._total_steps)
-        annealed = 0.5 * (1.0 + math.cos(math.pi * progress)) if self._trainer.schedule == "cosine" else 1.0
         self._step += 1
         seed = int(torch.randint(2**62, ())) if self._int8.draws else None
         result = self._int8.train_step(
             np.ascontiguousarray(images, dtype=np.float32),
             labels,
-            learning_rate=self._trainer.learning_rate * annealed,
+            learning_rate=self._trainer.rate(progress),
             progress=progress,
             seed=seed,
         )
@@ -101,25 +127,8 @@ class Int8Session:
         self._state = state
 
     def _start(self, image_shape: Sequence[int]) -> Int8Model:
-        require_batch_statistics(self._module, "Int8Trainer")
-        if len(image_shape) != 3:
-            raise ConfigError(f"Int8Trainer: int8 training takes images (n, channels, height, width), got inputs of "
-                              f"shape {('n', *image_shape)}; use FP32Trainer")
-        channels, height, width = image_shape
         header, arrays = from_bytes(_STATE, self._state) if self._state else ({}, {})
-        try:
-            model = Int8Model.from_module(
-                self._module,
-                input_shape=(channels, height, width),
-                algorithm=self._trainer.algorithm,
-                settings=self._trainer.settings,
-                fp32_operators=self._trainer.fp32_operators,
-                unsupported=self._trainer.unsupported,
-                exponents=header.get("exponents"),
-            )
-        except UnsupportedOperator as error:
-            advice = error.remedy("use", "Int8Trainer(fp32_operators={})", "Int8Trainer(unsupported={})")
-            raise ConfigError(f"{error.what}; {advice}") from None
+        model = self._trainer.model(self._module, image_shape, exponents=header.get("exponents"))
         if header:
             model.restore_trackers(header["trackers"])
             model.restore_velocities(arrays)

@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 
+from socflower.capture.layer_profile import profile_module
 from socflower.cli.main import main
+from socflower.cluster.device_catalog import device
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
 from socflower.edgecloud.plan.cost_model import training_s
 from socflower.edgecloud.plan.cuts import SplitPlan
+from socflower.edgecloud.plan.device_costs import edge_energy_j, split_costs
 from socflower.edgecloud.plan.phases import phases
+from socflower.edgecloud.plan.split_pipeline import simulate
+from socflower.edgecloud.program import cut_shapes
 from socflower.errors import ConfigError
 from socflower.scenario.comparison import compare
 from socflower.scenario.heat import predicted_heat
@@ -20,6 +25,7 @@ from socflower.scenario.runner import run_scenario, run_to_folder
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document, scenario_cluster, to_document
 from socflower.scenario.split_setting import SplitSetting
+from socflower.sim import EventClock
 from tests.scenario.small_runs import without_drawing
 from tests.scenario.test_resume import assert_ends_as, resume, stop_after
 
@@ -35,14 +41,15 @@ MOVING = {"link": "wifi", "up_bytes_per_s": None, "down_bytes_per_s": None, "lat
 
 def split(
     name: str = "split-replay", *, edges: int = 1, train: Mapping[str, Any] | None = None, model: str = "lenet5",
-    images: str = "digits", seed: int = 1, **edgecloud: Any,
+    images: str = "digits", seed: int = 1, device: str = "raspberry-pi-4b", precision: Mapping[str, Any] | None = None,
+    **edgecloud: Any,
 ) -> Scenario:
     """Return a scenario of LeNet on two of a few digits, 7 batches an epoch."""
     table = {**CONSTANT, **({} if images == "clicks" else {"classes": [0, 1]}), **edgecloud}
     return from_document({
         "seed": seed, "name": "split", "question": "Does it run?", "model": {"name": model}, "data": {"name": images},
-        "cluster": {"boards": 1, "socs_per_board": edges, "device": "raspberry-pi-4b"}, "strategy": {"name": name},
-        "train": {"epochs": 2, "batch_size": 32, "learning_rate": 0.02, **(train or {})},
+        "cluster": {"boards": 1, "socs_per_board": edges, "device": device}, "strategy": {"name": name},
+        "train": {"epochs": 2, "batch_size": 32, "learning_rate": 0.02, **(train or {})}, "precision": precision or {},
         "edgecloud": {key: value for key, value in table.items() if value is not None}})
 
 
@@ -135,6 +142,40 @@ def test_staleness_is_told_by_edge() -> None:
     assert result["split"]["staleness_spread"] == pytest.approx(fast - slow)
 
 
+# --------------------------------------------------------------------------------------------- an edge in integers
+INT8 = {"arithmetic": "int8", "algorithm": "adaptive-fixed-point"}
+
+
+def test_an_int8_edge_is_priced_on_its_int8_processor_and_the_cloud_in_fp32() -> None:
+    """Against the cost model for each processor, and the watts of the NPU in the joules of the run."""
+    scenario = split(device="snapdragon-865", precision=INT8, cut=1, adapt=False)
+    setting, edge = SplitSetting(scenario), device("snapdragon-865")
+    (party,) = setting.parties()
+    profile = profile_module(setting.workload.program.model(), (1, 28, 28), "lenet5")
+    cuts = cut_shapes(setting.workload.program.split, profile)  # type: ignore[attr-defined]
+    costs = split_costs(profile, cuts, edge, device("gpu-v100"), 32, edge_processor="npu", edge_value_bytes=1.0)
+    assert party.costs == costs and costs.edge_processor == "npu"
+    in_fp32 = split_costs(profile, cuts, edge, device("gpu-v100"), 32)
+    assert [cut.cloud_s for cut in costs.cuts] == [cut.cloud_s for cut in in_fp32.cuts]
+    assert all(one.edge_forward_s < other.edge_forward_s and one.edge_memory_bytes < other.edge_memory_bytes
+               for one, other in zip(costs.cuts, in_fp32.cuts, strict=True))
+    result = ran(scenario)
+    past = simulate([party], 14, clock=EventClock(setting.cluster), cluster=setting.cluster)
+    least, most = (edge_energy_j(edge, compute_s=past.parties[0].compute_s, network_s=network_s,
+                                 duration_s=past.duration_s, processor="npu") for network_s in (0.0, past.duration_s))
+    assert least < past.usage.total_energy_j < most
+    assert result["processors"][0]["priced"] == ["npu"] and result["processors"][1]["priced"] == ["gpu"]
+    assert "int8" in result["kernels"] and "snapdragon-865's npu" in " ".join(result["notes"])
+    assert result["bytes"]["wan"] < ran(split(device="snapdragon-865", cut=1, adapt=False))["bytes"]["wan"] * 1.001
+
+
+@pytest.mark.slow
+def test_int8_edges_give_equal_weights_on_local_and_simulation() -> None:
+    pytest.importorskip("ray", reason="the engine simulation needs socflower[simulation]")
+    scenario = split(edges=2, precision=INT8, window=[[0.0, 2]])
+    assert run_scenario(scenario, "simulation")["weights_sha256"] == ran(scenario)["weights_sha256"]
+
+
 # ----------------------------------------------------------------------------------------------------- resuming
 CASES = {
     "moving cut": split(**MOVING, round_epochs=0.5),
@@ -143,11 +184,13 @@ CASES = {
     "shared half": split(edges=2, cloud_model="shared"),
     "reverse": split(model="digit-generator", classes=[1]),
     "edge alone": split("edge-only"),
+    "int8": split(**MOVING, round_epochs=0.5, precision=INT8),
+    "averaged int8": split(edges=2, precision={"arithmetic": "int8"}),
 }
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.slow] if name in ("averaged halves", "edge alone") else [])
+    pytest.param(name, marks=[pytest.mark.slow] if name in ("averaged halves", "edge alone", "averaged int8") else [])
     for name in CASES])
 def test_a_resumed_run_ends_as_one_that_was_never_interrupted(name: str, tmp_path: Path) -> None:
     """Weights, virtual time, moves, staleness, trace: everything but the wall clock."""

@@ -111,7 +111,8 @@ def party_batches(
     """
     source = as_data_source(data)
     key = 0 if task.mode == JOINED else party
-    return PartyBatches(source, BatchOrder(len(source), task.batches_per_epoch, task.seed, key), first, program.divide)
+    return PartyBatches(source, BatchOrder(len(source), task.batches_per_epoch, task.seed, key), first, program.divide,
+                        task.total_batches)
 
 
 def load_half(program: SplitProgram, task: SplitTask, half: PlacedHalf[Any], arrays: Arrays) -> None:

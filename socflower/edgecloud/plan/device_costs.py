@@ -44,14 +44,15 @@ class CutShape:
 def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, cloud: Device, batch_size: int, *,
                 frozen_layers: int = 0, optimizer_copies: float = 1.0, label_bytes_per_sample: float = 8.0,
                 gradient_bits: int = 32, codec_passes: float = CODEC_PASSES, edge_processor: str | None = None,
-                cloud_processor: str | None = None, reverse: bool = False) -> SplitCosts:
+                cloud_processor: str | None = None, reverse: bool = False,
+                edge_value_bytes: float = _FLOAT32_BYTES) -> SplitCosts:
     """Return the costs of a batch at every cut, with the front half at the edge (in a `reverse` split: in the cloud).
 
     The seconds of a whole step are those of the cost model (`cluster.cost_model`), measured ones where the device has
     them, distributed over the layers by FLOPs and fixed overhead, and within a layer over forward and backward pass by
     FLOPs: a third is the forward pass of a layer that trains. The first `frozen_layers` have no backward pass and no
     update. Memory at the edge: weights, gradients and optimiser state of the trained layers, the weights only of frozen
-    layers, and the batch's activations.
+    layers, and the batch's activations, of `edge_value_bytes` each (1 in int8).
 
     Raises ConfigError if cuts do not follow each other, leave no layer behind them, or the batch is empty.
     """
@@ -69,7 +70,8 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
         trained = model.layers[max(first, frozen_layers):last]
         weights_bytes = sum(layer.weight_bytes + layer.frozen_bytes for layer in model.layers[first:last])
         return (weights_bytes + sum(layer.weight_bytes for layer in trained) * (1.0 + optimizer_copies)
-                + batch_size * (input_bytes + sum(layer.output_bytes for layer in model.layers[first:last])))
+                + batch_size * (input_bytes + sum(layer.output_bytes for layer in model.layers[first:last]))
+                * edge_value_bytes / _FLOAT32_BYTES)
 
     costs: list[CutCost] = []
     for cut in cuts:
@@ -98,7 +100,7 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
         label_bytes=0.0 if reverse else label_bytes_per_sample * batch_size,
         codec_s_per_element={bits: codec_s for bits in BITS if bits < 32},
         edge_s_per_byte=BYTE_PASSES / edge.memory_bytes_per_s,
-        gradient_bits=gradient_bits,
+        gradient_bits=gradient_bits, edge_processor=edge_processor,
         model_weight_bytes=max(cost.front_weight_bytes + moving_bytes(cut.num_layers, num_layers)
                                for cost, cut in zip(costs, cuts, strict=True)),
     )

@@ -178,7 +178,8 @@ class _Pipeline:
 
     def edge_processor(self, index: int) -> Processor:
         """Return the processor on which an edge trains."""
-        return self.simulation.processor(index, self._cluster.device_of(index).default_processor)
+        name = self._parties[index].costs.edge_processor or self._cluster.device_of(index).default_processor
+        return self.simulation.processor(index, name)
 
     def record(self, kind: Kind, index: int, batch: int, plan: SplitPlan) -> None:
         """Note an action that is complete now."""

@@ -54,9 +54,9 @@ class FeatureSender:
         self.reset()
 
     def encode(
-        self, batch: int, features: Array, sample_ids: NDArray[np.int64], bits: int,
+        self, batch: int, features: Array, sample_ids: NDArray[np.int64], bits: int, quantum: float | None = None,
     ) -> EncodedTensor | DeltaFeatures:
-        """Return the encoded features, and store the error of the encoding."""
+        """Return the encoded features, and store the error of the encoding; for `quantum` see `encode`."""
         encoded: EncodedTensor | DeltaFeatures
         if self._delta is not None:
             message, decoded = self._delta.encode(sample_ids, features, bits)
@@ -64,7 +64,8 @@ class FeatureSender:
                                     grouping=self._coding.grouping)
             self._feedback.keep(batch, features, decoded)
             return encoded
-        encoded = encode(features, bits, grouping=self._coding.grouping, what=f"features of batch {batch}")
+        encoded = encode(features, bits, grouping=self._coding.grouping, what=f"features of batch {batch}",
+                         quantum=quantum)
         if self._feedback.form != "none":
             # At 32 bits nothing is lost, so decoding is not needed.
             self._feedback.keep(batch, features, features if bits == 32 else decode(encoded))

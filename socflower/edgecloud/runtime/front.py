@@ -28,7 +28,7 @@ class _InFlight:
     """A batch whose forward pass is done and whose gradient has not arrived."""
 
     shape: tuple[int, ...]  # of its features
-    features: torch.Tensor | None  # with their graph, if it was to be kept
+    kept: object | None  # what the update of the same pass needs, such as a graph, if it was to be kept
     num_updates: int  # before its forward pass
 
 
@@ -65,12 +65,14 @@ class TorchFront(TorchHalf):
             raise ConfigError(f"model {self._split.name}: batch {batch} went forward already and waits for its "
                               "gradient")
         samples = self._samples(batch)
-        with_graph = keep_graph and self._split.front_trains(self._cut)
-        with torch.set_grad_enabled(with_graph):
-            features = self._features(batch, samples[0])
-        self._in_flight[batch] = _InFlight(tuple(features.shape), features if with_graph else None, self._num_updates)
-        # A copy: the graph may need its result unchanged, and the half may return its inputs.
-        return to_array(features)
+        features, kept = self._first_pass(batch, samples[0], keep=keep_graph and self._split.front_trains(self._cut))
+        self._in_flight[batch] = _InFlight(tuple(features.shape), kept, self._num_updates)
+        return features
+
+    @property
+    def feature_quantum(self) -> float | None:
+        """None: features are any floats; see `FrontHalf`."""
+        return None
 
     def labels(self, batch: int) -> Labels:
         """Return the labels of a batch from its source."""
@@ -101,19 +103,14 @@ class TorchFront(TorchHalf):
         if tuple(gradient.shape) != waiting.shape:
             raise ConfigError(f"model {name}: the gradient for batch {batch} has shape {tuple(gradient.shape)}, its "
                               f"features have {waiting.shape}")
-        if waiting.features is not None and waiting.num_updates != self._num_updates:
+        if waiting.kept is not None and waiting.num_updates != self._num_updates:
             raise ConfigError(f"model {name}: the graph of batch {batch} was kept, but weights were updated since; "
                               "keep it only where the window is 0")
-        if waiting.features is not None:
-            self._update(batch, waiting.features, gradient)
+        if waiting.kept is not None:
+            self._update(batch, waiting.kept, gradient)
         else:
-            samples = self._samples(batch)
-            with _preserve_buffers(self._layers()):
-                features = self._features(batch, samples[0])
-                if tuple(features.shape) != waiting.shape:
-                    raise ConfigError(f"model {name}: batch {batch} is another one in its replay, with features "
-                                      f"{tuple(features.shape)} for {waiting.shape}; its source must repeat itself")
-                self._update(batch, features, gradient)
+            self._replay(batch, self._samples(batch)[0], waiting.shape, gradient)
+        self._num_updates += 1
         del self._in_flight[batch]
 
     def train_alone(self, batch: int) -> float:
@@ -129,12 +126,32 @@ class TorchFront(TorchHalf):
         self._num_updates += 1
         return float(loss.detach())
 
-    def _update(self, batch: int, features: torch.Tensor, gradient: Array) -> None:
+    def _first_pass(self, batch: int, inputs: Batch, *, keep: bool) -> tuple[Array, object | None]:
+        """Return the features of a batch in a new array, and, with `keep`, what `_update` needs."""
+        with torch.set_grad_enabled(keep):
+            features = self._features(batch, inputs)
+        # A copy: the graph may need its result unchanged, and the half may return its inputs.
+        return to_array(features), features if keep else None
+
+    def _replay(self, batch: int, inputs: Batch, shape: tuple[int, ...], gradient: Array) -> None:
+        """Repeat the pass of a batch with the present weights, and update them."""
+        with _preserve_buffers(self._layers()):
+            features = self._features(batch, inputs)
+            self._require_shape(batch, tuple(features.shape), shape)
+            self._update(batch, features, gradient)
+
+    def _update(self, batch: int, kept: object, gradient: Array) -> None:
+        """Update the weights by a gradient with respect to the features of a pass that was kept."""
+        features = cast(torch.Tensor, kept)
         self._optimizer.zero_grad()
         torch.autograd.backward([features], [to_tensor(gradient, self._device, layout_of(features))])
         self._optimizer.step(batch)
         self._optimizer.zero_grad()  # frees the gradients' memory between batches
-        self._num_updates += 1
+
+    def _require_shape(self, batch: int, shape: tuple[int, ...], first: tuple[int, ...]) -> None:
+        if shape != first:
+            raise ConfigError(f"model {self._split.name}: batch {batch} is another one in its replay, with features "
+                              f"{shape} for {first}; its source must repeat itself")
 
     @property
     def _can_compute_loss(self) -> bool:
@@ -174,7 +191,7 @@ class TorchFront(TorchHalf):
                               "wait for their gradients; apply those first")
 
     def _progress(self) -> list[list[int]]:
-        kept = [batch for batch, waiting in self._in_flight.items() if waiting.features is not None]
+        kept = [batch for batch, waiting in self._in_flight.items() if waiting.kept is not None]
         if kept:
             raise ConfigError(f"model {self._split.name}: the front half cannot be saved while the graphs of batches "
                               f"{kept} are kept; apply their gradients first")

@@ -208,7 +208,8 @@ class FrontLoop:
         with self._report.timed("compute_s"):
             features = self._half.forward(batch, keep_graph=self._window.limit == 0)
             sample_ids = self._half.sample_ids(batch)
-            encoded = self._sender.encode(batch, features, sample_ids, self._split_plan.bits)
+            encoded = self._sender.encode(batch, features, sample_ids, self._split_plan.bits,
+                                          self._half.feature_quantum)
         self._window.forward(batch)
         self._shapes[batch], self._report.feature_bytes[batch] = features.shape, encoded.num_bytes
         self._channel.send(Features(

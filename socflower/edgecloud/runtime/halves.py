@@ -154,7 +154,8 @@ class TorchHalf:
         ConfigError while a batch with a kept graph is in flight.
         """
         header = {"side": self._side, "fingerprint": self._split.fingerprint(), "cut": self._cut,
-                  "progress": self._progress(), "frozen_sha256": self._base_digest if self._keeps_frozen else ""}
+                  "progress": self._progress(), "frozen_sha256": self._base_digest if self._keeps_frozen else "",
+                  "arithmetic": self._arithmetic_state()}
         return to_bytes(_STATE, header, {**{f"weight {name}": array for name, array in self.weights().items()},
                                          **{f"state {key}": array for key, array in self._optimizer.state().items()}})
 
@@ -182,6 +183,7 @@ class TorchHalf:
         self._optimizer.set_weights({})  # discards the previous state
         self._move_to(cut, state)
         self._resume(content["progress"])
+        self._restore_arithmetic(content.get("arithmetic", {}))
 
     def _require_idle(self) -> None:
         """Raise ConfigError while a batch is in flight."""
@@ -192,6 +194,13 @@ class TorchHalf:
 
     def _resume(self, progress: Sequence[Sequence[int]]) -> None:
         """Restore what `_progress` returned."""
+
+    def _arithmetic_state(self) -> dict[str, Any]:
+        """Return what arithmetic other than floats needs besides tensors and optimiser, as plain values."""
+        return {}
+
+    def _restore_arithmetic(self, state: Mapping[str, Any]) -> None:
+        """Restore what `_arithmetic_state` returned."""
 
     def _names(self, cut: int) -> tuple[str, ...]:
         return self._split.front_names(cut) if self._side == "front" else self._split.back_names(cut)

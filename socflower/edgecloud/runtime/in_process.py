@@ -106,7 +106,7 @@ class _Runner:
         lane.window.forward(action.batch)
         features = lane.front.forward(action.batch, keep_graph=action.window == 0)
         sample_ids = lane.front.sample_ids(action.batch) if lane.by_sample else np.empty(0, np.int64)
-        encoded = lane.sender.encode(action.batch, features, sample_ids, action.bits)
+        encoded = lane.sender.encode(action.batch, features, sample_ids, action.bits, lane.front.feature_quantum)
         lane.report.feature_bytes[action.batch] = encoded.num_bytes
         # The digest of the sample ids is only compared between processes.
         lane.features[action.batch] = Features(batch=action.batch, cut=lane.front.cut, encoded=encoded,

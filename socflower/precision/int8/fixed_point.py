@@ -38,6 +38,12 @@ def quantise(real: npt.NDArray[np.float32], exponent: int, out: npt.NDArray[np.i
     out[...] = scaled.astype(np.int8)
 
 
+def to_real(data: npt.NDArray[np.int8], exponent: int, shape: tuple[int, int, int]) -> npt.NDArray[np.float32]:
+    """Return (batch, c, h, w) float32 of an (h, w, batch, channel stride) int8 tensor."""
+    real = np.ldexp(data[..., : shape[0]].astype(np.float32), exponent)
+    return np.ascontiguousarray(real.transpose(2, 3, 0, 1))
+
+
 def require_finite(real: npt.NDArray[np.float32], name: str) -> None:
     """Raise ConfigError, naming the first NaN or infinity."""
     if not np.isfinite(real).all():

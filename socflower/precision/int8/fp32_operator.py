@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -14,7 +13,7 @@ from socflower import _int8
 from socflower.errors import TrainingFailed
 from socflower.precision.algorithm import OutsideUpdate
 from socflower.precision.int8 import network as ir
-from socflower.precision.int8.fixed_point import exponent_for
+from socflower.precision.int8.fixed_point import exponent_for, to_real
 from socflower.precision.int8.operators import Operator, Step, Tensor
 from socflower.precision.int8.program import Fp32Factory
 from socflower.precision.int8.requantisation import Int8Array
@@ -47,7 +46,7 @@ class Fp32Operator(Operator[ir.Fp32]):
         self._source = torch.from_numpy(to_real(x.data, x.exponent, x.shape)).requires_grad_(step.training)
         with torch.set_grad_enabled(step.training):
             self._result = self._module(self._source.flatten(1) if self.node.flat else self._source)
-        if step.training:
+        if step.training and not step.replay:
             self._store(step, self._module.named_buffers())
         self.output.exponent = to_int8(self.node.name, self._result.detach(), self.output.shape, self.output.data)
 
@@ -94,12 +93,6 @@ class Fp32Operator(Operator[ir.Fp32]):
         for name, value in values:
             if f"{self.node.name}.{name}" in step.parameters.fp32:  # a buffer may be left out of the state_dict
                 step.parameters.fp32[f"{self.node.name}.{name}"] = value.detach().numpy().copy()
-
-
-def to_real(data: Int8Array, exponent: int, shape: ir.Shape) -> npt.NDArray[np.float32]:
-    """Return (batch, c, h, w) float32 of an (h, w, batch, channel stride) int8 tensor."""
-    real = np.ldexp(data[..., : shape[0]].astype(np.float32), exponent)
-    return np.ascontiguousarray(real.transpose(2, 3, 0, 1))
 
 
 def to_int8(name: str, real: torch.Tensor, shape: ir.Shape, out: Int8Array) -> int:

@@ -20,7 +20,7 @@ from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision.algorithm import NITI, BackwardRule, Fp32Update, IntegerUpdate, TrainingAlgorithm
 from socflower.precision.int8 import saving
-from socflower.precision.int8.fixed_point import exponent_for
+from socflower.precision.int8.fixed_point import exponent_for, to_real
 from socflower.precision.int8.network import Convolution, Dropout, Graph, Shape
 from socflower.precision.int8.operators import Step
 from socflower.precision.int8.parameters import Parameters, Vector, Weight, export_parameters, import_parameters
@@ -69,14 +69,18 @@ class StepResult:
 
 
 class Int8Model:
-    """A graph with its parameters and the buffers of its steps."""
+    """A graph with its parameters and the buffers of its steps.
+
+    Its last operator computes logits; or, with `head` False, whatever a loss elsewhere reads: then `forward` and
+    `backward` train it.
+    """
 
     def __init__(
         self, graph: Graph, parameters: Parameters, *, algorithm: TrainingAlgorithm = NITI,
-        settings: EngineSettings | None = None, fp32_factory: Fp32Factory | None = None,
+        settings: EngineSettings | None = None, fp32_factory: Fp32Factory | None = None, head: bool = True,
     ) -> None:
         settings = settings or EngineSettings()
-        if graph.shape_of(graph.output)[1:] != (1, 1):
+        if head and graph.shape_of(graph.output)[1:] != (1, 1):
             raise ConfigError(f"{graph.output}: the last operator makes {graph.shape_of(graph.output)}, not logits")
         self.graph, self.algorithm, self.settings = graph, algorithm, settings
         self.parameters = parameters
@@ -89,12 +93,14 @@ class Int8Model:
         self._trackers: dict[tuple[str, str], ScaleTracker] = {}
         self.regions = RegionCache(budget_bytes=settings.memory_budget_bytes, reuse=settings.reuse_graph)
         self._programs: dict[int, Program] = {}
+        self._kept: tuple[Program, Step] | None = None  # of the last `forward`, for `backward`
 
     @classmethod
     def from_module(
         cls, module: torch.nn.Module, *, input_shape: Shape, algorithm: TrainingAlgorithm = NITI,
         settings: EngineSettings | None = None, fp32_operators: Sequence[str] = (),
         unsupported: Literal["refuse", "fp32"] = "refuse", exponents: Mapping[str, int] | None = None,
+        head: bool = True,
     ) -> Int8Model:
         """Return the int8 model of a torch module for (n, *input_shape) images; the module is only read.
 
@@ -115,6 +121,7 @@ class Int8Model:
             algorithm=algorithm,
             settings=settings,
             fp32_factory=fp32_factory(captured.modules) if captured.modules else None,
+            head=head,
         )
 
     @property
@@ -142,17 +149,15 @@ class Int8Model:
         is frozen; raises TrainingFailed if training has diverged.
         """
         progress = self._default_progress() if progress is None else progress
-        if not 0.0 <= progress <= 1.0:
-            raise ConfigError(f"progress must be in [0, 1], got {progress}")
+        _require_step(learning_rate, progress)
         if seed is not None and seed < 0:
             raise ConfigError(f"seed must be 0 or more, got {seed}")
-        if not (np.isfinite(learning_rate) and learning_rate >= 0.0):
-            raise ConfigError(f"learning_rate must be 0 or more, got {learning_rate}")
         images, labels = self._checked(images, labels)
         try:
             if self.graph.output not in self.graph.differentiated:
                 raise ConfigError("every parameter is frozen (requires_grad is False): there is nothing to train")
-            program, step = self._begin(images, training=True, learning_rate=learning_rate, progress=progress)
+            program, step = self._begin(images)
+            step.learning_rate, step.progress = learning_rate, progress
             step.seed = self.parameters.num_steps if seed is None else seed
             step.timings = timings
             logits = program.forward(step)
@@ -168,6 +173,51 @@ class Int8Model:
             self.regions.release_all()
         return result
 
+    def forward(
+        self, images: npt.NDArray[np.float32], *, seed: int = 0, keep: bool = True, replay: bool = False,
+    ) -> tuple[npt.NDArray[np.float32], int]:
+        """Return the last operator's output in training, (n, channels, height, width), and its exponent.
+
+        The output is int8 times 2^exponent. With `keep`, what `backward` reads is kept until then, or until the next
+        pass of any kind. A pass that is not kept leaves the exponent trackers alone, which count differentiated
+        batches; a `replay` leaves the running statistics alone, which its batch has updated before.
+        """
+        images = self._checked_images(images)
+        try:
+            program, step = self._begin(images)
+            step.seed, step.differentiated, step.replay = seed, keep, replay
+            output = program.forward(step)
+            real = to_real(output.data, output.exponent, output.shape)
+            self._kept = (program, step) if keep else None
+        finally:
+            if self._kept is None:
+                self.regions.release_all()
+        return real, output.exponent
+
+    def backward(
+        self, gradient: npt.NDArray[np.float32], *, learning_rate: float = 0.01, progress: float = 0.0,
+    ) -> None:
+        """Train on the batch that `forward` kept, by the gradient of the mean loss with respect to its output.
+
+        The gradient (n, channels, height, width) is rounded to the nearest int8, as an FP32 operator's is. For
+        `learning_rate` and `progress` see `train_step`. Raises TrainingFailed for a NaN or an infinity in it.
+        """
+        _require_step(learning_rate, progress)
+        if self._kept is None:
+            raise ConfigError("backward: no forward pass was kept; call forward with keep=True before")
+        (program, step), self._kept = self._kept, None
+        try:
+            into = program.logits_gradient()
+            # Integer gradients are sums over the batch of those of each sample's loss.
+            exponent = round_gradient(step.engine, self.graph, gradient * np.float32(step.batch), into)
+            step.learning_rate, step.progress = learning_rate, progress
+            program.backward(step, into, exponent)
+            self.parameters.num_steps += 1
+        except OverflowError as error:
+            raise TrainingFailed(str(error)) from None
+        finally:
+            self.regions.release_all()
+
     def predict(self, images: npt.NDArray[np.float32], *, batch_size: int = 256) -> npt.NDArray[np.float64]:
         """Return (n, classes) real logits, with BatchNorm's running statistics."""
         if batch_size < 1:
@@ -177,7 +227,7 @@ class Int8Model:
         for start in range(0, len(images), batch_size):
             batch = images[start : start + batch_size]
             try:
-                program, step = self._begin(batch, training=False, learning_rate=0.0, progress=0.0)
+                program, step = self._begin(batch, training=False)
                 logits = program.forward(step)
                 parts.append(real_logits(logits.data, logits.exponent, self.graph.num_classes))
             finally:
@@ -278,9 +328,9 @@ class Int8Model:
     def _holders(self) -> dict[str, Weight | Vector]:
         return {**self.parameters.weights, **self.parameters.vectors}
 
-    def _begin(
-        self, images: npt.NDArray[np.float32], *, training: bool, learning_rate: float, progress: float
-    ) -> tuple[Program, Step]:
+    def _begin(self, images: npt.NDArray[np.float32], *, training: bool = True) -> tuple[Program, Step]:
+        self._kept = None  # its memory is taken by this pass
+        self.regions.release_all()
         largest = _int8.max_magnitude(images)
         if not np.isfinite(largest):
             raise ConfigError("images: there is a NaN or an infinity among the pixels")
@@ -298,8 +348,7 @@ class Int8Model:
             rescaling=self.settings.rescaling, batch=batch,
             workspace=self._scratch(batch, "workspace", program.workspace_bytes, np.uint8),
             accumulators=self._scratch(batch, "accumulators", program.accumulator_size, np.int32),
-            scratch=self._scratch(batch, "scratch", self._scratch_size(), np.float32), training=training,
-            learning_rate=learning_rate, progress=progress)
+            scratch=self._scratch(batch, "scratch", self._scratch_size(), np.float32), training=training)
         program.take_input(images, exponent_for(largest), step.workspace)
         return program, step
 
@@ -321,19 +370,30 @@ class Int8Model:
     def _checked(
         self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32]
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-        images = np.asarray(images.detach() if hasattr(images, "detach") else images)
-        if images.dtype != np.float32:
-            raise ConfigError(f"images: need float32, got {images.dtype}")
-        if images.ndim != 4 or images.shape[1:] != self.graph.input_shape or len(images) == 0:
-            raise ConfigError(f"images: need shape (n, {', '.join(map(str, self.graph.input_shape))}) with n of 1 or "
-                              f"more, got {images.shape}")
+        images = self._checked_images(images)
         labels = np.asarray(labels)
         if labels.shape != (len(images),) or labels.dtype.kind not in "iu":
             raise ConfigError(f"labels: need {len(images)} integers, got {labels.dtype} of shape {labels.shape}")
         if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < self.graph.num_classes:
             raise ConfigError(
                 f"labels: need 0 to {self.graph.num_classes - 1}, got {int(labels.min())} to {int(labels.max())}")
-        return np.ascontiguousarray(images), np.ascontiguousarray(labels, dtype=np.int32)
+        return images, np.ascontiguousarray(labels, dtype=np.int32)
+
+    def _checked_images(self, images: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        images = np.asarray(images.detach() if hasattr(images, "detach") else images)
+        if images.dtype != np.float32:
+            raise ConfigError(f"images: need float32, got {images.dtype}")
+        if images.ndim != 4 or images.shape[1:] != self.graph.input_shape or len(images) == 0:
+            raise ConfigError(f"images: need shape (n, {', '.join(map(str, self.graph.input_shape))}) with n of 1 or "
+                              f"more, got {images.shape}")
+        return np.ascontiguousarray(images)
+
+
+def _require_step(learning_rate: float, progress: float) -> None:
+    if not 0.0 <= progress <= 1.0:
+        raise ConfigError(f"progress must be in [0, 1], got {progress}")
+    if not (np.isfinite(learning_rate) and learning_rate >= 0.0):
+        raise ConfigError(f"learning_rate must be 0 or more, got {learning_rate}")
 
 
 def _require_known_blocks(graph: Graph, blocks: Mapping[str, int]) -> None:
@@ -343,6 +403,24 @@ def _require_known_blocks(graph: Graph, blocks: Mapping[str, int]) -> None:
             raise ConfigError(f"batch_blocks: the network has no convolution {name!r}")
         if block < 0:
             raise ConfigError(f"batch_blocks: {name} must be 0 or more images at a time, got {block}")
+
+
+def round_gradient(
+    engine: _int8.Engine, graph: Graph, gradient: npt.NDArray[np.float32], out: Int8Array,
+) -> int:
+    """Round a gradient (batch, c, h, w) to `out` and return its exponent; TrainingFailed if it is not finite."""
+    channels, height, width = graph.shape_of(graph.output)
+    if gradient.shape != (out.shape[2], channels, height, width):
+        raise ConfigError(f"backward: need a gradient of shape {(out.shape[2], channels, height, width)}, got "
+                          f"{gradient.shape}")
+    gradient = np.ascontiguousarray(gradient, dtype=np.float32)
+    largest = _int8.max_magnitude(gradient)
+    if not largest <= 2.0**MAX_EXPONENT:
+        raise TrainingFailed(f"{graph.output}: its gradient has left float32 or reaches {largest:.3g}; lower the "
+                             "learning rate")
+    exponent = max(exponent_for(largest), -MAX_EXPONENT)
+    _int8.quantise_images(engine, gradient, out, len(gradient), channels, height, width, exponent)
+    return exponent
 
 
 def real_logits(logits: Int8Array, exponent: int, num_classes: int) -> npt.NDArray[np.float64]:

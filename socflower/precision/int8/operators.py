@@ -75,14 +75,16 @@ class Step:
     accumulators: Int32Array  # flat; as large as the largest product, forward or backward, or weight gradient
     scratch: npt.NDArray[np.float32]  # flat; as large as the largest weight, under FP32 updates
     training: bool = True
+    differentiated: bool = True  # a backward pass follows; the trackers count no other passes
+    replay: bool = False  # of a batch that has updated the running statistics already
     learning_rate: float = 0.0
     progress: float = 0.0
     seed: int = 0  # of the random numbers in the step
     timings: dict[str, float] | None = None  # seconds per operator, forward and backward, if requested
 
     def tracker(self, name: str, role: str) -> ScaleTracker | None:
-        """Return the tracker of a tensor's exponent; None in evaluation, which always searches the maximum."""
-        if not self.training:
+        """Return the tracker of a tensor's exponent; None in a pass that always searches the maximum."""
+        if not (self.training and self.differentiated):
             return None
         key = (name, role)
         tracker = self.trackers.get(key)
@@ -236,7 +238,8 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
             _int8.channel_sums(step.engine, x.data, x.data, None, self._sums[0], self._sums[1])
             mean = self._sums[0] / rows
             variance = np.maximum(self._sums[1] / rows - mean * mean, 0.0)
-            self._track(step, rows, np.ldexp(mean, x.exponent), np.ldexp(variance, 2 * x.exponent))
+            if not step.replay:
+                self._track(step, rows, np.ldexp(mean, x.exponent), np.ldexp(variance, 2 * x.exponent))
         else:
             mean = np.ldexp(vectors[f"{node.name}.running_mean"].data.astype(np.float64), -x.exponent)
             real = vectors[f"{node.name}.running_var"].data.astype(np.float64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -102,8 +102,7 @@ def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, npt.NDA
             real = weight.master
             if real is None:
                 real = np.ldexp(weight.data.astype(np.float32), weight.exponent)
-            real = real[..., : node.shape[0]].transpose(3, 2, 0, 1)
-            state[f"{node.name}.weight"] = np.ascontiguousarray(real).reshape(graph.module_weight_shape(node))
+            state[f"{node.name}.weight"] = _to_module(graph, node, real)
         elif isinstance(node, Fp32):
             state.update({name: array for name, array in parameters.fp32.items() if name.startswith(f"{node.name}.")})
         for name in _vector_names(node):
@@ -112,6 +111,42 @@ def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, npt.NDA
             tracked = parameters.num_batches_tracked[node.name]
             state[f"{node.name}.num_batches_tracked"] = np.array(tracked, dtype=np.int64)
     return state
+
+
+def export_velocities(graph: Graph, parameters: Parameters) -> dict[str, FloatArray]:
+    """Return the momentum of FP32 updates by names and shapes of the module's state_dict."""
+    return {name: holder.velocity[: node.shape[0]].copy() if isinstance(holder, Vector)
+            else _to_module(graph, node, holder.velocity)
+            for node, name, holder in _trained(graph, parameters) if holder.velocity is not None}
+
+
+def import_velocities(graph: Graph, parameters: Parameters, velocities: Mapping[str, FloatArray]) -> None:
+    """Set the momentum of FP32 updates to what `export_velocities` returned; others stay without."""
+    for node, name, holder in _trained(graph, parameters):
+        if name not in velocities:
+            continue
+        velocity = np.zeros_like(holder.data, dtype=np.float32)
+        if isinstance(holder, Vector):
+            velocity[: node.shape[0]] = velocities[name]
+        else:
+            assert isinstance(node, Convolution)
+            velocity[..., : node.shape[0]] = velocities[name].reshape(graph.weight_shape(node)).transpose(2, 3, 1, 0)
+        holder.velocity = velocity
+
+
+def _trained(graph: Graph, parameters: Parameters) -> Iterator[tuple[Node, str, Weight | Vector]]:
+    holders: dict[str, Weight | Vector] = {**parameters.weights, **parameters.vectors}
+    for node in graph.nodes:
+        for part in node.trained:
+            if (holder := holders.get(f"{node.name}.{part}")) is not None:
+                yield node, f"{node.name}.{part}", holder
+
+
+def _to_module(graph: Graph, node: Node, array: FloatArray) -> FloatArray:
+    """Return a weight (kh, kw, in, channel stride) in the shape that it has in the module."""
+    assert isinstance(node, Convolution)
+    outward = array[..., : node.shape[0]].transpose(3, 2, 0, 1)
+    return np.ascontiguousarray(outward).reshape(graph.module_weight_shape(node))
 
 
 def _vector_names(node: Node) -> list[str]:

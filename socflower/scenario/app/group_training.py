@@ -6,14 +6,12 @@ from logging import WARNING
 from time import perf_counter
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower_strategies
 from flwr.serverapp.strategy import Strategy as OuterStrategy
 from flwr.supercore import log
 
-from socflower import _int8
 from socflower.engines.checkpoint import Checkpoint
 from socflower.engines.local.priced_grid import PricedGrid
 from socflower.engines.run_folder import RunFolder
@@ -21,7 +19,7 @@ from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import default_candidates
 from socflower.scenario.app.round_record import RoundRecord, event_documents
-from socflower.scenario.arithmetic import evaluation_device, model_profile, num_training_samples, pricing, uses_int8
+from socflower.scenario.arithmetic import evaluation_device, kernels, model_profile, num_training_samples, pricing
 from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
@@ -66,12 +64,6 @@ class _Training:
         self._resumed: Checkpoint | None = None
         self._transport = "in process"
 
-    def _kernels(self) -> dict[str, str]:
-        kernels = {"fp32": f"torch {torch.__version__}", "aggregation": "native weighted sum, float32"}
-        if uses_int8(self._scenario):
-            kernels["int8"] = f"CPU int8, {_int8.Engine().kernel}"
-        return kernels
-
     def run(self) -> dict[str, Any]:
         """Train with the scenario's strategy."""
         started_s = perf_counter()
@@ -88,7 +80,7 @@ class _Training:
             log(WARNING, "time and energy are those of %s", line)
         return {
             "strategy": self._scenario.strategy.name,
-            "kernels": self._kernels(),
+            "kernels": kernels(self._scenario),
             "transports": {"inside groups": self._transport, "hub": "Flower messages"},
             "data_source": self._data.source,
             **self._record.totals(final, self._whole(final)),

@@ -7,7 +7,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeAlias, cast
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
@@ -25,6 +24,7 @@ from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.scenario.app.round_record import RoundRecord, event_documents
 from socflower.scenario.app.split_result import SplitHistory, cut_text, staleness_of
+from socflower.scenario.arithmetic import kernels
 from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import Scenario
@@ -153,7 +153,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
         raise TrainingFailed("Flower returned no model: every client failed; see the log for the first cause")
     return {
         "strategy": scenario.strategy.name,
-        "kernels": {"fp32": f"torch {torch.__version__}", "aggregation": "native weighted sum, float32"},
+        "kernels": kernels(scenario),
         "transports": {"edge and cloud": strategy.transport, "hub": "Flower messages"},
         "data_source": workload.source,
         **record.totals(ArrayRecord(whole(final).state_dict())),

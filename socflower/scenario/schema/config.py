@@ -11,7 +11,7 @@ from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.rings.settings import RingSettings
 from socflower.scenario.schema.outer import OuterConfig
-from socflower.scenario.schema.split import SPLIT_STRATEGIES, EdgeCloudConfig
+from socflower.scenario.schema.split import CLICK_MODEL, GENERATOR, SPLIT_STRATEGIES, EdgeCloudConfig
 from socflower.scenario.schema.strategies import CLUSTER_STRATEGIES, STRATEGIES, GroupStrategy, family_of
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
 
@@ -305,6 +305,8 @@ class ScenarioFile(ClusterFile):
         if self.strategy.server_interval > 1 and not 1 < num_servers <= int(self.strategy.groups):
             raise ValueError(f"[strategy] server_interval = {self.strategy.server_interval} is for several [[server]] "
                              f"with a group each; there are {num_servers}, and {self.strategy.groups} groups")
+        if self.is_split:
+            self._check_split_arithmetic()
         if self.train.optimizer != "sgd" and self.precision.arithmetic != "fp32":
             raise ValueError(f"[train] optimizer = {self.train.optimizer!r} is for arithmetic = 'fp32'; int8 training "
                              "supports sgd only")
@@ -314,7 +316,7 @@ class ScenarioFile(ClusterFile):
         if self.precision.arithmetic == "int8" and (self.train.weight_decay or self.train.reduction != "auto"):
             raise ValueError("[precision] arithmetic = 'int8' does not support [train] weight_decay and reduction; "
                              "leave them out")
-        if self.train.momentum and self._trains_by_niti:
+        if self.train.momentum and self._trains_by_niti and not self.is_split:
             raise ValueError(f"[train] momentum = {self.train.momentum}: the integer update of [precision] algorithm "
                              "= 'niti' has none; leave it out, or use algorithm = 'adaptive-fixed-point'")
         if self.strategy.outer and self.strategy.outer.name == "fedprox" and self.precision.arithmetic == "int8":
@@ -350,10 +352,27 @@ class ScenarioFile(ClusterFile):
             raise ValueError(f"[edgecloud] round_epochs = {self.split.round_epochs} with [train] epochs = "
                              f"{self.train.epochs} make more than {MOST_INTERVALS} rounds; train fewer epochs, or "
                              "raise round_epochs")
-        if self.precision.arithmetic != "fp32":
-            raise ValueError(f"{name} trains in FP32; leave [precision] out")
         if self.events:
             raise ValueError(f"{name} does not support [[event]]; the outages of a link are in [edgecloud] segments")
+
+    def _check_split_arithmetic(self) -> None:
+        arithmetic, name = self.precision.arithmetic, f"[strategy] name = {self.strategy.name!r}"
+        if arithmetic == "mixed":
+            raise ValueError(f"{name} trains in fp32 or int8; use one of them as [precision] arithmetic")
+        if self.precision.held_out:
+            raise ValueError(f"[precision] held_out = {self.precision.held_out}: {name} trains on all samples; leave "
+                             "it out")
+        if arithmetic == "fp32":
+            return
+        if self.model.name in (CLICK_MODEL, GENERATOR):
+            raise ValueError(f"[precision] arithmetic = {arithmetic!r}: the integer kernels train classifiers of "
+                             f"images, and [model] name is {self.model.name!r}; leave [precision] out")
+        if self.split.frozen:
+            raise ValueError(f"[edgecloud] frozen = {self.split.frozen!r}: frozen layers stay in evaluation mode, and "
+                             "[precision] arithmetic = 'int8' normalises by the batch; leave one of the two out")
+        if self.split.costs:
+            raise ValueError(f"[edgecloud] costs = {self.split.costs!r} were measured in FP32; with [precision] "
+                             "arithmetic = 'int8' leave them out")
 
     def under(self, strategy: str) -> Self:
         """Return the scenario under another strategy, with that strategy's own values of `[compare]`."""
@@ -372,7 +391,9 @@ class ScenarioFile(ClusterFile):
         """The momentum of `[train]`, by default 0.9; 0 if the update has none."""
         if self.train.momentum is not None:
             return self.train.momentum
-        return 0.0 if self._trains_by_niti or self.train.optimizer != "sgd" else 0.9
+        # In a split training momentum is that of the cloud's half, which trains in FP32.
+        without = self._trains_by_niti and not self.is_split
+        return 0.0 if without or self.train.optimizer != "sgd" else 0.9
 
     @property
     def is_split(self) -> bool:

@@ -10,6 +10,9 @@ from socflower.wire.codecs.quantisation import BITS
 SPLIT_STRATEGIES = ("split-replay", "pipelined", "joint-dnn", "split", "splitfed", "edge-only")
 """Strategies that train with a cloud; all except the first are baselines."""
 
+CLICK_MODEL, GENERATOR = "click-model", "digit-generator"
+"""Models of parties with different features, and of a reverse split."""
+
 _MAX_BATCHES = 10_000  # in flight at the same time
 
 Rate = Annotated[float, Field(gt=0)]

@@ -155,13 +155,17 @@ class EncodedTensor:
         return memoryview(self.payload).nbytes + 8 * len(self.low)
 
 
-def encode(features: Floats, bits: int, *, grouping: Grouping = "tensor", what: str = "features") -> EncodedTensor:
+def encode(features: Floats, bits: int, *, grouping: Grouping = "tensor", what: str = "features",
+           quantum: float | None = None) -> EncodedTensor:
     """Return `features` (any shape) in `bits` per element (F24).
 
     At 32 bits the payload is a view of `features`, which must then not change until it has been sent; other payloads
     are the tensor's own. A tensor that is not contiguous is copied first. Least and largest value per sample cost 8
     bytes a sample, and a sample's error then goes by its own range: behind LeNet's first pooling that makes the squared
     error 1.2 to 1.5 times smaller on digits, and many times where samples differ in scale.
+
+    Of features that are whole multiples of a `quantum`, a power of two, at 8 or 16 bits nothing is lost if they are no
+    more than 2^bits − 1 multiples apart: the range is widened until a step is the quantum.
     Raises `ConfigError`, with `what` as the tensor's name, for NaN and infinity (the training has diverged), for other
     types than float32, unknown bits and an unknown grouping.
     """
@@ -184,6 +188,9 @@ def encode(features: Floats, bits: int, *, grouping: Grouping = "tensor", what: 
                           "an earlier checkpoint")
     if bits == 32:
         return EncodedTensor(bits=bits, shape=shape, payload=_bytes_of(groups.astype("<f4", copy=False)))
+    if quantum is not None and bits >= 8:
+        widest = np.float32((2**bits - 1) * quantum)
+        high = np.where(high - low <= widest, low + widest, high)
     payload = np.empty((num_groups, packed_bytes(groups.shape[1], bits)), np.uint8)
     _quantise(groups, low, high, bits, payload)
     return EncodedTensor(bits=bits, shape=shape, low=tuple(low.tolist()), high=tuple(high.tolist()),

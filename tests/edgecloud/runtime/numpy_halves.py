@@ -81,6 +81,8 @@ class Layers:
 
 
 class Front(Layers):
+    feature_quantum = None
+
     def __init__(self, cut: int = 1, seed: int = 0, *, first: int = 0, labels: bool = True,
                  pause_s: float = 0.0) -> None:
         super().__init__(range(first, cut + 1), seed, first=first)

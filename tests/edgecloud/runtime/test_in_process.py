@@ -45,6 +45,8 @@ def one_thread() -> Iterator[None]:
 class Diary:
     """Both halves at once: notes what happens, and turns features that say which batch they are of into gradients."""
 
+    feature_quantum = None
+
     def __init__(self) -> None:
         self.cut = 0
         self.notes: list[tuple[Any, ...]] = []
