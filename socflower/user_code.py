@@ -3,6 +3,7 @@
 import ast
 import importlib
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,10 @@ from types import ModuleType
 from typing import Any
 
 from socflower.errors import ConfigError, SocflowerError
+
+_NOT_OF_USERS = (str(Path(__file__).parent), *{sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")},
+                 "<frozen")
+"""What the files of this package, of installed ones and of Python itself begin with."""
 
 
 def import_attribute(target: str, folder: Path | None, what: str, advice: str) -> Any:
@@ -57,10 +62,15 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any], what: str) 
 
 
 def raised(error: BaseException) -> str:
-    """Return an exception as one line, with the file and line that raised it."""
-    where = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    place = f" ({Path(where[-1].filename).name}, line {where[-1].lineno})" if where else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+    """Return an exception as one line, with the file and line of the user's code that raised it."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place_of(error)}"
+
+
+def place_of(error: BaseException) -> str:
+    """Return " (file, line n)" of the innermost call outside of installed packages, or of the innermost one at all."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_OF_USERS)]
+    return "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in (own or frames)[-1:])
 
 
 def own_sources(folder: Path, targets: Iterable[str]) -> dict[str, Path]:

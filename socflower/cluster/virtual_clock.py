@@ -28,6 +28,12 @@ class Usage:
         """Joules over all activities."""
         return sum(self.energy_j.values())
 
+    @property
+    def bytes_by_tier(self) -> dict[str, float]:
+        """The bytes of every tier by its name, 0 for tiers without traffic; between servers only where there are any."""
+        found = {tier.value: self.num_bytes.get(tier, 0.0) for tier in Tier}
+        return {tier: count for tier, count in found.items() if count or tier != Tier.INTER_SERVER.value}
+
     def __add__(self, other: "Usage") -> "Usage":
         """Return the usage of both, one after the other."""
         return Usage(

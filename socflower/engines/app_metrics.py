@@ -16,11 +16,12 @@ from flwr.app import ArrayRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from socflower.cluster.topology import Tier
+from socflower.cluster import Usage
 from socflower.engines.local.message_log import MessageLog, round_of
 from socflower.engines.trained_devices import TrainedDevices
 from socflower.sim import EventClock
 from socflower.strategies.forwarding_grid import ForwardingGrid
+from socflower.strategies.resuming import PlannedRounds, innermost, refuse_too_many_rounds
 from socflower.wire.message_keys import NUM_EXAMPLES
 
 SERVER, EVALUATE, TRAIN = "server", "evaluate", "train"
@@ -58,8 +59,7 @@ class RoundLog:
         usage = self._clock.usage
         entry = self._rounds[self._open]
         entry |= {"virtual_s": self._clock.now_s, "wall_s": perf_counter() - self._started_s,
-                  "energy_j": usage.total_energy_j, "bytes": {tier.value: usage.num_bytes.get(tier, 0.0)
-                                                              for tier in Tier}}
+                  "energy_j": usage.total_energy_j, "bytes": usage.bytes_by_tier}
         self._on_round({**self._document(entry), "events": []})
         self._open = None
 
@@ -99,7 +99,7 @@ class RoundLog:
         by_round: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
             by_round.setdefault(int(event.get("round") or 0), []).append(event)
-        last: dict[str, Any] = {"virtual_s": 0.0, "wall_s": 0.0, "energy_j": 0.0, "bytes": dict.fromkeys(Tier, 0.0)}
+        last: dict[str, Any] = {"virtual_s": 0.0, "wall_s": 0.0, "energy_j": 0.0, "bytes": Usage().bytes_by_tier}
         documents = []
         has_evaluated_loss = any(named("loss", entry, (SERVER, EVALUATE)) is not None
                                  for entry in self._rounds.values())
@@ -198,14 +198,21 @@ class MeteredGrid(ForwardingGrid):
 
 
 @contextmanager
-def observed_strategies(rounds: RoundLog) -> Iterator[None]:
-    """Log the results of the strategies that are started in the context, by a wrapper around `Strategy.start`."""
+def observed_strategies(rounds: RoundLog, messages: MessageLog) -> Iterator[None]:
+    """Log the results of the strategies that are started in the context, by a wrapper around `Strategy.start`.
+
+    A round of training in which no client succeeded ends them: strategies of Flower's would keep their weights and go
+    on. Ours of groups raise themselves.
+    """
     original = Strategy.start
     signature = inspect.signature(original)
 
     @wraps(original)
     def start(*args: Any, **named_args: Any) -> Result:
         bound = signature.bind(*args, **named_args)
+        bound.apply_defaults()
+        inner = innermost(bound.arguments["self"])
+        refuse_too_many_rounds(inner, bound.arguments["num_rounds"])
         evaluate_fn = bound.arguments.get("evaluate_fn")
 
         def evaluated(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -219,7 +226,11 @@ def observed_strategies(rounds: RoundLog) -> Iterator[None]:
 
         if evaluate_fn is not None:
             bound.arguments["evaluate_fn"] = evaluated
-        result = original(*bound.args, **bound.kwargs)
+        messages.ends_failed_rounds = not isinstance(inner, PlannedRounds)
+        try:
+            result = original(*bound.args, **bound.kwargs)
+        finally:
+            messages.ends_failed_rounds = False
         rounds.add_result(bound.arguments["self"], result)
         return result
 

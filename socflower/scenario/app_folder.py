@@ -15,7 +15,8 @@ from socflower.engines.app_metrics import OnRound, RoundLog
 from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
 from socflower.engines.deployment.run import run_in_deployment
 from socflower.engines.local.message_log import MessageLog
-from socflower.engines.local.run_app import FlowerApp, load_flower_app, run_app
+from socflower.engines.local.run_app import FlowerApp, load_flower_app, require_server_app, run_app
+from socflower.engines.local.workers import resolve_client_app
 from socflower.engines.names import num_cores
 from socflower.engines.run_folder import RunFolder
 from socflower.engines.run_log import NO_LOGGING, RoundLogging
@@ -69,14 +70,18 @@ class AppRun:
         return self.label or self.folder.resolve().name
 
     def check(self) -> None:
-        """Raise `ConfigError` for what can be known before the app is loaded."""
+        """Raise `ConfigError` for what can be known before the app starts, such as an app that cannot be imported."""
         training_profile(self.training_flops)
         parse_claims(self.claims)
-        run_config(load_flower_app(self.folder), self.overrides)
+        app = load_flower_app(self.folder)
+        run_config(app, self.overrides)
         cluster = load_cluster(self.cluster_file)
         if self.num_nodes is not None and self.num_nodes > cluster.num_socs:
             raise ConfigError(f"--nodes {self.num_nodes}: {self.cluster_file} has {cluster.num_socs} SoCs; start fewer "
                               "nodes, or describe a larger cluster")
+        with forgotten_modules(self.folder):
+            require_server_app(app.server_app)
+            resolve_client_app(app.client_app)
 
 
 def run_app_folder(

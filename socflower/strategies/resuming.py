@@ -3,11 +3,11 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from logging import INFO
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
 from socflower.errors import ConfigError, TrainingFailed, require_type
@@ -136,8 +136,29 @@ class PlannedRounds(Resumable):
         """Return nothing; see `configure_evaluate`."""
         return None
 
+    def start(
+        self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *args: Any, **named_args: Any,
+    ) -> Result:
+        """Train as every strategy does; `ConfigError` for more rounds than are planned."""
+        refuse_too_many_rounds(self, num_rounds)
+        return super().start(grid, initial_arrays, num_rounds, *args, **named_args)
+
     def _begins(self, server_round: int) -> bool:
-        if not 1 <= server_round <= self.num_rounds:
+        if not 1 <= server_round <= self.num_rounds:  # a strategy around this one has its own start
             raise ConfigError(f"{type(self).__name__}: round {server_round} of a plan of {self.num_rounds} rounds; "
                               "call start with num_rounds=strategy.num_rounds")
         return super()._begins(server_round)
+
+
+def innermost(strategy: Strategy) -> Strategy:
+    """Return the strategy that others are wrapped around, as those of differential privacy are."""
+    while isinstance(inner := getattr(strategy, "strategy", None), Strategy):
+        strategy = inner
+    return strategy
+
+
+def refuse_too_many_rounds(strategy: Strategy, num_rounds: int) -> None:
+    """Raise `ConfigError` if a strategy that knows its number of rounds is to train more."""
+    if isinstance(strategy, PlannedRounds) and num_rounds > strategy.num_rounds:
+        raise ConfigError(f"{type(strategy).__name__}: start was called with num_rounds = {num_rounds}, and the plan "
+                          f"has {strategy.num_rounds}; call start with num_rounds=strategy.num_rounds")

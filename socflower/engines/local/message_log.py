@@ -46,12 +46,14 @@ class MessageLog:
     """Counts sent and answered messages by kind, since strategies may drop failures silently."""
 
     events: list[MessageEvent] = field(default_factory=list)
+    ends_failed_rounds: bool = False  # while a strategy runs that would train on with unchanged weights
     _exchanges: dict[str, list[_Exchange]] = field(default_factory=dict)
 
     def record(self, exchanged: Sequence[Answered], soc_of_node: dict[int, int], *, pulled: bool = False) -> None:
         """Record messages that were sent together; `soc_of_node` maps their nodes to SoCs.
 
         Messages that were `pulled` may be part of an exchange: they are added to the preceding ones of their round.
+        Raises `TrainingFailed` if all messages of a training round failed and `ends_failed_rounds` is set.
         """
         by_kind: dict[str, list[Answered]] = {}
         for message, reply in exchanged:
@@ -69,6 +71,9 @@ class MessageLog:
                 self.events.append(MessageEvent(kind=_ALL if len(failed) == len(answered) else _SOME, text=(
                     f"{where}{len(failed)} of {len(answered)} {kind} messages failed; "
                     f"first cause: {min(failed)[1]}"), round=round_of(answered[0][0])))
+            if self.ends_failed_rounds and kind == MessageType.TRAIN and len(failed) == len(answered):
+                raise TrainingFailed(f"{where}no client succeeded: none of {len(answered)} {kind} messages had a "
+                                     f"usable answer; first cause: {min(failed)[1]}")
 
     @property
     def failure(self) -> str | None:

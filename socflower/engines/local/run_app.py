@@ -58,9 +58,9 @@ def run_app(
 
     An exception of the client reaches the strategy as an error reply. An exception of the ServerApp is raised here;
     its `sys.exit` ends it normally with status 0 and raises `TrainingFailed` with any other. Strategies may drop failed
-    replies and keep their weights: if no client succeeded, or none of those that trained last, this raises
-    `TrainingFailed` with the first cause, even if the ServerApp ended normally. `messages` records the result of each
-    message, `rounds` the metrics of each round.
+    replies and keep their weights: if no client succeeded in a round of a strategy, or none of those that trained last,
+    this raises `TrainingFailed` with the first cause, even if the ServerApp ended normally. `messages` records the
+    result of each message, `rounds` the metrics of each round.
     """
     app = require_server_app(server_app)
     num_nodes = cluster.num_socs if num_nodes is None else num_nodes
@@ -88,7 +88,7 @@ def require_server_app(source: object) -> ServerApp:
 def run_server_app(app: ServerApp, grid: Grid, context: Context, messages: MessageLog, rounds: RoundLog) -> None:
     """Run a ServerApp to its end; see `run_app` for what it raises."""
     try:
-        with observed_strategies(rounds):
+        with observed_strategies(rounds, messages):
             app(GroupGrid(grid), context)
     except SystemExit as end:
         # With 0 or None the app has finished; the command's own exit status reports the result of the run.

@@ -23,8 +23,8 @@ from socflower.engines.local.flower_internals import (
     CLIENT_APP_RAISED_EXCEPTION,
     LOAD_CLIENT_APP_EXCEPTION,
 )
-from socflower.errors import ConfigError
-from socflower.user_code import import_attribute
+from socflower.errors import ConfigError, SocflowerError
+from socflower.user_code import import_attribute, place_of
 
 _PRELOADED = ("flwr.clientapp", "torch", "torch._dynamo", "socflower.clients.app", "socflower.rings.member")
 """Imported once in the fork server, whose children then start in milliseconds and share the memory pages.
@@ -65,12 +65,13 @@ def resolve_client_app(source: ClientAppSource) -> ClientApp:
 def handle(app: ClientApp, message: Message, context: Context) -> Message:
     """Handle one message with the app; an exception becomes an error reply, as in Flower's own runtimes.
 
-    The same holds for `sys.exit`, which would end the whole run, and for a return value that is no message.
+    Its reason has the file and line of the client's code. The same holds for `sys.exit`, which would end the whole run,
+    and for a return value that is no message.
     """
     try:
         reply: object = app(message, context)
     except (Exception, SystemExit) as error:
-        reason = f"{type(error)}:<'{error}'>"
+        reason = f"{type(error)}:<'{error}'>{'' if isinstance(error, SocflowerError) else place_of(error)}"
         return Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
     if isinstance(reply, Message):
         return reply

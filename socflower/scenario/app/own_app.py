@@ -22,12 +22,12 @@ from socflower.engines.app_metrics import EVALUATE, SERVER, MeteredGrid, RoundLo
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.priced_grid import PricedGrid
 from socflower.engines.local.run_app import load_flower_app, require_server_app, run_server_app
-from socflower.engines.local.workers import resolve_client_app
+from socflower.engines.local.workers import handle, resolve_client_app
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError
 from socflower.report.quality import QUALITIES, final_figures
 from socflower.scenario.app.main import await_nodes, report_outcome
-from socflower.scenario.app.round_record import bytes_by_tier, weights_sha256
+from socflower.scenario.app.round_record import weights_sha256
 from socflower.sim import EventClock, Trace
 
 _SOURCE = '''"""The {part}App of an app folder that socflower runs."""
@@ -61,7 +61,7 @@ def app_outcome(clock: EventClock, messages: MessageLog, rounds: RoundLog) -> di
     entries = rounds.documents(events)
     return {
         "strategy": rounds.strategy, "rounds": entries, **final_figures(_final_scores(entries)),
-        "virtual_s": clock.now_s, "energy_j": usage.total_energy_j, "bytes": bytes_by_tier(usage),
+        "virtual_s": clock.now_s, "energy_j": usage.total_energy_j, "bytes": usage.bytes_by_tier,
         "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
                       "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
         "weights_sha256": None if rounds.arrays is None or not rounds.arrays else weights_sha256(rounds.arrays),
@@ -101,13 +101,13 @@ def _main(grid: Grid, context: Context) -> None:
 
 
 class _OwnClientApp(ClientApp):
-    """Passes each message to the ClientApp of the app that the run's folder names."""
+    """Passes each message to the ClientApp of the app that the run's folder names; failures have file and line."""
 
     def __call__(self, message: Message, context: Context) -> Message:
         app, run_config = _client(_folder(context))
         given, context.run_config = context.run_config, dict(run_config)
         try:
-            return app(message, context)
+            return handle(app, message, context)
         finally:
             context.run_config = given
 

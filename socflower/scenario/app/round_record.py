@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 from flwr.app import ArrayRecord, MetricRecord
 
 from socflower import __version__
-from socflower.cluster import Tier, Usage
 from socflower.engines.checkpoint import Checkpoint
 from socflower.engines.run_folder import RunFolder
 from socflower.engines.trained_devices import TrainedDevices
@@ -79,7 +78,7 @@ class RoundRecord:
                 "round": server_round, "epoch": training.pop("epoch"), "accuracy": outcome.accuracy,
                 "loss": outcome.loss if math.isfinite(outcome.loss) else None,  # JSON has no NaN
                 "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
-                "bytes": bytes_by_tier(self._clock.usage), **training, **extra_figures(),
+                "bytes": self._clock.usage.bytes_by_tier, **training, **extra_figures(),
             })
             # A checkpoint of round 0 is useful only if a warm-up has chosen the number of groups.
             if server_round or self.warm_up is not None:
@@ -104,7 +103,7 @@ class RoundRecord:
             "seed": self._scenario.seed, "trained_on": self._devices.document(), "rounds": self.rounds,
             "warm_up": self.warm_up,
             **final_figures(self.rounds[-1]), "virtual_s": self._clock.now_s,
-            "energy_j": usage.total_energy_j, "bytes": bytes_by_tier(usage),
+            "energy_j": usage.total_energy_j, "bytes": usage.bytes_by_tier,
             "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
                           "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
             "weights_sha256": weights_sha256(final), "resumed_from": self.resumed_from, "versions": versions(),
@@ -143,9 +142,3 @@ def weights_sha256(arrays: ArrayRecord) -> str:
 def event_documents(events: Iterable[ReplyEvent]) -> list[dict[str, str]]:
     """Return events as documents of a result."""
     return [{"kind": event.kind, "text": event.text} for event in events]
-
-
-def bytes_by_tier(usage: Usage) -> dict[str, float]:
-    """Return the bytes of every tier, 0 for tiers without traffic; those between servers only where there are any."""
-    found = {tier.value: usage.num_bytes.get(tier, 0.0) for tier in Tier}
-    return {tier: count for tier, count in found.items() if count or tier != Tier.INTER_SERVER.value}

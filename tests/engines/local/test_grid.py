@@ -80,7 +80,7 @@ def test_an_exception_is_an_error_reply_with_its_text(processes: LocalGrid) -> N
     nodes = processes.get_node_ids()
     replies = processes.send_and_receive([message(nodes[0], **{"raise": True}), message(nodes[1])])
     assert replies[0].error.code == 2
-    assert replies[0].error.reason == "<class 'ValueError'>:<'on purpose'>"
+    assert replies[0].error.reason == "<class 'ValueError'>:<'on purpose'> (apps_for_tests.py, line 25)"
     assert replies[1].has_content()
 
 
@@ -92,7 +92,8 @@ def test_a_client_that_exits_or_returns_no_message_is_a_failed_client(
     grid: LocalGrid = request.getfixturevalue("processes" if num_workers else "in_process")
     first, second, third, *_ = grid.get_node_ids()
     replies = grid.send_and_receive([message(first, exit=0), message(second, exit=3), message(third)])
-    assert [reply.error.reason for reply in replies[:2]] == ["<class 'SystemExit'>:<'0'>", "<class 'SystemExit'>:<'3'>"]
+    assert [reply.error.reason for reply in replies[:2]] == [
+        f"<class 'SystemExit'>:<'{status}'> (apps_for_tests.py, line 27)" for status in (0, 3)]
     assert [reply.error.code for reply in replies[:2]] == [2, 2]
     assert replies[2].has_content()
     (reply,) = grid.send_and_receive([message(first, **{"say-nothing": True})])
