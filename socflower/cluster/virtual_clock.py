@@ -30,7 +30,7 @@ class Usage:
 
     @property
     def bytes_by_tier(self) -> dict[str, float]:
-        """The bytes of every tier by its name, 0 for tiers without traffic; between servers only where there are any."""
+        """The bytes of every tier by its name, 0 without traffic; between servers only if there is some."""
         found = {tier.value: self.num_bytes.get(tier, 0.0) for tier in Tier}
         return {tier: count for tier, count in found.items() if count or tier != Tier.INTER_SERVER.value}
 

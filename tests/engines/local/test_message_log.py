@@ -106,16 +106,21 @@ def test_a_value_that_is_not_finite_is_seen_wherever_it_is(dtype: str) -> None:
 
 
 def test_a_server_app_that_stumbles_over_what_its_clients_failed_to_send_names_their_first_cause() -> None:
-    app = ServerApp()
+    def without_strategy(use: Callable[[list[Message]], object]) -> ServerApp:
+        app = ServerApp()
 
-    @app.main()
-    def main(grid: Grid, context: Context) -> None:
-        content = RecordDict({"arrays": record(0.0), "config": ConfigRecord({"server-round": 1})})
-        replies = grid.send_and_receive([Message(content, node, "train") for node in grid.get_node_ids()])
-        _ = {name: reply.content[name] for reply in replies if reply.has_content() for name in reply.content}["w"]
+        @app.main()
+        def main(grid: Grid, context: Context) -> None:
+            content = RecordDict({"arrays": record(0.0), "config": ConfigRecord({"server-round": 1})})
+            use(list(grid.send_and_receive([Message(content, node, "train") for node in grid.get_node_ids()])))
+
+        return app
+
+    def first_weights(replies: list[Message]) -> object:
+        return {name: reply.content[name] for reply in replies if reply.has_content() for name in reply.content}["w"]
 
     with pytest.raises(TrainingFailed) as caught:
-        run(app, client(lambda server_round, partition: True))
+        run(without_strategy(first_weights), client(lambda server_round, partition: True))
     assert "<class 'ValueError'>:<'round 1 at " in str(caught.value)
     assert "then the ServerApp raised KeyError: 'w'" in str(caught.value)
 
@@ -125,11 +130,11 @@ def test_a_server_app_that_stumbles_over_what_its_clients_failed_to_send_names_t
     with pytest.raises(LookupError, match="its own fault"):
         run(fedavg(after=fail), client(lambda server_round, partition: partition == 0))
 
-    def mistake(arrays: ArrayRecord) -> None:
+    def mistake(replies: list[Message]) -> None:
         raise ConfigError("a mistake")
 
     with pytest.raises(ConfigError, match="a mistake"):
-        run(fedavg(after=mistake), client(lambda server_round, partition: True))
+        run(without_strategy(mistake), client(lambda server_round, partition: True))
 
 
 def test_weights_that_are_never_finite_are_no_success() -> None:
