@@ -10,6 +10,7 @@ import torch
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 
 
+@pytest.mark.slow
 def test_the_vendors_npu_learns_the_digits(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     try:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 SOCFLOWER = Path(sysconfig.get_path("scripts")) / "socflower"
 SMALL = sorted((ROOT / "scenarios").glob("*.toml"))
 FULL = sorted((ROOT / "scenarios" / "full").glob("*.toml"))
-QUICK = {"broken_reply", "split_moving_link"}
+QUICK = {"broken_reply"}
 """Whose claims `make test` checks. Other tests run what the others are about on less data, and
 scenario/schema/test_corpus.py tries that each file begins to train."""
 NEED_PROCESSES = {"dead_client"}

@@ -23,6 +23,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_second_run_changes_nothing_for_the_first_and_ctrl_c_says_how_to_go_on(
     socflower: Socflower, tmp_path: Path,

@@ -148,7 +148,8 @@ def test_a_plan_is_one_document(socflower: Socflower, scenario: Path) -> None:
         assert document["predicted"][key] > 0.0
 
 
-@pytest.mark.parametrize(("groups", "serialize_uplinks", "faster"), [(8, False, "free_running"), (20, True, "in_turn")])
+@pytest.mark.parametrize(("groups", "serialize_uplinks", "faster"), [
+    pytest.param(8, False, "free_running", marks=pytest.mark.slow), (20, True, "in_turn")])
 def test_a_plan_takes_turns_only_where_that_is_predicted_to_be_faster(
     socflower: Socflower, tmp_path: Path, groups: int, serialize_uplinks: bool, faster: str,
 ) -> None:
@@ -380,7 +381,8 @@ def test_an_app_that_is_not_there_is_no_scenario(socflower: Socflower, tmp_path:
     assert f"{tmp_path / 'myap'}: no such folder; name the folder of a Flower app" in ran.err
 
 
-@pytest.mark.parametrize("fails", [1, 2, 3])
+@pytest.mark.parametrize("fails", [
+    pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_round_in_which_no_client_succeeds_ends_the_run_of_a_strategy(
     socflower: Socflower, tmp_path: Path, fails: int,
 ) -> None:
@@ -393,7 +395,7 @@ def test_any_round_in_which_no_client_succeeds_ends_the_run_of_a_strategy(
         f"error: round {fails}: no client succeeded: none of 2 train messages had a usable answer; first cause: SoC 0 "
         f"(node 1000): <class 'ValueError'>:<'not on this device'> (fails_{fails}_client.py, line 10)")
     assert not (tmp_path / "here").exists()
-    if fails == 3:
+    if fails == 2:
         for priced in ((), ("--training-flops", "1e6")):
             ran = socflower(*asked, "--set", "fails=none", *priced)
             assert (ran.status == 0 and priced) or (

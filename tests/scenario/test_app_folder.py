@@ -170,6 +170,7 @@ def test_the_rounds_of_an_app_are_logged_as_in_its_result(override: str, rack: P
     assert len((tmp_path / "out" / "metrics.csv").read_text("utf-8").splitlines()) == len(lines) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_comparison_of_apps_logs_each_and_what_it_reuses(
     rack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -215,6 +216,7 @@ def test_nothing_of_another_run_stays_beside_the_result_and_a_failed_run_changes
     assert {file.name for file in out.iterdir()} == {"result.json", "trace.json", "report.html", "notes.txt"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_apps_with_modules_of_the_same_names_are_compared_and_finished_ones_kept(rack: Path, tmp_path: Path) -> None:
     apps = [write_app(tmp_path / "before", called="accuracy"), write_app(tmp_path / "after", called="acc")]
@@ -245,7 +247,7 @@ def test_values_of_the_run_config_are_compared(rack: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("evaluates", [True, False])
+@pytest.mark.parametrize("evaluates", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_apps_without_accuracy_are_compared_by_the_loss_that_they_evaluate(
     evaluates: bool, rack: Path, tmp_path: Path,
 ) -> None:

@@ -108,9 +108,11 @@ CASES: dict[str, Scenario] = {
     "mixed fedavg": with_precision(small("fedavg", epochs=2), arithmetic="mixed"),
 }
 
+SLOW = ("outer momentum, preempted", "socflow without reshuffling", "adaptive fixed point", "sgd", "mixed fedavg")
+
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow if name == "outer momentum, preempted" else ()) for name in CASES])
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_resuming_after_every_single_round_changes_nothing(name: str, reference: Reference, tmp_path: Path) -> None:
     """The k-th process does round k alone: nothing but the files can have carried anything over."""
     scenario, out = CASES[name], tmp_path / "out"

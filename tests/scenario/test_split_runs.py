@@ -252,6 +252,7 @@ def test_a_generator_can_be_trained_by_the_edge_alone_too() -> None:
     assert ran(split("split", **settings))["weights_sha256"] == alone["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_what_has_no_accuracy_is_compared_without_a_target(tmp_path: Path) -> None:
     scenario = split(model="digit-generator", train={"epochs": 1}, classes=[1])
     document = compare(scenario, ["split-replay", "split"], tmp_path, num_workers=0)

@@ -35,6 +35,7 @@ def test_worker_processes_change_nothing(name: str) -> None:
         assert processes[key] == in_this_process(name)[key]
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_may_differ_before_and_after(tmp_path: Path) -> None:
     """From processes to this one, and from this one to processes."""
     scenario = small(interval=1.0, epochs=3, batch_size=512)

@@ -57,6 +57,7 @@ def test_the_probe_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_pa
         missing.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
 def test_small_rings_sum_right_and_leave_nothing(left: Path, record_property: Callable[[str, object], None]) -> None:
     """Two groups over two boards, freely and in turn; how long they took is recorded and decides nothing."""

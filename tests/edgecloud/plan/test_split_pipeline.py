@@ -218,7 +218,7 @@ def phases_of(one: SplitCosts, where: int, bits: int, window: int, rates: tuple[
 RATES = st.tuples(st.floats(30, 5000), st.floats(30, 5000), st.sampled_from([0.0, 0.5, 4.0]))
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(one=costs(frozen=False), where=st.integers(0, 2), bits=st.sampled_from([8, 32]), window=st.integers(1, 7),
        rates=RATES)
 def test_constant_rates_give_the_duration_of_f26(
