@@ -109,9 +109,39 @@ class SplitSetting:
         initial = list(self._initial_plans)
         if self.mode == "turns":  # edges that share the cloud half share the first edge's cut
             initial = [replace(plan, cut=initial[0].cut) for plan in initial]
-        return [Party(costs=costs, bandwidth_profile=link, split_plan=plan, window=self.window,
+        self._check_events()
+        return [Party(costs=costs, bandwidth_profile=link, split_plan=plan, window=self.window, away=self._away(edge),
                       decider=engine if self.can_move_cuts and plan.cut is not None else None)
-                for costs, engine, link, plan in zip(self.costs, engines, self.links, initial, strict=True)]
+                for edge, (costs, engine, link, plan) in enumerate(
+                    zip(self.costs, engines, self.links, initial, strict=True))]
+
+    def _away(self, edge: int) -> tuple[range, ...]:
+        """Return the batches for which an edge's user has it."""
+        spans, away = list(self.spans()), []
+        for event in self.scenario.events:
+            if event.soc == edge:
+                first, num_batches = spans[event.round - 1]
+                last, num_last = spans[min(len(spans), event.round + event.rounds - 1) - 1]
+                away.append(range(first + int(event.at * num_batches), last + num_last))
+        return tuple(away)
+
+    def _check_events(self) -> None:
+        """Raise for an event of no edge or round, and where the others cannot go on without the edge."""
+        name, spans = self.scenario.name, list(self.spans())
+        for event in self.scenario.events:
+            if self.num_edges == 1 or self.mode != "own":
+                why = "there is no other edge" if self.num_edges == 1 else "the cloud's half needs every edge's batches"
+                raise ConfigError(f"{name} [[event]] kind = 'preempt': {why}, so the training would wait; use "
+                                  "[background_load], under which edges wait")
+            if event.soc >= self.num_edges or event.round > len(spans):
+                raise ConfigError(f"{name} [[event]] soc = {event.soc}, round = {event.round}: edges are 0 to "
+                                  f"{self.num_edges - 1}, rounds 1 to {len(spans)}")
+        for number, (first, _) in enumerate(spans, 1):
+            away = [any(absence.start <= first < absence.stop for absence in self._away(edge))
+                    for edge in range(self.num_edges)]
+            if self.scenario.events and all(away):
+                raise ConfigError(f"{name} [[event]]: in round {number} users have all edges from the beginning; leave "
+                                  "one to train")
 
     @cached_property
     def _initial_plans(self) -> tuple[SplitPlan, ...]:

@@ -60,6 +60,7 @@ class SplitRoundReport:
     events: tuple[ReplyEvent, ...]
     timeline: Timeline  # the simulated schedule that virtual time follows
     measured: tuple[SplitReport, ...] = ()  # on real links, in the order of the parties that answered
+    answered: tuple[int, ...] = ()  # these parties
 
 
 class SplitReplay(PlannedRounds):
@@ -74,8 +75,8 @@ class SplitReplay(PlannedRounds):
     cluster : Cluster
         Its first SoCs are the edges, one for each of `parties`.
     parties : sequence of Party
-        For each edge, the cost of a batch at every cut, its link, its initial split plan, and the engine that may move
-        its cut (`socflower.edgecloud`).
+        For each edge, the cost of a batch at every cut, its link, its initial split plan, the engine that may move its
+        cut, and the batches for which it is away (`socflower.edgecloud`): the others train them without it.
     mode : "own", "turns" or "joined"
         "own": each edge has its own cloud half, and all halves are averaged after each round (SplitFed). "turns": one
         cloud half trains on the edges' batches in turn. "joined": edges hold different features of the same samples,
@@ -179,15 +180,16 @@ class SplitReplay(PlannedRounds):
         self._frozen_sha256 = str(config.get(FROZEN_SHA256, ""))
         settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
         self._party_of_message, self._runs, self._restart_notes = {}, {}, {}
-        everyone = tuple(range(len(self.parties)))
+        counts = [party.num_batches(first, num_batches) for party in self.parties]
+        everyone = tuple(party for party, count in enumerate(counts) if count)
         groups = [everyone] if self._mode != OWN and self._cloud is None else [(party,) for party in everyone]
         messages = []
         for group in groups:
             if self._cloud is not None and self.parties[group[0]].split_plan.cut is not None:
-                task = self._task(group, first, num_batches)
+                task = self._task(group, first, counts[group[0]])
                 messages.append(self._open_session_message(group[0], task, settings, server_round))
             else:
-                task = self._task(group, first, num_batches, timeline)
+                task = self._task(group, first, counts[group[0]], timeline)
                 messages.append(self._message(group, task, arrays, settings, server_round))
         return messages
 
@@ -223,15 +225,30 @@ class SplitReplay(PlannedRounds):
         for event in events:
             log(WARNING, "aggregate_train: %s", event.text)
         first, num_batches = self._span(server_round)
+        events += self._absences(first, num_batches)
         self.reports.append(SplitRoundReport(
             server_round=server_round, epoch=(first + num_batches) / self._batches_per_epoch, events=tuple(events),
-            usage=self._timeline.usage, timeline=self._timeline, measured=tuple(measured.values())))
+            usage=self._timeline.usage, timeline=self._timeline, measured=tuple(measured.values()),
+            answered=tuple(measured)))
         self._update_split_plans(measured)
         metrics = [cast(MetricRecord, reply.content[METRICS]) for reply in usable.values()]
         samples = [float(cast(float, metric[NUM_EXAMPLES])) for metric in metrics]
         loss = sum(float(cast(float, metric["train-loss"])) * count
                    for metric, count in zip(metrics, samples, strict=True)) / sum(samples)
         return self._merged_model(usable, samples), MetricRecord({"train-loss": loss, NUM_EXAMPLES: int(sum(samples))})
+
+    def _absences(self, first: int, num_batches: int) -> list[ReplyEvent]:
+        """Return events of the edges that their users took or gave back in a round."""
+        events = []
+        for index, party in enumerate(self.parties):
+            for absence in party.away:
+                if first <= absence.start < first + num_batches:
+                    events.append(ReplyEvent(
+                        kind="preempted", group_id=index, text=f"edge {index}: preempted by its user after "
+                        f"{absence.start - first} of {num_batches} batches"))
+                elif absence.stop == first:
+                    events.append(ReplyEvent(kind="returned", group_id=index, text=f"edge {index}: is back"))
+        return events
 
     # ---------------------------------------------------------------------------------------- to the edges
 

@@ -1,11 +1,12 @@
 """Split training through the whole path: scenario file, Flower messages, both halves, result and report."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from socflower.capture.layer_profile import profile_module
@@ -42,7 +43,7 @@ MOVING = {"link": "wifi", "up_bytes_per_s": None, "down_bytes_per_s": None, "lat
 def split(
     name: str = "split-replay", *, edges: int = 1, train: Mapping[str, Any] | None = None, model: str = "lenet5",
     images: str = "digits", seed: int = 1, device: str = "raspberry-pi-4b", precision: Mapping[str, Any] | None = None,
-    **edgecloud: Any,
+    event: Sequence[Mapping[str, Any]] = (), **edgecloud: Any,
 ) -> Scenario:
     """Return a scenario of LeNet on two of a few digits, 7 batches an epoch."""
     table = {**CONSTANT, **({} if images == "clicks" else {"classes": [0, 1]}), **edgecloud}
@@ -50,6 +51,7 @@ def split(
         "seed": seed, "name": "split", "question": "Does it run?", "model": {"name": model}, "data": {"name": images},
         "cluster": {"boards": 1, "socs_per_board": edges, "device": device}, "strategy": {"name": name},
         "train": {"epochs": 2, "batch_size": 32, "learning_rate": 0.02, **(train or {})}, "precision": precision or {},
+        "event": [{"kind": "preempt", **each} for each in event],
         "edgecloud": {key: value for key, value in table.items() if value is not None}})
 
 
@@ -176,6 +178,34 @@ def test_int8_edges_give_equal_weights_on_local_and_simulation() -> None:
     assert run_scenario(scenario, "simulation")["weights_sha256"] == ran(scenario)["weights_sha256"]
 
 
+# --------------------------------------------------------------------------------------------------- preemption
+def test_the_others_train_without_an_edge_that_its_user_has(tmp_path: Path) -> None:
+    """The mean over both edges is that of the models of each alone, which a preemption of the other leaves."""
+    trained, times = [], []
+    for events in ([{"soc": 1, "round": 1, "at": 0.0}], [{"soc": 0, "round": 1, "at": 0.0}], []):
+        scenario = split(edges=2, round_epochs=2.0, event=events)
+        out = tmp_path / str(len(times))
+        result = run_to_folder(scenario, out, num_workers=0, save_model=out.with_suffix(".npz"))
+        with np.load(out.with_suffix(".npz")) as model:
+            trained.append({name: model[name].astype(np.float64) for name in model.files if model[name].ndim})
+        times.append((result["virtual_s"], result["energy_j"]))
+    one, other, both = trained
+    samples = SplitSetting(split(edges=2)).workload.num_samples()
+    for name, mean in both.items():
+        expected = (samples[0] * one[name] + samples[1] * other[name]) / sum(samples)
+        assert np.allclose(mean, expected, atol=1e-6), name
+    assert times[2][0] == pytest.approx(max(times[0][0], times[1][0]))
+    assert times[2][1] == pytest.approx(times[0][1] + times[1][1], rel=0.05)  # one waits for the other at the end
+
+
+def test_an_edge_leaves_within_a_round_and_is_back_with_the_others_model() -> None:
+    result = ran(split(edges=2, train={"epochs": 4}, event=[{"soc": 1, "round": 2, "rounds": 2, "at": 0.5}]))
+    kinds = [[event["kind"] for event in entry["events"]] for entry in result["rounds"][1:]]
+    assert kinds == [[], ["preempted"], [], ["returned"]]
+    assert result["rounds"][2]["events"][0]["text"] == "edge 1: preempted by its user after 2 of 4 batches"
+    assert sum(result["split"]["staleness"].values()) == 4 * 4 + 4 + 2 + 4
+
+
 # ----------------------------------------------------------------------------------------------------- resuming
 CASES = {
     "moving cut": split(**MOVING, round_epochs=0.5),
@@ -185,7 +215,7 @@ CASES = {
     "reverse": split(model="digit-generator", classes=[1]),
     "edge alone": split("edge-only"),
     "int8": split(**MOVING, round_epochs=0.5, precision=INT8),
-    "averaged int8": split(edges=2, precision={"arithmetic": "int8"}),
+    "averaged int8": split(edges=2, precision={"arithmetic": "int8"}, event=[{"soc": 1, "round": 1}]),
 }
 
 
@@ -290,6 +320,12 @@ def test_pretrained_weights_of_other_classes_are_taken_but_for_the_head(tmp_path
     ({"model": "click-model", "images": "clicks"}, "two parties, and 1 SoCs take part"),
     ({"model": "click-model", "images": "clicks", "edges": 2, "name": "edge-only"}, "leave edge-only out"),
     ({"model": "digit-generator", "edges": 2}, "trained with one edge, and 2 SoCs take part"),
+    ({"event": [{"soc": 0, "round": 1}]}, "there is no other edge, so the training would wait; use .background_load"),
+    ({"edges": 2, "cloud_model": "shared", "event": [{"soc": 0, "round": 1}]}, "the cloud's half needs every edge's"),
+    ({"edges": 2, "event": [{"soc": 2, "round": 1}]}, "soc = 2, round = 1: edges are 0 to 1, rounds 1 to 2"),
+    ({"edges": 2, "event": [{"soc": 1, "round": 3}]}, "soc = 1, round = 3: edges are 0 to 1, rounds 1 to 2"),
+    ({"edges": 2, "event": [{"soc": 0, "round": 1, "rounds": 2}, {"soc": 1, "round": 2, "at": 0.0}]},
+     "in round 2 users have all edges from the beginning"),
 ])
 def test_what_does_not_go_together_is_said_in_one_line(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:

@@ -69,7 +69,7 @@ class Timeline:
     duration_s: float
     usage: Usage  # of the edges
     cloud_busy_s: float  # of all its processors together; in a reverse split, of the front halves
-    num_batches: int  # of each party
+    num_batches: int  # of each party that is not away
     parties: tuple[PartyTimeline, ...]
 
 
@@ -83,7 +83,8 @@ def simulate(
     Parameters
     ----------
     parties : Party ...
-        The edges, which are the first SoCs of `cluster`; each does `num_batches` batches.
+        The edges, which are the first SoCs of `cluster`; each does `num_batches` batches, less those for which it is
+        away, if the cloud is "own".
     clock : EventClock
         Of the same cluster. Its heat and users slow the edges down, and links are as their profiles say at its time.
     cloud : "own", "turns" or "joined"
@@ -102,7 +103,8 @@ def simulate(
     Raises
     ------
     ConfigError
-        For invalid settings, and for a cut that would move or differ between parties of a shared half.
+        For invalid settings, for a cut that would move or differ between parties of a shared half or that lose one, and
+        if all parties are away.
     SocflowerError
         If a link is lost for good while something is yet to be sent.
     """
@@ -115,7 +117,10 @@ def simulate(
                           f"{cloud_processors} out")
     pipeline = _Pipeline(parties, num_batches, first_batch, cluster, mode, reverse, apply_first, uplink,
                          cloud_processors)
-    usage = clock.run_processes(pipeline.start, socs=range(len(parties)), label=label)
+    present = [index for index, party in enumerate(parties) if party.num_batches(first_batch, num_batches)]
+    if not present:
+        raise ConfigError(f"split pipeline: all parties are away from batch {first_batch} on; one must train")
+    usage = clock.run_processes(pipeline.start, socs=present, label=label)
     return pipeline.timeline(usage)
 
 
@@ -134,6 +139,9 @@ def _check(parties: Sequence[Party], num_batches: int, first_batch: int, cloud: 
         raise ConfigError(f"split pipeline: cloud = {cloud!r} is unknown; use own, turns or joined")
     if cloud == "own" or len(parties) == 1:
         return
+    if any(party.away for party in parties):
+        raise ConfigError(f"split pipeline: a party is away, and with cloud = {cloud!r} the back half needs every "
+                          "party's batch; use own")
     if reverse:
         raise ConfigError(f"split pipeline: a reverse split with cloud = {cloud!r} cannot be: each party has its own "
                           "front half there; use own")
@@ -265,7 +273,7 @@ class _Front:
         self._out, self._back = (self._down, self._up) if pipeline.reverse else (self._up, self._down)
         self._cut, self._bits = party.split_plan.cut, party.split_plan.bits
         self._next = self._oldest = pipeline.first_batch
-        self._end = pipeline.first_batch + pipeline.num_batches
+        self._end = pipeline.first_batch + party.num_batches(pipeline.first_batch, pipeline.num_batches)
         self._just_applied = False
         self._gradients: deque[int] = deque()  # that have arrived
         self._returning: Queue[tuple[int, Event[None]]] = Queue()

@@ -39,8 +39,8 @@ class SplitHistory:
     def add(self, report: SplitRoundReport, began_s: float) -> None:
         """Add a round that began at `began_s`."""
         timeline = report.timeline
-        for known, fresh in zip(self._staleness, staleness_by_edge(report), strict=False):
-            known.update(fresh)
+        for edge, fresh in staleness_by_edge(report).items():
+            self._staleness[edge].update(fresh)
         for edge, (party, costs) in enumerate(zip(timeline.parties, self._costs, strict=True)):
             for move in party.moves:
                 at_s = began_s + move.decided_s + move.drain_s + move.migration_s
@@ -73,17 +73,17 @@ class SplitHistory:
         return float(len(self._names) if split_plan.cut is None else split_plan.cut)
 
 
-def staleness_by_edge(report: SplitRoundReport) -> list[Counter[int]]:
+def staleness_by_edge(report: SplitRoundReport) -> dict[int, Counter[int]]:
     """Return each edge's number of gradients by staleness: measured on real links, otherwise in virtual time."""
     if report.measured:
-        return [Counter({stale: count for stale, count in enumerate(each.staleness) if count})
-                for each in report.measured]
-    return [Counter(party.staleness) for party in report.timeline.parties]
+        return {edge: Counter({stale: count for stale, count in enumerate(each.staleness) if count})
+                for edge, each in zip(report.answered, report.measured, strict=True)}
+    return {edge: Counter(party.staleness) for edge, party in enumerate(report.timeline.parties)}
 
 
 def staleness_of(report: SplitRoundReport) -> Counter[int]:
     """Return the number of gradients by staleness over all edges."""
-    return sum(staleness_by_edge(report), Counter[int]())
+    return sum(staleness_by_edge(report).values(), Counter[int]())
 
 
 def cut_text(split_plan: SplitPlan, costs: SplitCosts) -> str:

@@ -352,8 +352,10 @@ class ScenarioFile(ClusterFile):
             raise ValueError(f"[edgecloud] round_epochs = {self.split.round_epochs} with [train] epochs = "
                              f"{self.train.epochs} make more than {MOST_INTERVALS} rounds; train fewer epochs, or "
                              "raise round_epochs")
-        if self.events:
-            raise ValueError(f"{name} does not support [[event]]; the outages of a link are in [edgecloud] segments")
+        others = [event.kind for event in self.events if event.kind != "preempt"]
+        if others:
+            raise ValueError(f"[[event]] kind = {others[0]!r}: {name} knows 'preempt' only; outages of a link are in "
+                             "[edgecloud] segments")
 
     def _check_split_arithmetic(self) -> None:
         arithmetic, name = self.precision.arithmetic, f"[strategy] name = {self.strategy.name!r}"

@@ -420,3 +420,28 @@ def test_a_cloud_serves_as_many_edges_at_a_time_as_it_has_processors(processors:
 def test_a_shared_half_has_one_processor() -> None:
     with pytest.raises(ConfigError, match="one half and one processor; leave cloud_processors = 2 out"):
         simulate(edges(2), 3, cloud="turns", cloud_processors=2)
+
+
+@settings(max_examples=20)
+@given(costs=costs(), profile=profiles(), window=schedules(), left=st.integers(0, 7))
+def test_an_edge_that_leaves_does_the_first_batches_and_the_others_do_as_before(
+    costs: SplitCosts, profile: BandwidthProfile, window: Callable[[int], int], left: int,
+) -> None:
+    party = Party(costs=costs, bandwidth_profile=profile, split_plan=SplitPlan(cut=1, bits=8, window=0), window=window)
+    whole = simulate([party], 8, 16)
+    with_one_away = simulate([party, replace(party, away=(range(16 + left, 24),))], 8, 16)
+    assert [(action, at_s) for action, at_s in zip(with_one_away.actions, with_one_away.times_s, strict=True)
+            if not action.party] == list(zip(whole.actions, whole.times_s, strict=True))
+    assert [action.batch for action in with_one_away.actions if action.party and action.kind is Kind.APPLY] == list(
+        range(16, 16 + left))
+
+
+def test_an_absence_ends_with_a_round_and_leaves_an_edge_and_every_batch_of_a_shared_half() -> None:
+    costs = SplitCosts(model="tiny", batch_size=8, cuts=(cut(0, 1.0, 1.0, 1.0, 10),), edge_only_s=3.0)
+    party = Party(costs=costs, bandwidth_profile=constant(1e3, 1e3), split_plan=SplitPlan(cut=0, bits=8, window=0))
+    with pytest.raises(ConfigError, match="until batch 3, within the round of batches 0 to 7"):
+        simulate([party, replace(party, away=(range(3),))], 8)
+    with pytest.raises(ConfigError, match="all parties are away from batch 0 on"):
+        simulate([replace(party, away=(range(8),))], 8)
+    with pytest.raises(ConfigError, match="the back half needs every party's batch"):
+        simulate([party, replace(party, away=(range(8),))], 8, cloud="turns")
