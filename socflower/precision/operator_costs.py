@@ -109,15 +109,16 @@ def _run_fp32(node: ir.Node, modules: dict[str, nn.Module], inputs: list[torch.T
 
 
 def _switch_seconds(shape: ir.Shape, batch: int, repeats: int) -> float:
+    from socflower.precision.int8.batch_share import BatchShare
     from socflower.precision.int8.fixed_point import to_real
     from socflower.precision.int8.fp32_operator import to_int8
     from socflower.precision.int8.operators import Tensor
 
-    tensor = Tensor(shape=shape, batch=batch)
+    tensor, share = Tensor(shape=shape, batch=batch), BatchShare(batch)
     data = np.ones(tensor.array_shape, dtype=np.int8)
 
     def step() -> None:
         real = to_real(data, -7, shape)
-        to_int8("switch", torch.from_numpy(real), shape, data)
+        to_int8("switch", share, torch.from_numpy(real), shape, data)
 
     return median_seconds(step, repeats)

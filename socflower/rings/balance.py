@@ -45,6 +45,15 @@ class StepTimer:
         finally:
             self.step_s += self._clock() - began_s
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the block, which waits for other members, out of the `timed` block around it."""
+        began_s = self._clock()
+        try:
+            yield
+        finally:
+            self.step_s -= self._clock() - began_s
+
     def end_step(self, num_samples: int) -> None:
         """Record a completed step; one without samples has no information on the member's speed."""
         if num_samples and self.step_s > 0.0:

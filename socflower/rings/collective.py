@@ -2,8 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 POLL_INTERVAL_S = 0.05
@@ -63,3 +67,19 @@ class Collective(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the ring at once, without waiting for pending operations; may be called twice."""
+
+
+class RingPeers:
+    """The members of a ring for a session that agrees with them during a step; see `JointSession`."""
+
+    def __init__(self, ring: Collective, poll: Poll, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        self.rank, self.size = ring.rank, ring.size
+        self.poll = poll
+        self._ring, self._waiting = ring, waiting
+
+    def sum(self, values: npt.NDArray[Any]) -> None:
+        """Replace an array by its sum over all members; raises `PeerLost`, or what the poll raises."""
+        summed = torch.from_numpy(values.copy())  # a failed reduction leaves its buffer undefined
+        with self._waiting():
+            self._ring.all_reduce(summed).wait(self.poll)
+        np.copyto(values, summed.numpy())

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from logging import INFO
 from typing import Any
 
@@ -16,7 +17,7 @@ from socflower.capture.random_state import RandomState, own_random_state
 from socflower.capture.torch_device import device_label, device_of
 from socflower.errors import ConfigError
 from socflower.rings.balance import RingBalance, StepTimer
-from socflower.rings.collective import Collective, PeerLost
+from socflower.rings.collective import Collective, PeerLost, RingPeers
 from socflower.rings.compression import GradientCompression, make_compression
 from socflower.rings.gradient_exchange import GradientExchange, Turn
 from socflower.rings.membership import Generation, LeftOut, Membership, MemberState, NoModel
@@ -31,6 +32,7 @@ from socflower.rings.uplink_turns import Neighbours, UplinkTurns
 from socflower.training.batches import BatchSchedule, Indices, sample_key
 from socflower.training.trainer import (
     ExchangingSession,
+    JointSession,
     SessionResult,
     Trainer,
     TrainingSpan,
@@ -142,11 +144,11 @@ class RingMember:
 class _Snapshot:
     """State other than gradients and weights that a pass changes; it is restored before a pass is repeated."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers, self._random = [buffer.clone() for buffer in model.buffers()], RandomState()
+    def __init__(self, buffers: Iterable[Tensor]) -> None:
+        self._buffers, self._random = [(buffer, buffer.clone()) for buffer in buffers], RandomState()
 
-    def restore(self, model: nn.Module) -> None:
-        for buffer, saved in zip(model.buffers(), self._buffers, strict=True):
+    def restore(self) -> None:
+        for buffer, saved in self._buffers:
             buffer.copy_(saved)
         self._random.restore()
 
@@ -162,11 +164,11 @@ class _MemberSession:
         self._model.to(training_device(member.trainer))
         self._membership = Membership(member.port, ring.participant, group.partitions,
                                       heartbeat_s=ring.heartbeat_s, rendezvous_s=ring.rendezvous_s)
-        self._exchange = GradientExchange(member.model, ring.num_buckets)
+        self._exchange: GradientExchange | None = None  # not for sessions that exchange their gradients themselves
         self._turns = _turns(member.port, group, ring)
         self._compression: GradientCompression | None = None
         self._collective: Collective | None = None
-        self._session: ExchangingSession | None = None
+        self._session: ExchangingSession | JointSession | None = None
         self._state = member.state
         self._has_model = member.has_model
         self._end: SessionResult | None = None
@@ -192,7 +194,8 @@ class _MemberSession:
             except PeerLost as error:
                 log(INFO, "ring: %s; re-forming it", error)
                 self._lost_at_s = self._lost_at_s or time.monotonic()
-                self._exchange.abandon()
+                if self._exchange is not None:
+                    self._exchange.abandon()
                 self._close_ring()
             except Preempted:
                 self._membership.leave()
@@ -204,7 +207,8 @@ class _MemberSession:
                 return self._result_without_model(NO_MODEL)
 
     def close(self) -> None:
-        self._exchange.close()
+        if self._exchange is not None:
+            self._exchange.close()
         for hook in self._hooks:
             hook.remove()
         self._close_ring()
@@ -245,16 +249,18 @@ class _MemberSession:
         is_behind = generation.num_steps != self._num_steps or not self._has_model
         if self._pending_step is not None and generation.num_steps == self._num_steps:
             snapshot, _, _ = self._pending_step  # the step is repeated
-            snapshot.restore(self._model)
+            snapshot.restore()
             self._pending_step = None
         weights = None if generation.same_model else self._broadcast_from(
-            generation.source, lambda: _to_bytes(_common_tensors(self._model, self._num_steps)))
+            generation.source, lambda: _to_bytes(self._common_tensors()))
         state = None if generation.same_optimizer else self._broadcast_from(
             generation.optimizer_source, lambda: self._current_state() or b"")
         # From here on nothing can fail. If a member counted its step earlier and the source then died before it sent
         # weights and optimiser, that member would appear to have applied the step, and the step would be lost.
+        if is_behind or (state is not None and generation.optimizer_source != self._ring.participant):
+            self._drop_session()  # before weights are loaded: a session may have its own, which it writes to the model
         if weights is not None and generation.source != self._ring.participant:
-            _load_bytes(_common_tensors(self._model, generation.num_steps), weights)
+            _load_bytes([*_trained(self._model), *self._model.buffers()], weights)
         if self._pending_step is not None:  # the others have applied this step
             _, own, loss = self._pending_step
             self._pending_step = None
@@ -263,13 +269,21 @@ class _MemberSession:
             self._record_step(own, loss, adopted=True)
         if state is not None and generation.optimizer_source != self._ring.participant:
             self._state = state or None
-            self._drop_session()
-        elif is_behind:
-            self._drop_session()
         self._num_steps = generation.num_steps
         self._has_model = True
         if self._session is None:
             self._session = self._start_session()
+        if isinstance(self._session, JointSession):
+            assert self._collective is not None
+            self._session.join(RingPeers(self._collective, self._poll, self._timer.paused))
+
+    def _common_tensors(self) -> list[Tensor]:
+        """Return what all members have in common now.
+
+        That includes BatchNorm's statistics at the begin of an interval, and where members compute them together.
+        """
+        buffers = self._model.buffers() if not self._num_steps or isinstance(self._session, JointSession) else ()
+        return [*_trained(self._model), *buffers]
 
     def _broadcast_from(self, participant: int, make: Callable[[], bytes]) -> bytes:
         """Broadcast the payload that `make` returns at one member, and return it at all members."""
@@ -277,15 +291,23 @@ class _MemberSession:
         return self._collective.broadcast(make() if participant == self._ring.participant else None,
                                           self._members.index(participant), self._poll)
 
-    def _start_session(self) -> ExchangingSession:
+    def _start_session(self) -> ExchangingSession | JointSession:
         group, position = self._group, self._group.partitions.index(self._ring.participant)
         span = TrainingSpan(first_step=group.first_step + self._num_steps, total_steps=group.total_steps,
-                            steps_per_epoch=group.steps_per_epoch,
+                            steps_per_epoch=group.steps_per_epoch, seed=(group.seed, group.group_id),
                             npu_ratios=group.npu_ratios[position:position + 1])
         session = self._member.trainer.start(self._model, span, self._state)
+        trainer = type(self._member.trainer).__name__
+        if isinstance(session, JointSession):
+            if self._ring.compression != "none":
+                raise ConfigError(f"ring: compression = {self._ring.compression!r} rounds what {trainer} has to sum "
+                                  "exactly, int32 gradients; leave it out, or use MixedPrecisionTrainer")
+            return session
         if not isinstance(session, ExchangingSession):
-            raise ConfigError(f"{type(self._member.trainer).__name__} cannot train in a ring: it does not hand out its "
-                              "gradients; use FP32Trainer or MixedPrecisionTrainer on real clusters")
+            raise ConfigError(f"{trainer} cannot train in a ring: it does not hand out its gradients; use FP32Trainer, "
+                              "Int8Trainer or MixedPrecisionTrainer on real clusters")
+        if self._exchange is None:
+            self._exchange = GradientExchange(self._model, self._ring.num_buckets)
         momentum = session.disable_momentum() if self._ring.compression == "dgc" else 0.0
         if self._compression is None:
             self._compression = make_compression(
@@ -321,11 +343,9 @@ class _MemberSession:
             with self._timer.timed():
                 batch = self._member.data.batch(
                     torch.from_numpy(shares[position]), sample_key(group, self._num_steps, present[position]))
-                snapshot = _Snapshot(self._model)
-            if self._compression is not None:
-                self._compression.start_step(group.first_step + self._num_steps)
-            self._exchange.begin(self._collective, self._poll, overlapped=session.final_in_backward,
-                                 turn=self._make_turn(), compression=self._compression)
+                # The buffers of a joint session's model are written when it ends.
+                snapshot = _Snapshot(() if isinstance(session, JointSession) else self._model.buffers())
+            finish_exchange = self._begin_exchange(session)
             loss = torch.zeros(())
             try:
                 with self._timer.timed():
@@ -333,7 +353,7 @@ class _MemberSession:
             finally:
                 # Also if the pass was interrupted: its random numbers and statistics must be undone.
                 self._pending_step = (snapshot, shares[position].tolist(), loss)
-            self._exchange.finish()
+            finish_exchange()
             with self._timer.timed():
                 session.apply()
             if self._compression is not None:
@@ -345,6 +365,26 @@ class _MemberSession:
             if self._balance is not None and self._num_steps % self._ring.rebalance_steps == 0 \
                     and self._num_steps < group.num_steps:
                 self._balance.exchange(self._collective, present, self._poll)
+
+    def _begin_exchange(self, session: ExchangingSession | JointSession) -> Callable[[], None]:
+        """Prepare a step's exchange; return what completes it after the pass."""
+        turn = self._make_turn()
+        if isinstance(session, JointSession):
+            return partial(self._exchange_jointly, session, turn)
+        assert self._exchange is not None and self._collective is not None
+        if self._compression is not None:
+            self._compression.start_step(self._group.first_step + self._num_steps)
+        self._exchange.begin(self._collective, self._poll, overlapped=session.final_in_backward, turn=turn,
+                             compression=self._compression)
+        return self._exchange.finish
+
+    def _exchange_jointly(self, session: JointSession, turn: Turn | None) -> None:
+        if turn is not None:
+            turn.begin()
+        with self._timer.timed():
+            session.exchange()
+        if turn is not None:
+            turn.end()
 
     def _shares(self, present: list[int]) -> list[Indices]:
         step, balance = self._group.first_step + self._num_steps, self._balance
@@ -482,11 +522,6 @@ def _turns(port: RingPort, group: GroupTask, ring: RingTask) -> UplinkTurns | No
                        heartbeat_s=ring.heartbeat_s, rendezvous_s=ring.rendezvous_s)
 
 
-def _common_tensors(model: nn.Module, num_steps: int) -> list[Tensor]:
-    """Return what all members have in common after a number of steps: statistics only at the begin of an interval."""
-    return [*_trained(model), *(() if num_steps else model.buffers())]
-
-
 def _trained(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that are trained; the others are every member's own."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -497,5 +532,5 @@ def _to_bytes(tensors: Sequence[Tensor]) -> bytes:
 
 
 def _load_bytes(tensors: Sequence[Tensor], payload: bytes) -> None:
-    for tensor, array in zip(tensors, unpack_arrays(memoryview(payload)).values(), strict=True):
+    for tensor, array in zip(tensors, unpack_arrays(memoryview(payload)).values(), strict=False):
         tensor.detach().copy_(torch.from_numpy(array).reshape(tensor.shape))

@@ -84,8 +84,7 @@ class PreparedRun:
             raise InfeasiblePlan(f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; "
                                  f"use groups = {num_socs} or fewer")
         if engine == "deployment" and scenario.precision.arithmetic == "int8" and scenario.has_groups:
-            raise ConfigError(f"{scenario.name} [precision] arithmetic = 'int8' hands out no gradients that machines "
-                              "could exchange; use arithmetic = 'mixed' with rule = 'int8', or another engine")
+            _check_int8_rings(scenario)
         for event in scenario.events:
             if event.soc >= self.cluster.num_socs:
                 raise ConfigError(f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to "
@@ -123,6 +122,18 @@ def prepare(scenario: Scenario, engine: str = "local", *, trains_here: bool = Tr
     run = PreparedRun(scenario)
     run.check(engine, trains_here=trains_here)
     return run
+
+
+def _check_int8_rings(scenario: Scenario) -> None:
+    """Raise for settings of rings that integer gradients do not have."""
+    if scenario.ring.compression != "none":
+        raise ConfigError(f"{scenario.name} [ring] compression = {scenario.ring.compression!r} rounds gradients, but "
+                          "arithmetic = 'int8' has to sum its int32 gradients exactly; leave it out, or use "
+                          "arithmetic = 'mixed'")
+    if scenario.strategy.overlap_buckets > 1:
+        raise ConfigError(f"{scenario.name} [strategy] overlap_buckets = {scenario.strategy.overlap_buckets}, but "
+                          "rings in int8 exchange their gradients after the backward pass, in which members agree on "
+                          "the scale of each tensor; leave it out, or use another engine")
 
 
 def _check_shared(scenario: Scenario, engine: str) -> None:

@@ -37,7 +37,7 @@ def train_group(
     """
     span = TrainingSpan(num_members=len(task.members), first_step=task.first_step, total_steps=task.total_steps,
                         steps_per_epoch=task.steps_per_epoch, npu_ratios=task.npu_ratios,
-                        proximal_mu=task.proximal_mu)
+                        proximal_mu=task.proximal_mu, seed=(task.seed, task.group_id))
     with own_random_state(task.seed, task.group_id, task.first_step):
         session = trainer.start(model, span, state)
         losses, num_samples = [], 0

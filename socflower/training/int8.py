@@ -3,15 +3,19 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from socflower.capture.batch_form import num_samples, pair_of
+from socflower.capture.batch_form import num_samples as num_samples_of
+from socflower.capture.batch_form import pair_of
 from socflower.errors import ConfigError, require_range
 from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
+from socflower.precision.int8.batch_share import Peers, gather
+from socflower.precision.int8.model import JointStep
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.training.batch_statistics import require_batch_statistics
 from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_cpu, require_trained_parameters
@@ -19,6 +23,12 @@ from socflower.wire.saved_state import from_bytes, to_bytes
 
 SCHEDULES = ("cosine", "constant")
 _STATE = "int8 trainer state"
+
+
+class _Settings(TypedDict):
+    learning_rate: float
+    progress: float
+    seed: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +39,8 @@ class Int8Trainer:
     FP32 one. The members of a group share one exponent per tensor and one set of BatchNorm statistics, as if
     maxima and sums were all-reduced: an integer sum over members is exact, so a group's step equals that of one
     device with the whole batch, bit for bit. Parameters that are frozen (`requires_grad` False) keep their
-    FP32 values bit for bit. Dropout draws one seed per step from torch's global generator.
+    FP32 values bit for bit. In groups, dropout follows from the training's seed and the step; elsewhere it draws a seed
+    per step from torch's global generator.
     """
 
     algorithm: TrainingAlgorithm = NITI
@@ -63,8 +74,7 @@ class Int8Trainer:
         """
         require_batch_statistics(module, "Int8Trainer")
         if len(input_shape) != 3:
-            raise ConfigError(f"Int8Trainer: int8 training takes images (n, channels, height, width), got inputs of "
-                              f"shape {('n', *input_shape)}; use FP32Trainer")
+            raise _no_images(input_shape)
         channels, height, width = input_shape
         try:
             return Int8Model.from_module(
@@ -80,51 +90,96 @@ class Int8Trainer:
         if span.proximal_mu:
             raise ConfigError(f"Int8Trainer: proximal-mu = {span.proximal_mu}, but its integer update has no proximal "
                               "term, so that FedProx would be FedAvg: use FedAvg, or FP32Trainer")
-        session = Int8Session(self, model, span.first_step, span.total_steps)
+        session = Int8Session(self, model, span)
         if state is not None:
             session.restore(state)
         return session
 
 
 class Int8Session:
-    """One model under int8 training; see `TrainingSession`."""
+    """One model under int8 training; see `TrainingSession` and `JointSession`."""
 
-    def __init__(self, trainer: Int8Trainer, model: nn.Module, first_step: int, total_steps: int) -> None:
+    def __init__(self, trainer: Int8Trainer, model: nn.Module, span: TrainingSpan) -> None:
         self._trainer, self._module = trainer, model
-        self._step, self._total_steps = first_step, max(1, total_steps)
+        self._step, self._total_steps, self._seed = span.first_step, max(1, span.total_steps), span.seed
+        self._peers: Peers | None = None
+        self._image_shape: tuple[int, ...] = ()  # in a ring, known to all of its members
+        self._joint: JointStep | None = None
         self._int8: Int8Model | None = None  # built at the first batch, which has the shape of the images
         self._state: bytes | None = None
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one step on the members' shares together; see `TrainingSession.step`."""
-        pairs = [pair_of(part, "Int8Trainer") for part in parts if num_samples(part)]
-        images = torch.cat([inputs for inputs, _ in pairs]).numpy()
-        labels = torch.cat([labels for _, labels in pairs]).numpy().astype(np.int32)
+        pairs = [pair_of(part, "Int8Trainer") for part in parts if num_samples_of(part)]
+        images, labels = _arrays(pairs)
         if self._int8 is None:
             self._int8 = self._start(images.shape[1:])
-        progress = min(1.0, self._step / self._total_steps)
+        result = self._int8.train_step(images, labels, **self._settings(self._int8))
         self._step += 1
-        seed = int(torch.randint(2**62, ())) if self._int8.draws else None
-        result = self._int8.train_step(
-            np.ascontiguousarray(images, dtype=np.float32),
-            labels,
-            learning_rate=self._trainer.rate(progress),
-            progress=progress,
-            seed=seed,
-        )
         return torch.tensor(result.loss)
+
+    def join(self, peers: Peers) -> None:
+        """Train as a member of a ring; see `JointSession.join`."""
+        self._peers, self._image_shape = peers, ()
+
+    def gradients(self, parts: Sequence[Part], num_samples: int) -> Tensor:
+        """Compute this member's share of a step; see `JointSession.gradients`."""
+        assert self._peers is not None
+        pairs = [pair_of(part, "Int8Trainer") for part in parts if num_samples_of(part)]
+        images, labels = _arrays(pairs) if pairs else (np.zeros((0, *self._image_shape), np.float32), np.zeros(0, int))
+        if not self._image_shape:
+            self._image_shape = self._common_shape(self._peers, images.shape[1:])
+            images = images.reshape(len(images), *self._image_shape)
+        if self._int8 is None:
+            self._int8 = self._start(self._image_shape)
+        self._joint = self._int8.begin_joint_step(images, labels, self._peers, **self._settings(self._int8))
+        return torch.tensor(self._joint.loss)
+
+    def exchange(self) -> None:
+        """Sum the gradients over the ring; see `JointSession.exchange`."""
+        assert self._joint is not None
+        self._joint.exchange()
+
+    def apply(self) -> None:
+        """Update the parameters; see `JointSession.apply`."""
+        assert self._joint is not None
+        self._joint.apply()
+        self._joint = None
+        self._step += 1
 
     def finish(self) -> SessionResult:
         """Write the trained values to the module and return the state for the next session."""
+        return SessionResult(state=self.state())
+
+    def state(self) -> bytes:
+        """Write the trained values to the module and return the state; see `JointSession.state`."""
         if self._int8 is None:
-            return SessionResult(state=self._state or b"")
+            return self._state or b""
         self._module.load_state_dict(self._int8.state_dict())
         header = {"trackers": self._int8.trackers_to_json(), "exponents": self._int8.weight_exponents()}
-        return SessionResult(state=to_bytes(_STATE, header, self._int8.velocities()))
+        return to_bytes(_STATE, header, self._int8.velocities())
 
     def restore(self, state: bytes) -> None:
         """Restore exponents and momentum from a state."""
         self._state = state
+
+    def _settings(self, model: Int8Model) -> _Settings:
+        """Return learning rate, progress and seed of the next step."""
+        progress = min(1.0, self._step / self._total_steps)
+        seed = None
+        if model.draws and self._seed:
+            seed = int(np.random.SeedSequence([*self._seed, self._step]).generate_state(1, np.uint64)[0])
+        elif model.draws:
+            seed = int(torch.randint(2**62, ()))
+        return {"learning_rate": self._trainer.rate(progress), "progress": progress, "seed": seed}
+
+    @staticmethod
+    def _common_shape(peers: Peers, own: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of an image, which a member without samples learns from the others."""
+        if own and len(own) != 3:
+            raise _no_images(own)
+        channels, height, width = gather(peers, own or (0.0, 0.0, 0.0)).max(axis=0)
+        return int(channels), int(height), int(width)
 
     def _start(self, image_shape: Sequence[int]) -> Int8Model:
         header, arrays = from_bytes(_STATE, self._state) if self._state else ({}, {})
@@ -133,3 +188,14 @@ class Int8Session:
             model.restore_trackers(header["trackers"])
             model.restore_velocities(arrays)
         return model
+
+
+def _arrays(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+    images = torch.cat([inputs for inputs, _ in pairs]).numpy()
+    labels = torch.cat([labels for _, labels in pairs]).numpy().astype(np.int32)
+    return np.ascontiguousarray(images, dtype=np.float32), labels
+
+
+def _no_images(shape: Sequence[int]) -> ConfigError:
+    return ConfigError("Int8Trainer: int8 training takes images (n, channels, height, width), got inputs of shape "
+                       f"{('n', *shape)}; use FP32Trainer")

@@ -12,6 +12,7 @@ from socflower.allocator import keep_freed_memory
 from socflower.capture.batch_form import Batch
 from socflower.capture.torch_device import AUTO, resolve_device
 from socflower.errors import ConfigError
+from socflower.precision.int8.batch_share import Peers
 
 Part: TypeAlias = Batch
 """One member's share of a batch: often (inputs, labels), else as the data's collate function has it; `()` if none."""
@@ -28,6 +29,7 @@ class TrainingSpan:
     total_steps: int = 1  # of the whole training
     steps_per_epoch: int = 1
     proximal_mu: float = 0.0  # of FedProx: the loss grows by mu / 2 times the squared way from the received weights
+    seed: tuple[int, ...] = ()  # of random numbers that all members share; empty: torch's global generator has them
     npu_ratios: tuple[float, ...] = ()  # each member's NPU share of its throughput (F10); empty: the client measures it
 
 
@@ -82,6 +84,34 @@ class ExchangingSession(TrainingSession, Protocol):
 
     def disable_momentum(self) -> float:
         """Return the optimiser's momentum and set it to 0, since a gradient compression applies it."""
+        ...
+
+
+@runtime_checkable
+class JointSession(TrainingSession, Protocol):
+    """A session that can train in a ring in which members agree during a step, as int8 training does on its scales.
+
+    Nothing is changed before `apply`, so that a step may be begun again, also with other members.
+    """
+
+    def join(self, peers: Peers) -> None:
+        """Train with these members from now on; all of them call it at the same step."""
+        ...
+
+    def gradients(self, parts: Sequence[Part], num_samples: int) -> Tensor:
+        """Compute the gradient of this member's part of a batch; return its part of the batch's mean loss."""
+        ...
+
+    def exchange(self) -> None:
+        """Sum the gradients over the members."""
+        ...
+
+    def apply(self) -> None:
+        """Update the parameters."""
+        ...
+
+    def state(self) -> bytes:
+        """Write the trained values to the module, and return the state with which `Trainer.start` continues."""
         ...
 
 

@@ -82,6 +82,18 @@ def test_only_a_members_own_work_counts() -> None:
     assert work.rate == 2.0
 
 
+def test_waits_within_the_work_do_not_count() -> None:
+    clock = Clock()
+    work = StepTimer(clock)
+    work.begin_step()
+    with work.timed():
+        clock.now_s += 2.0
+        with work.paused():
+            clock.now_s += 5.0
+    work.end_step(4)
+    assert (work.step_s, work.rate) == (2.0, 2.0)
+
+
 def test_a_step_that_was_broken_off_does_not_count_and_neither_does_one_without_samples() -> None:
     clock = Clock()
     work = StepTimer(clock)

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from socflower.errors import ConfigError
+from socflower.precision import EngineSettings, RescalingPolicy, int8_algorithm
 from socflower.rings import member as ring_member_module
 from socflower.rings.collective import Collective, PeerLost, Poll, Work, no_poll
 from socflower.rings.member import AppliedStep, MemberResult, RingMember, open_ring
@@ -20,6 +22,7 @@ from socflower.rings.transports.port import RingPort
 from socflower.training.batches import BatchSchedule
 from socflower.training.fp32 import FP32Session, FP32Trainer, cosine_annealing, sgd
 from socflower.training.group import train_group
+from socflower.training.int8 import Int8Session, Int8Trainer
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.message_keys import COMPLETED, PREEMPTED, GroupTask, RingTask
 from socflower.workloads import DataSource, LabelledData, MapDataset
@@ -79,7 +82,12 @@ class _StruckWork:
         self._done()
 
 
-def model(*, norm: bool = False, frozen: bool = False) -> nn.Module:
+def model(*, norm: bool = False, frozen: bool = False, int8: str = "") -> nn.Module:
+    if int8:
+        return built(lambda: nn.Sequential(
+            nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2),
+            nn.Linear(32, 3)), 2)
+
     def layers() -> nn.Module:
         first: list[nn.Module] = [nn.Flatten(), nn.Linear(16, 12)]
         if norm:
@@ -98,15 +106,19 @@ def samples(count: int = NUM_SAMPLES) -> LabelledData:
         labels=torch.randint(0, 3, (count,), generator=generator), mean=(0.5,), std=(0.5,), num_classes=3)
 
 
-def task(size: int, num_steps: int = NUM_STEPS, *, reshuffle: bool = True) -> GroupTask:
+def task(size: int, num_steps: int = NUM_STEPS, *, reshuffle: bool = True, first_step: int = 0) -> GroupTask:
     return GroupTask(
         group_id=0, num_groups=1, members=tuple(range(size)), leader=0, partitions=tuple(range(size)),
-        num_partitions=size, capacities=(1.0,) * size, first_step=0, num_steps=num_steps, steps_per_epoch=num_steps,
-        total_steps=num_steps, batch_size=BATCH_SIZE, reshuffle=reshuffle, deal_epoch=0, seed=3,
-        num_samples=BATCH_SIZE * num_steps)
+        num_partitions=size, capacities=(1.0,) * size, first_step=first_step, num_steps=num_steps,
+        steps_per_epoch=num_steps, total_steps=num_steps, batch_size=BATCH_SIZE, reshuffle=reshuffle,
+        deal_epoch=0, seed=3, num_samples=BATCH_SIZE * num_steps)
 
 
-def trainer() -> FP32Trainer:
+def trainer(int8: str = "") -> FP32Trainer | Int8Trainer:
+    if int8:
+        momentum = 0.9 if int8 == "adaptive-fixed-point" else 0.0
+        return Int8Trainer(algorithm=int8_algorithm(int8, momentum), learning_rate=0.1,
+                           settings=EngineSettings(rescaling=RescalingPolicy(warm_up_batches=2)))
     return FP32Trainer(optimizer=sgd(0.1, 0.9), scheduler=cosine_annealing, device="cpu")
 
 
@@ -126,16 +138,16 @@ class Pace:
 class PacedTrainer:
     """The trainer of a member that is as fast as its pace says, whatever this machine is."""
 
-    def __init__(self, pace: Pace, device: str) -> None:
-        self._pace, self.device = pace, device
+    def __init__(self, pace: Pace, device: str, int8: str = "") -> None:
+        self._pace, self.device, self._int8 = pace, device, int8
 
-    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> FP32Session:
-        started = replace(trainer(), device=self.device).start(model, span, state)
-        session, gradients = started, FP32Session.gradients
+    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> FP32Session | Int8Session:
+        session = replace(trainer(self._int8), device=self.device).start(model, span, state)
+        gradients = session.gradients
 
         def paced(parts: Any, num_samples: int) -> Tensor:
             self._pace.work(sum(len(labels) for _, labels in parts))
-            return gradients(session, parts, num_samples)
+            return gradients(parts, num_samples)
 
         session.gradients = paced  # type: ignore[method-assign]
         return session
@@ -148,7 +160,8 @@ class Members:
         self, size: int, monkeypatch: pytest.MonkeyPatch, strike: Strike, *, norm: bool = False,
         sample_s: Sequence[float] | None = None, rebalance_steps: int = 0, num_steps: int = NUM_STEPS,
         own_data: bool = False, augmented: bool = False, frozen: bool = False, devices: Sequence[str] = (),
-        num_buckets: int = 1, compression: str = "none",
+        num_buckets: int = 1, compression: str = "none", int8: str = "", before: "Members | None" = None,
+        returns: int | None = None,
     ) -> None:
         def struck(transport: str, port: RingPort, ranks: Any, generation: int, heartbeat_s: float, **device: Any,
                    ) -> Collective:
@@ -157,11 +170,14 @@ class Members:
 
         monkeypatch.setattr(ring_member_module, "open_ring", struck)
         self._addresses, self._norm, self._frozen = tuple(free_addresses(size)), norm, frozen
-        self._task, self._rebalance_steps = task(size, num_steps, reshuffle=not own_data), rebalance_steps
-        self._own_data, self._augmented = own_data, augmented
+        self._task = task(size, num_steps, reshuffle=not own_data, first_step=num_steps if before else 0)
+        self._before, self._returns, self._rebalance_steps = before, returns, rebalance_steps
+        self._own_data, self._augmented, self._int8 = own_data, augmented, int8
         self._devices, self._num_buckets, self._compression = devices or ("cpu",) * size, num_buckets, compression
         self.paces = [Pace(sample_s or (0.01,) * size, rank) for rank in range(size)]
-        self.models = {rank: model(norm=norm, frozen=frozen) for rank in range(size)}
+        self.models = {rank: model(norm=norm, frozen=frozen, int8=int8) for rank in range(size)}
+        if before is not None:
+            self.models.update({rank: each for rank, each in before.models.items() if rank != returns})
         self.ledgers: dict[int, list[AppliedStep]] = {rank: [] for rank in range(size)}
         # gRPC alone: a gloo ring that is closed shuts the process's connections to its ports, so a process has but one.
         with ThreadPoolExecutor(size) as threads:
@@ -173,13 +189,18 @@ class Members:
                         heartbeat_s=HEARTBEAT_S, rendezvous_s=60.0, rebalance_steps=self._rebalance_steps)
         port = RingPort(self._addresses[rank], rank=rank, addresses=self._addresses, token=TOKEN, tls=None,
                         heartbeat_s=HEARTBEAT_S)
+        state = None
+        if self._before is not None and rank != self._returns:
+            end = self._before.ends[rank].end
+            assert end is not None
+            state = end.state
         try:
             pace = self.paces[rank]
             with in_thread():
                 return RingMember(
                     model=self.models[rank], has_model=rank == 0, data=self._data_of(rank), group=self._task, ring=ring,
-                    trainer=PacedTrainer(pace, self._devices[rank]), port=port, switch=PreemptionSwitch(),
-                    on_step=self.ledgers[rank].append, clock=pace).train()
+                    trainer=PacedTrainer(pace, self._devices[rank], self._int8), port=port, switch=PreemptionSwitch(),
+                    state=state, on_step=self.ledgers[rank].append, clock=pace).train()
         finally:
             port.close()
 
@@ -204,18 +225,25 @@ class Members:
 
     def check(self) -> None:
         """Check that survivors have all steps once, the same weights, and those of an undisturbed training."""
-        reference = model(norm=self._norm, frozen=self._frozen)
+        reference = model(norm=self._norm, frozen=self._frozen, int8=self._int8)
         everyones = [self._data_of(rank) for rank in range(len(self.paces))] if self._own_data else [self._data_of(0)]
-        train_group(reference, everyones, self._task, trainer(), None)
+        earlier = None if self._before is None else train_group(
+            reference, everyones, self._before._task, trainer(self._int8)).end.state
+        train_group(reference, everyones, self._task, trainer(self._int8), earlier)
         survivors = list(self.ends)
         for rank in survivors:
             assert self.ends[rank].outcome.outcome == COMPLETED
-            assert [line.step for line in self.ledgers[rank]] == list(range(self._task.num_steps))
+            steps = range(self._task.first_step, self._task.first_step + self._task.num_steps)
+            assert [line.step for line in self.ledgers[rank]] == list(steps)
             for ours, first, undisturbed in zip(self.models[rank].parameters(), self.models[survivors[0]].parameters(),
                                                 reference.parameters(), strict=True):
                 assert torch.equal(ours.cpu(), first.cpu())
-                if not self._norm and self._compression == "none":
+                if self._int8:
+                    assert torch.equal(ours, undisturbed)
+                elif not self._norm and self._compression == "none":
                     np.testing.assert_allclose(ours.detach().cpu(), undisturbed.detach(), atol=1e-6, rtol=1e-4)
+            if self._int8:
+                assert all(map(torch.equal, self.models[rank].buffers(), reference.buffers()))
         assert sum(self.ends[rank].outcome.answers for rank in survivors) == 1
 
 
@@ -495,3 +523,65 @@ def test_a_device_is_left_within_a_layer_not_after_a_step() -> None:
     assert end.outcome.outcome == PREEMPTED
     assert end.outcome.num_steps == 0
     assert len(ran) <= 4, f"{len(ran)} of 8 layers ran before the device was left"
+
+
+# ------------------------------------------------------------------------------------------------- int8
+
+ALGORITHMS = ("niti", "adaptive-fixed-point")
+
+
+@pytest.mark.parametrize(("int8", "own_data"), [
+    ("niti", False), pytest.param("niti", True, marks=pytest.mark.slow),
+    pytest.param("adaptive-fixed-point", False, marks=pytest.mark.slow)])
+def test_int8_members_train_what_one_process_does_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, int8: str, own_data: bool,
+) -> None:
+    Members(3, monkeypatch, nothing, int8=int8, own_data=own_data).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("int8", ALGORITHMS)
+def test_a_member_that_comes_back_without_model_and_state_continues_in_int8(
+    monkeypatch: pytest.MonkeyPatch, int8: str,
+) -> None:
+    first = Members(3, monkeypatch, nothing, int8=int8)
+    Members(3, monkeypatch, nothing, int8=int8, before=first, returns=2).check()
+
+
+def test_a_ring_of_one_in_int8_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    Members(1, monkeypatch, nothing, int8="niti").check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("int8", ALGORITHMS)
+@pytest.mark.parametrize(("struck", "number"), [((0,), 5), ((1, 2), 24), ((0, 1, 2), 31), ((2,), 40), ((1,), 47)])
+def test_int8_weights_are_those_of_an_undisturbed_training_wherever_a_ring_breaks(
+    monkeypatch: pytest.MonkeyPatch, int8: str, struck: tuple[int, ...], number: int,
+) -> None:
+    """In the passes of the first steps, where exponents are searched, and in later ones, where they are known."""
+    def strike(rank: int, generation: int, operation: str, count: int) -> None:
+        if rank in struck and (generation, operation, count) == (0, "all_reduce", number):
+            raise PeerLost("struck")
+
+    members = Members(3, monkeypatch, strike, int8=int8)
+    members.check()
+    assert all(end.outcome.recoveries_s for end in members.ends.values())
+
+
+@pytest.mark.parametrize("int8", ["niti", pytest.param("adaptive-fixed-point", marks=pytest.mark.slow)])
+def test_int8_weights_stay_when_a_member_dies_and_shares_change(monkeypatch: pytest.MonkeyPatch, int8: str) -> None:
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if (rank, generation, operation, number) == (0, 0, "all_reduce", 60):
+            raise Died
+
+    members = Members(3, monkeypatch, strike, sample_s=(0.01, 0.01, 0.05), rebalance_steps=1, num_steps=12, int8=int8)
+    assert list(members.ends) == [1, 2]
+    members.check()
+    shares = [tuple(len(members.ledgers[rank][step].samples) for rank in (1, 2)) for step in range(12)]
+    assert shares[-1] == (13, 3), shares
+
+
+def test_int8_refuses_a_compression_of_sums_that_have_to_be_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = Members(1, monkeypatch, nothing, int8="niti", compression="fp16")
+    with pytest.raises(ConfigError, match=r"compression = 'fp16' rounds what .* has to sum exactly"):
+        members.check()

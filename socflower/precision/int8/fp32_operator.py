@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -13,6 +15,7 @@ from socflower import _int8
 from socflower.errors import TrainingFailed
 from socflower.precision.algorithm import OutsideUpdate
 from socflower.precision.int8 import network as ir
+from socflower.precision.int8.batch_share import BatchShare
 from socflower.precision.int8.fixed_point import exponent_for, to_real
 from socflower.precision.int8.operators import Operator, Step, Tensor
 from socflower.precision.int8.program import Fp32Factory
@@ -46,9 +49,11 @@ class Fp32Operator(Operator[ir.Fp32]):
         self._source = torch.from_numpy(to_real(x.data, x.exponent, x.shape)).requires_grad_(step.training)
         with torch.set_grad_enabled(step.training):
             self._result = self._module(self._source.flatten(1) if self.node.flat else self._source)
-        if step.training and not step.replay:
-            self._store(step, self._module.named_buffers())
-        self.output.exponent = to_int8(self.node.name, self._result.detach(), self.output.shape, self.output.data)
+        if step.training and not step.replay and not step.share.is_empty:
+            buffers = [(name, buffer.detach().clone()) for name, buffer in self._module.named_buffers()]
+            step.share.change(lambda: self._store(step, buffers))
+        self.output.exponent = to_int8(
+            self.node.name, step.share, self._result.detach(), self.output.shape, self.output.data)
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Run autograd from the real gradient, round the input's gradient, and update the parameters by plain SGD.
@@ -63,7 +68,7 @@ class Fp32Operator(Operator[ir.Fp32]):
             self._result, differentiated, torch.from_numpy(real).reshape(self._result.shape), materialize_grads=True)
         exponent = 0
         if target is not None:
-            exponent = to_int8(self.node.name, made[-1], x.shape, target)
+            exponent = to_int8(self.node.name, step.share, made[-1], x.shape, target)
             if x.mask is not None:
                 np.multiply(target, x.mask > 0, out=target)
         rate = step.mean_learning_rate
@@ -72,13 +77,17 @@ class Fp32Operator(Operator[ir.Fp32]):
                 out = step.parameters.fp32_gradients[f"{self.node.name}.{name}"]
                 np.multiply(gradient.numpy(), np.float32(rate), out=out)
             return [exponent]
-        with torch.no_grad():
-            for parameter, gradient in zip(trained.values(), made, strict=False):
-                parameter.sub_(gradient, alpha=rate)
+        for parameter, gradient in zip(trained.values(), made, strict=False):
+            step.share.add(gradient.numpy(), partial(self._descend, parameter, rate))
         # Store each parameter under all its names: one shared within the module has several in a state_dict.
         every = self._module.named_parameters(remove_duplicate=False)
-        self._store(step, [(name, part) for name, part in every if part.requires_grad])
+        step.share.change(lambda: self._store(step, [(name, part) for name, part in every if part.requires_grad]))
         return [exponent]
+
+    @staticmethod
+    def _descend(parameter: torch.Tensor, rate: float, gradient: npt.NDArray[np.float32]) -> None:
+        with torch.no_grad():
+            parameter.sub_(torch.from_numpy(gradient), alpha=rate)
 
     def _load_parameters(self, step: Step) -> None:
         prefix = f"{self.node.name}."
@@ -95,10 +104,10 @@ class Fp32Operator(Operator[ir.Fp32]):
                 step.parameters.fp32[f"{self.node.name}.{name}"] = value.detach().numpy().copy()
 
 
-def to_int8(name: str, real: torch.Tensor, shape: ir.Shape, out: Int8Array) -> int:
+def to_int8(name: str, share: BatchShare, real: torch.Tensor, shape: ir.Shape, out: Int8Array) -> int:
     """Round (batch, c, h, w) values to `out` and return the exponent. Raises TrainingFailed on NaN and infinity."""
     values = np.ascontiguousarray(real.numpy(), dtype=np.float32).reshape(-1, *shape)
-    largest = _int8.max_magnitude(values)
+    largest = share.most(_int8.max_magnitude(values))
     if not np.isfinite(largest):
         raise TrainingFailed(f"{name}: the FP32 operator made a NaN or an infinity; lower the learning rate")
     exponent = exponent_for(largest)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision.algorithm import NITI, BackwardRule, Fp32Update, IntegerUpdate, TrainingAlgorithm
 from socflower.precision.int8 import saving
+from socflower.precision.int8.batch_share import BatchShare, JointShare, Peers, gather
 from socflower.precision.int8.fixed_point import exponent_for, to_real
 from socflower.precision.int8.network import Convolution, Dropout, Graph, Shape
 from socflower.precision.int8.operators import Step
@@ -66,6 +68,29 @@ class StepResult:
     def accuracy(self) -> float:
         """Fraction of samples classified correctly."""
         return self.num_correct / self.num_samples
+
+
+class JointStep:
+    """A step of a ring whose pass is done; see `Int8Model.begin_joint_step`."""
+
+    def __init__(
+        self, model: Int8Model, share: JointShare, trackers: dict[tuple[str, str], ScaleTracker], loss: float,
+    ) -> None:
+        self._model, self._share, self._trackers = model, share, trackers
+        self.loss = loss
+        """This member's part of the mean loss of the batch."""
+
+    def exchange(self) -> None:
+        """Sum the gradients over the members; raises `TrainingFailed` if sums do not fit, and what the peers raise."""
+        try:
+            self._share.exchange()
+        except OverflowError as error:
+            raise TrainingFailed(str(error)) from None
+
+    def apply(self) -> None:
+        """Update the parameters."""
+        self._share.apply()
+        self._model.finish_joint_step(self._trackers)
 
 
 class Int8Model:
@@ -148,17 +173,66 @@ class Int8Model:
         ConfigError if the input has another shape or a NaN, if a required `progress` is missing, or if every parameter
         is frozen; raises TrainingFailed if training has diverged.
         """
+        settings = self._step_settings(learning_rate, progress, seed)
+        images, labels = self._checked(images, labels)
+        result = self._run(images, labels, BatchShare(len(images)), self._trackers, settings, timings)
+        self.parameters.num_steps += 1
+        return result
+
+    def begin_joint_step(
+        self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32], peers: Peers, *,
+        learning_rate: float = 0.01, progress: float | None = None, seed: int | None = None,
+    ) -> JointStep:
+        """Compute this member's share of a ring's step: n images and labels, where n may be 0.
+
+        All members call it with models of equal parameters and equal settings; their shares are the batch, by rank. The
+        result's `exchange` and `apply` complete the step, as `train_step` would on the whole batch. Until `apply`
+        nothing changes, so the step may be begun again instead. Raises as `train_step` does, and what `peers` raises.
+        """
+        settings = self._step_settings(learning_rate, progress, seed)
+        num_own = len(images)
+        if not num_own:  # it takes part in what the members agree on, and contributes nothing
+            images, labels = np.zeros((1, *self.graph.input_shape), np.float32), np.zeros(1, np.int32)
+        images, labels = self._checked(images, labels)
+        sizes = [int(size) for size in gather(peers, [num_own])[:, 0]]
+        for cautious in (False, True):
+            share = JointShare(peers, sizes, cautious=cautious)
+            trackers = {key: copy.copy(tracker) for key, tracker in self._trackers.items()}
+            try:
+                result = self._run(images, labels, share, trackers, settings, None)
+            except TrainingFailed:
+                if cautious:
+                    raise
+                continue  # perhaps for values that saturated unseen; all members have seen the same maxima
+            if share.held():
+                break
+        return JointStep(self, share, trackers, result.loss * num_own / sum(sizes))
+
+    def finish_joint_step(self, trackers: dict[tuple[str, str], ScaleTracker]) -> None:
+        """Adopt the exponents of a step whose updates are made."""
+        self._trackers = trackers
+        self.parameters.num_steps += 1
+
+    def _step_settings(
+        self, learning_rate: float, progress: float | None, seed: int | None) -> tuple[float, float, int]:
+        """Return learning rate, progress and seed of a step, checked."""
         progress = self._default_progress() if progress is None else progress
         _require_step(learning_rate, progress)
         if seed is not None and seed < 0:
             raise ConfigError(f"seed must be 0 or more, got {seed}")
-        images, labels = self._checked(images, labels)
+        if self.graph.output not in self.graph.differentiated:
+            raise ConfigError("every parameter is frozen (requires_grad is False): there is nothing to train")
+        return learning_rate, progress, self.parameters.num_steps if seed is None else seed
+
+    def _run(
+        self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32], share: BatchShare,
+        trackers: dict[tuple[str, str], ScaleTracker], settings: tuple[float, float, int],
+        timings: dict[str, float] | None,
+    ) -> StepResult:
+        """Run forward and backward pass; what they change is up to `share`."""
         try:
-            if self.graph.output not in self.graph.differentiated:
-                raise ConfigError("every parameter is frozen (requires_grad is False): there is nothing to train")
-            program, step = self._begin(images)
-            step.learning_rate, step.progress = learning_rate, progress
-            step.seed = self.parameters.num_steps if seed is None else seed
+            program, step = self._begin(images, share=share, trackers=trackers)
+            step.learning_rate, step.progress, step.seed = settings
             step.timings = timings
             logits = program.forward(step)
             result = self._result(logits.data, logits.exponent, labels)
@@ -166,7 +240,6 @@ class Int8Model:
             exponent = write_logits_gradient(
                 self.algorithm.backward, logits.data, logits.exponent, labels, self.graph.num_classes, gradient)
             program.backward(step, gradient, exponent)
-            self.parameters.num_steps += 1
         except OverflowError as error:
             raise TrainingFailed(str(error)) from None
         finally:
@@ -209,7 +282,7 @@ class Int8Model:
         try:
             into = program.logits_gradient()
             # Integer gradients are sums over the batch of those of each sample's loss.
-            exponent = round_gradient(step.engine, self.graph, gradient * np.float32(step.batch), into)
+            exponent = round_gradient(step.engine, self.graph, gradient * np.float32(step.share.num_samples), into)
             step.learning_rate, step.progress = learning_rate, progress
             program.backward(step, into, exponent)
             self.parameters.num_steps += 1
@@ -328,10 +401,15 @@ class Int8Model:
     def _holders(self) -> dict[str, Weight | Vector]:
         return {**self.parameters.weights, **self.parameters.vectors}
 
-    def _begin(self, images: npt.NDArray[np.float32], *, training: bool = True) -> tuple[Program, Step]:
+    def _begin(
+        self, images: npt.NDArray[np.float32], *, training: bool = True, share: BatchShare | None = None,
+        trackers: dict[tuple[str, str], ScaleTracker] | None = None,
+    ) -> tuple[Program, Step]:
+        """Begin a pass over images that are the whole batch, or a share of it."""
         self._kept = None  # its memory is taken by this pass
         self.regions.release_all()
-        largest = _int8.max_magnitude(images)
+        share = share or BatchShare(len(images))
+        largest = share.most(_int8.max_magnitude(images))
         if not np.isfinite(largest):
             raise ConfigError("images: there is a NaN or an infinity among the pixels")
         if largest and not 2.0**-MAX_EXPONENT < largest < 2.0**MAX_EXPONENT:
@@ -344,8 +422,8 @@ class Int8Model:
                 fp32_factory=self._fp32_factory)
             self._programs[batch] = program
         step = Step(
-            engine=self.engine, algorithm=self.algorithm, parameters=self.parameters, trackers=self._trackers,
-            rescaling=self.settings.rescaling, batch=batch,
+            engine=self.engine, algorithm=self.algorithm, parameters=self.parameters,
+            trackers=self._trackers if trackers is None else trackers, rescaling=self.settings.rescaling, share=share,
             workspace=self._scratch(batch, "workspace", program.workspace_bytes, np.uint8),
             accumulators=self._scratch(batch, "accumulators", program.accumulator_size, np.int32),
             scratch=self._scratch(batch, "scratch", self._scratch_size(), np.float32), training=training)

@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from socflower import _int8
 from socflower.errors import TrainingFailed
 from socflower.precision.algorithm import Rounding, TrainingAlgorithm
 from socflower.precision.int8 import network as ir
+from socflower.precision.int8.batch_share import BatchShare
 from socflower.precision.int8.fixed_point import channel_stride, scaled_integers
 from socflower.precision.int8.parameters import Parameters, Weight
 from socflower.precision.int8.requantisation import (
@@ -70,7 +72,7 @@ class Step:
     parameters: Parameters
     trackers: dict[tuple[str, str], ScaleTracker]
     rescaling: RescalingPolicy
-    batch: int
+    share: BatchShare  # of the batch, which its operators compute
     workspace: npt.NDArray[np.uint8]
     accumulators: Int32Array  # flat; as large as the largest product, forward or backward, or weight gradient
     scratch: npt.NDArray[np.float32]  # flat; as large as the largest weight, under FP32 updates
@@ -99,7 +101,7 @@ class Step:
     @property
     def mean_learning_rate(self) -> float:
         """Learning rate for gradients that are summed over the batch."""
-        return self.learning_rate / self.batch
+        return self.learning_rate / self.share.num_samples
 
 
 NodeT = TypeVar("NodeT", bound=ir.Node)
@@ -129,7 +131,7 @@ class Operator(ABC, Generic[NodeT]):
         """Write the gradient of each input into its array (None: not needed) and return their exponents."""
 
     def _round(self, step: Step, role: str, acc_exponent: int, run: Callable[[bool, int], int]) -> int:
-        return round_elementwise(self.node.name, step.tracker(self.node.name, role), acc_exponent, run)
+        return round_elementwise(self.node.name, step.share, step.tracker(self.node.name, role), acc_exponent, run)
 
 
 class ConvolutionOperator(Operator[ir.Convolution]):
@@ -164,8 +166,8 @@ class ConvolutionOperator(Operator[ir.Convolution]):
                 node.relu)
 
         self.output.exponent = round_product(
-            node.name, step.engine, step.tracker(node.name, "forward"), acc_exponent, run, self.output.data,
-            step.wide(self.output.array_shape), rounding)
+            node.name, step.engine, step.share, step.tracker(node.name, "forward"), acc_exponent, run,
+            self.output.data, step.wide(self.output.array_shape), rounding)
 
     def _integer_bias(self, step: Step, acc_exponent: int) -> Int32Array:
         real = step.parameters.vectors[f"{self.node.name}.bias"].data.astype(np.float64)
@@ -194,25 +196,37 @@ class ConvolutionOperator(Operator[ir.Convolution]):
                     step.engine, dy, weight_data, destination, step.workspace, shift, rounding, x.mask)
 
             exponents[0] = round_product(
-                node.name, step.engine, step.tracker(node.name, "backward"), dy_exponent + weight.exponent, run,
-                into[0], step.wide(x.array_shape), rounding)
+                node.name, step.engine, step.share, step.tracker(node.name, "backward"),
+                dy_exponent + weight.exponent, run, into[0], step.wide(x.array_shape), rounding)
         if "weight" in node.trained:
             self._update_weight(step, weight)
         if "bias" in node.trained:
             _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
-            bias_gradient = np.ldexp(self._sums[0].astype(np.float64), dy_exponent).astype(np.float32)
-            update_vector(
-                step.algorithm, step.parameters.vectors[f"{node.name}.bias"], bias_gradient, step.mean_learning_rate)
+            bias = step.parameters.vectors[f"{node.name}.bias"]
+
+            def update_bias(sums: npt.NDArray[np.float64]) -> None:
+                gradient = np.ldexp(sums, dy_exponent).astype(np.float32)
+                update_vector(step.algorithm, bias, gradient, step.mean_learning_rate)
+
+            step.share.add(self._sums[0].astype(np.float64), update_bias)
         return exponents
 
     def _update_weight(self, step: Step, weight: Weight) -> None:
         x, node, dy = self.inputs[0], self.node, self.gradient
         gradient = step.wide(self._weight_shape)
-        largest = self._plan.weight_gradient(step.engine, x.data, dy, gradient, step.workspace, x.activations)
-        update_weight(
-            node.name, step.engine, step.algorithm, weight, gradient.reshape(weight.data.shape), largest=largest,
-            gradient_scale=2.0 ** (x.exponent + self.output.gradient_exponent), learning_rate=step.mean_learning_rate,
-            progress=step.progress, scratch=step.scratch)
+        try:
+            own_largest = self._plan.weight_gradient(step.engine, x.data, dy, gradient, step.workspace, x.activations)
+        except OverflowError as error:
+            own_largest = step.share.overflowed(error)
+        scale = 2.0 ** (x.exponent + self.output.gradient_exponent)
+
+        def update(total: Int32Array, largest: int) -> None:
+            update_weight(
+                node.name, step.engine, step.algorithm, weight, total.reshape(weight.data.shape), largest=largest,
+                gradient_scale=scale, learning_rate=step.mean_learning_rate, progress=step.progress,
+                scratch=step.scratch)
+
+        step.share.add_integers(gradient, own_largest, update)
 
 
 class BatchNormOperator(Operator[ir.BatchNorm]):
@@ -234,12 +248,14 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         x, node = self.inputs[0], self.node
         vectors = step.parameters.vectors
         if step.training:
-            rows = x.data.size // x.data.shape[3]
+            rows = self._rows(step)
             _int8.channel_sums(step.engine, x.data, x.data, None, self._sums[0], self._sums[1])
-            mean = self._sums[0] / rows
-            variance = np.maximum(self._sums[1] / rows - mean * mean, 0.0)
+            sums = step.share.total(self._sums)
+            mean = sums[0] / rows
+            variance = np.maximum(sums[1] / rows - mean * mean, 0.0)
             if not step.replay:
-                self._track(step, rows, np.ldexp(mean, x.exponent), np.ldexp(variance, 2 * x.exponent))
+                real_mean, real_variance = np.ldexp(mean, x.exponent), np.ldexp(variance, 2 * x.exponent)
+                step.share.change(lambda: self._track(step, rows, real_mean, real_variance))
         else:
             mean = np.ldexp(vectors[f"{node.name}.running_mean"].data.astype(np.float64), -x.exponent)
             real = vectors[f"{node.name}.running_var"].data.astype(np.float64)
@@ -256,6 +272,11 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
             return _int8.affine(step.engine, x.data, int_scale, int_offset, out, shift, rounding, node.relu)
 
         self.output.exponent = self._round(step, "forward", acc_exponent, run)
+
+    def _rows(self, step: Step) -> int:
+        """Return the number of values of a channel in the whole batch."""
+        height, width, _, _ = self.output.array_shape
+        return height * width * step.share.num_samples
 
     def _track(self, step: Step, rows: int, mean: npt.NDArray[np.float64], variance: npt.NDArray[np.float64]) -> None:
         keep = 1.0 - self.node.momentum
@@ -274,9 +295,10 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         vectors = step.parameters.vectors
         gate = self.output.data if node.relu else None
         _int8.channel_sums(step.engine, dy, x.data, gate, self._sums[0], self._sums[1])
-        rows = dy.size // dy.shape[3]
-        sum_dy = np.ldexp(self._sums[0].astype(np.float64), dy_exponent)
-        sum_dy_x = np.ldexp(self._sums[1].astype(np.float64), dy_exponent)
+        rows = self._rows(step)
+        sums = step.share.total(self._sums)
+        sum_dy = np.ldexp(sums[0], dy_exponent)
+        sum_dy_x = np.ldexp(sums[1], dy_exponent)
         sum_dy_normalised = self._slope * (sum_dy_x - self._mean * sum_dy)
         gamma, beta = vectors[f"{node.name}.weight"], vectors[f"{node.name}.bias"]
         exponents = [0]
@@ -295,10 +317,10 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
                     step.engine, dy, x.data, gate, int_dy, int_x, int_offset, out, shift, rounding)
 
             exponents[0] = self._round(step, "backward", acc_exponent, run)
-        if "weight" in node.trained:
-            update_vector(step.algorithm, gamma, sum_dy_normalised.astype(np.float32), step.mean_learning_rate)
-        if "bias" in node.trained:
-            update_vector(step.algorithm, beta, sum_dy.astype(np.float32), step.mean_learning_rate)
+        for part, vector, gradient in (("weight", gamma, sum_dy_normalised), ("bias", beta, sum_dy)):
+            if part in node.trained:
+                step.share.change(partial(update_vector, step.algorithm, vector, gradient.astype(np.float32),
+                                          step.mean_learning_rate))
         return exponents
 
 
@@ -406,7 +428,7 @@ class DropoutOperator(Operator[ir.Dropout]):
             np.copyto(self.output.data, x.data)
             self.output.exponent = x.exponent
             return
-        self._draw(step.seed)
+        self._draw(step)
         if x.masked:  # zeros of the preceding ReLU pass no gradient
             np.multiply(self._gate, x.data > 0, out=self._gate)
         self.output.exponent = self._scale(
@@ -429,14 +451,17 @@ class DropoutOperator(Operator[ir.Dropout]):
 
         return self._round(step, role, exponent + self._exponent, run)
 
-    def _draw(self, seed: int) -> None:
-        channels = self.node.shape[0]
-        shape = self._gate.shape[2:3] if self.node.channelwise else self._gate.shape[:3]
+    def _draw(self, step: Step) -> None:
+        """Draw the numbers of the whole batch, and use those of its share."""
+        height, width, num_own, _ = self._gate.shape
+        channels, batch = self.node.shape[0], step.share.num_samples
+        shape = (batch,) if self.node.channelwise else (height, width, batch)
         count = math.prod(shape) * channels
-        bits = np.random.Philox(np.random.SeedSequence([seed, self._node_index]))
+        bits = np.random.Philox(np.random.SeedSequence([step.seed, self._node_index]))
         # The lower half of each 64-bit number comes first, on any machine.
         numbers = bits.random_raw(-(-count // 2)).astype("<u8", copy=False).view("<u4")[:count]
-        self._gate[..., :channels] = numbers.reshape(*shape, channels) >= self._threshold
+        own = numbers.reshape(*shape, channels)[..., step.share.first:step.share.first + num_own, :]
+        self._gate[..., :channels] = own >= self._threshold
 
 
 def add_tensors(
@@ -448,9 +473,9 @@ def add_tensors(
     If the exponents differ by more than 20, nothing of the smaller operand remains in 8 bits; the shift is at most 20.
     """
     if abs(a[1] - b[1]) > MAX_ADD_SHIFT:  # rare; the exponent of an all-zero tensor is arbitrary
-        if not a[0].any():
+        if not step.share.most(float(a[0].any())):
             a = (a[0], b[1])
-        elif not b[0].any():
+        elif not step.share.most(float(b[0].any())):
             b = (b[0], a[1])
     low = max(min(a[1], b[1]), max(a[1], b[1]) - MAX_ADD_SHIFT)
     shift_a, shift_b = max(a[1] - low, 0), max(b[1] - low, 0)
@@ -458,7 +483,7 @@ def add_tensors(
     def run(store: bool, shift: int) -> int:
         return _int8.add(step.engine, a[0], shift_a, b[0], shift_b, out if store else None, shift, rounding, relu, mask)
 
-    return round_elementwise(name, tracker, low, run)
+    return round_elementwise(name, step.share, tracker, low, run)
 
 
 class AddOperator(Operator[ir.Add]):

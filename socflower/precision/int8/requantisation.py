@@ -15,6 +15,7 @@ import numpy.typing as npt
 from socflower import _int8
 from socflower.errors import TrainingFailed, require_range
 from socflower.precision.algorithm import Rounding
+from socflower.precision.int8.batch_share import BatchShare
 from socflower.precision.int8.fixed_point import shift_for
 
 
@@ -100,24 +101,24 @@ Int32Array = npt.NDArray[np.int32]
 
 
 def round_elementwise(
-    name: str, tracker: ScaleTracker | None, acc_exponent: int, run: Callable[[bool, int], int]
+    name: str, share: BatchShare, tracker: ScaleTracker | None, acc_exponent: int, run: Callable[[bool, int], int]
 ) -> int:
     """Store the result of `run(store, shift)` and return the exponent of the stored values.
 
-    `run` returns the largest magnitude before rounding; it is cheap enough to compute twice, so nothing wider than
-    int8 is ever stored.
+    `run` returns the largest magnitude of the share before rounding; it is cheap enough to compute twice, so nothing
+    wider than int8 is ever stored.
     """
     known = _known_shift(tracker, acc_exponent)
-    if known is not None and not _saturates(run(True, known), known):
+    if known is not None and not share.saturates(_saturates(run(True, known), known)):
         return _use_known_exponent(tracker, acc_exponent + known)
-    largest = run(False, 0)
+    largest = int(share.most(run(False, 0)))
     shift = shift_for(largest)
     run(True, shift)
     return _record_exponent(name, tracker, acc_exponent + shift, largest)
 
 
 def round_product(
-    name: str, engine: _int8.Engine, tracker: ScaleTracker | None, acc_exponent: int,
+    name: str, engine: _int8.Engine, share: BatchShare, tracker: ScaleTracker | None, acc_exponent: int,
     run: Callable[[Int8Array | Int32Array, int], int], out: Int8Array, accumulators: Int32Array, rounding: Rounding,
 ) -> int:
     """Store the result of `run(destination, shift)` in `out` and return the exponent of the stored values.
@@ -126,9 +127,9 @@ def round_product(
     (shaped as `out`); this is the cost of the search for a new exponent (Mandheling §3.4).
     """
     known = _known_shift(tracker, acc_exponent)
-    if known is not None and not _saturates(run(out, known), known):
+    if known is not None and not share.saturates(_saturates(run(out, known), known)):
         return _use_known_exponent(tracker, acc_exponent + known)
-    largest = run(accumulators, 0)
+    largest = int(share.most(run(accumulators, 0)))
     shift = shift_for(largest)
     _int8.requantise(engine, accumulators, out, shift, rounding)
     return _record_exponent(name, tracker, acc_exponent + shift, largest)

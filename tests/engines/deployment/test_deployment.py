@@ -27,11 +27,12 @@ from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.quality import ACCURACY, costs_to_target
 from socflower.report.report import render_report
+from socflower.rings.settings import RingSettings
 from socflower.scenario.app.deployed import app_in_bundle, app_in_folder, node_configs, participants
 from socflower.scenario.app.remote_main import bundled_server_app
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_to_folder, with_predictions
-from socflower.scenario.schema.config import DataConfig
+from socflower.scenario.schema.config import DataConfig, PrecisionConfig
 from socflower.scenario.schema.file import from_document
 from tests.command_line import Socflower
 from tests.engines.deployment.deployments import DeployedRun
@@ -67,6 +68,56 @@ def test_a_run_on_two_super_nodes_gives_the_weights_of_the_local_engine(tmp_path
     assert {path.name for path in run.out.iterdir()} == {"result.json", "trace.json", "report.html"}
     assert "Accuracy over wall time" in (run.out / "report.html").read_text("utf-8")
     assert not list((tmp_path / "tmp").glob("socflower-*"))
+
+
+INT8 = """\
+# Do rings of processes train in int8 what one process does, also when a user takes a machine?
+[cluster]
+boards = [2, 2]
+[train]
+epochs = {epochs}
+batch_size = 128
+learning_rate = 0.02
+[precision]
+arithmetic = "int8"
+[ring]
+transport = "TRANSPORT"
+[strategy]
+groups = 2
+sync_interval_epochs = 1
+rebalance = "shares"
+rebalance_steps = 2
+[[event]]
+kind = "preempt"
+soc = 3
+round = 2
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["gloo", "grpc"])
+def test_rings_in_int8_give_the_weights_of_the_local_engine_whoever_leaves(tmp_path: Path, transport: str) -> None:
+    with DeployedRun(tmp_path, "--warm", epochs=3, scenario=INT8.replace("TRANSPORT", transport)) as run:
+        result = run.finish()
+    local = run_to_folder(from_document(result["scenario"]), tmp_path / "local", num_workers=0)
+    assert result["weights_sha256"] == local["weights_sha256"]
+    assert transport in result["transports"]["inside groups"]
+    for each in (result, local):
+        kinds = [event["kind"] for entry in each["rounds"] for event in entry["events"]]
+        assert {"preempted", "returned"} <= set(kinds)
+
+
+@pytest.mark.parametrize(("table", "key", "value"), [
+    ("ring", "compression", "fp16"), ("strategy", "overlap_buckets", 4)])
+def test_rings_in_int8_refuse_what_their_sums_cannot_have(table: str, key: str, value: Any) -> None:
+    scenario = small().replaced(precision=PrecisionConfig(arithmetic="int8"))
+    changed = scenario.replaced(strategy=scenario.strategy.replaced(**{key: value})) if table == "strategy" \
+        else scenario.replaced(ring=RingSettings(**{key: value}))
+    prepare(changed, "local")
+    with pytest.raises(ConfigError, match=rf"\[{table}\] {key} = .*; leave it out, or use") as caught:
+        prepare(changed, "deployment")
+    assert "\n" not in str(caught.value)
 
 
 # --------------------------------------------------------------------------------------------------- options

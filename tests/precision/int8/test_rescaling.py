@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision.algorithm import Rounding
+from socflower.precision.int8.batch_share import BatchShare
 from socflower.precision.int8.operators import add_tensors
 from socflower.precision.int8.requantisation import (
     MAX_EXPONENT,
@@ -23,6 +24,7 @@ from tests.precision import numpy_kernels as nk
 from tests.precision.numpy_engine import Tracker, aligned_sum
 
 ENGINE = _int8.Engine(kernel="portable")
+WHOLE = BatchShare(1)
 exponents = st.lists(st.integers(-4, 4), min_size=1, max_size=120)
 
 
@@ -95,11 +97,11 @@ def test_rounding_out_follows_the_model_of_the_tracker(values, warm_up):
             return _int8.requantise(ENGINE, acc, out if store else None, shift, Rounding.PSEUDO_STOCHASTIC)
 
         got = round_product(
-            "p", ENGINE, product, acc_exponent, run, out, wide, Rounding.PSEUDO_STOCHASTIC
+            "p", ENGINE, WHOLE, product, acc_exponent, run, out, wide, Rounding.PSEUDO_STOCHASTIC
         )
         assert got == exponent
         np.testing.assert_array_equal(out, expected)
-        assert round_elementwise("e", elementwise, acc_exponent, run_either) == exponent
+        assert round_elementwise("e", WHOLE, elementwise, acc_exponent, run_either) == exponent
         np.testing.assert_array_equal(out, expected)
 
 
@@ -113,7 +115,7 @@ def test_saturation_makes_the_next_look_immediate():
                 shifts.append(shift)
             return largest
 
-        return round_elementwise("x", tracker, 0, run)
+        return round_elementwise("x", WHOLE, tracker, 0, run)
 
     assert [batch(1000) for _ in range(9)] == [3] * 9
     seen = tracker.num_looks
@@ -136,17 +138,17 @@ def test_saturation_makes_the_next_look_immediate():
 def test_an_exponent_that_cannot_be_reached_by_a_shift_is_looked_for():
     tracker = ScaleTracker(RescalingPolicy(warm_up_batches=1))
     for acc_exponent, expected in ((0, 0), (0, 0), (5, 5), (-40, -40)):
-        assert round_elementwise("x", tracker, acc_exponent, lambda store, shift: 100) == expected
+        assert round_elementwise("x", WHOLE, tracker, acc_exponent, lambda store, shift: 100) == expected
 
 
 def test_zeros_neither_have_nor_change_an_exponent():
     tracker = ScaleTracker(RescalingPolicy(warm_up_batches=1))
-    assert round_elementwise("x", tracker, -3, lambda store, shift: 0) == ZERO_EXPONENT
+    assert round_elementwise("x", WHOLE, tracker, -3, lambda store, shift: 0) == ZERO_EXPONENT
     assert tracker.exponent is None
-    assert round_elementwise("x", tracker, -3, lambda store, shift: 127) == -3
-    assert round_elementwise("x", tracker, -9, lambda store, shift: 0) == -3
+    assert round_elementwise("x", WHOLE, tracker, -3, lambda store, shift: 127) == -3
+    assert round_elementwise("x", WHOLE, tracker, -9, lambda store, shift: 0) == -3
     assert tracker.exponent == -3
-    assert round_elementwise("x", None, -9, lambda store, shift: 0) == ZERO_EXPONENT == -7
+    assert round_elementwise("x", WHOLE, None, -9, lambda store, shift: 0) == ZERO_EXPONENT == -7
 
 
 sixteen = st.lists(st.integers(-127, 127), min_size=16, max_size=16)
@@ -160,7 +162,8 @@ def test_sums_are_exact_within_20_bits_and_zeros_have_no_say_beyond(a, b):
     acc, low = aligned_sum(*((values.astype(np.int64), exponent) for values, exponent in (a, b)))
     shift = nk.shift_for(nk.largest_magnitude(acc))
     out = np.empty_like(a[0])
-    exponent = add_tensors("sum", SimpleNamespace(engine=ENGINE), None, a, b, out, rounding=Rounding.NEAREST)
+    step = SimpleNamespace(engine=ENGINE, share=WHOLE)
+    exponent = add_tensors("sum", step, None, a, b, out, rounding=Rounding.NEAREST)
     assert exponent == (low + shift if acc.any() else ZERO_EXPONENT)
     np.testing.assert_array_equal(out, nk.round_shift(acc, shift, nk.NEAREST))
     for zeros, other in ((a, b), (b, a)):
@@ -171,7 +174,7 @@ def test_sums_are_exact_within_20_bits_and_zeros_have_no_say_beyond(a, b):
 @pytest.mark.parametrize("exponent", [MAX_EXPONENT + 1, -MAX_EXPONENT - 1])
 def test_an_exponent_out_of_bounds_is_failed_training(exponent):
     with pytest.raises(TrainingFailed, match=r"conv1: values reach 100 \* 2\^"):
-        round_elementwise("conv1", ScaleTracker(RescalingPolicy()), exponent, lambda store, shift: 100)
+        round_elementwise("conv1", WHOLE, ScaleTracker(RescalingPolicy()), exponent, lambda store, shift: 100)
 
 
 @pytest.mark.parametrize("warm_up", [0, -1])

@@ -1,0 +1,176 @@
+"""The part of a batch that a model computes: all of it, or the share of one member of a ring.
+
+Int8 arithmetic joins the samples of a batch by maxima, from which exponents follow, and by sums of integers: those of
+gradients and of BatchNorm's statistics. The members of a ring agree on both, so that n members with a share each
+compute what one model computes with the whole batch, bit for bit, for any shares (F4). Only operators on the FP32 side
+sum floating-point gradients, whose last bits depend on the shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Int32Array = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float64]
+
+_INT32_MAX = 2**31 - 1
+
+
+class Peers(Protocol):
+    """The members of a ring; all of them call `sum` with arrays of one type and size, in the same order."""
+
+    rank: int  # 0 to size - 1, in the order of their shares
+    size: int
+
+    def sum(self, values: Array) -> None:
+        """Replace a contiguous array of one dimension, of int32 or float64, by its sum over the members."""
+        ...
+
+    def poll(self) -> None:
+        """Raise if the step is to end now; called at every layer."""
+        ...
+
+
+def gather(peers: Peers, own: Sequence[float]) -> FloatArray:
+    """Return the numbers of all members, (members, numbers), by rank."""
+    table = np.zeros((peers.size, len(own)))
+    table[peers.rank] = own
+    peers.sum(table.reshape(-1))
+    return table
+
+
+class BatchShare:
+    """The whole batch; updates are made during the backward pass, as soon as a gradient is known."""
+
+    first = 0  # position of its first sample in the batch
+    is_empty = False
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples  # of the batch
+
+    def most(self, own: float) -> float:
+        """Return the maximum over the batch of a number that is 0 or more."""
+        return own
+
+    def saturates(self, own: bool) -> bool:
+        """Return whether a tensor saturates at a known exponent, for any sample of the batch."""
+        return own
+
+    def total(self, own: npt.NDArray[np.int64]) -> FloatArray:
+        """Return sums over the batch; they are below 2^53, so float64 has them exactly."""
+        return own.astype(np.float64)
+
+    def change(self, make: Callable[[], None]) -> None:
+        """Make a change that follows from values of the whole batch, after earlier updates."""
+        make()
+
+    def add(self, own: Array, update: Callable[[Array], None]) -> None:
+        """Call `update` with the sum of `own`, of any floating-point type, over the batch."""
+        update(own)
+
+    def overflowed(self, error: OverflowError) -> int:
+        """Raise the error of a gradient that does not fit in int32, or return what stands for its largest magnitude."""
+        raise error
+
+    def add_integers(self, own: Int32Array, largest: int, update: Callable[[Int32Array, int], None]) -> None:
+        """Call `update` with the sum of `own`, whose largest magnitude is `largest`, and that of the sum."""
+        update(own, largest)
+
+
+class JointShare(BatchShare):
+    """A member's share in one pass. Nothing is changed before `apply`, so that a pass can be repeated.
+
+    Whether a tensor saturates at the exponent that it has had is almost always no. Unless `cautious`, members assume
+    so for each tensor, and agree once at the end of the pass on whether it held: `held`. If not, the pass is repeated
+    cautiously.
+    """
+
+    def __init__(self, peers: Peers, sizes: Sequence[int], *, cautious: bool) -> None:
+        super().__init__(sum(sizes))
+        self.is_empty = not sizes[peers.rank]
+        self.first = 0 if self.is_empty else sum(sizes[:peers.rank])
+        self._peers, self._cautious = peers, cautious
+        self._has_saturated = False
+        self._changes: list[Callable[[], None]] = []
+        self._gradients: list[tuple[Array, Callable[[Array], None]]] = []
+        self._integers: list[tuple[Int32Array, int, Callable[[Int32Array, int], None]]] = []
+
+    def most(self, own: float) -> float:
+        """Return the maximum over all members."""
+        return float(gather(self._peers, [0.0 if self.is_empty else own]).max())
+
+    def saturates(self, own: bool) -> bool:
+        """Return whether it saturates at any member; unless cautious, note it and return False."""
+        if self._cautious:
+            return self.most(float(own)) > 0.0
+        self._peers.poll()
+        self._has_saturated = self._has_saturated or (own and not self.is_empty)
+        return False
+
+    def held(self) -> bool:
+        """Return whether no tensor of any member has saturated unseen."""
+        return self._cautious or self.most(float(self._has_saturated)) == 0.0
+
+    def total(self, own: npt.NDArray[np.int64]) -> FloatArray:
+        """Return the sums over all members."""
+        sums = np.zeros(own.size) if self.is_empty else own.astype(np.float64).reshape(-1)
+        self._peers.sum(sums)
+        return sums.reshape(own.shape)
+
+    def change(self, make: Callable[[], None]) -> None:
+        """Note the change for `apply`."""
+        self._changes.append(make)
+
+    def add(self, own: Array, update: Callable[[Array], None]) -> None:
+        """Note a gradient for `exchange`."""
+        self._gradients.append((np.zeros_like(own) if self.is_empty else own.copy(), update))
+
+    def overflowed(self, error: OverflowError) -> int:
+        """Return a magnitude at which `exchange` raises, at every member and not at this one alone."""
+        return _INT32_MAX + 1
+
+    def add_integers(self, own: Int32Array, largest: int, update: Callable[[Int32Array, int], None]) -> None:
+        """Note an integer gradient for `exchange`."""
+        if self.is_empty:
+            own, largest = np.zeros_like(own), 0
+        else:
+            own = own.copy()
+        self._integers.append((own, largest, update))
+
+    def exchange(self) -> None:
+        """Sum the gradients over all members.
+
+        Raises `OverflowError` at every member if an integer sum might not fit in int32.
+        """
+        bounds = np.array([float(largest) for _, largest, _ in self._integers])
+        real = np.concatenate([bounds, *(own.astype(np.float64).reshape(-1) for own, _ in self._gradients)])
+        self._peers.sum(real)
+        if (worst := real[:len(bounds)].max(initial=0.0)) > _INT32_MAX:
+            raise OverflowError(f"weight gradient: the sum of the members' may reach {worst:.0f}, beyond int32; use a "
+                                "smaller batch")
+        start = len(bounds)
+        for own, _ in self._gradients:
+            own[...] = real[start:start + own.size].reshape(own.shape)
+            start += own.size
+        if not self._integers:
+            return
+        flat = np.concatenate([own.reshape(-1) for own, _, _ in self._integers])
+        self._peers.sum(flat)
+        start = 0
+        for own, _, _ in self._integers:
+            own[...] = flat[start:start + own.size].reshape(own.shape)
+            start += own.size
+
+    def apply(self) -> None:
+        """Make all changes and updates, after `exchange`."""
+        for total, update in self._gradients:
+            update(total)
+        for integers, _, update_integers in self._integers:
+            update_integers(integers, max(int(integers.max()), -int(integers.min())))
+        for make in self._changes:
+            make()
