@@ -28,19 +28,20 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateFiles:
-    """The last three states of each group that this node leads in one training."""
+    """The last three states of each group that this node leads in one training, or of each edge that it is."""
 
     folder: Path
+    owner: str = "group"  # or "edge"; both have numbers from 0, and may train side by side
 
     def of(self, position: Position, kind: StateKind) -> StateStore:
         """Return the states of a group under one plan, numbered by the step at which each continues."""
-        plan = f"group-{position.group_id}-of-{position.num_groups}-steps-{position.total_steps}"
+        plan = f"{self.owner}-{position.group_id}-of-{position.num_groups}-steps-{position.total_steps}"
         return StateStore(self.folder, kind, prefix=f"{plan}-at-", suffix=".state", keep=_NUM_KEPT,
                           owner=f"{plan}-seed-{position.seed}")
 
     def delete(self, group_id: int) -> None:
         """Delete all states of a group, since its training starts again."""
-        for path in self.folder.glob(f"group-{group_id}-*.state"):
+        for path in self.folder.glob(f"{self.owner}-{group_id}-*.state"):
             path.unlink(missing_ok=True)
 
 

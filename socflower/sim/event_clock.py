@@ -12,7 +12,7 @@ from socflower.cluster.virtual_clock import Pace
 from socflower.errors import ConfigError
 from socflower.sim.energy import IDLE_STATE, State, add_activities, power_w
 from socflower.sim.execution import Repeated, Solution
-from socflower.sim.processes import Simulation
+from socflower.sim.processes import Process, Simulation
 from socflower.sim.program import CompiledGraph, Component, Program, compile_graph
 from socflower.sim.trace import Trace, record, record_spans
 
@@ -226,7 +226,15 @@ class EventClock:
         self._usage += usage
         return usage
 
-    def run_processes(self, start: Callable[[Simulation], None], *, socs: Sequence[int], label: str = "") -> Usage:
+    def idle_for(self, socs: Sequence[int], duration_s: float) -> Usage:
+        """Let `socs` idle for so long, whatever changes meanwhile, and advance; return what it took."""
+        def wait(simulation: Simulation) -> Process[None]:
+            yield simulation.timeout(duration_s)
+
+        return self.run_processes(lambda simulation: simulation.start(wait(simulation), "waiting"), socs=socs,
+                                  label="waiting")
+
+    def run_processes(self, start: Callable[[Simulation], object], *, socs: Sequence[int], label: str = "") -> Usage:
         """Run processes that react until they have ended, and advance; return what it took.
 
         `start` starts them; of the cluster's SoCs they may use `socs`, whose idle watts count. Heat and users change

@@ -15,7 +15,7 @@ from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine
 from socflower.edgecloud.plan.party import CloudMode, Party
-from socflower.edgecloud.plan.split_pipeline import Timeline, moved, simulate
+from socflower.edgecloud.plan.split_pipeline import Timeline, moved, round_ends, simulate
 from socflower.edgecloud.plan.timeline_actions import encode_actions
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.sim import EventClock
@@ -84,7 +84,7 @@ class SplitReplay(PlannedRounds):
     edge_names : (party, cut) -> names
         The tensors that an edge holds; None is the cut of an edge that holds the whole model.
     batches_per_epoch, num_epochs, round_epochs, seed
-        A round is `round_epochs` epochs, rounded to batches.
+        A round is `round_epochs` epochs, rounded to batches, or ends at each of the epochs given.
     reverse : bool
         The front half is in the cloud: generative models, whose last layers see the data.
     uplink, cloud_processors
@@ -93,14 +93,17 @@ class SplitReplay(PlannedRounds):
         Of the same cluster; each round is simulated on it. Default: the grid's, else one of its own.
     cloud : CloudSessions, optional
         The cloud, on real machines.
+    first_soc : int
+        The number of the first edge in what clients say of their devices, if other SoCs train too.
     """
 
     def __init__(
         self, *, cluster: Cluster, parties: Sequence[Party], edge_names: Callable[[int, int | None], Collection[str]],
         batches_per_epoch: int, num_epochs: int, mode: CloudMode = OWN, reverse: bool = False,
-        round_epochs: float = 1.0, seed: int = 1, fingerprint: str = "", clock: EventClock | None = None,
-        cloud: CloudSessions | None = None, tolerate_client_errors: bool = False,
+        round_epochs: float | Sequence[float] = 1.0, seed: int = 1, fingerprint: str = "",
+        clock: EventClock | None = None, cloud: CloudSessions | None = None, tolerate_client_errors: bool = False,
         uplink: BandwidthProfile | None = None, cloud_processors: int | None = None,
+        first_soc: int = 0,
     ) -> None:
         if not 1 <= len(parties) <= cluster.num_socs:
             raise ConfigError(f"SplitReplay: {len(parties)} edges on a cluster of {cluster.num_socs} SoCs; need 1 to "
@@ -111,7 +114,8 @@ class SplitReplay(PlannedRounds):
         self._edge_names, self._fingerprint = edge_names, fingerprint
         self._batches_per_epoch = batches_per_epoch
         self._total_batches = batches_per_epoch * num_epochs
-        self._round_batches = max(1, round(round_epochs * batches_per_epoch))
+        self._round_ends = round_ends(round_epochs, batches_per_epoch, num_epochs)
+        self._first_soc = first_soc
         self._clock, self._cloud = clock, cloud
         self._uplink, self._cloud_processors = uplink, cloud_processors
         self._tolerate_client_errors = tolerate_client_errors
@@ -145,7 +149,22 @@ class SplitReplay(PlannedRounds):
     @property
     def num_rounds(self) -> int:
         """How many rounds `start` needs for all epochs."""
-        return -(-self._total_batches // self._round_batches)
+        return len(self._round_ends)
+
+    @property
+    def clock(self) -> EventClock | None:
+        """The clock on which rounds are simulated; None before the first."""
+        return self._clock
+
+    @property
+    def has_cloud(self) -> bool:
+        """Whether the cloud's halves are on machines of their own."""
+        return self._cloud is not None
+
+    @property
+    def tolerates_client_errors(self) -> bool:
+        """Whether an edge whose client raises is left out, instead of ending the run."""
+        return self._tolerate_client_errors
 
     @property
     def transport(self) -> str:
@@ -159,8 +178,8 @@ class SplitReplay(PlannedRounds):
             where = "the edge alone" if now.cut is None else f"cut after {party.costs.cuts[now.cut].name}"
             log(INFO, "\t├──> Edge %d: %s, %d bits, K = %d%s", index, where, now.bits, now.window,
                 "" if party.decider is None else ", moves with the link")
-        log(INFO, "\t└──> Rounds: %d of up to %d batches, cloud halves: %s", self.num_rounds, self._round_batches,
-            self._mode)
+        log(INFO, "\t└──> Rounds: %d of up to %d batches, cloud halves: %s", self.num_rounds,
+            max(self._span(index + 1)[1] for index in range(self.num_rounds)), self._mode)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
@@ -250,11 +269,21 @@ class SplitReplay(PlannedRounds):
                     events.append(ReplyEvent(kind="returned", group_id=index, text=f"edge {index}: is back"))
         return events
 
+    def skip_round(self, server_round: int, cause: str) -> None:
+        """Report a round of which no reply could be used, if others than the edges have trained in it."""
+        assert self._timeline is not None
+        first, num_batches = self._span(server_round)
+        self.reports.append(SplitRoundReport(
+            server_round=server_round, epoch=(first + num_batches) / self._batches_per_epoch,
+            events=(ReplyEvent(kind="no-reply", group_id=0, text=cause),), usage=self._timeline.usage,
+            timeline=self._timeline))
+        self._update_split_plans({})
+
     # ---------------------------------------------------------------------------------------- to the edges
 
     def _span(self, server_round: int) -> tuple[int, int]:
-        first = (server_round - 1) * self._round_batches
-        return first, min(self._round_batches, self._total_batches - first)
+        first = self._round_ends[server_round - 2] if server_round > 1 else 0
+        return first, self._round_ends[server_round - 1] - first
 
     def _task(
         self, group: tuple[int, ...], first: int, num_batches: int, timeline: Timeline | None = None,
@@ -268,7 +297,7 @@ class SplitReplay(PlannedRounds):
             seed=self._seed, cuts=tuple(EDGE_ALONE if each.cut is None else each.cut for each in now),
             bits=tuple(each.bits for each in now), windows=tuple(each.window for each in now),
             gradient_bits=self.parties[0].costs.gradient_bits, actions=actions, fingerprint=self._fingerprint,
-            frozen_sha256=self._frozen_sha256)
+            first_soc=self._first_soc, frozen_sha256=self._frozen_sha256)
 
     def _open_session_message(self, party: int, task: SplitTask, settings: ConfigRecord, server_round: int) -> Message:
         """Open the cloud's session and return the edge's message, with only the tensors of its own half."""

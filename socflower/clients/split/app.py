@@ -87,7 +87,7 @@ def make_split_client_app(
                               f"({program.fingerprint()[:12]}); run the same code on both")
         arrays = {name: array.numpy() for name, array in message.content.array_records[ARRAYS].items()}
         folder = None if state_folder is None else state_folder(context)
-        state = SplitState(task, context, None if folder is None else StateFiles(folder))
+        state = SplitState(task, context, None if folder is None else StateFiles(folder, "edge"))
         with torch_threads(num_threads):
             if task.address:
                 outcome = train_with_cloud(
@@ -99,7 +99,8 @@ def make_split_client_app(
                     if cloud_data_fn is not None and task.reverse else None
                 outcome = train_in_process(program, task, arrays, data, others, state, settings_fn(context))
         label = device_label(resolve_device(program.device, "split training: device"))
-        return _reply(message, outcome, DeviceReport(devices=(label,) * len(task.parties), socs=task.parties))
+        socs = tuple(task.first_soc + party for party in task.parties)
+        return _reply(message, outcome, DeviceReport(devices=(label,) * len(socs), socs=socs))
 
     return app
 

@@ -124,6 +124,27 @@ def simulate(
     return pipeline.timeline(usage)
 
 
+def round_ends(round_epochs: float | Sequence[float], batches_per_epoch: int, num_epochs: int) -> tuple[int, ...]:
+    """Return how many batches are done at the end of each round.
+
+    `round_epochs` are the epochs of each round, rounded to batches, or the epochs at the end of each. Raises
+    `ConfigError` if a round would have no batch, or the last one does not end with the training.
+    """
+    total = batches_per_epoch * num_epochs
+    if isinstance(round_epochs, int | float):
+        length = max(1, round(round_epochs * batches_per_epoch))
+        return tuple(min(end, total) for end in range(length, total + length, length))
+    ends = tuple(round(epoch * batches_per_epoch) for epoch in round_epochs)
+    empty = next((index for index, end in enumerate(ends) if end <= (ends[index - 1] if index else 0)), None)
+    if empty is not None:
+        raise ConfigError(f"split training: round {empty + 1}, to epoch {round_epochs[empty]:g}, would have no batch "
+                          f"of the edges' {batches_per_epoch} an epoch; make rounds longer, or batches smaller")
+    if not ends or ends[-1] != total:
+        raise ConfigError(f"split training: round_epochs end at {round_epochs[-1] if ends else 0:g} of {num_epochs} "
+                          "epochs; the last round ends with the training")
+    return ends
+
+
 def moved(parties: Sequence[Party], timeline: Timeline) -> list[Party]:
     """Return the parties with the split plans that they had at the end of a timeline."""
     return [replace(party, split_plan=past.moves[-1].new) if past.moves else party
