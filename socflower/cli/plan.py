@@ -21,9 +21,13 @@ _MOST_BOARDS, _MOST_GROUPS = 60, 40  # that are printed
 
 
 def plan(
-    scenario: Annotated[Path, scenario_argument("A scenario file, the name of a shipped scenario, or a cluster file.")],
+    scenario: Annotated[Path, scenario_argument("A scenario file, the name of a shipped scenario, a cluster file, "
+                                                "or the folder of a Flower app.")],
     groups: Annotated[int | None, typer.Option(help="Number of groups, in place of the file's.")] = None,
     set_: Set = None,
+    cluster: Annotated[Path | None, typer.Option(help="For an app folder: the cluster file it runs on.")] = None,
+    training_flops: Annotated[float | None, typer.Option(help="For an app folder: operations of one training "
+                                                              "example, where its strategy has no profile.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show the groups on their boards, their communication groups, and predicted time, energy and memory."""
@@ -33,8 +37,12 @@ def plan(
     from socflower.scenario.schema.strategies import group_strategy
 
     if scenario.is_dir():
-        raise ConfigError(f"{scenario} is the folder of a Flower app, whose ServerApp plans when it runs: plan its "
-                          "cluster, socflower plan CLUSTER.toml --groups N, or run it")
+        _plan_app_folder(scenario, cluster, groups, set_ or (), training_flops, as_json)
+        return
+    for option, value in (("--cluster", cluster), ("--training-flops", training_flops)):
+        if value is not None:
+            raise ConfigError(f"{option} {value}: is for the folder of a Flower app; a scenario has its own [cluster] "
+                              "and model")
     overrides = [*(set_ or ()), *([f"strategy.groups={groups}"] if groups is not None else ())]
     loaded = load_scenario(scenario, overrides)
     if groups is not None and not (loaded.has_groups and group_strategy(loaded.strategy.name).num_groups is None):
@@ -45,8 +53,27 @@ def plan(
             _plan_split(loaded, as_json)
         return
     with mistakes_name_file(loaded.name, scenario), prints_to_stderr():
-        cluster = scenario_cluster(loaded)
-        document = {**plan_scenario(loaded), "heat": predicted_heat(loaded, cluster)}
+        planned = scenario_cluster(loaded)
+        document = {**plan_scenario(loaded), "heat": predicted_heat(loaded, planned)}
+    if as_json:
+        print_json(document)
+    else:
+        print_plan(OUT, planned, document)
+
+
+def _plan_app_folder(
+    folder: Path, cluster_file: Path | None, groups: int | None, overrides: Sequence[str], training_flops: float | None,
+    as_json: bool,
+) -> None:
+    from socflower.scenario.app_planning import plan_app_folder
+
+    if groups is not None:
+        raise ConfigError(f"--groups {groups}: is for scenarios; the ServerApp of {folder} sets its groups: use --set "
+                          "with the key of its run config")
+    if cluster_file is None:
+        raise ConfigError(f"{folder} is the folder of a Flower app: name the cluster it runs on with --cluster FILE")
+    with prints_to_stderr():
+        cluster, document = plan_app_folder(folder, cluster_file, overrides, training_flops)
     if as_json:
         print_json(document)
     else:
@@ -84,17 +111,8 @@ def print_plan(console: Console, cluster: "Cluster", document: Mapping[str, Any]
     where = f" on {counted(len(cluster.servers), 'server')}" if cluster.servers else ""
     print_text(f"{counted(len(document['groups']), 'group')}{where}, split over boards: {_listed(split)}, contention "
                f"{document['contention']}, communication groups: {', '.join(map(_listed, turns))}", console)
-    predicted = document["predicted"]
     print_text(document["work"], console)
-    lines = (
-        _step_line(document),
-        f"a synchronisation {human_seconds(predicted['sync_s'])}{_in_servers(predicted)}, "
-        f"{predicted['syncs_per_epoch']:.3g} an epoch",
-        f"an epoch {human_seconds(predicted['epoch_s'])} and {human_joules(predicted['epoch_energy_j'])}, "
-        f"{percent(predicted['compute_fraction'])} of the SoCs' time computing",
-        f"memory of a SoC {human_bytes(predicted['memory_bytes'])}{_frozen_text(document['model'])}",
-    )
-    for line in lines:
+    for line in () if document["predicted"] is None else _predicted_lines(document):
         print_text(line, console)
     if document["verdict"] is not None:
         pays = document["predicted"]["epoch_s"] < document["one_soc"]["epoch_s"]
@@ -102,6 +120,18 @@ def print_plan(console: Console, cluster: "Cluster", document: Mapping[str, Any]
     _print_heat(console, document.get("heat"))
     for note in document["notes"]:
         print_text(f"note: {note}", console, "dim")
+
+
+def _predicted_lines(document: Mapping[str, Any]) -> tuple[str, ...]:
+    predicted = document["predicted"]
+    return (
+        _step_line(document),
+        f"a synchronisation {human_seconds(predicted['sync_s'])}{_in_servers(predicted)}, "
+        f"{predicted['syncs_per_epoch']:.3g} an epoch",
+        f"an epoch {human_seconds(predicted['epoch_s'])} and {human_joules(predicted['epoch_energy_j'])}, "
+        f"{percent(predicted['compute_fraction'])} of the SoCs' time computing",
+        f"memory of a SoC {human_bytes(predicted['memory_bytes'])}{_frozen_text(document['model'])}",
+    )
 
 
 def _print_heat(console: Console, heat: Mapping[str, Any] | None) -> None:

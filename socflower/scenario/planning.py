@@ -89,12 +89,12 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
             f"{counted(work.steps_per_epoch, 'step')}, batches of {scenario.train.batch_size} a group")
     predicted = _predict(scenario, work)
     one_soc = _predict_one_soc(scenario, cluster) if len(plan.participants) > 1 else None
-    return {"schema": 1, "work": what, "model": _model_document(work.profile), **plan.to_document(),
+    return {"schema": 1, "work": what, "model": model_document(work.profile), **plan.to_document(),
             **turns.to_document(),
             "predicted": predicted, "one_soc": one_soc, "verdict": _verdict(predicted, one_soc), "notes": notes}
 
 
-def _model_document(profile: ModelProfile) -> dict[str, float]:
+def model_document(profile: ModelProfile) -> dict[str, float]:
     """Return the bytes of the weights, all and those that train and travel, and a sample's operations."""
     return {"weight_bytes": profile.parameter_bytes, "trained_bytes": profile.weight_bytes,
             "activation_bytes_per_sample": profile.activation_bytes, "forward_flops": profile.forward_flops,
@@ -197,8 +197,12 @@ def _planned_shapes(scenario: Scenario, work: IntervalCosts) -> Sequence[tuple[S
 
 def _planned_lengths(scenario: Scenario, work: IntervalCosts) -> Mapping[int, int]:
     """Return the number of intervals by their number of steps, in order of occurrence."""
+    return _lengths(_planned_shapes(scenario, work))
+
+
+def _lengths(shapes: Sequence[tuple[SyncInterval, int]]) -> dict[int, int]:
     lengths: dict[int, int] = {}
-    for interval, count in _planned_shapes(scenario, work):
+    for interval, count in shapes:
         lengths[interval.num_steps] = lengths.get(interval.num_steps, 0) + count
     return lengths
 
@@ -217,14 +221,21 @@ def _training_usage(work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, in
 
 
 def _predict(scenario: Scenario, work: IntervalCosts) -> dict[str, float]:
-    epochs = scenario.train.epochs
-    shapes = _planned_shapes(scenario, work)
+    return predicted_costs(
+        work, _planned_shapes(scenario, work), scenario.train.epochs, in_servers=_server_interval(scenario) > 1,
+        optimizer_copies=2.0 if scenario.train.optimizer == "adam" else 1.0)
+
+
+def predicted_costs(
+    work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]], epochs: int, *, in_servers: bool,
+    optimizer_copies: float = 1.0,
+) -> dict[str, float]:
+    """Return `predicted` of a plan document: see `plan_scenario`; `shapes` are all intervals of `epochs` epochs."""
     training = _training_usage(work, shapes)
-    steps = work.steps_per_epoch
     synchronisation = work.synchronisation()
-    in_servers = work.synchronisation(across_servers=False) if _server_interval(scenario) > 1 else None
+    inside = work.synchronisation(across_servers=False) if in_servers else None
     busy = sum(training.soc_seconds.values())
-    times = step_times(work, _planned_lengths(scenario, work), EventClock(work.cluster))
+    times = step_times(work, _lengths(shapes), EventClock(work.cluster))
     step_s = times.in_turn_s if work.serialize_uplinks else times.free_s
     own_s = max(cost.compute_s + cost.merge_s + cost.update_s for cost in work.costs.values())
     return {
@@ -232,14 +243,14 @@ def _predict(scenario: Scenario, work: IntervalCosts) -> dict[str, float]:
         "exchange_fraction": max(0.0, 1.0 - own_s / step_s),
         "step_in_turn_s": times.in_turn_s,
         "step_free_running_s": times.free_s,
-        "steps_per_epoch": float(steps),
+        "steps_per_epoch": float(work.steps_per_epoch),
         "sync_s": 0.0 if synchronisation is None else EventClock(work.cluster).run(synchronisation).duration_s,
-        "server_sync_s": 0.0 if in_servers is None else EventClock(work.cluster).run(in_servers).duration_s,
+        "server_sync_s": 0.0 if inside is None else EventClock(work.cluster).run(inside).duration_s,
         "syncs_per_epoch": 0.0 if synchronisation is None else sum(count for _, count in shapes) / epochs,
         "epoch_s": training.duration_s / epochs,
         "epoch_energy_j": training.total_energy_j / epochs,
         "memory_bytes": work.profile.training_memory_bytes(
-            max(work.shares.values()), optimizer_copies=2.0 if scenario.train.optimizer == "adam" else 1.0),
+            max(work.shares.values()), optimizer_copies=optimizer_copies),
         "compute_fraction": training.soc_seconds.get(Activity.COMPUTE, 0.0) / busy if busy else 0.0,
     }
 

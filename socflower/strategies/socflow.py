@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 from numpy.typing import NDArray
 
-from socflower.cluster import Cluster, Usage, VirtualClock, sustained_rates
+from socflower.cluster import Cluster, ModelProfile, Usage, VirtualClock, sustained_rates
 from socflower.errors import ConfigError, require_type
 from socflower.hierarchy import (
     Group,
@@ -152,11 +152,8 @@ class SoCFlow(PlannedRounds):
         self.intervals: Sequence[SyncInterval] = sync_schedule(
             schedule.num_epochs, self.steps_per_epoch, schedule.interval_epochs,
             server_interval=schedule.server_interval)
-        self._interval_costs = None if costs.model_profile is None else IntervalCosts(
-            cluster=cluster, plan=groups, profile=costs.model_profile, num_samples=schedule.num_samples,
-            batch_size=schedule.batch_size, steps_per_epoch=self.steps_per_epoch, reshuffle=schedule.reshuffle,
-            serialize_uplinks=False, overlap_buckets=exchange.overlap_buckets, pricing=costs.pricing,
-            rebalancing=rebalancing)
+        self._rebalancing = rebalancing
+        self._interval_costs = None if costs.model_profile is None else self._costs_of(groups, costs.model_profile)
         self._outer = None if outer is None else OuterStep(outer, len(groups.groups), len(groups.participants))
         if outer is not None and type(self).average_models is not SoCFlow.average_models:
             raise ConfigError(f"{name}: it has an average_models of its own, which outer = {type(outer).__name__}(…) "
@@ -251,6 +248,19 @@ class SoCFlow(PlannedRounds):
     def tolerates_client_errors(self) -> bool:
         """Whether a group whose client raises is left out, instead of ending the run."""
         return self._tolerate_client_errors
+
+    @property
+    def schedule(self) -> TrainingSchedule:
+        """How much is trained, and how often groups synchronise."""
+        return self._schedule
+
+    def predicted(self, clock: VirtualClock, profile: ModelProfile | None = None) -> tuple[Turns, IntervalCosts | None]:
+        """Return how the groups of the latest plan would exchange on the clock, and what an interval would cost.
+
+        The cost is that of its own `model_profile`, else of `profile`; None without both. The clock is not charged.
+        """
+        base = self._interval_costs or (None if profile is None else self._costs_of(self.plan, profile))
+        return self._exchanges(self.plan, base, clock)
 
     @property
     def transport(self) -> str:
@@ -468,15 +478,27 @@ class SoCFlow(PlannedRounds):
             transport=registry.transport(self._rings.transport) if registry.ring_address_of else IN_PROCESS,
             rings=self._rings, gpu_of=registry.gpu_of)
 
+    def _costs_of(self, plan: GroupPlan, profile: ModelProfile) -> IntervalCosts:
+        schedule = self._schedule
+        return IntervalCosts(
+            cluster=self._cluster, plan=plan, profile=profile, num_samples=schedule.num_samples,
+            batch_size=schedule.batch_size, steps_per_epoch=self.steps_per_epoch, reshuffle=schedule.reshuffle,
+            serialize_uplinks=False, overlap_buckets=self._exchange.overlap_buckets, pricing=self._costs.pricing,
+            rebalancing=self._rebalancing)
+
     def _turns_and_costs(self, plan: GroupPlan) -> tuple[Turns, IntervalCosts | None]:
         """Return how a plan's groups exchange, and what an interval of it costs."""
+        return self._exchanges(plan, self._interval_costs, self._clock)
+
+    def _exchanges(
+        self, plan: GroupPlan, base: IntervalCosts | None, clock: VirtualClock | None,
+    ) -> tuple[Turns, IntervalCosts | None]:
         asked = self._exchange.serialize_uplinks
-        if self._interval_costs is None:
+        if base is None:
             return choose_turns(plan, asked, None), None
-        costs = replace(self._interval_costs, plan=plan)
+        costs = replace(base, plan=plan)
         lengths = Counter(interval.num_steps for interval in self.intervals)
-        turns = choose_turns(plan, asked,
-                             None if self._clock is None else partial(step_times, costs, lengths, self._clock))
+        turns = choose_turns(plan, asked, None if clock is None else partial(step_times, costs, lengths, clock))
         return turns, replace(costs, serialize_uplinks=turns.taken)
 
     def _log_changes(self, this: Round, grid: Grid) -> None:

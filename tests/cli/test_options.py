@@ -160,7 +160,9 @@ def test_an_app_folder_for_another_superlink_is_told_what_runs_it(begins: Socflo
     (("compare", "app", "--cluster", "cluster.toml", "--vary", "key=1"), "--vary key=1: write a key of the run config"),
     (("compare", "app", "case.toml"), "takes one scenario file, or folders of Flower apps"),
     (("compare", "case.toml", "split.toml"), "takes one scenario file, or folders of Flower apps"),
-    (("plan", "app"), "whose ServerApp plans when it runs: plan its cluster"),
+    (("plan", "app"), "name the cluster it runs on with --cluster FILE"),
+    (("plan", "app", "--cluster", "cluster.toml", "--groups", 2), "the ServerApp of app sets its groups"),
+    (("plan", "case.toml", "--training-flops", 1e6), "is for the folder of a Flower app"),
 ])
 def test_a_command_that_cannot_use_an_app_folder_so_says_what_to_do(
     begins: Socflower, arguments: tuple[str, ...], line: str,

@@ -1,0 +1,138 @@
+"""The plan of a Flower app folder: its ServerApp runs up to the start of its strategy, and nothing is trained."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.serverapp.strategy import Strategy
+
+from socflower.cluster import Cluster, LayerProfile, ModelProfile
+from socflower.cluster.cluster_file import load_cluster
+from socflower.cluster.cost_model import BACKWARD_TO_FORWARD
+from socflower.engines.local.grid import EngineGrid
+from socflower.engines.local.run_app import flower_quiet, load_flower_app, require_server_app
+from socflower.errors import ConfigError
+from socflower.hierarchy import sync_shapes
+from socflower.quantities import counted
+from socflower.scenario.app.own_app import training_profile
+from socflower.scenario.app_folder import run_config
+from socflower.scenario.planning import model_document, predicted_costs
+from socflower.sim import EventClock
+from socflower.strategies.group_grid import GroupGrid
+from socflower.strategies.records import array_views
+from socflower.strategies.resuming import innermost, refuse_too_many_rounds
+from socflower.strategies.socflow import SoCFlow
+from socflower.user_code import forgotten_modules
+
+
+class _Started(BaseException):
+    """A strategy was started; no `Exception`, since an app may catch those."""
+
+    def __init__(self, strategy: Strategy, arrays: ArrayRecord) -> None:
+        self.strategy, self.arrays = strategy, arrays
+
+
+class _PlanningGrid(EngineGrid):
+    """Has nodes and sends nothing."""
+
+    def _accept(self, message_id: str, message: Message) -> NoReturn:
+        raise ConfigError(f"plan: the app sends {message.metadata.message_type} messages before its strategy starts, "
+                          "as a warm-up does that chooses the number of groups, and a plan sends none; set that number "
+                          "with --set, or run the app")
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return nothing, as nothing was sent."""
+        return []
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Refuse any message."""
+        self.push_messages(messages)
+        return []
+
+
+def plan_app_folder(
+    folder: Path, cluster_file: Path, overrides: Iterable[str] = (), training_flops: float | None = None,
+) -> tuple[Cluster, dict[str, Any]]:
+    """Return the cluster and the plan document of the app's SoCFlow, as `plan_scenario` does.
+
+    `predicted` and `model` are None where nothing tells what a step costs; `notes` says what is missing. Raises
+    `ConfigError` for an app whose strategy is another one, or that sends messages before it starts one.
+    """
+    own = training_profile(training_flops)
+    app, cluster = load_flower_app(folder), load_cluster(cluster_file)
+    config = run_config(app, tuple(overrides))
+    with forgotten_modules(folder), flower_quiet():
+        started = _start_of(require_server_app(app.server_app), _PlanningGrid([{}] * cluster.num_socs, config), config)
+    strategy = innermost(started.strategy)
+    name = type(strategy).__name__
+    if not isinstance(strategy, SoCFlow):
+        raise ConfigError(f"{folder}: its strategy is {name}, which has no groups to plan; plan is for SoCFlow and "
+                          "its subclasses, and socflower run prices any other: give --training-flops")
+    if strategy.plan.participants and strategy.plan.participants[-1] >= cluster.num_socs:
+        raise ConfigError(f"{folder}: {name} plans SoC {strategy.plan.participants[-1]}, and {cluster_file} has "
+                          f"{counted(cluster.num_socs, 'SoC')}; describe both by the same cluster file")
+    profile = None if own is None else _with_weights(own, started.arrays)
+    turns, work = strategy.predicted(EventClock(cluster), profile)
+    schedule, notes = strategy.schedule, []
+    if work is None:
+        notes.append(f"no time is predicted: {name} has no costs=Costs(model_profile=profile_module(…)); add it, or "
+                     "give --training-flops")
+    elif own is not None:
+        notes.append("priced by --training-flops and the bytes of the arrays" if work.profile is profile else
+                     f"--training-flops was not needed: {name} has a model_profile of its own")
+    shapes = sync_shapes(schedule.num_epochs, strategy.steps_per_epoch, schedule.interval_epochs,
+                         server_interval=schedule.server_interval)
+    return cluster, {
+        "schema": 1, "work": f"{name} of {folder.resolve().name}, {counted(schedule.num_epochs, 'epoch')} of "
+        f"{counted(strategy.steps_per_epoch, 'step')}, batches of {schedule.batch_size} a group",
+        "model": None if work is None else model_document(work.profile), **strategy.plan.to_document(),
+        **turns.to_document(), "predicted": None if work is None else predicted_costs(
+            work, shapes, schedule.num_epochs, in_servers=schedule.server_interval > 1),
+        "one_soc": None, "verdict": None, "notes": notes}
+
+
+def _with_weights(profile: ModelProfile, arrays: ArrayRecord) -> ModelProfile:
+    """Return the cost of `--training-flops` for a model whose weights are the arrays that the strategy starts with."""
+    views = array_views(arrays)
+    layer = LayerProfile(
+        name="model", kind="foreign", forward_flops=profile.training_flops / (1.0 + BACKWARD_TO_FORWARD),
+        output_bytes=0.0, weight_bytes=float(sum(view.nbytes for view in views.values())), num_tensors=len(views))
+    return ModelProfile(name=profile.name, layers=(layer,), input_bytes=0.0)
+
+
+def _start_of(app: Any, grid: EngineGrid, config: Any) -> _Started:
+    """Run the ServerApp until it starts a strategy, and return that strategy and its first arrays."""
+    context = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=config)
+    try:
+        with _strategies_end():
+            app(GroupGrid(grid), context)
+    except _Started as started:
+        return started
+    except SystemExit as end:
+        raise ConfigError(f"plan: the ServerApp ended with sys.exit({end.code!r}) before it started a strategy"
+                          ) from end
+    raise ConfigError("plan: the app started no strategy of Flower's message API, so there is nothing to plan; run it")
+
+
+@contextmanager
+def _strategies_end() -> Iterator[None]:
+    """Let `Strategy.start` raise `_Started`."""
+    original = Strategy.start
+    parameters = signature(original)
+
+    @wraps(original)
+    def start(*args: Any, **named_args: Any) -> NoReturn:
+        bound = parameters.bind(*args, **named_args)
+        bound.apply_defaults()
+        refuse_too_many_rounds(innermost(bound.arguments["self"]), bound.arguments["num_rounds"])
+        raise _Started(bound.arguments["self"], bound.arguments["initial_arrays"])
+
+    Strategy.start = start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Strategy.start = original  # type: ignore[method-assign]
