@@ -28,6 +28,7 @@ _EXPORTS = {
     "training.trainer": ("ExchangingSession", "SessionResult", "Trainer", "TrainingSession", "TrainingSpan"),
     "training.fp32": ("FP32Trainer", "cosine_annealing", "sgd"),
     "training.int8": ("Int8Trainer",),
+    "edgecloud.runtime.mixed_front": ("MixedEdge",),
     "training.mixed_precision": ("MixedPrecisionTrainer",),
     "training.group": ("train_group",),
     "training.model_state": ("frozen_digest", "load_trainable_state", "trainable_state"),

@@ -18,6 +18,7 @@ from socflower.edgecloud.plan.decision import WindowSchedule as WindowSchedule, 
 from socflower.edgecloud.plan.device_costs import split_costs as split_costs
 from socflower.edgecloud.program import HalvesProgram as HalvesProgram, JoinedProgram as JoinedProgram, LayeredProgram as LayeredProgram, SplitProgram as SplitProgram, cut_shapes as cut_shapes
 from socflower.edgecloud.runtime.half_optimizer import torch_schedule as torch_schedule
+from socflower.edgecloud.runtime.mixed_front import MixedEdge as MixedEdge
 from socflower.edgecloud.samples import CodeSamples as CodeSamples, FeatureSamples as FeatureSamples, ImageTargets as ImageTargets
 from socflower.edgecloud.stream.credentials import read_token as read_token
 from socflower.engines.local.run_app import load_flower_app as load_flower_app, quiet_flower as quiet_flower, run_app as run_app

@@ -26,9 +26,9 @@ def few_digits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "_load_digits", lambda cache: few)
         patch.setattr(sources, "_DIGITS_TRAIN", NUM_TRAIN)
-        arithmetic._split.cache_clear()
+        arithmetic.held_out_split.cache_clear()
         yield
-    arithmetic._split.cache_clear()
+    arithmetic.held_out_split.cache_clear()
 
 
 @pytest.fixture

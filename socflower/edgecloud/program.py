@@ -29,6 +29,7 @@ from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.half_optimizer import Schedule, constant_rate
 from socflower.edgecloud.runtime.halves import HalfStep, Passes, require_loss, targets_from
 from socflower.edgecloud.runtime.int8_front import Int8Front
+from socflower.edgecloud.runtime.mixed_front import MixedEdge, MixedFront
 from socflower.edgecloud.samples import LABELS, BatchSource, PartyBatches, inputs_and_labels, label_arrays
 from socflower.errors import ConfigError, require_range
 from socflower.training.fp32 import LossFn, OptimizerFn, sgd
@@ -75,8 +76,9 @@ class SplitProgram(ABC):
     returns, a mean over the batch. `max_grad_norm` limits the norm of each half's gradient by itself, since neither
     knows the other's in time. `autocast` runs passes in torch.bfloat16; features and gradients cross in float32.
 
-    With an `edge_trainer` the edges' halves train in int8, by its algorithm, learning rate and schedule; `optimizer`
-    and `schedule` are then those of the cloud's halves alone.
+    With an `Int8Trainer` as `edge_trainer` the edges' halves train in int8, by its algorithm, learning rate and
+    schedule; `optimizer` and `schedule` are then those of the cloud's halves alone. With a `MixedEdge` they train on
+    CPU and NPU at once.
     """
 
     model_fn: ModelFn
@@ -88,7 +90,7 @@ class SplitProgram(ABC):
     train_step: HalfStep | None = None
     max_grad_norm: float | None = None
     autocast: torch.dtype | None = None
-    edge_trainer: Int8Trainer | None = None
+    edge_trainer: Int8Trainer | MixedEdge | None = None
 
     def __post_init__(self) -> None:
         where = "split training"
@@ -103,8 +105,10 @@ class SplitProgram(ABC):
             raise ConfigError(f"{where}: autocast = {self.autocast}; use torch.bfloat16, or None for float32")
 
     def _check_int8(self, where: str) -> None:
-        for name, value in (("max_grad_norm", self.max_grad_norm), ("autocast", self.autocast)):
-            if value is not None:
+        is_mixed = isinstance(self.edge_trainer, MixedEdge)
+        for name, value, suits in (("autocast", self.autocast, False), ("max_grad_norm", self.max_grad_norm, is_mixed),
+                                   ("train_step", self.train_step, not is_mixed)):
+            if value is not None and not suits:
                 raise ConfigError(f"{where}: {name} = {value} is not for an edge_trainer, whose half is in integers; "
                                   "leave one of the two out")
         if self.is_reverse:
@@ -141,6 +145,10 @@ class SplitProgram(ABC):
         """
         split, prefix = self._front_part(party)
         if self.edge_trainer is not None:
+            if isinstance(self.edge_trainer, MixedEdge):
+                return PlacedHalf(MixedFront(
+                    split, self._place(cut), batches, self.optimizer, self.edge_trainer, party=party,
+                    schedule=self.schedule, seed=self.seed + party, passes=self._passes), prefix)
             if not isinstance(batches, PartyBatches):
                 raise ConfigError("split training: edge_trainer needs PartyBatches, which know the training's length")
             return PlacedHalf(Int8Front(split, self._place(cut), batches, self.edge_trainer, loss=self.loss,

@@ -67,10 +67,16 @@ class MixedPricing:
             return self.cpu_share
         return cpu_share(self.rule, self.alpha, ratio)
 
+    def samples(self, model_name: str, device: Device, num_samples: int) -> dict[str, int]:
+        """Return how many of a device's samples each of its processors takes."""
+        floor = accuracy_floor(self.rule, self.alpha) if self.cpu_share is None else 0.0
+        on_cpu = cpu_samples(num_samples, self.share(model_name, device), floor)
+        beside = {} if device.accelerator is None else {device.accelerator: num_samples - on_cpu}
+        return {device.default_processor: on_cpu, **beside}
+
     def step_cost(self, model: ModelProfile, device: Device, num_samples: int) -> StepCost:
         """Return the cost of both processors, split as the trainer splits samples, and of merging."""
-        floor = accuracy_floor(self.rule, self.alpha) if self.cpu_share is None else 0.0
-        on_cpu = cpu_samples(num_samples, self.share(model.name, device), floor)
+        on_cpu = self.samples(model.name, device, num_samples)[device.default_processor]
         cost = step_cost(model, device, on_cpu)
         if on_cpu == num_samples or device.accelerator is None:
             return cost

@@ -113,7 +113,7 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
     )
     if precision.arithmetic == "fp32":
         return fp32
-    held_out = _split(scenario_data(scenario).train, precision.held_out)[1]
+    held_out = held_out_split(scenario_data(scenario).train, precision.held_out)[1]
     inputs, _ = pair_of(held_out.batch(np.arange(len(held_out))), "mixed precision")
     device = scenario_cluster(scenario).device_of(soc)
     ratio = MixedPricing(rule=precision.rule).npu_ratio(scenario.model.name, device)
@@ -149,7 +149,7 @@ def optimizer(scenario: Scenario) -> OptimizerFn:
 def training_data(scenario: Scenario) -> DataSource:
     """Return the samples to train on: all except the held-out ones."""
     train = scenario_data(scenario).train
-    return _split(train, scenario.precision.held_out)[0] if scenario.precision.held_out else train
+    return held_out_split(train, scenario.precision.held_out)[0] if scenario.precision.held_out else train
 
 
 def num_training_samples(scenario: Scenario, num_train: int) -> int:
@@ -162,7 +162,7 @@ def num_training_samples(scenario: Scenario, num_train: int) -> int:
 
 
 @cache
-def _split(train: DataSource, num_held_out: int) -> tuple[DataSource, DataSource]:
+def held_out_split(train: DataSource, num_held_out: int) -> tuple[DataSource, DataSource]:
     """Return training and held-out samples; the latter are spread evenly, since files may be sorted by class."""
     held_out = np.arange(num_held_out) * len(train) // num_held_out
     return train.select(np.delete(np.arange(len(train)), held_out)), train.select(held_out)

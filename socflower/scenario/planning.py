@@ -300,7 +300,8 @@ def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
                        "bits": chosen.bits, "window": chosen.window, "text": cut_text(chosen, costs)},
         "cuts": [row(index) for index in range(len(costs.cuts))], "edge_only_s": costs.edge_only_s,
         "batch_s": _finite(period_s(served, limit)), "epoch_s": _finite(epoch_s),
-        "epoch_energy_j": training_energy_j(device, served, batches, limit, costs.edge_processor),
+        "epoch_energy_j": training_energy_j(device, served, batches, limit, costs.edge_processor,
+                                            costs.edge_beside),
     }
 
 

@@ -4,6 +4,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import cast
@@ -11,19 +12,30 @@ from typing import cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
+from socflower.capture.batch_form import pair_of
 from socflower.capture.layer_profile import profile_module
 from socflower.cluster import Device, ModelProfile
 from socflower.edgecloud.plan.baselines import gradient_bits
 from socflower.edgecloud.plan.cuts import SplitCosts
 from socflower.edgecloud.plan.device_costs import CutShape, split_costs
 from socflower.edgecloud.program import JoinedProgram, LayeredProgram, SplitProgram, cut_shapes
+from socflower.edgecloud.runtime.mixed_front import MixedEdge
 from socflower.edgecloud.samples import CodeSamples, FeatureSamples, ImageTargets
 from socflower.errors import ConfigError
-from socflower.scenario.arithmetic import evaluation_device, optimizer, trainer
+from socflower.precision.processor_costs import MERGE_PASSES, REQUANTISE_PASSES, MixedPricing
+from socflower.scenario.arithmetic import (
+    evaluation_device,
+    held_out_split,
+    num_training_samples,
+    optimizer,
+    trainer,
+    unsupported,
+)
 from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.split import CLICK_MODEL, GENERATOR
 from socflower.scenario.workload import Score, image_shape, initial_model, scenario_data
 from socflower.training.fp32 import LossFn
@@ -88,6 +100,9 @@ class SplitWorkload(ABC):
             profile, shapes, device, cloud, self.scenario.train.batch_size, reverse=program.reverse,
             edge_processor=device.int8_processor if self._in_int8 else None,
             edge_value_bytes=1.0 if self._in_int8 else 4.0,
+            edge_shares=MixedPricing(rule=self.scenario.precision.rule).samples(
+                self.scenario.model.name, device, self.scenario.train.batch_size) if self._is_mixed else None,
+            merge_passes=MERGE_PASSES + REQUANTISE_PASSES,
             frozen_layers=shapes[frozen - 1].num_layers if frozen else 0, gradient_bits=self._gradient_bits)
 
     @property
@@ -114,13 +129,32 @@ class SplitWorkload(ABC):
         return LayeredProgram(
             model_fn=lambda: copy.deepcopy(model), example=example, schedule=self.schedule, loss=loss, reverse=reverse,
             optimizer=optimizer(self.scenario), frozen=settings.frozen or None,
-            edge_trainer=cast(Int8Trainer, trainer(self.scenario)) if self._in_int8 else None,
+            edge_trainer=self._edge_trainer(),
             seed=self.scenario.seed, device=self.scenario.train.device)
 
     @property
     def _in_int8(self) -> bool:
         """Whether the edges' halves train in int8."""
         return self.scenario.precision.arithmetic == "int8"
+
+    @property
+    def _is_mixed(self) -> bool:
+        """Whether the edges' halves train on CPU and NPU at once."""
+        return self.scenario.precision.arithmetic == "mixed"
+
+    def _edge_trainer(self) -> Int8Trainer | MixedEdge | None:
+        scenario, rule = self.scenario, self.scenario.precision.rule
+        if self._in_int8:
+            return cast(Int8Trainer, trainer(scenario))
+        if not self._is_mixed:
+            return None
+        cluster, pricing = scenario_cluster(scenario), MixedPricing(rule=rule)
+        return MixedEdge(rule=rule, held_out=self._held_out_inputs(), unsupported=unsupported(scenario), npu_ratios=[
+            pricing.npu_ratio(scenario.model.name, cluster.device_of(edge)) for edge in range(self.num_edges)])
+
+    def _held_out_inputs(self) -> Tensor | None:
+        """Return the inputs on which mixed training measures alpha."""
+        return None
 
     @property
     def _gradient_bits(self) -> int:
@@ -156,9 +190,17 @@ class ImageWorkload(SplitWorkload):
         """The origin of the images."""
         return self._data.source
 
+    def _held_out_inputs(self) -> Tensor | None:
+        held_out = held_out_split(_selected_images(self.scenario).train, self.scenario.precision.held_out)[1]
+        return pair_of(held_out.batch(np.arange(len(held_out))), "mixed precision")[0]
+
     @cached_property
     def _data(self) -> DataSet:
-        return _selected_images(self.scenario)
+        data, num_held_out = _selected_images(self.scenario), self.scenario.precision.held_out
+        if not num_held_out:
+            return data
+        num_training_samples(self.scenario, len(data.train))  # raises if none is left
+        return replace(data, train=cast(LabelledData, held_out_split(data.train, num_held_out)[0]))
 
     @cached_property
     def _parts(self) -> Sequence[NDArray[np.int64]]:

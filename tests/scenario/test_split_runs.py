@@ -2,6 +2,7 @@
 
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,29 @@ def test_an_int8_edge_is_priced_on_its_int8_processor_and_the_cloud_in_fp32() ->
     assert result["bytes"]["wan"] < ran(split(device="snapdragon-865", cut=1, adapt=False))["bytes"]["wan"] * 1.001
 
 
+def test_a_mixed_edge_is_priced_as_both_processors_at_once() -> None:
+    """Each pass as long as the longer part's, priced by itself; the joules have both processors' watts."""
+    scenario = split(device="snapdragon-865", precision={"arithmetic": "mixed", "held_out": 20}, cut=1, adapt=False)
+    setting, edge = SplitSetting(scenario), device("snapdragon-865")
+    (party,) = setting.parties()
+    profile = profile_module(setting.workload.program.model(), (1, 28, 28), "lenet5")
+    cuts = cut_shapes(setting.workload.program.split, profile)  # type: ignore[attr-defined]
+    cpu = split_costs(profile, cuts, edge, device("gpu-v100"), 12)  # 12 of 32, at least e^-1 of them
+    npu = split_costs(profile, cuts, edge, device("gpu-v100"), 20, edge_processor="npu")
+    for both, one, other in zip(party.costs.cuts, cpu.cuts, npu.cuts, strict=True):
+        assert both.edge_forward_s == pytest.approx(max(one.edge_forward_s, other.edge_forward_s))
+        assert both.edge_backward_s >= max(one.edge_backward_s, other.edge_backward_s)
+    assert party.costs.edge_processor == "cpu" and party.costs.edge_beside[0][0] == "npu"
+    assert setting.workload.num_samples() == [len(setting.workload.samples(0))]
+    past = simulate([party], 14, clock=EventClock(setting.cluster), cluster=setting.cluster)
+    alone = replace(party, costs=replace(party.costs, edge_beside=()))
+    without = simulate([alone], 14, clock=EventClock(setting.cluster), cluster=setting.cluster)
+    extra_w = edge.processor("npu").active_w - edge.idle_w
+    assert past.duration_s == without.duration_s
+    assert past.usage.total_energy_j - without.usage.total_energy_j == pytest.approx(
+        extra_w * past.parties[0].compute_s * party.costs.edge_beside[0][1])
+
+
 @pytest.mark.slow
 def test_int8_edges_give_equal_weights_on_local_and_simulation() -> None:
     pytest.importorskip("ray", reason="the engine simulation needs socflower[simulation]")
@@ -215,13 +239,15 @@ CASES = {
     "reverse": split(model="digit-generator", classes=[1]),
     "edge alone": split("edge-only"),
     "int8": split(**MOVING, round_epochs=0.5, precision=INT8),
+    "mixed": split(device="snapdragon-865", cut=1, adapt=False, precision={
+        "arithmetic": "mixed", "rule": "normalised", "held_out": 20}),
     "averaged int8": split(edges=2, precision={"arithmetic": "int8"}, event=[{"soc": 1, "round": 1}]),
 }
+SLOW = ("averaged halves", "edge alone", "averaged int8", "mixed")
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.slow] if name in ("averaged halves", "edge alone", "averaged int8") else [])
-    for name in CASES])
+    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES])
 def test_a_resumed_run_ends_as_one_that_was_never_interrupted(name: str, tmp_path: Path) -> None:
     """Weights, virtual time, moves, staleness, trace: everything but the wall clock."""
     scenario, out = CASES[name], tmp_path / "out"

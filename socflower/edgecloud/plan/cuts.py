@@ -65,6 +65,7 @@ class SplitCosts:
     header_bytes: float = 256.0  # of a batch, each way: message and framing
     model_weight_bytes: float = 0.0  # that move with the whole model; 0: unknown, no edge-only move
     edge_processor: str | None = None  # on which the edge trains; None: its device's default one
+    edge_beside: tuple[tuple[str, float], ...] = ()  # processors that work beside it, for what part of its time
 
     def __post_init__(self) -> None:
         if not self.cuts:

@@ -1,7 +1,7 @@
 """The costs of a split on devices of the catalogue: `SplitCosts` from a layer profile, without running anything."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -45,7 +45,8 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
                 frozen_layers: int = 0, optimizer_copies: float = 1.0, label_bytes_per_sample: float = 8.0,
                 gradient_bits: int = 32, codec_passes: float = CODEC_PASSES, edge_processor: str | None = None,
                 cloud_processor: str | None = None, reverse: bool = False,
-                edge_value_bytes: float = _FLOAT32_BYTES) -> SplitCosts:
+                edge_value_bytes: float = _FLOAT32_BYTES, edge_shares: Mapping[str, int] | None = None,
+                merge_passes: float = 0.0) -> SplitCosts:
     """Return the costs of a batch at every cut, with the front half at the edge (in a `reverse` split: in the cloud).
 
     The seconds of a whole step are those of the cost model (`cluster.cost_model`), measured ones where the device has
@@ -54,10 +55,20 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
     update. Memory at the edge: weights, gradients and optimiser state of the trained layers, the weights only of frozen
     layers, and the batch's activations, of `edge_value_bytes` each (1 in int8).
 
+    `edge_shares`, in place of `edge_processor`, is how many samples of a batch each processor of the edge takes, at the
+    same time: a pass is as long as the longest; and `merge_passes` over the weights merge their gradients.
+
     Raises ConfigError if cuts do not follow each other, leave no layer behind them, or the batch is empty.
     """
     _check(model, cuts, batch_size, frozen_layers, optimizer_copies, codec_passes)
-    at_edge = _Seconds.on(model, edge, batch_size, frozen_layers, edge_processor)
+    shares = {name: count for name, count in (edge_shares or {}).items() if count}
+    by_processor = {name: _Seconds.on(model, edge, count, frozen_layers, name) for name, count in shares.items()}
+    at_edge = _Together(model, edge, tuple(by_processor.values()), merge_passes if len(shares) > 1 else 0.0) \
+        if by_processor else _Seconds.on(model, edge, batch_size, frozen_layers, edge_processor)
+    whole_s = {name: seconds.forward_s(0, len(model.layers)) + seconds.backward_s(0, len(model.layers))
+               for name, seconds in by_processor.items()}
+    if whole_s:
+        edge_processor = max(whole_s, key=lambda name: whole_s[name])
     in_cloud = _Seconds.on(model, cloud, batch_size, frozen_layers, cloud_processor)
     num_layers = len(model.layers)
 
@@ -101,32 +112,36 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
         codec_s_per_element={bits: codec_s for bits in BITS if bits < 32},
         edge_s_per_byte=BYTE_PASSES / edge.memory_bytes_per_s,
         gradient_bits=gradient_bits, edge_processor=edge_processor,
+        edge_beside=tuple((name, seconds / whole_s[edge_processor]) for name, seconds in whole_s.items()
+                          if edge_processor is not None and name != edge_processor),
         model_weight_bytes=max(cost.front_weight_bytes + moving_bytes(cut.num_layers, num_layers)
                                for cost, cut in zip(costs, cuts, strict=True)),
     )
 
 
 def edge_energy_j(device: Device, *, compute_s: float, network_s: float, duration_s: float,
-                  processor: str | None = None) -> float:
+                  processor: str | None = None, beside: Sequence[tuple[str, float]] = ()) -> float:
     """Return the joules of an edge that computed, sent or received, and was idle within `duration_s`.
 
     The device draws its active watts while its processor computes and its idle watts otherwise; the network's watts are
-    added while its interface is busy, as in the simulator. Raises ConfigError for a part longer than the whole.
+    added while its interface is busy, as in the simulator; those of processors `beside` it for their part of its time.
+    Raises ConfigError for a part longer than the whole.
     """
     if not (0 <= compute_s <= duration_s * (1 + 1e-9) and 0 <= network_s <= duration_s * (1 + 1e-9) < math.inf):
         raise ConfigError(f"energy: compute_s = {compute_s} and network_s = {network_s} must lie between 0 and "
                           f"duration_s = {duration_s}, which must be finite")
     active_w = device.processor(processor or device.default_processor).active_w
+    active_w += sum((device.processor(name).active_w - device.idle_w) * part for name, part in beside)
     return (active_w * compute_s + device.idle_w * max(0.0, duration_s - compute_s) + device.network_w * network_s)
 
 
 def training_energy_j(device: Device, phases: Phases, num_batches: int, window: float,
-                      processor: str | None = None) -> float:
+                      processor: str | None = None, beside: Sequence[tuple[str, float]] = ()) -> float:
     """Return the joules of an edge for a training of F26; the network is busy for at most the whole duration."""
     duration_s = training_s(phases, num_batches, window)
     network_s = num_batches * (phases.up_s + phases.down_s)
     return edge_energy_j(device, compute_s=num_batches * phases.edge_s, network_s=min(network_s, duration_s),
-                         duration_s=duration_s, processor=processor)
+                         duration_s=duration_s, processor=processor, beside=beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +174,24 @@ class _Seconds:
 
     def backward_s(self, first: int, last: int) -> float:
         return math.fsum(self.backward[first:last])
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """Seconds of processors that each compute a part of a batch, and merge their gradients."""
+
+    model: ModelProfile
+    device: Device
+    parts: tuple[_Seconds, ...]
+    merge_passes: float
+
+    def forward_s(self, first: int, last: int) -> float:
+        return max(part.forward_s(first, last) for part in self.parts)
+
+    def backward_s(self, first: int, last: int) -> float:
+        merged_bytes = sum(layer.weight_bytes for layer in self.model.layers[first:last])
+        return (max(part.backward_s(first, last) for part in self.parts)
+                + self.merge_passes * merged_bytes / self.device.memory_bytes_per_s)
 
 
 def _check(model: ModelProfile, cuts: Sequence[CutShape], batch_size: int, frozen_layers: int,

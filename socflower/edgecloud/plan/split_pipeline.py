@@ -205,10 +205,13 @@ class _Pipeline:
             simulation.start(front.train(), f"edge {front.index}")
             simulation.start(front.take_gradients(), f"gradients of edge {front.index}", background=True)
 
-    def edge_processor(self, index: int) -> Processor:
-        """Return the processor on which an edge trains."""
-        name = self._parties[index].costs.edge_processor or self._cluster.device_of(index).default_processor
-        return self.simulation.processor(index, name)
+    def edge_compute(self, index: int, seconds: float, name: str) -> Event[float]:
+        """Compute on an edge's processors, and return the event of the end of the one that is priced."""
+        costs = self._parties[index].costs
+        for beside, part in costs.edge_beside:
+            self.simulation.compute(self.simulation.processor(index, beside), seconds * part, name)
+        main = costs.edge_processor or self._cluster.device_of(index).default_processor
+        return self.simulation.compute(self.simulation.processor(index, main), seconds, name)
 
     def record(self, kind: Kind, index: int, batch: int, plan: SplitPlan) -> None:
         """Note an action that is complete now."""
@@ -234,19 +237,18 @@ class _Pipeline:
             self._turn = (batch + 1, 0) if index + 1 == len(self._parties) else (batch, index + 1)
 
     def _begin_step(self, parties: tuple[int, ...], batch: int, step_s: float) -> None:
-        if self.reverse:
-            processor = self.edge_processor(parties[0])
-        else:
-            half = f" {parties[0]}" if self._mode == "own" else ""
-            processor = self.simulation.processor("cloud", f"half{half}")
-
         def end(seconds: float) -> None:
             if not self.reverse:
                 self.cloud_busy_s += seconds
             for index in parties:
                 self._fronts[index].return_gradient(batch, seconds)
 
-        if self.reverse or self._free is None:
+        if self.reverse:
+            self.edge_compute(parties[0], step_s, f"step {batch}").then(end)
+            return
+        half = f" {parties[0]}" if self._mode == "own" else ""
+        processor = self.simulation.processor("cloud", f"half{half}")
+        if self._free is None:
             self.simulation.compute(processor, step_s, f"step {batch}").then(end)
         else:
             name = f"step {batch} of edge {parties[0]}"
@@ -394,8 +396,7 @@ class _Front:
             spent_s = yield from self._pipeline.cloud_work(processor, seconds, name)
             self._pipeline.cloud_busy_s += spent_s
         else:
-            processor = self._pipeline.edge_processor(self.index)
-            spent_s = yield self._simulation.compute(processor, seconds, name)
+            spent_s = yield self._pipeline.edge_compute(self.index, seconds, name)
             self._compute_s += spent_s
 
     def _batch_times(self, limit: int) -> BatchTimes:

@@ -248,8 +248,9 @@ class Int8Model:
 
     def forward(
         self, images: npt.NDArray[np.float32], *, seed: int = 0, keep: bool = True, replay: bool = False,
+        training: bool = True,
     ) -> tuple[npt.NDArray[np.float32], int]:
-        """Return the last operator's output in training, (n, channels, height, width), and its exponent.
+        """Return the last operator's output, (n, channels, height, width), and its exponent.
 
         The output is int8 times 2^exponent. With `keep`, what `backward` reads is kept until then, or until the next
         pass of any kind. A pass that is not kept leaves the exponent trackers alone, which count differentiated
@@ -257,7 +258,7 @@ class Int8Model:
         """
         images = self._checked_images(images)
         try:
-            program, step = self._begin(images)
+            program, step = self._begin(images, training=training)
             step.seed, step.differentiated, step.replay = seed, keep, replay
             output = program.forward(step)
             real = to_real(output.data, output.exponent, output.shape)

@@ -359,9 +359,7 @@ class ScenarioFile(ClusterFile):
 
     def _check_split_arithmetic(self) -> None:
         arithmetic, name = self.precision.arithmetic, f"[strategy] name = {self.strategy.name!r}"
-        if arithmetic == "mixed":
-            raise ValueError(f"{name} trains in fp32 or int8; use one of them as [precision] arithmetic")
-        if self.precision.held_out:
+        if self.precision.held_out and arithmetic != "mixed":
             raise ValueError(f"[precision] held_out = {self.precision.held_out}: {name} trains on all samples; leave "
                              "it out")
         if arithmetic == "fp32":
@@ -371,10 +369,10 @@ class ScenarioFile(ClusterFile):
                              f"images, and [model] name is {self.model.name!r}; leave [precision] out")
         if self.split.frozen:
             raise ValueError(f"[edgecloud] frozen = {self.split.frozen!r}: frozen layers stay in evaluation mode, and "
-                             "[precision] arithmetic = 'int8' normalises by the batch; leave one of the two out")
+                             f"[precision] arithmetic = {arithmetic!r} normalises by the batch; leave out one")
         if self.split.costs:
             raise ValueError(f"[edgecloud] costs = {self.split.costs!r} were measured in FP32; with [precision] "
-                             "arithmetic = 'int8' leave them out")
+                             f"arithmetic = {arithmetic!r} leave them out")
 
     def under(self, strategy: str) -> Self:
         """Return the scenario under another strategy, with that strategy's own values of `[compare]`."""

@@ -168,7 +168,7 @@ def test_at_8_bits_int8_features_cross_without_loss(seed: int) -> None:
 
 @ALGORITHMS
 def test_a_restored_half_continues_with_the_same_weights(algorithm: Any) -> None:
-    split, cut = split_of(dropout=0.25), 4
+    split, cut = split_of(dropout=0.25), 3
     def after(stop: int | None) -> dict[str, Any]:
         front, back = front_of(split, cut, algorithm), back_of(split, cut)
         for batch in range(TOTAL):

@@ -65,7 +65,6 @@ def test_what_is_compared_by_default_is_of_the_strategys_family(tmp_path: Path) 
     ("[edgecloud]\ncut = ''", "cut = '' must be a whole number or a text that is not empty"),
     ("[edgecloud]\nsegments = [[1, 2]]", "list of triples of numbers"),
     ("[edgecloud]\nspeed = 1", "speed"),
-    ("[precision]\narithmetic = 'mixed'", "trains in fp32 or int8"),
     ("[precision]\narithmetic = 'int8'\n[model]\nname = 'digit-generator'", "train classifiers of images"),
     ("[precision]\nheld_out = 5", "trains on all samples"),
     ("[precision]\narithmetic = 'int8'\n[edgecloud]\nfrozen = '1'", "frozen layers stay in evaluation mode"),
