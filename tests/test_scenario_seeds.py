@@ -18,7 +18,8 @@ FIXED_TIME = {
         "measured_board", "mixed_digits", "mixed_shelf", "preempted_soc", "server_momentum",
         "split_int8_edge",
     ), "devices and links are as the file says, and every seed trains as many batches; faults strike by plan"),
-    **dict.fromkeys(("failed_fan", "hot_ambient", "hot_board", "predictive_fan", "throttling_onset"),
+    **dict.fromkeys(("failed_fan", "hot_ambient", "hot_board", "int8_heat_and_users", "mixed_heat_and_users",
+                     "predictive_fan", "throttling_onset"),
                     "all SoCs sit equally well (no spread), and what happens to rack and room is written down"),
 }
 """Why a scenario takes the same virtual time whatever the seed. In all others heat, users or links are random."""
