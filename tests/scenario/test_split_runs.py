@@ -169,7 +169,6 @@ def test_an_int8_edge_is_priced_on_its_int8_processor_and_the_cloud_in_fp32() ->
     assert least < past.usage.total_energy_j < most
     assert result["processors"][0]["priced"] == ["npu"] and result["processors"][1]["priced"] == ["gpu"]
     assert "int8" in result["kernels"] and "snapdragon-865's npu" in " ".join(result["notes"])
-    assert result["bytes"]["wan"] < ran(split(device="snapdragon-865", cut=1, adapt=False))["bytes"]["wan"] * 1.001
 
 
 def test_a_mixed_edge_is_priced_as_both_processors_at_once() -> None:
@@ -222,6 +221,7 @@ def test_the_others_train_without_an_edge_that_its_user_has(tmp_path: Path) -> N
     assert times[2][1] == pytest.approx(times[0][1] + times[1][1], rel=0.05)  # one waits for the other at the end
 
 
+@pytest.mark.slow
 def test_an_edge_leaves_within_a_round_and_is_back_with_the_others_model() -> None:
     result = ran(split(edges=2, train={"epochs": 4}, event=[{"soc": 1, "round": 2, "rounds": 2, "at": 0.5}]))
     kinds = [[event["kind"] for event in entry["events"]] for entry in result["rounds"][1:]]
@@ -243,7 +243,7 @@ CASES = {
         "arithmetic": "mixed", "rule": "normalised", "held_out": 20}),
     "averaged int8": split(edges=2, precision={"arithmetic": "int8"}, event=[{"soc": 1, "round": 1}]),
 }
-SLOW = ("averaged halves", "edge alone", "averaged int8", "mixed")
+SLOW = ("moving cut", "averaged halves", "edge alone", "averaged int8", "mixed")
 
 
 @pytest.mark.parametrize("name", [
