@@ -97,7 +97,7 @@ SPLIT = Family(title="Split training", base="""
 [cluster]
 boards = 2
 socs_per_board = 1
-device = "raspberry-pi-4b"
+device = "snapdragon-865"
 [data]
 name = "digits"
 [model]
