@@ -211,8 +211,7 @@ def _section(family: Family, shipped: Sequence[Scenario]) -> Iterator[str]:
             found = [each.name for each in shipped if each.is_split == (family is SPLIT)
                      and all(family.capabilities[key].is_in(each) for key in pair)] if engine == "local" else []
             if found and len(pair) == 2:
-                examples.append(f"{' and '.join(family.capabilities[key].label for key in pair)}: "
-                                f"[{found[0]}](../../scenarios/{found[0]}.toml)")
+                examples.extend(found[:1])
             return "●" if found and len(pair) == 2 else "✓"
         if line not in lines:
             lines.append(line)
@@ -225,7 +224,11 @@ def _section(family: Family, shipped: Sequence[Scenario]) -> Iterator[str]:
                 + "|".join(ENGINES) + "|", "|---" * (len(keys) + len(ENGINES) + 1) + "|", *rows, "")
     yield from (f"{number}. {line}" for number, line in enumerate(lines, 1))
     if examples:
-        yield from ("", f"Scenarios: {'; '.join(sorted(set(examples)))}.")
+        yield ""
+        for name in sorted(set(examples)):
+            has = next([each.label for each in family.capabilities.values() if each.is_in(one)]
+                       for one in shipped if one.name == name)
+            yield f"- [{name}](../../scenarios/{name}.toml): {', '.join(has)}"
     yield ""
 
 
