@@ -39,7 +39,7 @@ class RateSteps:
 
     def rate(self, time_s: float) -> float:
         """Return the rate at a time, bytes per second."""
-        return self.bytes_per_s[bisect_right(self.times_s, self._locate(time_s)[1]) - 1]
+        return self.step_at(time_s)[0]
 
     def step_at(self, time_s: float) -> tuple[float, float]:
         """Return the rate at a time, and until when it holds: for good where no byte will ever pass again."""

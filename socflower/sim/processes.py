@@ -340,7 +340,7 @@ class Simulation(Kernel):
     def rate_change(self, link: Link) -> Event[float]:
         """Return the event of the next time at which a link's bandwidth may change; it may never come."""
         changing = self._changing.get(link.number)
-        return self.timeout(inf if changing is None else changing.steps.step_at(self._now_s)[1] - self._now_s)
+        return self._at(inf if changing is None else changing.steps.step_at(self._now_s)[1], f"a change of {link.name}")
 
     # ----------------------------------------------------------------------------------------------- activities
 
@@ -376,15 +376,19 @@ class Simulation(Kernel):
         """Return the event of a time from now; infinity never comes."""
         if not seconds >= 0:
             raise ConfigError(f"simulation: a timeout of {seconds} s must be 0 or more")
-        event: Event[float] = Event(f"a timeout of {seconds} s")
-        if seconds < inf:
+        return self._at(self._now_s + seconds, f"a timeout of {seconds} s")
+
+    # ---------------------------------------------------------------------------------------------- bookkeeping
+
+    def _at(self, time_s: float, what: str) -> Event[float]:
+        """Return the event of a time, with the seconds until then; infinity never comes."""
+        event: Event[float] = Event(what)
+        if time_s < inf:
             activity = self._new(_NO_STEP, event)
             self._stage[activity] = _TIMER
             self._start_s[activity] = self._now_s
-            self._end_at(activity, self._now_s + seconds)
+            self._end_at(activity, time_s)
         return event
-
-    # ---------------------------------------------------------------------------------------------- bookkeeping
 
     def _begin(self, step: ComputeStep | TransferStep, about: _About) -> Event[float]:
         event: Event[float] = Event(about.name)

@@ -1,12 +1,14 @@
 """Processes that react, on the same processors and links as task graphs."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simgrid import Flow, flow_ends_s, integrated_ends_s
 from socflower.cluster import Activity, Cluster, GraphBuilder, TaskGraph, Tier
 from socflower.cluster.link_rate import RateSteps
 from socflower.cluster.task_graph import Compute
@@ -145,6 +147,28 @@ def test_transfers_over_a_changing_link_end_when_the_integral_of_its_rate_says(
     simulation.run()
 
 
+@settings(max_examples=60)
+@given(parts=st.lists(st.tuples(st.floats(0.5, 30), st.floats(20, 5000)), min_size=1, max_size=6),
+       start_s=st.floats(0, 200), repeats=st.booleans(),
+       num_bytes=st.lists(st.sampled_from([1000, 1001, 60_000]) | st.integers(1, 20_000), min_size=1, max_size=6))
+def test_flows_that_share_a_changing_link_end_when_exact_integration_says(
+    parts: list[tuple[float, float]], start_s: float, repeats: bool, num_bytes: list[int],
+) -> None:
+    """Equal and different ones, while the bandwidth rises above that at their start and falls below it."""
+    times_s = [0.0, *accumulate(length_s for length_s, _ in parts)]
+    end_s, rates = times_s.pop() if repeats else inf, [rate for _, rate in parts]
+    times_s = times_s[:len(rates)]
+    ends_s = flow_ends_s([RateSteps(tuple(times_s), tuple(rates), end_s)],
+                         [Flow(start_s=start_s, path=(0,), num_bytes=count) for count in num_bytes])
+    assert ends_s == pytest.approx(integrated_ends_s(times_s, rates, end_s, start_s, num_bytes), rel=1e-9)
+
+
+def test_a_flow_becomes_faster_than_it_began() -> None:
+    rising, flow = RateSteps((0.0, 2.0, 5.0), (100.0, 50.0, 200.0)), Flow(start_s=0.0, path=(0,), num_bytes=1000)
+    assert flow_ends_s([rising], [flow]) == integrated_ends_s(rising.times_s, rising.bytes_per_s, inf, 0.0, [1000]) \
+        == [8.25]
+
+
 def test_a_changing_link_is_shared_evenly_as_others_limit_it(make_cluster: MakeCluster) -> None:
     """Two edges with 60 and 200 B/s of their own behind an uplink of 100, later 300, B/s."""
     simulation = Simulation(make_cluster((2,)), [0, 1])
@@ -173,6 +197,34 @@ def test_a_process_can_follow_the_bandwidth(make_cluster: MakeCluster) -> None:
     simulation.start(watch(), "watcher")
     simulation.run()
     assert seen == [(5.0, 0.0), (8.0, 100.0), (13.0, 0.0), (16.0, 100.0)]
+
+
+@settings(max_examples=40)
+@given(steps=rates())
+def test_a_process_that_follows_the_bandwidth_sees_every_step_in_turn(
+    make_cluster: MakeCluster, steps: RateSteps,
+) -> None:
+    """Also where rounding puts the time of a repeated step a little before it."""
+    simulation, seen = Simulation(make_cluster((1,)), [0]), [steps.bytes_per_s[0]]
+    link = simulation.link("radio", steps)
+
+    def watch() -> Process[None]:
+        while True:
+            yield simulation.rate_change(link)
+            seen.append(simulation.rate(link))
+
+    def wait() -> Process[None]:
+        yield simulation.timeout(300.0)
+
+    simulation.start(watch(), "watcher", background=True)
+    simulation.start(wait(), "the end")
+    simulation.run()
+    expected = [*steps.bytes_per_s] * len(seen)
+    if steps.end_s == inf:
+        assert seen == [*steps.bytes_per_s]
+    elif len(steps.bytes_per_s) > 1:
+        assert seen == expected[:len(seen)]
+        assert len(seen) >= len(steps.bytes_per_s) * int(300.0 / steps.end_s)
 
 
 # ------------------------------------------------------------------------------------------- changing speeds
