@@ -79,6 +79,7 @@ def render_report(
     return _ENVIRONMENT.get_template("report.html.j2").render(
         title=title, question=question.strip(), missing=MISSING, runs=runs, targets=targets_of(runs),
         means=means_by_name, tuning=tuning, quality=quality,
+        has_servers=any("inter_server" in run.table("bytes") for run in runs),
         comparison=comparison, claims=claims, verdict=verdict_on(claims), predictions=prediction_table(predictions),
         over_time=_over_time(runs, quality), over_energy=_over_energy(runs, quality), mixing=_mixing_plots(runs),
         heat_plots=heat_plots(runs), cut_plot=cut_plot(runs), breakdowns=_breakdowns(runs), plans=_plans(runs),

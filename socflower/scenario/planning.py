@@ -30,6 +30,7 @@ from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted, human_joules, human_ratio, human_seconds, percent
 from socflower.scenario.app.split_result import cut_text
 from socflower.scenario.arithmetic import mixing_note, model_profile, num_training_samples, pricing
+from socflower.scenario.edges_beside import edges_beside
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.config import DataConfig, ModelConfig, PrecisionConfig, Scenario
 from socflower.scenario.schema.file import scenario_cluster
@@ -84,14 +85,17 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     if work.profile.ran_on != "meta":
         notes.append(f"the forward pass of {scenario.model.name} reads values: its operations are those of a pass on "
                      f"the {work.profile.ran_on.upper()} with the first sample")
-    notes += gpu_notes(priced_processors(scenario), None)
+    edges = plan_edges(edges_beside(scenario)) if scenario.has_edges_beside else None
+    notes += [note for note in gpu_notes(priced_processors(scenario), None)
+              if edges is None or note not in edges["notes"]]
     what = (f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
             f"{counted(work.steps_per_epoch, 'step')}, batches of {scenario.train.batch_size} a group")
     predicted = _predict(scenario, work)
     one_soc = _predict_one_soc(scenario, cluster) if len(plan.participants) > 1 else None
     return {"schema": 1, "work": what, "model": model_document(work.profile), **plan.to_document(),
             **turns.to_document(),
-            "predicted": predicted, "one_soc": one_soc, "verdict": _verdict(predicted, one_soc), "notes": notes}
+            "predicted": predicted, "one_soc": one_soc, "verdict": _verdict(predicted, one_soc), "notes": notes,
+            **({"edges": edges} if edges else {})}
 
 
 def model_document(profile: ModelProfile) -> dict[str, float]:
@@ -110,8 +114,8 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
     for entry in scenario.compare.predict:
         for name in strategies:
             planned = scenario.replaced(
-                strategy=scenario.strategy.replaced(name=name, outer=None), model=ModelConfig(name=entry.model),
-                data=DataConfig(name=entry.data),
+                strategy=scenario.strategy.replaced(name=name, outer=None), edgecloud=None,
+                model=ModelConfig(name=entry.model), data=DataConfig(name=entry.data),
                 train=scenario.train.replaced(batch_size=entry.batch_size),
                 precision=PrecisionConfig(arithmetic=entry.arithmetic))
             if not planned.has_groups:
@@ -125,7 +129,7 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
 
 def _predict_one_soc(scenario: Scenario, cluster: Cluster) -> dict[str, float]:
     """Return the seconds and joules of an epoch on the SoC that strategy `sgd` trains on, with the same batches."""
-    alone = scenario.replaced(strategy=scenario.strategy.replaced(name="sgd", outer=None))
+    alone = scenario.replaced(strategy=scenario.strategy.replaced(name="sgd", outer=None), edgecloud=None)
     work, _ = planned_work(alone, cluster)
     predicted = _predict(alone, work)
     return {key: predicted[key] for key in ("epoch_s", "epoch_energy_j")}
@@ -257,8 +261,12 @@ def predicted_costs(
 
 def plan_split(scenario: Scenario) -> dict[str, Any]:
     """Return the plan document: each edge's cut, and T1 to T4, memory and batch time of every cut on the mean link."""
-    setting = SplitSetting(scenario)
-    workload = setting.workload
+    return plan_edges(SplitSetting(scenario))
+
+
+def plan_edges(setting: SplitSetting) -> dict[str, Any]:
+    """Return the plan document of the edges of a split scenario, or beside groups."""
+    scenario, workload = setting.scenario, setting.workload
     what = (f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
             f"{counted(workload.batches_per_epoch, 'batch', 'batches')} of {scenario.train.batch_size}")
     edges = [_edge(setting, edge, party) for edge, party in enumerate(setting.parties())]

@@ -1,8 +1,9 @@
 """The edges and the cloud of a split scenario, built once for checks, plans, training and predictions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 from socflower.cluster.device_catalog import device
@@ -11,7 +12,7 @@ from socflower.edgecloud.plan import baselines
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine, WindowSchedule, initial_rates
 from socflower.edgecloud.plan.party import CloudMode, Party
-from socflower.edgecloud.plan.split_pipeline import moved, simulate
+from socflower.edgecloud.plan.split_pipeline import moved, round_ends, simulate
 from socflower.errors import ConfigError
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
@@ -24,11 +25,13 @@ from socflower.sim import EventClock
 class SplitSetting:
     """Edges, links, costs and cloud mode of a split scenario, for training, planning and predictions."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, workload: SplitWorkload | None = None,
+                 round_epochs: float | Sequence[float] | None = None) -> None:
         self.scenario = scenario
         self.cluster = scenario_cluster(scenario)
         self.num_edges = scenario.strategy.socs or self.cluster.num_socs
-        self.workload: SplitWorkload = split_workload(scenario, self.num_edges)
+        self.workload = workload or split_workload(scenario, self.num_edges)
+        self.round_epochs = scenario.split.round_epochs if round_epochs is None else round_epochs
         self.links = edge_links(scenario, self.num_edges)
         cloud = device(scenario.split.cloud_device)
         catalogue_costs = [self.workload.costs(edge, self.cluster.device_of(edge), cloud)
@@ -84,17 +87,18 @@ class SplitSetting:
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yield each round's first batch and number of batches."""
-        length = max(1, round(self.scenario.split.round_epochs * self.workload.batches_per_epoch))
-        for first in range(0, self.total_batches, length):
-            yield first, min(length, self.total_batches - first)
+        ends = round_ends(self.round_epochs, self.workload.batches_per_epoch, self.scenario.train.epochs)
+        for first, end in pairwise((0, *ends)):
+            yield first, end - first
 
-    def run(self, clock: EventClock) -> None:
-        """Let the whole training pass on a clock, without training."""
+    def rounds(self, clock: EventClock) -> Iterator[None]:
+        """Let the training pass on a clock, round by round, without training."""
         parties = self.parties()
         for first, num_batches in self.spans():
             parties = moved(parties, simulate(
                 parties, num_batches, first, clock=clock, cluster=self.cluster, cloud=self.mode, uplink=self.uplink,
                 cloud_processors=self.scenario.split.cloud_processors, reverse=self.workload.program.is_reverse))
+            yield
 
     def decision_engine(self, edge: int) -> DecisionEngine | None:
         """Return the engine that may move an edge's cut on a real link; within a round it always keeps a cloud half."""

@@ -18,9 +18,10 @@ from socflower.engines.run_folder import RunFolder
 from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import default_candidates
+from socflower.scenario.app.edges_beside import EdgesBeside
 from socflower.scenario.app.round_record import RoundRecord, event_documents
 from socflower.scenario.arithmetic import evaluation_device, kernels, model_profile, num_training_samples, pricing
-from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
+from socflower.scenario.heat import heat_document, of_all_racks, rack_dynamics, unthrottled_training_s
 from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.priced_processors import priced_line, priced_processors
@@ -28,6 +29,7 @@ from socflower.scenario.schema.outer import OUTER_STRATEGIES, OuterConfig
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.scenario.workload import Score, scenario_data
 from socflower.sim import EventClock, Trace
+from socflower.sim.side_by_side import SideBySide
 from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
@@ -59,7 +61,9 @@ class _Training:
         self._trace = Trace()
         self._rack = rack_dynamics(scenario, self._cluster)
         self._clock = EventClock(self._cluster, dynamics=self._rack, trace=self._trace)
-        self._record = RoundRecord(scenario, folder, self._clock, self._trace, self._devices, self._evaluate)
+        self._edges = EdgesBeside(run, self._trace) if scenario.has_edges_beside else None
+        self._time = self._clock if self._edges is None else SideBySide(groups=self._clock, edges=self._edges.clock)
+        self._record = RoundRecord(scenario, folder, self._time, self._trace, self._devices, self._evaluate)
         self._plan: dict[str, Any] | None = None
         self._resumed: Checkpoint | None = None
         self._transport = "in process"
@@ -81,35 +85,48 @@ class _Training:
         return {
             "strategy": self._scenario.strategy.name,
             "kernels": kernels(self._scenario),
-            "transports": {"inside groups": self._transport, "hub": "Flower messages"},
+            "transports": {"inside groups": self._transport, "hub": "Flower messages",
+                           **({"edge and cloud": self._edges.transport} if self._edges else {})},
             "data_source": self._data.source,
             **self._record.totals(final, self._whole(final)),
             "wall_s": perf_counter() - started_s,
-            "heat": heat_document(self._scenario, self._rack, self._clock.now_s,
-                                  unthrottled_training_s(self._scenario, self._cluster)) if self._rack else None,
-            "plan": self._plan,
+            "heat": self._heat_document(), "plan": self._plan,
+            **({"split": self._edges.document()} if self._edges else {}),
         }
 
+    def _heat_document(self) -> dict[str, Any] | None:
+        if self._rack is None:
+            return None
+        document = heat_document(self._scenario, self._rack, self._time.now_s,
+                                 unthrottled_training_s(self._scenario, self._cluster))
+        return document | (of_all_racks(self._scenario, [self._rack, self._edges.rack]) if self._edges else {})
+
     def _grouped(self, arrays: ArrayRecord) -> ArrayRecord:
-        strategy = self._strategy(self._num_groups(arrays), self._scenario.train.epochs)
-        self._plan = {**strategy.plan.to_document(), **strategy.turns.to_document()}
-        self._require_reachable_events(strategy.num_rounds, strategy.plan.participants)
+        groups, edges = self._strategy(self._num_groups(arrays), self._scenario.train.epochs), self._edges
+        strategy = groups if edges is None else edges.beside(groups)
+        self._plan = {**groups.plan.to_document(), **groups.turns.to_document()}
+        self._require_reachable_events(groups.num_rounds, groups.plan.participants)
 
         def round_end(server_round: int) -> dict[str, Any]:
-            report = strategy.reports[-1]
-            return {"epoch": report.epoch, "events": event_documents(report.events), "sequenced": report.in_turn,
-                    **_mixed(report.alpha, report.cpu_share)}
+            report = groups.reports[-1]
+            events = event_documents(strategy.reports[-1].events)
+            return {"epoch": report.epoch, "events": events, "sequenced": report.in_turn,
+                    **_mixed(report.alpha, report.cpu_share), **(edges.round_end() if edges else {})}
+
+        def own_state() -> dict[str, Any]:
+            return {**groups.state, **(edges.state() if edges else {})}
 
         if self._resumed is not None:
-            strategy.resume_from(self._resumed.server_round, without_state=self._resumed.without_state,
-                                 away=self._resumed.away, planned_without=self._resumed.planned_without,
-                                 balance=self._resumed.balance, outer=self._resumed.outer,
-                                 servers=self._resumed.servers)
+            of_groups = {key: getattr(self._resumed, key) for key in groups.state}
+            if edges is None:
+                groups.resume_from(self._resumed.server_round, **of_groups)
+            else:
+                edges.resume_from(self._resumed, of_groups)
         final = strategy.start(
-            self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
+            self._grid, arrays, num_rounds=groups.num_rounds, timeout=self._scenario.train.reply_timeout_s,
             train_config=ConfigRecord({**self._frozen}), evaluate_fn=self._record.evaluation(
-                round_end, strategy.num_rounds, lambda: strategy.state, self._heat)).arrays
-        self._transport = strategy.transport
+                round_end, groups.num_rounds, own_state, self._heat)).arrays
+        self._transport = groups.transport
         return final
 
     def _num_groups(self, arrays: ArrayRecord) -> int:

@@ -33,6 +33,7 @@ from socflower.scenario.workload import initial_model, partitions
 from socflower.strategies.group_grid import GroupGrid
 from socflower.training.trainer import Trainer
 from socflower.wire.message_keys import PARTITION_ID
+from socflower.wire.split_message_keys import SPLIT
 from socflower.workloads import DataSource
 
 FolderOf: TypeAlias = Callable[[Context], RunFolder]
@@ -104,15 +105,16 @@ def scenario_client_app(folder_of: FolderOf) -> ClientApp:
 
 
 class _DispatchingApp(ClientApp):
-    """Passes each message to the ClientApp for the scenario's kind of strategy."""
+    """Passes each message to the ClientApp for its kind of work, or for the scenario's kind of strategy."""
 
     def __init__(self, scenario_of: Callable[[Context], Scenario], grouped: ClientApp, split: ClientApp) -> None:
         super().__init__()
         self._scenario_of, self._grouped, self._split = scenario_of, grouped, split
 
     def __call__(self, message: Message, context: Context) -> Message:
-        app = self._split if self._scenario_of(context).is_split else self._grouped
-        return app(message, context)
+        is_split = self._scenario_of(context).is_split or (
+            message.has_content() and SPLIT in message.content.config_records)
+        return (self._split if is_split else self._grouped)(message, context)
 
 
 def await_nodes(grid: Grid, num_nodes: int, timeout_s: float = _NODES_TIMEOUT_S) -> None:

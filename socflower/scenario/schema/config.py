@@ -340,11 +340,39 @@ class ScenarioFile(ClusterFile):
                 continue
             raise ValueError(f"[compare.train.{name}]: strategies = {list(self.compare.strategies)} does not run "
                              f"{name!r}; add it there, or remove the table")
-        if self.edgecloud is not None and not self.is_split:
+        if self.edgecloud is not None and not self.is_split and not self.split.edges:
             raise ValueError(f"[edgecloud] is for strategies {', '.join(SPLIT_STRATEGIES)}; [strategy] name is "
-                             f"{self.strategy.name!r}")
+                             f"{self.strategy.name!r}, beside whose groups it needs edges = 1 or more")
+        if self.split.edges:
+            self._check_edges_beside()
         if self.is_split:
             self._check_split()
+
+    def _check_edges_beside(self) -> None:
+        """Refuse edges beside what has no groups, and what a model that both train cannot have."""
+        asked, table = f"[edgecloud] edges = {self.split.edges}", self.split
+        if not takes_outer(self.strategy.name):
+            raise ValueError(f"{asked} are beside the groups of 'socflow', and [strategy] name is "
+                             f"{self.strategy.name!r}; leave edges out")
+        if self.strategy.groups == "auto":
+            raise ValueError(f"{asked}: an edge has as many samples as a group, and [strategy] groups is \"auto\"; "
+                             "give their number")
+        if self.strategy.outer is not None:
+            raise ValueError(f"{asked}, and [strategy.outer] makes one model of the groups' without the edges'; leave "
+                             "one of the two out")
+        if self.data.partition != "iid":
+            raise ValueError(f"{asked}, and [data] partition is {self.data.partition!r}; use \"iid\", edges hold an "
+                             "even share of the data")
+        for key, why in (("classes", "groups train on all classes"), ("frozen", "groups train all layers"),
+                         ("pretrained", "groups begin with other weights"),
+                         ("delta", "it remembers within a round of 2 epochs or more")):
+            if getattr(table, key):
+                raise ValueError(f"[edgecloud] {key} is for training without groups: {why}; leave it out")
+        if table.round_epochs != 1.0:
+            raise ValueError(f"[edgecloud] round_epochs = {table.round_epochs}: the rounds of edges beside groups end "
+                             "with the groups', by [strategy] sync_interval_epochs; leave it out")
+        if self.model.name in (CLICK_MODEL, GENERATOR):
+            raise ValueError(f"[model] name = {self.model.name!r} is for training without groups")
 
     def _check_split(self) -> None:
         name = f"[strategy] name = {self.strategy.name!r}"
@@ -379,8 +407,9 @@ class ScenarioFile(ClusterFile):
         own = self.compare.train.get(strategy, OwnTraining())
         interval = own.sync_interval_epochs or self.strategy.sync_interval_epochs
         outer = self.strategy.outer if takes_outer(strategy) else None
+        edgecloud = self.edgecloud if self.is_split or takes_outer(strategy) else None
         return self.replaced(strategy=self.strategy.replaced(name=strategy, sync_interval_epochs=interval, outer=outer),
-                             train=self.train.replaced(**_of_train(own)))
+                             edgecloud=edgecloud, train=self.train.replaced(**_of_train(own)))
 
     @property
     def _trains_by_niti(self) -> bool:
@@ -404,6 +433,11 @@ class ScenarioFile(ClusterFile):
     def has_groups(self) -> bool:
         """Whether the strategy trains with groups, and so has a plan."""
         return isinstance(STRATEGIES[self.strategy.name], GroupStrategy)
+
+    @property
+    def has_edges_beside(self) -> bool:
+        """Whether edges of a split training train beside the groups."""
+        return self.has_groups and self.split.edges > 0
 
     @property
     def split(self) -> EdgeCloudConfig:
