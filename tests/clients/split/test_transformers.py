@@ -29,11 +29,17 @@ from tests.clients.split.test_any_data import NUM_BATCHES, app_of
 from tests.clients.split.test_frozen_halves import CountingGrid
 from tests.seeded import built
 
-transformers = pytest.importorskip("transformers")
-datasets = pytest.importorskip("datasets")
-peft = pytest.importorskip("peft")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_run_and_thread")]
 NUM_TOKENS, WIDTH = 60, 32
+transformers: Any = None
+datasets: Any = None
+peft: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def packages() -> None:
+    """Imported where these tests run: the quick tests collect this module too, in every process."""
+    globals().update({name: pytest.importorskip(name) for name in ("transformers", "datasets", "peft")})
 
 
 class BertFront(nn.Module):
