@@ -9,8 +9,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # A third of the time tests wait, for processes and time limits, so there may be more of them than cores.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
-# Some shells forbid caches of bytecode; then each of the processes that tests start compiles every module again.
-unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(if $(filter 1 2,$(CORES)),2,3)
 PURE_LAYERS := cluster edgecloud hierarchy sim thermal wire
 
