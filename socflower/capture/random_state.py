@@ -6,12 +6,13 @@ changes the numbers that another thread draws at the same time.
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from socflower.capture.torch_device import accelerator
 
@@ -46,16 +47,50 @@ class RandomState:
     """The states of torch's global generators at this moment: the CPU's, and those of an accelerator in use."""
 
     def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
+        self.cpu = torch.get_rng_state()
         self._others = [(module, _device_states(module)) for module in _in_use()]
+
+    @property
+    def accelerators(self) -> list[torch.Tensor]:
+        """The states of an accelerator's generators, of bytes; none without one in use."""
+        return [state for _, states in self._others for state in states]
 
     def restore(self) -> None:
         """Set the generators to these states, while no other thread uses them exclusively."""
         with _LOCK:
-            torch.set_rng_state(self._cpu)
+            torch.set_rng_state(self.cpu)
             for module, states in self._others:
                 for index, state in enumerate(states):
                     module.set_rng_state(state, *_index_of(module, index))
+
+
+def generator_states() -> dict[str, NDArray[Any]]:
+    """Return the states of the global generators of torch, NumPy and `random`, to be restored in any process."""
+    state = RandomState()
+    kind, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, words, next_gauss = random.getstate()
+    assert (kind, version) == ("MT19937", 3)
+    return {
+        "torch": state.cpu.numpy(), **{f"torch-{index}": each.numpy() for index, each in enumerate(state.accelerators)},
+        "numpy": np.asarray(key), "numpy-position": np.array([position, has_gauss]), "numpy-gauss": np.array([gauss]),
+        "python": np.array(words), "python-gauss": np.array([] if next_gauss is None else [next_gauss])}
+
+
+def restore_generators(states: Mapping[str, NDArray[Any]]) -> None:
+    """Set the generators to what `generator_states` returned; `KeyError` names a state that is missing.
+
+    An accelerator that was in use then and is not yet now is left alone, since it has its seed from the app.
+    """
+    position, has_gauss = map(int, states["numpy-position"])
+    with _LOCK:
+        torch.set_rng_state(torch.from_numpy(states["torch"]))
+        for module in _in_use():
+            for index in range(module.device_count()):
+                if (saved := states.get(f"torch-{index}")) is not None:
+                    module.set_rng_state(torch.from_numpy(saved), *_index_of(module, index))
+        np.random.set_state(("MT19937", states["numpy"], position, has_gauss, float(states["numpy-gauss"][0])))
+        gauss = states["python-gauss"].tolist()
+        random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
 
 
 def _device_states(module: Any) -> list[torch.Tensor]:

@@ -89,12 +89,13 @@ def unread_by_run(*, of_app_folder: bool, engine: str, is_remote: bool, keeps_ch
     `is_remote`: on a SuperLink that is not started here. `keeps_checkpoints`: in a named folder on its machine.
     """
     if of_app_folder:
-        unread = {"fresh": "is for scenarios: the run of an app folder keeps no checkpoints",
-                  "save_model": "is for scenarios: an app of your own keeps its model itself",
+        unread = {"save_model": "is for scenarios: an app of your own keeps its model itself",
                   **dict.fromkeys(("superlink", "superlink_ca", "checkpoint_folder"),
                                   "is for scenarios, and this is the folder of a Flower app")}
         if engine != "local":
             unread["workers"] = f"is for --engine local only, and this is --engine {engine}"
+            unread["fresh"] = ("is for --engine local only: elsewhere Flower keeps the clients' states, so runs of app "
+                               "folders always start anew")
         if engine != "deployment":
             unread |= dict.fromkeys(("restarts", "warm"), f"is for --engine deployment only, and this is --engine "
                                                           f"{engine}")

@@ -90,14 +90,9 @@ def run(
 
     require_count("--nodes", nodes, 1, MOST_SOCS)
     if is_app:
-        try:
-            claims = _run_app_folder(scenario, cluster, out, as_json, {
-                "engine": engine, "num_nodes": nodes, "training_flops": training_flops, "overrides": tuple(set_ or ()),
-                "num_workers": workers, "claims": tuple(expect or ())}, restarts, warm,
-                                     round_logging(log))
-        except KeyboardInterrupt:
-            print_notice("interrupted; nothing was written")
-            raise typer.Exit(130) from None
+        claims = _run_app_folder(scenario, cluster, out, as_json, {
+            "engine": engine, "num_nodes": nodes, "training_flops": training_flops, "overrides": tuple(set_ or ()),
+            "num_workers": workers, "claims": tuple(expect or ())}, restarts, warm, fresh, round_logging(log))
         exit_on_failed_claims(claims)
         return
     _require_model_file(save_model, out)
@@ -120,8 +115,7 @@ def run(
                 resumable=not superlink, fresh=fresh, on_notice=print_notice, deployment=deployment,
                 save_model=save_model, logging=logging)
     except KeyboardInterrupt:
-        kept = runner.checkpoint_folder(target)
-        print_notice(f"interrupted; {runner.kept_line(kept) if kept.rounds() else 'nothing was written'}")
+        print_notice(f"interrupted; {runner.kept_line(runner.checkpoint_folder(target)) or 'nothing was written'}")
         raise typer.Exit(130) from None
     if as_json:
         print_json(result)
@@ -143,21 +137,26 @@ def _require_model_file(save_model: Path | None, out: Path | None) -> None:
 
 def _run_app_folder(
     folder: Path, cluster: Path | None, out: Path | None, as_json: bool, settings: Mapping[str, Any], restarts: int,
-    warm: bool, logging: "RoundLogging",
+    warm: bool, fresh: bool, logging: "RoundLogging",
 ) -> list[dict[str, Any]]:
     """Run an app folder, print its result and return its claims."""
     from socflower.engines.deployment.options import DeploymentOptions
-    from socflower.scenario.app_folder import AppRun, run_app_folder
+    from socflower.scenario import app_folder
+    from socflower.scenario.runner import kept_line
 
     if cluster is None:
         raise ConfigError(f"{folder} is the folder of a Flower app: name the cluster it runs on with --cluster FILE")
     target = out or Path("out") / folder.resolve().name
     if target.resolve() == folder.resolve():
         raise ConfigError(f"--out {target}: is the app's own folder; name another one")
-    run = AppRun(folder=folder, cluster_file=cluster, **settings,
-                 deployment=DeploymentOptions(restarts=restarts, warm=warm))
-    with prints_to_stderr():
-        result = run_app_folder(run, target, on_notice=print_notice, logging=logging)
+    run = app_folder.AppRun(folder=folder, cluster_file=cluster, **settings,
+                            deployment=DeploymentOptions(restarts=restarts, warm=warm))
+    try:
+        with prints_to_stderr():
+            result = app_folder.run_app_folder(run, target, fresh=fresh, on_notice=print_notice, logging=logging)
+    except KeyboardInterrupt:
+        print_notice(f"interrupted; {kept_line(app_folder.run_record(target)) or 'nothing was written'}")
+        raise typer.Exit(130) from None
     if as_json:
         print_json(result)
     else:

@@ -100,6 +100,10 @@ class CheckpointFolder:
         """Return the rounds that have checkpoints, newest first, intact or not."""
         return self._rounds.numbers()
 
+    def newest_name(self) -> str:
+        """Return the name of the newest checkpoint, "round 3"; empty if there is none."""
+        return f"round {rounds[0]}" if (rounds := self.rounds()) else ""
+
     def read(self, server_round: int) -> Checkpoint:
         """Return a checkpoint; `DamagedFile` if the checkpoint or its spans are damaged."""
         state, payload = self._rounds.read(server_round)

@@ -1,5 +1,6 @@
 """Runs any Flower app folder: its unmodified ServerApp and ClientApp, with its metrics and their virtual time."""
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from socflower.cluster.toml_file import parse_value
 from socflower.engines.app_metrics import OnRound, RoundLog
 from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
 from socflower.engines.deployment.run import run_in_deployment
+from socflower.engines.local.exchange_record import ExchangeRecord
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.run_app import FlowerApp, load_flower_app, require_server_app, run_app
 from socflower.engines.local.workers import resolve_client_app
@@ -24,6 +26,7 @@ from socflower.engines.simulation import run_in_flower_simulation
 from socflower.errors import ConfigError
 from socflower.report.report import write_report
 from socflower.scenario.app.own_app import app_outcome, own_app_files, training_profile
+from socflower.scenario.app.round_record import versions
 from socflower.scenario.expectations import check_app_claims, parse_claims
 from socflower.scenario.priced_processors import cluster_gpu_notes
 from socflower.scenario.runner import (
@@ -31,11 +34,12 @@ from socflower.scenario.runner import (
     WARNING_OF_SIMULATION,
     failure,
     following,
+    kept_for_resume,
     with_prediction,
     with_predictions,
 )
 from socflower.sim import EventClock, Trace
-from socflower.user_code import forgotten_modules
+from socflower.user_code import forgotten_modules, own_sources
 from socflower.wire.folders import exclusive_folder, new_folder, temporary_folder
 from socflower.wire.saved_state import write_atomically
 
@@ -83,23 +87,59 @@ class AppRun:
             require_server_app(app.server_app)
             resolve_client_app(app.client_app)
 
+    def inputs(self) -> dict[str, Any]:
+        """Return what determines the weights and the virtual time, as plain values: those of an interrupted run."""
+        app = load_flower_app(self.folder)
+        sources = own_sources(self.folder.resolve(), [app.server_app.target, app.client_app.target])
+        return {"app": str(self.folder.resolve()), "server_app": app.server_app.target,
+                "client_app": app.client_app.target, "run_config": run_config(app, self.overrides),
+                "code": {name: _digest(file) for name, file in sources.items()},
+                "cluster_file": str(self.cluster_file.resolve()), "cluster": _digest(self.cluster_file),
+                "num_nodes": self.num_nodes, "training_flops": self.training_flops, "versions": versions()}
+
 
 def run_app_folder(
-    run: AppRun, out: Path, *, on_notice: OnNotice = lambda line: None, logging: RoundLogging = NO_LOGGING,
+    run: AppRun, out: Path, *, fresh: bool = False, on_notice: OnNotice = lambda line: None,
+    logging: RoundLogging = NO_LOGGING,
 ) -> dict[str, Any]:
     """Run the app and write `result.json`, `trace.json` and `report.html`; return the result.
 
-    Results of other runs in `out` are removed; `logging` writes the rounds there while the app runs. Raises
-    `TrainingFailed`, and changes nothing else, if no client succeeded, or none of those that trained last.
+    Results of other runs in `out` are removed; `logging` writes the rounds there while the app runs. On engine `local`
+    the run keeps its exchanges of messages in `out/exchanges` until it succeeds, and resumes from them unless `fresh`
+    is set; `on_notice` gets a line about that. Raises `TrainingFailed`, and changes nothing else, if no client
+    succeeded, or none of those that trained last; `ConfigError` for the exchanges of another run.
     """
-    with exclusive_folder(out, f"--out {out}"), new_folder(out) as fresh, logging.into(out) as log_round:
+    with exclusive_folder(out, f"--out {out}"):
         run.check()
-        result = _run(run, fresh, on_notice, log_round)
-        write_atomically(fresh / "result.json", json.dumps(result, indent=1))
-        write_app_report(fresh / "report.html", [result], run.title)
+        if run.engine != "local":
+            return _run_to_folder(run, out, None, on_notice, logging)
+        record = run_record(out, run.inputs(), on_notice)
+        with kept_for_resume(record, out, fresh):
+            result = _run_to_folder(run, out, record, on_notice, logging)
+            record.remove()
+    return result
+
+
+def run_record(out: Path, inputs: Mapping[str, Any] | None = None, on_notice: OnNotice = lambda line: None,
+               ) -> ExchangeRecord:
+    """Return the record of the exchanges of an app that runs into `out`."""
+    return ExchangeRecord(out / "exchanges", inputs or {}, on_notice=on_notice)
+
+
+def _run_to_folder(
+    run: AppRun, out: Path, record: ExchangeRecord | None, on_notice: OnNotice, logging: RoundLogging,
+) -> dict[str, Any]:
+    with new_folder(out) as new, logging.into(out) as log_round:
+        result = _run(run, new, on_notice, log_round, record)
+        write_atomically(new / "result.json", json.dumps(result, indent=1))
+        write_app_report(new / "report.html", [result], run.title)
         for name in RESULT_FILES:
             (out / name).unlink(missing_ok=True)
     return result
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def write_app_report(path: Path, results: Sequence[Mapping[str, Any]], title: str) -> None:
@@ -109,14 +149,16 @@ def write_app_report(path: Path, results: Sequence[Mapping[str, Any]], title: st
         for result in results], title=title)
 
 
-def _run(run: AppRun, fresh: Path, on_notice: OnNotice, on_round: OnRound) -> dict[str, Any]:
+def _run(
+    run: AppRun, new: Path, on_notice: OnNotice, on_round: OnRound, record: ExchangeRecord | None = None,
+) -> dict[str, Any]:
     app, cluster = load_flower_app(run.folder), load_cluster(run.cluster_file)
     config, started_s = run_config(app, run.overrides), perf_counter()
     if run.engine == "local":
         with forgotten_modules(run.folder):
-            outcome = _run_locally(run, app, cluster, config, fresh, on_round)
+            outcome = _run_locally(run, app, cluster, config, new, on_round, record)
     else:
-        outcome = _run_in_flower(run, cluster, config, fresh, on_notice, on_round)
+        outcome = _run_in_flower(run, cluster, config, new, on_notice, on_round)
     result = {
         "schema": 1, "app": str(run.folder), "label": run.title, "engine": run.engine, "run_config": config,
         "cluster_file": str(run.cluster_file), "num_nodes": run.num_nodes or cluster.num_socs,
@@ -129,20 +171,21 @@ def _run(run: AppRun, fresh: Path, on_notice: OnNotice, on_round: OnRound) -> di
 
 
 def _run_locally(
-    run: AppRun, app: FlowerApp, cluster: Cluster, config: dict[str, RunConfigValue], fresh: Path, on_round: OnRound,
+    run: AppRun, app: FlowerApp, cluster: Cluster, config: dict[str, RunConfigValue], new: Path, on_round: OnRound,
+    record: ExchangeRecord | None,
 ) -> dict[str, Any]:
     trace, messages = Trace(), MessageLog()
     clock = EventClock(cluster, trace=trace)
     rounds = RoundLog(clock, on_round)
     run_app(app.server_app, app.client_app, cluster=cluster, num_nodes=run.num_nodes, run_config=config,
             num_workers=run.num_workers, model_profile=training_profile(run.training_flops), clock=clock,
-            messages=messages, rounds=rounds)
-    trace.write(fresh / "trace.json")
-    return app_outcome(clock, messages, rounds)
+            messages=messages, rounds=rounds, record=record)
+    trace.write(new / "trace.json")
+    return {**app_outcome(clock, messages, rounds), "resumed_from": [] if record is None else record.resumed_from}
 
 
 def _run_in_flower(
-    run: AppRun, cluster: Cluster, config: dict[str, RunConfigValue], fresh: Path, on_notice: OnNotice,
+    run: AppRun, cluster: Cluster, config: dict[str, RunConfigValue], new: Path, on_notice: OnNotice,
     on_round: OnRound,
 ) -> dict[str, Any]:
     """Run the app in Flower's processes, which read from a temporary folder what they run."""
@@ -165,7 +208,7 @@ def _run_in_flower(
         assert outcome is not None
         if "error" in outcome:
             raise failure(outcome)
-        folder.trace.replace(fresh / "trace.json")
+        folder.trace.replace(new / "trace.json")
     return outcome
 
 

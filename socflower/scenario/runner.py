@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from socflower.engines.app_files import RUN_FOLDER_KEY
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
@@ -165,7 +165,7 @@ def _resumed(
     run: Callable[[Checkpointing | None], dict[str, Any]], scenario: Scenario, out: Path, engine: str, fresh: bool,
     on_notice: OnNotice,
 ) -> dict[str, Any]:
-    with _kept_checkpoints(out, fresh) as kept:
+    with kept_for_resume(kept := checkpoint_folder(out), out, fresh):
         checkpoint = kept.resume(to_document(scenario), engine, versions(), on_notice)
         if checkpoint is not None:
             on_notice(f"resuming {out} after round {checkpoint.server_round} of {checkpoint.num_rounds}; "
@@ -209,10 +209,26 @@ def checkpoint_folder(out: Path) -> CheckpointFolder:
     return CheckpointFolder(out / "checkpoint")
 
 
+class Kept(Protocol):
+    """What a run keeps in a folder until it succeeds, so that it can be resumed."""
+
+    path: Path
+
+    def create(self) -> None:
+        """Create the folder, and remove files that a killed writer left incomplete."""
+
+    def newest_name(self) -> str:
+        """Return what the run can be resumed after, such as "round 3"; empty if there is nothing."""
+
+    def remove(self) -> None:
+        """Remove everything, and the folder."""
+
+
 @contextmanager
-def _kept_checkpoints(out: Path, fresh: bool) -> Iterator[CheckpointFolder]:
-    """Yield the folder of checkpoints; after an error it is removed if it has none."""
-    kept = checkpoint_folder(out)
+def kept_for_resume(kept: Kept, out: Path, fresh: bool) -> Iterator[None]:
+    """Create the folder of what a run into `out` keeps, empty if `fresh`; after an error it is removed if it has
+    nothing.
+    """
     try:
         if fresh:
             kept.remove()
@@ -222,18 +238,19 @@ def _kept_checkpoints(out: Path, fresh: bool) -> Iterator[CheckpointFolder]:
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write in {out} ({error.strerror}); name another folder") from None
     try:
-        yield kept
+        yield
     except BaseException as error:
-        if not kept.rounds():
+        if not kept.newest_name():
             kept.remove()
         elif isinstance(error, TrainingFailed):
             raise TrainingFailed(f"{error}; {kept_line(kept)}") from None
         raise
 
 
-def kept_line(kept: CheckpointFolder) -> str:
-    """Return the line about the kept checkpoint of a run that ended early."""
-    return (f"round {kept.rounds()[0]} is kept in {kept.path}: the same command resumes after it, --fresh starts anew")
+def kept_line(kept: Kept) -> str:
+    """Return the line about what is kept of a run that ended early; empty if nothing is."""
+    name = kept.newest_name()
+    return name and f"{name} is kept in {kept.path}: the same command resumes after it, --fresh starts anew"
 
 
 def target_of(scenario: Scenario, results: Sequence[Mapping[str, Any]]) -> tuple[Quality, float | None]:

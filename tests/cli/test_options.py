@@ -36,7 +36,8 @@ SCENARIOS = TARGETS.keys() - APPS
 READ_BY_RUN = {
     "engine": TARGETS.keys(), "out": TARGETS.keys(), "set_": TARGETS.keys(), "workers": HERE | {"app folder"},
     "cluster": APPS, "nodes": APPS, "training_flops": APPS, "expect": APPS,
-    "fresh": SCENARIOS - {"scenario, remote"}, "superlink": DEPLOYED_HERE | REMOTE, "superlink_ca": REMOTE,
+    "fresh": SCENARIOS - {"scenario, remote"} | {"app folder"}, "superlink": DEPLOYED_HERE | REMOTE,
+    "superlink_ca": REMOTE,
     "restarts": DEPLOYED_HERE | {"app folder, deployment", "scenario, remote with checkpoints"},
     "checkpoint_folder": REMOTE,
     "warm": DEPLOYED_HERE | {"app folder, deployment"}, "save_model": SCENARIOS - REMOTE, "log": TARGETS.keys(),

@@ -1,5 +1,8 @@
 """The parts of Flower that the local engine needs and Flower 1.41 does not export publicly."""
 
+from flwr.app import RecordDict
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -20,5 +23,15 @@ def begin_run(run_id: int) -> Run:
     return Run.create_empty(run_id)
 
 
+def record_dict_to_bytes(records: RecordDict) -> bytes:
+    """Return records as the bytes in which Flower sends them."""
+    return recorddict_to_proto(records).SerializeToString(deterministic=True)
+
+
+def record_dict_from_bytes(content: bytes) -> RecordDict:
+    """Return the records of `record_dict_to_bytes`."""
+    return recorddict_from_proto(RecordDictProto.FromString(content))
+
+
 __all__ = ["CLIENT_APP_CRASHED", "CLIENT_APP_RAISED_EXCEPTION", "LOAD_CLIENT_APP_EXCEPTION", "SUPERLINK_NODE_ID", "Run",
-           "begin_run"]
+           "begin_run", "record_dict_from_bytes", "record_dict_to_bytes"]

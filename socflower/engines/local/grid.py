@@ -4,7 +4,7 @@ import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from time import monotonic
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 from uuid import uuid4
 
 from flwr.app import Context, Message, RecordDict, UserConfig
@@ -15,6 +15,9 @@ from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.workers import ClientAppSource, InProcessWorkers, ProcessWorkers, Work
 from socflower.engines.names import num_cores
 from socflower.errors import ConfigError, require_range
+
+if TYPE_CHECKING:  # it loads torch
+    from socflower.engines.local.exchange_record import ExchangeRecord
 
 NodeConfigs: TypeAlias = Sequence[Mapping[str, str | int | float | bool]]
 
@@ -79,21 +82,21 @@ class LocalGrid(EngineGrid):
     Node ids ascend with the SoC index, and `node_config` has `partition-id` and `num-partitions` as in Flower's
     simulation. `num_workers` is the number of worker processes (default: one per core); 0 handles all messages in this
     process. Replies are in the order of their messages, whichever worker finishes first. `messages` records the result
-    of each message.
+    of each message. An exchange that `record` has is answered from it; it saves all others.
     """
 
     in_one_process = True  # a group's members run in one client call
 
     def __init__(
         self, client_app: ClientAppSource, num_nodes: int, *, run_config: UserConfig | None = None,
-        num_workers: int | None = None, messages: MessageLog | None = None,
+        num_workers: int | None = None, messages: MessageLog | None = None, record: "ExchangeRecord | None" = None,
     ) -> None:
         require_range("local engine", least=1, num_nodes=num_nodes)
         super().__init__([{}] * num_nodes, run_config)
         count = num_cores() if num_workers is None else num_workers
         self._workers = ProcessWorkers(client_app, count) if count else InProcessWorkers(client_app)
         self._pushed: dict[str, Message] = {}
-        self._messages = messages
+        self._messages, self._record = messages, record
         self._soc_of_node = {node: soc for soc, node in enumerate(self._contexts)}
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
@@ -119,6 +122,16 @@ class LocalGrid(EngineGrid):
 
     def _answer(self, message_ids: Iterable[str], timeout_s: float | None, *, pulled: bool = False) -> list[Message]:
         asked = {message_id: self._pushed.pop(message_id) for message_id in message_ids if message_id in self._pushed}
+        answered = self._recorded(asked) if self._record is not None and asked else None
+        if answered is None:
+            answered = self._handled(asked, timeout_s)
+        if self._messages is not None:
+            self._messages.record([(message, answered.get(message_id)) for message_id, message in asked.items()],
+                                  self._soc_of_node, pulled=pulled)
+        return [answered[message_id] for message_id in asked if message_id in answered]
+
+    def _handled(self, asked: Mapping[str, Message], timeout_s: float | None) -> dict[str, Message]:
+        """Return the clients' replies by message id, and keep the states in which they left the nodes."""
         deadline = None if timeout_s is None else monotonic() + timeout_s
         answered: dict[str, Message] = {}
         for turn in _one_message_per_node(asked):
@@ -128,10 +141,25 @@ class LocalGrid(EngineGrid):
                 self._contexts[context.node_id] = context
                 reply.metadata.__dict__["_message_id"] = str(uuid4())
                 answered[message_id] = reply
-        if self._messages is not None:
-            self._messages.record([(message, answered.get(message_id)) for message_id, message in asked.items()],
-                                  self._soc_of_node, pulled=pulled)
-        return [answered[message_id] for message_id in asked if message_id in answered]
+        if self._record is not None and asked:
+            nodes = dict.fromkeys(message.metadata.dst_node_id for message in asked.values())
+            self._record.add([*asked.values()], [*map(answered.get, asked)],
+                             {node: self._contexts[node].state for node in nodes})
+        return answered
+
+    def _recorded(self, asked: Mapping[str, Message]) -> dict[str, Message] | None:
+        """Return the recorded replies by message id, and set the nodes' states to the recorded ones; None without."""
+        assert self._record is not None
+        exchange = self._record.replay([*asked.values()])
+        if exchange is None:
+            return None
+        for node, state in exchange.states.items():
+            self._contexts[node].state = state
+        answered = {message_id: Message(answer, reply_to=asked[message_id])
+                    for message_id, answer in zip(asked, exchange.answers, strict=True) if answer is not None}
+        for reply in answered.values():
+            reply.metadata.__dict__["_message_id"] = str(uuid4())
+        return answered
 
 
 def _one_message_per_node(messages: Mapping[str, Message]) -> list[list[tuple[str, int]]]:

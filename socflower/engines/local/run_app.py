@@ -13,6 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from socflower.cluster import Cluster, ModelProfile
 from socflower.cluster.toml_file import read_toml
 from socflower.engines.app_metrics import MeteredGrid, RoundLog, observed_strategies
+from socflower.engines.local.exchange_record import ExchangeRecord
 from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.priced_grid import PricedGrid
@@ -52,7 +53,7 @@ def run_app(
     server_app: ServerApp | AppReference, client_app: ClientAppSource, *, cluster: Cluster,
     num_nodes: int | None = None, run_config: UserConfig | None = None, num_workers: int | None = None,
     model_profile: ModelProfile | None = None, batch_size: int = 32, clock: EventClock | None = None,
-    messages: MessageLog | None = None, rounds: RoundLog | None = None,
+    messages: MessageLog | None = None, rounds: RoundLog | None = None, record: ExchangeRecord | None = None,
 ) -> EventClock:
     """Run the app on `num_nodes` nodes (default: every SoC) and return the clock, with the virtual time it took.
 
@@ -60,7 +61,7 @@ def run_app(
     its `sys.exit` ends it normally with status 0 and raises `TrainingFailed` with any other. Strategies may drop failed
     replies and keep their weights: if no client succeeded in a round of a strategy, or none of those that trained last,
     this raises `TrainingFailed` with the first cause, even if the ServerApp ended normally. `messages` records the
-    result of each message, `rounds` the metrics of each round.
+    result of each message, `rounds` the metrics of each round. With `record`, an interrupted run resumes from it.
     """
     app = require_server_app(server_app)
     num_nodes = cluster.num_socs if num_nodes is None else num_nodes
@@ -70,10 +71,18 @@ def run_app(
     clock = clock or EventClock(cluster)
     config = dict(run_config or {})
     messages, rounds = messages or MessageLog(), rounds or RoundLog(clock)
-    with LocalGrid(client_app, num_nodes, run_config=config, num_workers=num_workers, messages=messages) as grid:
+    with LocalGrid(client_app, num_nodes, run_config=config, num_workers=num_workers, messages=messages,
+                   record=record) as grid:
         priced = PricedGrid(grid, clock, cluster, model_profile=model_profile, batch_size=batch_size)
         context = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=config)
-        run_server_app(app, MeteredGrid(priced, rounds), context, messages, rounds)
+        if record is not None:
+            record.begin()
+        try:
+            run_server_app(app, MeteredGrid(priced, rounds), context, messages, rounds)
+        except TrainingFailed:
+            if record is not None:
+                record.forget_failures()
+            raise
     return clock
 
 

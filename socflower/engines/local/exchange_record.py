@@ -1,0 +1,239 @@
+"""A record of the exchanges of an app, from which its interrupted run resumes.
+
+What a ServerApp does follows from its inputs, the answers to its messages and the global random generators. After each
+exchange the record saves the answers, what they changed in the nodes' states, and the generators. A resumed run starts
+the ServerApp again and takes the answers from the record, as long as it has them: no client trains twice.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Error, Message, RecordDict
+
+from socflower.capture.random_state import generator_states, restore_generators
+from socflower.engines.checkpoint import difference
+from socflower.engines.local.flower_internals import record_dict_from_bytes, record_dict_to_bytes
+from socflower.errors import ConfigError
+from socflower.quantities import human_bytes
+from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
+from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, remove_partial
+
+_EXCHANGE = StateKind(name="exchange of messages", schema=1, remedy="start anew with --fresh")
+_START = 0  # the number of the entry that says whose record this is
+MOST_BYTES = 20 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """The result of an exchange of messages: an answer to each, or None, and the states of the nodes afterwards.
+
+    States that the exchange left unchanged may be missing.
+    """
+
+    answers: Sequence[RecordDict | Error | None]
+    states: Mapping[int, RecordDict]
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether a message was not answered, or by an error."""
+        return not all(isinstance(answer, RecordDict) for answer in self.answers)
+
+
+class ExchangeRecord:
+    """The exchanges of one run in a folder, numbered from 1; see `StateStore` for its errors.
+
+    Parameters
+    ----------
+    folder : Path
+        For this record alone.
+    run : Mapping
+        All that determines the run, as plain values; the record of another run is an error.
+    on_notice : Callable
+        Gets a line when the run resumes, and when the record ends before it.
+    most_bytes : int
+        The size of a record, at which it ends: later exchanges are not saved.
+    """
+
+    def __init__(self, folder: Path, run: Mapping[str, Any], *, on_notice: Callable[[str], None] = lambda line: None,
+                 most_bytes: int = MOST_BYTES) -> None:
+        self.path = folder
+        self.resumed_from: list[int] = []  # the last recorded exchange at each resumption
+        self._run, self._on_notice, self._most_bytes = run, on_notice, most_bytes
+        self._store = StateStore(folder, _EXCHANGE, prefix="exchange-", suffix=".messages")
+        self._num_past, self._num_recorded = 0, 0  # exchanges of this process; of the record when it began
+        self._is_saving = True
+        self._num_bytes = 0
+        self._saved_states: dict[int, bytes] = {}  # digests
+        self._failed: set[int] = set()
+
+    def create(self) -> None:
+        """Create the folder, and remove files that a killed writer left incomplete."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        remove_partial(self.path)
+
+    def newest_name(self) -> str:
+        """Return the name of the newest exchange, "exchange 3"; empty if there is none."""
+        newest = max(self._store.numbers(), default=_START)
+        return f"exchange {newest}" if newest > _START else ""
+
+    def remove(self) -> None:
+        """Remove all entries, and the folder if it is empty then."""
+        self._store.remove()
+        if self.path.is_dir() and not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    def begin(self) -> None:
+        """Begin the run, or resume it, with the random generators as they were; `ConfigError` for one that is another.
+        """
+        numbers = set(self._store.numbers())
+        if not numbers:
+            self._store.write(_START, {"run": dict(self._run)}, pack_arrays(generator_states()))
+            return
+        state, generators = self._store.read(_START)
+        found = difference(state["run"], self._run)
+        if found is not None:
+            key, before, now = found
+            raise ConfigError(f"{self.path} is of another run: {key} was {before!r} there and is {now!r} now; name "
+                              "another --out, or start anew with --fresh")
+        self._restore(generators)
+        while self._num_recorded + 1 in numbers:
+            self._num_recorded += 1
+        self._store.remove(after=self._num_recorded)
+        if self._num_recorded:
+            self.resumed_from = [self._num_recorded]
+            self._on_notice(f"resuming {self.path.parent} after exchange {self._num_recorded} of messages; --fresh "
+                            "starts anew")
+        self._num_bytes = sum(self._store.path(1 + index).stat().st_size for index in range(self._num_recorded))
+
+    def replay(self, messages: Sequence[Message]) -> Exchange | None:
+        """Return the recorded result of the next exchange, which has these messages; None beyond the end of the record.
+
+        Raises `ConfigError` if the record has other messages.
+        """
+        if self._num_past == self._num_recorded:
+            return None
+        number = self._num_past + 1
+        try:
+            state, payload = self._store.read(number)
+            parts = _Parts(payload)
+            answers = [None if answer is None else Error(*answer["error"]) if "error" in answer
+                       else record_dict_from_bytes(parts.take(answer["bytes"])) for answer in state["answers"]]
+            saved = {node: parts.take(num_bytes) for node, num_bytes in state["states"]}
+            self._require_same(number, state["sent"], messages)
+            self._restore(parts.rest())
+        except DamagedFile as error:
+            self._on_notice(f"{error.cause}; going on from the one before it")
+            self._store.remove(after=self._num_past)
+            self._num_recorded = self._num_past
+            self.resumed_from = [self._num_past] if self._num_past else []
+            return None
+        self._num_past = number
+        self.resumed_from = [*state["resumed_from"], self._num_recorded]
+        self._saved_states |= {node: hashlib.sha256(each).digest() for node, each in saved.items()}
+        exchange = Exchange(answers, {node: record_dict_from_bytes(each) for node, each in saved.items()})
+        self._note_failures(exchange)
+        return exchange
+
+    def add(self, messages: Sequence[Message], replies: Sequence[Message | None], states: Mapping[int, RecordDict],
+            ) -> None:
+        """Save an exchange with the states of its nodes.
+
+        A record that cannot be written or has its full size ends here, and the run goes on.
+        """
+        self._num_past += 1
+        self._num_recorded = self._num_past
+        exchange = Exchange([_answer(reply) for reply in replies], states)
+        self._note_failures(exchange)
+        if not self._is_saving:
+            return
+        answers: list[dict[str, Any] | None] = []
+        changed, pieces = [], []
+        for answer in exchange.answers:
+            if isinstance(answer, RecordDict):
+                pieces.append(record_dict_to_bytes(answer))
+                answers.append({"bytes": len(pieces[-1])})
+            else:
+                answers.append(None if answer is None else {"error": [answer.code, answer.reason]})
+        for node, state in states.items():
+            saved = record_dict_to_bytes(state)
+            digest = hashlib.sha256(saved).digest()
+            if self._saved_states.get(node) != digest:
+                self._saved_states[node] = digest
+                changed.append((node, len(saved)))
+                pieces.append(saved)
+        generators = pack_arrays(generator_states())
+        self._num_bytes += sum(map(len, pieces)) + sum(each.nbytes for each in generators)
+        if self._num_bytes > self._most_bytes:
+            self._end(f"it would have more than {human_bytes(self._most_bytes)}")
+            return
+        header = {"sent": _digest(messages), "answers": answers, "states": changed, "resumed_from": self.resumed_from}
+        try:
+            self._store.write(self._num_past, header, [*pieces, *generators])
+        except ConfigError as error:
+            self._end(str(error).partition(";")[0])
+
+    def forget_failures(self) -> None:
+        """Remove the newest exchanges that had failures, so that a resumed run tries them again."""
+        last = self._num_past
+        while last in self._failed:
+            last -= 1
+        self._store.remove(after=last)
+
+    def _note_failures(self, exchange: Exchange) -> None:
+        if exchange.has_failures:
+            self._failed.add(self._num_past)
+
+    def _end(self, reason: str) -> None:
+        """End the record before the current exchange."""
+        self._is_saving = False
+        self._on_notice(f"the record of exchanges in {self.path} ends: {reason}; the run goes on, and resumes after "
+                        f"exchange {self._num_past - 1} if it is interrupted")
+
+    def _require_same(self, number: int, sent: str, messages: Sequence[Message]) -> None:
+        if _digest(messages) != sent:
+            raise ConfigError(f"{self._store.path(number)}: before its interruption the ServerApp sent other messages "
+                              "in this exchange, so its run cannot be resumed; let it send neither times nor random "
+                              "numbers of its own generators, or start anew with --fresh")
+
+    def _restore(self, generators: memoryview) -> None:
+        try:
+            restore_generators(unpack_arrays(generators))
+        except (MalformedBytes, KeyError) as error:  # forged; the digest is no signature
+            raise DamagedFile(f"{self.path} has no state of random generators ({error})", _EXCHANGE.remedy) from None
+
+
+def _answer(reply: Message | None) -> RecordDict | Error | None:
+    return None if reply is None else reply.error if reply.has_error() else reply.content
+
+
+class _Parts:
+    """Takes parts of known sizes off bytes."""
+
+    def __init__(self, payload: memoryview) -> None:
+        self._payload = payload
+
+    def take(self, num_bytes: int) -> bytes:
+        part, self._payload = bytes(self._payload[:num_bytes]), self._payload[num_bytes:]
+        return part
+
+    def rest(self) -> memoryview:
+        return self._payload
+
+
+def _digest(messages: Sequence[Message]) -> str:
+    """Return a digest of what messages say to whom, without their ids and times."""
+    digest = hashlib.sha256()
+    for piece in _pieces(messages):
+        digest.update(len(piece).to_bytes(8, "little"))
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pieces(messages: Sequence[Message]) -> Iterator[bytes]:
+    for message in messages:
+        metadata = message.metadata
+        yield f"{metadata.dst_node_id} {metadata.message_type} {metadata.group_id}".encode()
+        yield record_dict_to_bytes(message.content)
