@@ -38,6 +38,7 @@ from socflower.training.trainer import (
     Trainer,
     TrainingSession,
     TrainingSpan,
+    arithmetic_of,
     mean_loss,
     torch_threads,
 )
@@ -170,7 +171,7 @@ def make_client_app(
                 content = RecordDict()
             content[ARRAYS] = _weights(model, message)
             content[METRICS] = MetricRecord({**metrics, **end.metrics})
-            content[TRAINED_ON] = ConfigRecord(encode(_device_report(model, message)))
+            content[TRAINED_ON] = ConfigRecord(encode(_device_report(model, message, own_trainer)))
             if end.events:
                 content[EVENTS] = ConfigRecord({"texts": list(end.events)})
             return Message(content, reply_to=message)
@@ -238,7 +239,7 @@ class _CheckingTrainer:
 
     def __init__(self, trainer: Trainer, check: Callable[[], None]) -> None:
         self._trainer, self._check = trainer, check
-        self.device = str(getattr(trainer, "device", "cpu"))
+        self.device, self.arithmetic = str(getattr(trainer, "device", "cpu")), arithmetic_of(trainer)
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> TrainingSession:
         session = self._trainer.start(model, span, state)
@@ -384,11 +385,12 @@ def _require_same_base(model: nn.Module, message: Message) -> None:
     require_same_base(frozen_digest(model), None if expected is None else str(expected), FROZEN_SHA256)
 
 
-def _device_report(model: nn.Module, message: Message) -> DeviceReport:
-    """Return where the model was trained, for every member of a group."""
+def _device_report(model: nn.Module, message: Message, trainer: Trainer) -> DeviceReport:
+    """Return where and in which arithmetic the model was trained, for every member of a group."""
     group = message.content.config_records.get(GROUP)
     socs = () if group is None else GroupTask.decode(group).members
-    return DeviceReport(devices=(device_label(device_of(model)),) * max(1, len(socs)), socs=socs)
+    return DeviceReport(devices=(device_label(device_of(model)),) * max(1, len(socs)), socs=socs,
+                        arithmetic=arithmetic_of(trainer))
 
 
 def _name_untrained(content: RecordDict, model: nn.Module) -> None:

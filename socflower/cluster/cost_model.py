@@ -5,7 +5,7 @@ modules.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from socflower.cluster.device import Device
 from socflower.cluster.topology import Cluster
@@ -172,6 +172,7 @@ class Pricing(Protocol):
 class OneProcessor:
     """Training on one processor of each device: the named one if the device has it, else its default."""
 
+    arithmetic: ClassVar[str] = ""  # as of `DeviceReport`: FP32
     processor: str | None = None
 
     def step_cost(self, model: ModelProfile, device: Device, num_samples: int) -> StepCost:

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from socflower.cluster import Usage
+from socflower.cluster import FP32, Usage
 from socflower.engines.local.message_log import MessageLog, round_of
 from socflower.engines.trained_devices import TrainedDevices
 from socflower.sim import EventClock
@@ -40,6 +40,7 @@ class RoundLog:
         self.strategy = ""  # name of the class that was started last
         self.arrays: ArrayRecord | None = None  # of the last result
         self.devices: TrainedDevices | None = None  # of the clients that trained
+        self.priced_in = FP32.arithmetic  # the arithmetic that the strategy prices, as of `DeviceReport`
         self._clock, self._on_round, self._started_s = clock, on_round, perf_counter()
         self._rounds: dict[int, dict[str, Any]] = {}
         self._replies: dict[tuple[str, int], list[Metrics]] = {}
@@ -213,6 +214,7 @@ def observed_strategies(rounds: RoundLog, messages: MessageLog) -> Iterator[None
         bound.apply_defaults()
         inner = innermost(bound.arguments["self"])
         refuse_too_many_rounds(inner, bound.arguments["num_rounds"])
+        rounds.priced_in = getattr(getattr(inner, "pricing", FP32), "arithmetic", FP32.arithmetic)
         evaluate_fn = bound.arguments.get("evaluate_fn")
 
         def evaluated(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:

@@ -19,6 +19,7 @@ class TrainedDevices(ForwardingGrid):
     def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
         self._device_of: dict[int, str] = {}
+        self.arithmetics: set[str] = set()  # that clients trained in, as of `DeviceReport`
 
     def document(self) -> dict[str, list[int]]:
         """Return the SoCs that trained on each device, such as `{"cpu": [0, 1]}`."""
@@ -49,6 +50,7 @@ class TrainedDevices(ForwardingGrid):
         own_soc = {node: soc for soc, node in enumerate(sorted(self._grid.get_node_ids()))}
         for reply in trained:
             report = _report_of(reply)
+            self.arithmetics.add(report.arithmetic)
             socs = report.socs or (own_soc.get(reply.metadata.src_node_id, -1),)
             self._device_of |= dict(zip(socs, report.devices, strict=False))
 

@@ -1,6 +1,7 @@
 """Virtual time of training in int8, and on CPU and NPU at once, on a device; its watts then give the joules."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from socflower.cluster import Device, ModelProfile, OneProcessor, ProcessorCost, StepCost, step_cost
 from socflower.errors import ConfigError
@@ -23,6 +24,8 @@ REQUANTISE_PASSES = 1.25
 class Int8Pricing:
     """Training in int8 on a device's fastest int8 processor; in FP32 if the catalogue lists none."""
 
+    arithmetic: ClassVar[str] = "int8"
+
     def step_cost(self, model: ModelProfile, device: Device, num_samples: int) -> StepCost:
         """Return the cost on that processor."""
         return OneProcessor(processor=device.int8_processor).step_cost(model, device, num_samples)
@@ -42,6 +45,7 @@ class MixedPricing:
     and is refused under the others.
     """
 
+    arithmetic: ClassVar[str] = "mixed"
     rule: str = "paper"
     alpha: float = 1.0
     cpu_share: float | None = None

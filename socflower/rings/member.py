@@ -36,6 +36,7 @@ from socflower.training.trainer import (
     SessionResult,
     Trainer,
     TrainingSpan,
+    arithmetic_of,
     mean_loss,
     training_device,
 )
@@ -455,7 +456,8 @@ class _MemberSession:
             mean_loss=sum(entry["loss"] for entry in reports), num_samples=self._num_samples, end=self._end,
             compression=self._compression.state() if self._compression is not None else b"",
             devices=DeviceReport(devices=tuple(entry["device"] for entry in reports),
-                                 socs=tuple(soc_of[participant] for participant in self._members)))
+                                 socs=tuple(soc_of[participant] for participant in self._members),
+                                 arithmetic=arithmetic_of(self._member.trainer)))
 
     def _require_same_weights(self, reports: Sequence[Mapping[str, Any]], answering: int) -> None:
         """Raise `RuntimeError` if members have other weights, unless they round otherwise on other kinds of devices.

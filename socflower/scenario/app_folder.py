@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,9 @@ from socflower.wire.saved_state import write_atomically
 RunConfigValue: TypeAlias = bool | int | float | str
 OnNotice: TypeAlias = Callable[[str], None]
 
+_PRICED_BY = {"fp32": "leave the pricing out of Costs",
+              "int8": "SoCFlow(…, costs=Costs(model_profile=…, pricing=Int8Pricing())) has those of int8",
+              "mixed": "SoCFlow(…, costs=Costs(model_profile=…, pricing=MixedPricing())) has those of both processors"}
 RESULT_FILES = ("result.json", "trace.json", "report.html", "comparison.json")
 
 
@@ -220,9 +224,11 @@ def _node_configs(cluster: Cluster, num_nodes: int) -> tuple[str, ...]:
 
 
 def _pricing_notes(result: Mapping[str, Any]) -> list[str]:
-    """Return a line if no computation cost any virtual time."""
+    """Return a line if no computation cost any virtual time, or if it cost that of another arithmetic."""
     if result["breakdown"]["soc_seconds"].get(Activity.COMPUTE.value, 0.0):
-        return []
+        others = [each for each in result["trained_in"] if each != result["priced_in"]]
+        return [f"clients trained in {each}, but time and energy are those of {result['priced_in']}: {_PRICED_BY[each]}"
+                for each in others]
     return ["training took no virtual time, since nothing tells what it costs: give --training-flops, the operations "
             "of one example's forward and backward pass"]
 
@@ -243,6 +249,8 @@ def _override(override: str, config: Mapping[str, RunConfigValue]) -> tuple[str,
     if key not in config:
         raise ConfigError(f"--set {override}: the app's run config has no {key!r}; it has {', '.join(config)}")
     value, default = parse_value(text), config[key]
+    if isinstance(default, str) and isinstance(value, float) and not math.isfinite(value):
+        value = text  # a word such as nan, and no number of TOML's
     if not isinstance(value, bool | int | float | str):
         raise ConfigError(f"--set {override}: a run config holds numbers, texts, true and false only")
     # A text's default may accept any value, such as "auto" or a number; numbers and booleans keep their type.

@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 from numpy.typing import NDArray
 
-from socflower.cluster import Cluster, ModelProfile, Usage, VirtualClock, sustained_rates
+from socflower.cluster import Cluster, ModelProfile, Pricing, Usage, VirtualClock, sustained_rates
 from socflower.errors import ConfigError, require_type
 from socflower.hierarchy import (
     Group,
@@ -178,6 +178,11 @@ class SoCFlow(PlannedRounds):
         if outer is not None:
             raise ConfigError(f"{asked}, and outer = {type(outer).__name__}(…) makes one model of all groups' at every "
                               "synchronisation; leave one of the two out")
+
+    @property
+    def pricing(self) -> Pricing:
+        """The cost of the clients' arithmetic."""
+        return self._costs.pricing
 
     @property
     def _model_name(self) -> str:
@@ -483,7 +488,7 @@ class SoCFlow(PlannedRounds):
         return IntervalCosts(
             cluster=self._cluster, plan=plan, profile=profile, num_samples=schedule.num_samples,
             batch_size=schedule.batch_size, steps_per_epoch=self.steps_per_epoch, reshuffle=schedule.reshuffle,
-            serialize_uplinks=False, overlap_buckets=self._exchange.overlap_buckets, pricing=self._costs.pricing,
+            serialize_uplinks=False, overlap_buckets=self._exchange.overlap_buckets, pricing=self.pricing,
             rebalancing=self._rebalancing)
 
     def _turns_and_costs(self, plan: GroupPlan) -> tuple[Turns, IntervalCosts | None]:
@@ -540,7 +545,7 @@ class SoCFlow(PlannedRounds):
 
     def _npu_ratios(self, group: Group) -> tuple[float, ...]:
         """Return each member's beta from the catalogue (F10); empty if clients measure it or do not need it."""
-        pricing = self._costs.pricing
+        pricing = self.pricing
         if self._interval_costs is None or not isinstance(pricing, MixedPricing):
             return ()
         return tuple(pricing.npu_ratio(self._model_name, self._cluster.device_of(soc)) for soc in group.members)
@@ -549,8 +554,8 @@ class SoCFlow(PlannedRounds):
         if self._clock is None or this.costs is None:
             return Usage()
         phases: Sequence[Phase] = ()
-        if isinstance(self._costs.pricing, MixedPricing):
-            phases = mixed_phases(replies, this.interval.num_steps, self._costs.pricing)
+        if isinstance(self.pricing, MixedPricing):
+            phases = mixed_phases(replies, this.interval.num_steps, self.pricing)
         return self._planner.drain_idle() + this.costs.run(this.interval, self._clock, phases,
                                                            self._planner.balancer.in_use)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import ClassVar, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,7 @@ class Int8Trainer:
     per step from torch's global generator.
     """
 
+    arithmetic: ClassVar[str] = "int8"
     algorithm: TrainingAlgorithm = NITI
     learning_rate: float = 0.01
     schedule: str = "cosine"

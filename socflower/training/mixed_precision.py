@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ class MixedPrecisionTrainer:
     `backend` creates the accelerator backend, a new one in every session.
     """
 
+    arithmetic: ClassVar[str] = "mixed"
     fp32: FP32Trainer = field(default_factory=FP32Trainer)
     rule: str = "paper"
     backend: Callable[[], Int8Backend] = NativeInt8Backend

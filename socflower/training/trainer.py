@@ -118,7 +118,8 @@ class JointSession(TrainingSession, Protocol):
 class Trainer(Protocol):
     """Starts training sessions.
 
-    Where a trainer computes on another device than the CPU, its `device` is the device's name.
+    Where a trainer computes on another device than the CPU, its `device` is the device's name; where it trains in
+    another arithmetic than FP32, its `arithmetic` is "int8" or "mixed".
     """
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> TrainingSession:
@@ -132,6 +133,11 @@ class Trainer(Protocol):
 def training_device(trainer: Trainer) -> torch.device:
     """Return the device that a trainer computes on; `ConfigError` if this machine does not have it."""
     return resolve_device(getattr(trainer, "device", "cpu"), f"{type(trainer).__name__}: device")
+
+
+def arithmetic_of(trainer: Trainer) -> str:
+    """Return the arithmetic that a trainer trains in, as of `DeviceReport`."""
+    return str(getattr(trainer, "arithmetic", ""))
 
 
 def require_cpu(device: str, trainer: str) -> None:

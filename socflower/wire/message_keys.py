@@ -241,6 +241,7 @@ class DeviceReport:
 
     devices: tuple[str, ...]  # such as "cpu" and "cuda:0 (Orin)", one for each of `socs`, or one for a client alone
     socs: tuple[int, ...] = ()  # of a group
+    arithmetic: str = ""  # "int8" or "mixed"; empty: FP32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

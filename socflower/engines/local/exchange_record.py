@@ -7,15 +7,15 @@ the ServerApp again and takes the answers from the record, as long as it has the
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from flwr.app import Error, Message, RecordDict
 
 from socflower.capture.random_state import generator_states, restore_generators
 from socflower.engines.checkpoint import difference
 from socflower.engines.local.flower_internals import record_dict_from_bytes, record_dict_to_bytes
+from socflower.engines.local.message_log import faults
 from socflower.errors import ConfigError
 from socflower.quantities import human_bytes
 from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
@@ -26,20 +26,9 @@ _START = 0  # the number of the entry that says whose record this is
 MOST_BYTES = 20 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """The result of an exchange of messages: an answer to each, or None, and the states of the nodes afterwards.
-
-    States that the exchange left unchanged may be missing.
-    """
-
-    answers: Sequence[RecordDict | Error | None]
-    states: Mapping[int, RecordDict]
-
-    @property
-    def has_failures(self) -> bool:
-        """Whether a message was not answered, or by an error."""
-        return not all(isinstance(answer, RecordDict) for answer in self.answers)
+Exchange: TypeAlias = tuple[Sequence[Message | None], Mapping[int, RecordDict]]
+"""The replies to messages, or None, and the states of the nodes afterwards; those that did not change may be missing.
+"""
 
 
 class ExchangeRecord:
@@ -120,7 +109,7 @@ class ExchangeRecord:
             state, payload = self._store.read(number)
             parts = _Parts(payload)
             answers = [None if answer is None else Error(*answer["error"]) if "error" in answer
-                       else record_dict_from_bytes(parts.take(answer["bytes"])) for answer in state["answers"]]
+                       else record_dict_from_bytes(parts.take(answer["bytes"])) for answer in state["replies"]]
             saved = {node: parts.take(num_bytes) for node, num_bytes in state["states"]}
             self._require_same(number, state["sent"], messages)
             self._restore(parts.rest())
@@ -133,9 +122,10 @@ class ExchangeRecord:
         self._num_past = number
         self.resumed_from = [*state["resumed_from"], self._num_recorded]
         self._saved_states |= {node: hashlib.sha256(each).digest() for node, each in saved.items()}
-        exchange = Exchange(answers, {node: record_dict_from_bytes(each) for node, each in saved.items()})
-        self._note_failures(exchange)
-        return exchange
+        replies = [None if answer is None else Message(answer, reply_to=message)
+                   for message, answer in zip(messages, answers, strict=True)]
+        self._note_failures(messages, replies)
+        return replies, {node: record_dict_from_bytes(each) for node, each in saved.items()}
 
     def add(self, messages: Sequence[Message], replies: Sequence[Message | None], states: Mapping[int, RecordDict],
             ) -> None:
@@ -145,18 +135,17 @@ class ExchangeRecord:
         """
         self._num_past += 1
         self._num_recorded = self._num_past
-        exchange = Exchange([_answer(reply) for reply in replies], states)
-        self._note_failures(exchange)
+        self._note_failures(messages, replies)
         if not self._is_saving:
             return
         answers: list[dict[str, Any] | None] = []
         changed, pieces = [], []
-        for answer in exchange.answers:
-            if isinstance(answer, RecordDict):
-                pieces.append(record_dict_to_bytes(answer))
-                answers.append({"bytes": len(pieces[-1])})
+        for reply in replies:
+            if reply is None or reply.has_error():
+                answers.append(None if reply is None else {"error": [reply.error.code, reply.error.reason]})
             else:
-                answers.append(None if answer is None else {"error": [answer.code, answer.reason]})
+                pieces.append(record_dict_to_bytes(reply.content))
+                answers.append({"bytes": len(pieces[-1])})
         for node, state in states.items():
             saved = record_dict_to_bytes(state)
             digest = hashlib.sha256(saved).digest()
@@ -169,7 +158,7 @@ class ExchangeRecord:
         if self._num_bytes > self._most_bytes:
             self._end(f"it would have more than {human_bytes(self._most_bytes)}")
             return
-        header = {"sent": _digest(messages), "answers": answers, "states": changed, "resumed_from": self.resumed_from}
+        header = {"sent": _digest(messages), "replies": answers, "states": changed, "resumed_from": self.resumed_from}
         try:
             self._store.write(self._num_past, header, [*pieces, *generators])
         except ConfigError as error:
@@ -182,8 +171,8 @@ class ExchangeRecord:
             last -= 1
         self._store.remove(after=last)
 
-    def _note_failures(self, exchange: Exchange) -> None:
-        if exchange.has_failures:
+    def _note_failures(self, messages: Sequence[Message], replies: Sequence[Message | None]) -> None:
+        if faults([*zip(messages, replies, strict=True)]):
             self._failed.add(self._num_past)
 
     def _end(self, reason: str) -> None:
@@ -203,10 +192,6 @@ class ExchangeRecord:
             restore_generators(unpack_arrays(generators))
         except (MalformedBytes, KeyError) as error:  # forged; the digest is no signature
             raise DamagedFile(f"{self.path} has no state of random generators ({error})", _EXCHANGE.remedy) from None
-
-
-def _answer(reply: Message | None) -> RecordDict | Error | None:
-    return None if reply is None else reply.error if reply.has_error() else reply.content
 
 
 class _Parts:

@@ -153,10 +153,10 @@ class LocalGrid(EngineGrid):
         exchange = self._record.replay([*asked.values()])
         if exchange is None:
             return None
-        for node, state in exchange.states.items():
+        replies, states = exchange
+        for node, state in states.items():
             self._contexts[node].state = state
-        answered = {message_id: Message(answer, reply_to=asked[message_id])
-                    for message_id, answer in zip(asked, exchange.answers, strict=True) if answer is not None}
+        answered = {message_id: reply for message_id, reply in zip(asked, replies, strict=True) if reply is not None}
         for reply in answered.values():
             reply.metadata.__dict__["_message_id"] = str(uuid4())
         return answered

@@ -61,7 +61,7 @@ class MessageLog:
         for kind, answered in by_kind.items():
             where = _round(answered[0][0])
             failed = [(soc_of_node[node], f"SoC {soc_of_node[node]} (node {node}): {fault}")
-                      for node, fault in _faults(kind, answered)]
+                      for node, fault in faults(answered)]
             exchanges = self._exchanges.setdefault(kind, [])
             if not (pulled and exchanges and exchanges[-1].pulled and exchanges[-1].where == where):
                 exchanges.append(_Exchange(where=where, pulled=pulled))
@@ -121,16 +121,16 @@ def _any_succeeded(exchange: _Exchange) -> bool:
     return len(exchange.failed) < exchange.num_sent
 
 
-def _faults(kind: str, answered: Sequence[Answered]) -> list[tuple[int, str]]:
+def faults(answered: Sequence[Answered]) -> list[tuple[int, str]]:
     """Return node and fault of each message without a usable reply."""
-    faults = []
+    found = []
     for message, reply in answered:
         fault = _fault(reply)
-        if fault is None and reply is not None and kind == MessageType.TRAIN:
+        if fault is None and reply is not None and _kind(message) == MessageType.TRAIN:
             fault = _not_finite(reply) or fault_of_num_examples(reply)
         if fault is not None:
-            faults.append((message.metadata.dst_node_id, fault))
-    return faults
+            found.append((message.metadata.dst_node_id, fault))
+    return found
 
 
 def _kind(message: Message) -> str:

@@ -66,7 +66,13 @@ def app_outcome(clock: EventClock, messages: MessageLog, rounds: RoundLog) -> di
                       "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
         "weights_sha256": None if rounds.arrays is None or not rounds.arrays else weights_sha256(rounds.arrays),
         "events": events, "trained_on": {} if rounds.devices is None else rounds.devices.document(),
+        "trained_in": sorted(map(_named_arithmetic, () if rounds.devices is None else rounds.devices.arithmetics)),
+        "priced_in": _named_arithmetic(rounds.priced_in),
     }
+
+
+def _named_arithmetic(arithmetic: str) -> str:
+    return arithmetic or "fp32"
 
 
 def _final_scores(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
