@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import Strategy
 
-from socflower.cluster import Cluster, LayerProfile, ModelProfile
+from socflower.cluster import Cluster
 from socflower.cluster.cluster_file import load_cluster
-from socflower.cluster.cost_model import BACKWARD_TO_FORWARD
 from socflower.engines.local.grid import EngineGrid
 from socflower.engines.local.run_app import flower_quiet, load_flower_app, require_server_app
 from socflower.errors import ConfigError
@@ -23,7 +22,7 @@ from socflower.scenario.app_folder import run_config
 from socflower.scenario.planning import model_document, predicted_costs
 from socflower.sim import EventClock
 from socflower.strategies.group_grid import GroupGrid
-from socflower.strategies.records import array_views
+from socflower.strategies.records import with_weights
 from socflower.strategies.resuming import innermost, refuse_too_many_rounds
 from socflower.strategies.socflow import SoCFlow
 from socflower.user_code import forgotten_modules
@@ -75,7 +74,7 @@ def plan_app_folder(
     if strategy.plan.participants and strategy.plan.participants[-1] >= cluster.num_socs:
         raise ConfigError(f"{folder}: {name} plans SoC {strategy.plan.participants[-1]}, and {cluster_file} has "
                           f"{counted(cluster.num_socs, 'SoC')}; describe both by the same cluster file")
-    profile = None if own is None else _with_weights(own, started.arrays)
+    profile = None if own is None else with_weights(own, started.arrays)
     turns, work = strategy.predicted(EventClock(cluster), profile)
     schedule, notes = strategy.schedule, []
     if work is None:
@@ -93,15 +92,6 @@ def plan_app_folder(
         **turns.to_document(), "predicted": None if work is None else predicted_costs(
             work, shapes, schedule.num_epochs, in_servers=schedule.server_interval > 1),
         "one_soc": None, "verdict": None, "notes": notes}
-
-
-def _with_weights(profile: ModelProfile, arrays: ArrayRecord) -> ModelProfile:
-    """Return the cost of `--training-flops` for a model whose weights are the arrays that the strategy starts with."""
-    views = array_views(arrays)
-    layer = LayerProfile(
-        name="model", kind="foreign", forward_flops=profile.training_flops / (1.0 + BACKWARD_TO_FORWARD),
-        output_bytes=0.0, weight_bytes=float(sum(view.nbytes for view in views.values())), num_tensors=len(views))
-    return ModelProfile(name=profile.name, layers=(layer,), input_bytes=0.0)
 
 
 def _start_of(app: Any, grid: EngineGrid, config: Any) -> _Started:

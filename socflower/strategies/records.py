@@ -7,6 +7,7 @@ aggregation costs one pass over the replies.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from io import BytesIO
 from typing import Any
@@ -17,6 +18,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from socflower import _native
+from socflower.cluster import ModelProfile
 from socflower.hierarchy.averaging import average_tensors, averaged_by, is_native_float32
 
 _NUMPY_STYPE = "numpy.ndarray"  # flwr's SType.NUMPY: `data` is a .npy file
@@ -30,6 +32,16 @@ def array_views(record: ArrayRecord) -> dict[str, NDArray[Any]]:
     through `Array.numpy()`, which copies them or raises an error that says what is wrong.
     """
     return {name: _view(array) for name, array in record.items()}
+
+
+def with_weights(profile: ModelProfile, arrays: ArrayRecord) -> ModelProfile:
+    """Return a profile of which only the FLOPs are known with the arrays as its weights; any other as it is."""
+    if profile.weight_bytes or not profile.layers:
+        return profile
+    views = array_views(arrays).values()
+    *others, last = profile.layers
+    return replace(profile, layers=(*others, replace(
+        last, weight_bytes=float(sum(view.nbytes for view in views)), num_tensors=len(views))))
 
 
 def layout_of(record: ArrayRecord) -> dict[str, tuple["np.dtype[Any]", tuple[int, ...]]]:

@@ -69,7 +69,8 @@ class Costs:
     Parameters
     ----------
     model_profile : ModelProfile, optional
-        The model's layers, as `profile_module` reads them.
+        The model's layers, as `profile_module` reads them; by default that of the grid, as `--training-flops` of
+        `socflower run` gives it one.
     pricing : Pricing
         The cost of the clients' arithmetic: by default FP32 on each device's default processor; `Int8Pricing()` or
         `MixedPricing(rule=…)` for clients that train this way. With mixed precision and a profile, clients split

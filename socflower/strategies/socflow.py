@@ -36,7 +36,7 @@ from socflower.rings.settings import RingSettings
 from socflower.strategies.group_replies import outcome_of, settle
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric, mixed_phases
 from socflower.strategies.outer_step import ChosenNodes, OuterStep, refuse_integers_clipped, reproducible_draws
-from socflower.strategies.records import aggregate_records, array_views, to_array_record
+from socflower.strategies.records import aggregate_records, array_views, to_array_record, with_weights
 from socflower.strategies.replies import NOT_EVALUATED, OUTER_STEP, ReplyEvent, failure_event, heat_events
 from socflower.strategies.resuming import PlannedRounds
 from socflower.strategies.round import IN_PROCESS, Round, ring_tasks
@@ -299,7 +299,7 @@ class SoCFlow(PlannedRounds):
         if not self._begins(server_round):
             return []
         if self._clock is None:
-            self._use_clock_of(grid)
+            self._use_clock_of(grid, arrays)
         planner = self._planner
         planner.drain_events()
         planner.plan_round(grid, self._clock)
@@ -458,11 +458,17 @@ class SoCFlow(PlannedRounds):
         self.reports[-1] = replace(self.reports[-1], events=(*self.reports[-1].events, *(
             ReplyEvent(kind=NOT_EVALUATED, group_id=0, text=text) for text in texts)))
 
-    def _use_clock_of(self, grid: Grid) -> None:
-        """Use the grid's clock, if it has one; raise `ConfigError` if the grid's cluster is another one."""
+    def _use_clock_of(self, grid: Grid, arrays: ArrayRecord) -> None:
+        """Use the grid's clock, if it has one, and its profile for want of one.
+
+        Raises `ConfigError` if the grid's cluster is another one.
+        """
         self._clock = getattr(grid, "clock", None)
         if self._clock is None:
             return
+        profile = getattr(grid, "model_profile", None)
+        if self._interval_costs is None and profile is not None:
+            self._interval_costs = self._costs_of(self.plan, with_weights(profile, arrays))
         if self._interval_costs is None:
             log(WARNING, "SoCFlow: without a model_profile this engine keeps no virtual time; pass "
                          "costs=Costs(model_profile=profile_module(model, example_shape, name))")

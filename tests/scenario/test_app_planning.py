@@ -95,7 +95,10 @@ def test_training_flops_price_a_strategy_without_a_profile_and_a_note_says_what_
     _, priced = plan_app_folder(folder, cluster, ["profile=false"], 1e6)
     assert priced["model"]["training_flops"] == pytest.approx(1e6)
     assert priced["model"]["weight_bytes"] == (4 * 2 + 2) * 4
-    assert priced["predicted"]["epoch_s"] > 0
+    ran = run_app_folder(AppRun(folder=folder, cluster_file=cluster, num_workers=0, overrides=("profile=false",),
+                                training_flops=1e6), tmp_path / "out")
+    assert priced["predicted"]["epoch_s"] * 2 == pytest.approx(ran["virtual_s"], rel=1e-9)
+    assert priced["predicted"]["epoch_energy_j"] * 2 == pytest.approx(ran["energy_j"], rel=1e-9)
     _, dearer = plan_app_folder(folder, cluster, ["profile=false"], 1e9)
     assert dearer["predicted"]["epoch_s"] > priced["predicted"]["epoch_s"]
     _, own = plan_app_folder(folder, cluster, (), 1e9)

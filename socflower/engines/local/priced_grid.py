@@ -53,6 +53,11 @@ class PricedGrid(ForwardingGrid):
         return self._clock
 
     @property
+    def model_profile(self) -> ModelProfile | None:
+        """What training costs, for strategies that have no profile of their own."""
+        return self._profile
+
+    @property
     def cluster(self) -> Cluster:
         """The cluster that messages are priced on."""
         return self._cluster
