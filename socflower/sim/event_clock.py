@@ -14,7 +14,7 @@ from socflower.sim.energy import IDLE_STATE, State, add_activities, power_w
 from socflower.sim.execution import Repeated, Solution
 from socflower.sim.processes import Process, Simulation
 from socflower.sim.program import CompiledGraph, Component, Program, compile_graph
-from socflower.sim.trace import Trace, record, record_spans
+from socflower.sim.trace import Recorded, Rows, Trace, TracedPart, record, record_spans
 
 _SAME_INSTANT = 1e-9
 """Tolerance relative to a stretch: a repetition that ends this little later ends with it."""
@@ -113,6 +113,8 @@ class EventClock:
         self._devices = [cluster.device_of(soc) for soc in range(cluster.num_socs)]
         self._dynamics = dynamics
         self._trace = trace
+        self._rows = Rows(cluster)
+        self._recorded: list[tuple[CompiledGraph, int, Recorded]] = []  # of the latest runs at full speed
         self._extrapolate = extrapolate
         self._usage = Usage()
         self._graphs: list[CompiledGraph] = []
@@ -204,8 +206,8 @@ class EventClock:
         duration_s = stretch_s(parts, hold_s, at_most)
         for part in parts:
             part.spend(duration_s)
-            if self._trace is not None and part.done is not None:
-                record(self._trace, graph, part.component, part.done, start_s + part.before_s)
+        if self._trace is not None:
+            self._record(compiled.graph, parts, self._trace.room).add_to(self._trace, start_s)
         usage = self._account(compiled, parts, duration_s, powers, pace)
         advance_pace(pace, parts)
         self._usage += usage
@@ -255,7 +257,7 @@ class EventClock:
             total += self._account_processes(simulation, socs, simulation.now_s - begin_s, powers)
         total = replace(total, num_bytes={tier: value for tier, value in simulation.num_bytes.items()})
         if self._trace is not None:
-            record_spans(self._trace, simulation.spans, simulation.num_unlogged)
+            record_spans(simulation.spans, simulation.num_unlogged, self._rows).add_to(self._trace, 0.0)
         self._label(label, start_s, total, 1)
         self._usage += total
         return total
@@ -286,11 +288,27 @@ class EventClock:
         duration_s = stretch_s(parts, inf)
         for part in parts:
             part.spend(duration_s)
-            if self._trace is not None and part.done is not None:
-                record(self._trace, compiled.graph, part.component, part.done, self.now_s)
+        if self._trace is not None:
+            self._recorded_steadily(compiled, repetitions, parts, self._trace).add_to(self._trace, self.now_s)
         usage = self._account(compiled, parts, duration_s, [1.0] * len(self._devices), Pace({}))
         self._usage += usage
         return usage
+
+    def _recorded_steadily(self, compiled: CompiledGraph, repetitions: int, parts: Sequence[Part], trace: Trace,
+                           ) -> Recorded:
+        """Return the spans of a run; those of the latest runs are kept, for rounds are often alike."""
+        for graph, count, recorded in self._recorded:
+            if graph is compiled and count == repetitions:
+                return recorded
+        found = self._record(compiled.graph, parts, trace.room)
+        if trace.room >= len(found.pieces):  # else it may lack some
+            self._recorded.append((compiled, repetitions, found))
+            del self._recorded[:-_GRAPHS_KEPT]
+        return found
+
+    def _record(self, graph: TaskGraph, parts: Sequence[Part], most: int) -> Recorded:
+        return record(graph, [TracedPart(part.component, part.done, part.before_s) for part in parts
+                              if part.done is not None], self._rows, most)
 
     def _whole_parts(self, compiled: CompiledGraph, repetitions: int) -> list[Part]:
         """Return the parts of all repetitions at nominal speeds."""

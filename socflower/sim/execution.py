@@ -11,7 +11,6 @@ rounds of a loop, such as the ring of thousands, while nothing else is under way
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import NamedTuple
 
 from socflower.sim.energy import State, StateMeter
@@ -100,6 +99,7 @@ class Outcome:
     recurrence: Recurrence | None
     instances: Sequence[Instance] = field(default=())
     num_unlogged: int = 0
+    members: Sequence[Sequence[int]] | None = None  # by the task of an instance: all tasks that it is one of
 
 
 _MIN_ROUNDS = 40
@@ -367,23 +367,18 @@ class Solution:
                 return Repeated(outcome=outcome, num_periods=more // outcome.recurrence.repetitions)
         outcome = Execution(self._program, self._table, repetitions, extrapolate=self._extrapolate,
                             max_instances=self._max_instances).run()
-        self._outcomes.append(outcome if self._folded is None else _unfolded(outcome, self._folded,
-                                                                             self._max_instances))
+        self._outcomes.append(outcome if self._folded is None else _unfolded(outcome, self._folded))
         return self.repeated(repetitions)
 
 
-def _unfolded(outcome: Outcome, folded: Folded, max_instances: int) -> Outcome:
+def _unfolded(outcome: Outcome, folded: Folded) -> Outcome:
     """Return the outcome of the whole program from that of its classes."""
     recurrence = outcome.recurrence
     members: list[list[int]] = [[] for _ in folded.program.steps]
     if outcome.instances:
         for task, number in enumerate(folded.task_class):
             members[number].append(task)
-    instances = list(islice((instance._replace(task=task) for instance in outcome.instances
-                             for task in members[instance.task]), max_instances))
-    num_all = sum(len(members[instance.task]) for instance in outcome.instances)
     return replace(
         outcome, seconds=[outcome.seconds[number] for number in folded.soc_class],
         recurrence=None if recurrence is None else replace(
-            recurrence, seconds=[recurrence.seconds[number] for number in folded.soc_class]),
-        instances=instances, num_unlogged=outcome.num_unlogged + num_all - len(instances))
+            recurrence, seconds=[recurrence.seconds[number] for number in folded.soc_class]), members=members)

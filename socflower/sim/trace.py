@@ -1,18 +1,23 @@
 """Traces of virtual time in the Chrome trace format, which Perfetto opens; rows are made of execution logs."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from socflower.cluster import Compute, Endpoint, TaskGraph
+from socflower.cluster import Cluster, Compute, Endpoint, TaskGraph
+from socflower.cluster.task_graph import Task
 from socflower.errors import ConfigError, require_range
-from socflower.sim.execution import Repeated
+from socflower.sim.execution import Instance, Outcome, Repeated
 from socflower.sim.processes import Span
 from socflower.sim.program import Component, TransferStep
 from socflower.wire.saved_state import write_atomically
 
-PROCESSES = ("runs", "SoCs", "links", "servers")
+RUNS = "runs"
+PROCESSES = (RUNS, "SoCs", "links", "servers")
 """The groups of rows, top to bottom."""
 
 _MICROSECONDS = 1e6
@@ -44,14 +49,14 @@ class Trace:
 
     @property
     def room(self) -> int:
-        """Number of spans that can still be added."""
-        return self.max_spans - len(self._spans)
+        """Number of spans that can still be added; the names of runs always can."""
+        return max(0, self.max_spans - len(self._spans))
 
     def add(self, process: str, row: str, name: str, start_s: float, duration_s: float, *,
             order: tuple[int, ...] = (0,), args: Mapping[str, Any] | None = None) -> None:
         """Add a span to a row of one of `PROCESSES`; rows are sorted by `order`, then by name."""
         assert process in PROCESSES, f"no process {process!r}"
-        if not self.room:
+        if not self.room and process != RUNS:
             self.num_dropped += 1
             return
         self._rows.setdefault((process, row), order)
@@ -137,90 +142,208 @@ def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": args}
 
 
-_Row = tuple[str, str, tuple[int, ...]]
+MOST_ROWS = 256
+"""A cluster of more SoCs has rows for its boards instead, one of more boards for its servers or for several boards."""
+
+
+class _Row(NamedTuple):
+    process: str
+    name: str
+    order: tuple[int, ...]
+    noun: str = ""  # what overlapping pieces are called together; empty where none overlap
+
+
+class Rows:
+    """The rows of a cluster's traces: one for each processor, network and link, or in a large cluster of many of them.
+
+    A row of many shows when any of them is busy, and with how many tasks or bytes.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.is_aggregated = cluster.num_socs > MOST_ROWS
+        num_boards, num_servers = len(cluster.boards), len(cluster.servers)
+        by_server = num_boards > MOST_ROWS >= num_servers > 0
+        boards_each, servers_each = ceil(num_boards / MOST_ROWS), max(1, ceil(num_servers / MOST_ROWS))
+        self._part_of_board = [cluster.server_of(board) if by_server else board // boards_each
+                               for board in range(num_boards)]
+        boards: dict[int, list[int]] = {}
+        for board, part in enumerate(self._part_of_board):
+            boards.setdefault(part, []).append(board)
+        self._boards = {part: (each[0], each[-1]) for part, each in boards.items()}
+        self._servers_each = servers_each
+
+    def processor(self, device: Endpoint, processor: str) -> _Row:
+        """Return the row of a processor."""
+        if not isinstance(device, int):
+            return _Row("servers", f"{device} {processor}", (0, 0))
+        if not self.is_aggregated:
+            return _Row("SoCs", f"SoC {device} {processor}", (device, 0))
+        part = self._part(device)
+        return _Row("SoCs", f"{self._socs_of(part)} {processor}", (part, 0), "tasks")
+
+    def network(self, soc: int) -> _Row:
+        """Return the row of a SoC's network."""
+        if not self.is_aggregated:
+            return _Row("SoCs", f"SoC {soc} network", (soc, 1), "transfers")
+        part = self._part(soc)
+        return _Row("SoCs", f"{self._socs_of(part)} network", (part, 1), "transfers")
+
+    def link(self, name: str) -> _Row | None:
+        """Return the row of a link; None for a SoC's own in a large cluster, where its network is enough."""
+        if not self.is_aggregated:
+            return _Row("links", name, (_number(name),), "transfers")
+        port, _, direction = name.partition("/")
+        if port.startswith("soc"):
+            return None
+        number = _number(port)
+        if port.startswith("board"):
+            part = self._part_of_board[number]
+            return _Row("links", f"{_range('board', *self._boards[part])}/{direction}", (1, part), "transfers")
+        if port.startswith("server") and number >= 0:
+            part = number // self._servers_each
+            last = min((part + 1) * self._servers_each, len(self._cluster.servers)) - 1
+            return _Row("links", f"{_range('server', part * self._servers_each, last)}/{direction}", (0, part),
+                        "transfers")
+        return _Row("links", name, (-1, number), "transfers")
+
+    def _part(self, soc: int) -> int:
+        return self._part_of_board[self._cluster.board_of(soc)]
+
+    def _socs_of(self, part: int) -> str:
+        first, last = self._boards[part]
+        return _range("SoC", self._cluster.socs_of(first).start, self._cluster.socs_of(last).stop - 1)
+
+
+def _range(noun: str, first: int, last: int) -> str:
+    return f"{noun} {first}" if first == last else f"{noun}s {first}-{last}"
 
 
 class _Piece(NamedTuple):
     name: str
     start_s: float
     end_s: float
-    num_bytes: float
-    num_transfers: int
+    num_bytes: float = 0.0
+    number: int = 0  # of transfers, or in a row of many of tasks
 
 
-def record(trace: Trace, graph: TaskGraph, component: Component, repeated: Repeated, origin_s: float) -> None:
-    """Add the execution of a component from `origin_s` on.
+class TracedPart(NamedTuple):
+    """A component's execution, and its seconds after the beginning of the run."""
+
+    component: Component
+    repeated: Repeated
+    before_s: float
+
+
+class Recorded(NamedTuple):
+    """The spans of a run from its beginning on, by row, and the number of activities without one."""
+
+    pieces: Sequence[tuple[_Row, _Piece]]
+    num_unlogged: int
+
+    def add_to(self, trace: Trace, origin_s: float) -> None:
+        """Add the spans of a run that begins at `origin_s`."""
+        trace.drop(self.num_unlogged)
+        for row, piece in self.pieces:
+            args = {} if not piece.number else {"tasks": piece.number} if row.noun == "tasks" else \
+                {"bytes": piece.num_bytes, "transfers": piece.number}
+            trace.add(row.process, row.name, piece.name, origin_s + piece.start_s, piece.end_s - piece.start_s,
+                      order=row.order, args=args)
+
+
+def record(graph: TaskGraph, parts: Iterable[TracedPart], rows: Rows, most: int) -> Recorded:
+    """Return the spans of components that were executed in one run; of more than `most` activities, the first.
 
     Work has a row for each processor. A SoC's network and a link can serve several transfers at once; their
     rows show when they are busy, and with how many bytes. Where periods were skipped, each row shows one span.
     """
-    trace.drop(repeated.outcome.num_unlogged)
-    rows: dict[_Row, list[_Piece]] = {}
-    for instance in repeated.outcome.instances:
-        task = graph.tasks[component.tasks[instance.task]]
-        step = component.program.steps[instance.task]
-        if isinstance(task, Compute):
-            row = _processor_row(task.device, task.processor)
-            rows.setdefault(row, []).append(_Piece(task.name, instance.start_s, instance.end_s, 0.0, 0))
-            continue
-        assert isinstance(step, TransferStep)
-        name = f"{task.name} {instance.round}" if task.rounds > 1 else task.name
-        whole = _Piece(name, instance.start_s, instance.end_s, task.num_bytes, 1)
-        for end in (task.source, task.target):
-            if isinstance(end, int):
-                rows.setdefault(("SoCs", f"SoC {end} network", (end, 1)), []).append(whole)
-        if task.num_bytes:
-            moving = whole._replace(start_s=instance.moved_s)
-            for resource in component.program.paths[step.data_path]:
-                link = component.resources[resource]
-                rows.setdefault(("links", link, (_number(link),)), []).append(moving)
-    recurrence = repeated.outcome.recurrence
-    if recurrence is None or not repeated.num_periods:
-        _add_rows(trace, rows, origin_s)
+    found: dict[_Row, list[_Piece]] = {}
+    num_unlogged = 0
+    for component, repeated, before_s in parts:
+        outcome = repeated.outcome
+        own = _pieces_of(graph, component, outcome, rows, most)
+        num_all = sum(1 if outcome.members is None else len(outcome.members[instance.task])
+                      for instance in outcome.instances)
+        num_unlogged += outcome.num_unlogged + max(0, num_all - (num_all if rows.is_aggregated else most))
+        recurrence = outcome.recurrence
+        for row, pieces in own.items():
+            if recurrence is not None and repeated.num_periods:
+                more = _Piece(f"{repeated.num_periods * recurrence.repetitions} more repetitions (not re-simulated)",
+                              recurrence.at_s, recurrence.at_s + repeated.inserted_s)
+                pieces = [more, *_parted(_merged(row, pieces), recurrence.at_s, repeated.inserted_s)]
+            found.setdefault(row, []).extend(
+                piece._replace(start_s=piece.start_s + before_s, end_s=piece.end_s + before_s) for piece in pieces)
+    return Recorded([(row, piece) for row, pieces in found.items() for piece in _merged(row, pieces)
+                     if piece.end_s > piece.start_s], num_unlogged)
+
+
+def _pieces_of(graph: TaskGraph, component: Component, outcome: Outcome, rows: Rows, most: int,
+               ) -> dict[_Row, list[_Piece]]:
+    """Return the pieces of each row. In a row of many, tasks of one class that are there are one piece."""
+    found: dict[_Row, list[_Piece]] = {}
+    if rows.is_aggregated:
+        places: dict[int, Counter[tuple[_Row, bool]]] = {}
+        for instance in outcome.instances:
+            counts = places.get(instance.task)
+            if counts is None:
+                of_class = (instance.task,) if outcome.members is None else outcome.members[instance.task]
+                counts = places[instance.task] = Counter(
+                    place for task in of_class for place in _places(graph, component, task, rows))
+            one = outcome.members[instance.task][0] if outcome.members is not None else instance.task
+            whole = _piece(graph.tasks[component.tasks[one]], instance)
+            for (row, is_link), count in counts.items():
+                start_s = instance.moved_s if is_link else instance.start_s
+                found.setdefault(row, []).append(_Piece(
+                    whole.name, start_s, whole.end_s, whole.num_bytes * count, count if row.noun else 0))
+        return found
+    every = ((instance, task) for instance in outcome.instances
+             for task in ((instance.task,) if outcome.members is None else outcome.members[instance.task]))
+    for instance, task in islice(every, most):
+        whole = _piece(graph.tasks[component.tasks[task]], instance)
+        for row, is_link in _places(graph, component, task, rows):
+            found.setdefault(row, []).append(whole._replace(start_s=instance.moved_s) if is_link else whole)
+    return found
+
+
+def _piece(task: Task, instance: Instance) -> _Piece:
+    if isinstance(task, Compute):
+        return _Piece(task.name, instance.start_s, instance.end_s)
+    name = f"{task.name} {instance.round}" if task.rounds > 1 else task.name
+    return _Piece(name, instance.start_s, instance.end_s, task.num_bytes, 1)
+
+
+def _places(graph: TaskGraph, component: Component, number: int, rows: Rows) -> Iterator[tuple[_Row, bool]]:
+    """Yield the rows of a task, and whether each is that of a link, which is busy while bytes flow."""
+    task, step = graph.tasks[component.tasks[number]], component.program.steps[number]
+    if isinstance(task, Compute):
+        yield rows.processor(task.device, task.processor), False
         return
-    for row, pieces in rows.items():
-        rows[row] = list(_parted(_in_row(row, pieces), recurrence.at_s, repeated.inserted_s))
-        trace.add(row[0], row[1], f"{repeated.num_periods * recurrence.repetitions} more repetitions "
-                  "(not re-simulated)", origin_s + recurrence.at_s, repeated.inserted_s, order=row[2])
-    _add_rows(trace, rows, origin_s)
+    assert isinstance(step, TransferStep)
+    for end in (task.source, task.target):
+        if isinstance(end, int):
+            yield rows.network(end), False
+    if task.num_bytes:
+        for resource in component.program.paths[step.data_path]:
+            if (row := rows.link(component.resources[resource])) is not None:
+                yield row, True
 
 
-def record_spans(trace: Trace, spans: Iterable[Span], num_unlogged: int) -> None:
-    """Add the activities of processes; rows are those of `record`."""
-    trace.drop(num_unlogged)
-    rows: dict[_Row, list[_Piece]] = {}
+def record_spans(spans: Iterable[Span], num_unlogged: int, rows: Rows) -> Recorded:
+    """Return the activities of processes; rows are those of `record`."""
+    found: dict[_Row, list[_Piece]] = {}
     for span in spans:
         if span.processor is not None:
-            row = _processor_row(span.processor.device, span.processor.name)
-            rows.setdefault(row, []).append(_Piece(span.name, span.start_s, span.end_s, 0.0, 0))
+            row = rows.processor(span.processor.device, span.processor.name)
+            found.setdefault(row, []).append(_Piece(span.name, span.start_s, span.end_s, number=int(row.noun != "")))
             continue
         whole = _Piece(span.name, span.start_s, span.end_s, span.num_bytes, 1)
         for soc in span.socs:
-            rows.setdefault(("SoCs", f"SoC {soc} network", (soc, 1)), []).append(whole)
+            found.setdefault(rows.network(soc), []).append(whole)
         for link in span.links:
-            rows.setdefault(("links", link, (_number(link),)), []).append(whole._replace(start_s=span.moved_s))
-    _add_rows(trace, rows, 0.0)
-
-
-def _in_row(row: _Row, pieces: list[_Piece]) -> list[_Piece]:
-    """Return a row's pieces; those of a network or link, which may overlap, merged."""
-    return list(_merged(pieces)) if row[0] == "links" or row[2][-1] == 1 else pieces
-
-
-def _add_rows(trace: Trace, rows: Mapping[_Row, list[_Piece]], origin_s: float) -> None:
-    for row, pieces in rows.items():
-        process, name, order = row
-        for piece in _in_row(row, pieces):
-            if piece.end_s > piece.start_s:
-                args = {"bytes": piece.num_bytes, "transfers": piece.num_transfers} if piece.num_transfers else {}
-                trace.add(process, name, piece.name, origin_s + piece.start_s, piece.end_s - piece.start_s,
-                          order=order, args=args)
-
-
-def _processor_row(device: Endpoint, processor: str) -> _Row:
-    if isinstance(device, int):
-        return "SoCs", f"SoC {device} {processor}", (device, 0)
-    return "servers", f"{device} {processor}", (0, 0)
+            if (of_link := rows.link(link)) is not None:
+                found.setdefault(of_link, []).append(whole._replace(start_s=span.moved_s))
+    return Recorded([(row, piece) for row, pieces in found.items() for piece in _merged(row, pieces)
+                     if piece.end_s > piece.start_s], num_unlogged)
 
 
 def _number(link: str) -> int:
@@ -229,20 +352,20 @@ def _number(link: str) -> int:
     return int(digits) if digits else -1
 
 
-def _merged(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
-    """Yield pieces by time, those that overlap as one."""
-    current: _Piece | None = None
+def _merged(row: _Row, pieces: Sequence[_Piece]) -> Sequence[_Piece]:
+    """Return a row's pieces by time, those that overlap as one, where they may."""
+    if not row.noun:
+        return pieces
+    found: list[_Piece] = []
     for piece in sorted(pieces, key=lambda piece: (piece.start_s, piece.end_s, piece.name)):
-        if current is None or piece.start_s >= current.end_s:
-            if current is not None:
-                yield current
-            current = piece
-        else:
-            count = current.num_transfers + piece.num_transfers
-            current = _Piece(f"{count} transfers", current.start_s, max(current.end_s, piece.end_s),
-                             current.num_bytes + piece.num_bytes, count)
-    if current is not None:
-        yield current
+        if not found or piece.start_s >= found[-1].end_s:
+            found.append(piece)
+            continue
+        current = found[-1]
+        number = current.number + piece.number
+        found[-1] = _Piece(f"{number} {row.noun}" if number else current.name, current.start_s,
+                           max(current.end_s, piece.end_s), current.num_bytes + piece.num_bytes, number)
+    return found
 
 
 def _parted(pieces: Iterable[_Piece], at_s: float, inserted_s: float) -> Iterator[_Piece]:

@@ -1,15 +1,18 @@
 """Symmetric parts are executed once, and it does not show: against full simulation, also where one part differs."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from socflower.cluster import HUB, Activity, Cluster, Device, GraphBuilder, Processor, TaskGraph, Usage
-from socflower.cluster.topology import Board
-from socflower.sim import EventClock, Trace, execution, folding
+from socflower.cluster.topology import Board, Server
+from socflower.sim import EventClock, Trace, execution, folding, trace
 from socflower.sim.folding import fold
 from socflower.sim.program import compile_graph
 
@@ -150,3 +153,76 @@ def test_a_trace_shows_all_members_of_a_class() -> None:
     ours, theirs = (sorted((trace.state()["rows"][row][1], name, round(at_s, 9), round(long_s, 9))
                            for row, name, at_s, long_s, _ in trace.state()["spans"]) for trace in (folded, full))
     assert ours == theirs
+
+
+# ---------------------------------------------------------------------------------------------- rows of many
+Spans: TypeAlias = list[tuple[float, float, dict[str, Any]]]
+
+
+def spans_of(cluster: Cluster, graph: TaskGraph, extrapolate: bool) -> dict[str, Spans]:
+    """Run the graph three times, and return start, end and arguments of each row's spans."""
+    traced = Trace()
+    clock = EventClock(cluster, trace=traced, extrapolate=extrapolate)
+    clock.run(graph, repeat=2)
+    clock.run(graph)
+    found: dict[str, Spans] = {}
+    state = traced.state()
+    for row, _, start_s, duration_s, args in state["spans"]:
+        found.setdefault(state["rows"][row][1], []).append((start_s, start_s + duration_s, args))
+    return found
+
+
+def busy(spans: Spans) -> list[list[float]]:
+    """Return the intervals that spans cover together, without gaps of rounding."""
+    found: list[list[float]] = []
+    for start_s, end_s, _ in sorted(spans, key=lambda span: span[:2]):
+        if found and start_s <= found[-1][1] + 1e-9:
+            found[-1][1] = max(found[-1][1], end_s)
+        else:
+            found.append([start_s, end_s])
+    return found
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_rows_of_a_large_cluster_are_those_of_its_socs_together(most: int, data: st.DataObject) -> None:
+    """Each row of boards or servers is busy when any of its SoCs is, and has all their tasks and bytes."""
+    num_boards, slots = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 4))
+    cluster = cluster_of([slots] * num_boards, [100.0] * num_boards, [60.0] * num_boards)
+    servers = data.draw(st.sampled_from([1, *(each for each in (2, 3) if num_boards % each == 0)]))
+    if servers > 1:
+        each = Server(num_boards=num_boards // servers, uplink_bytes_per_s=80.0)
+        cluster = replace(cluster, servers=(each,) * servers)
+    assume(cluster.num_socs > most)
+    socs = list(range(cluster.num_socs))
+    size = data.draw(st.integers(1, slots * 2))
+    slow = data.draw(st.sampled_from([None, 0, socs[-1]]))
+    graph = training([socs[first:first + size] for first in range(0, len(socs), size)],
+                     lambda soc: 1.3 if soc == slow else 1.0, 50.0, barrier=False,
+                     leaders_meet=data.draw(st.booleans()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "MOST_ROWS", 10**6)
+        own = spans_of(cluster, graph, data.draw(st.booleans()))
+        patch.setattr(trace, "MOST_ROWS", most)
+        together = spans_of(cluster, graph, data.draw(st.booleans()))
+    of_socs = {name for name in together if name.startswith("SoC")}
+    assert len({name.rpartition(" ")[0] for name in of_socs}) <= most
+    seen = set()
+    for name, spans in together.items():
+        noun, _, rest = name.partition(" ")
+        numbers, kind = (rest.split(" ", 1) if noun.startswith("SoC") else rest.split("/", 1)) \
+            if noun.rstrip("s") in ("SoC", "board", "server") else ("", "")
+        first, _, last = numbers.partition("-")
+        ours = [name] if not numbers else [
+            f"SoC {number} {kind}" if noun.startswith("SoC") else f"{noun.rstrip('s')}{number}/{kind}"
+            for number in range(int(first), int(last or first) + 1)]
+        seen |= set(ours)
+        alone = [span for each in ours for span in own.get(each, [])]
+        np.testing.assert_allclose(busy(spans), busy(alone), rtol=1e-9, atol=1e-9)
+        for key in ("bytes", "transfers"):
+            assert sum(args.get(key, 0) for *_, args in spans) == pytest.approx(
+                sum(args.get(key, 0) for *_, args in alone)), (name, key)
+        if "tasks" in spans[0][2]:
+            assert sum(args["tasks"] for *_, args in spans) == len(alone)
+    assert {name for name in own if not name.startswith("soc")} == seen & set(own)
