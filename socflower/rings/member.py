@@ -303,6 +303,9 @@ class _MemberSession:
             if self._ring.compression != "none":
                 raise ConfigError(f"ring: compression = {self._ring.compression!r} rounds what {trainer} has to sum "
                                   "exactly, int32 gradients; leave it out, or use MixedPrecisionTrainer")
+            if self._ring.num_buckets > 1:
+                raise ConfigError(f"ring: overlap_buckets = {self._ring.num_buckets}, but {trainer} exchanges its "
+                                  "gradients after the backward pass, in which members agree on scales; leave it out")
             return session
         if not isinstance(session, ExchangingSession):
             raise ConfigError(f"{trainer} cannot train in a ring: it does not hand out its gradients; use FP32Trainer, "

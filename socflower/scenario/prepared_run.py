@@ -96,8 +96,8 @@ class PreparedRun:
         if isinstance(groups, int) and groups > num_socs:
             raise InfeasiblePlan(f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; "
                                  f"use groups = {num_socs} or fewer")
-        if engine == "deployment" and scenario.precision.arithmetic == "int8" and scenario.has_groups:
-            _check_int8_rings(scenario)
+        if scenario.precision.arithmetic == "int8" and scenario.has_groups:
+            _check_int8_exchange(scenario, in_rings=engine == "deployment")
         for event in scenario.events:
             if event.soc >= self.cluster.num_socs:
                 raise ConfigError(f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to "
@@ -137,16 +137,17 @@ def prepare(scenario: Scenario, engine: str = "local", *, trains_here: bool = Tr
     return run
 
 
-def _check_int8_rings(scenario: Scenario) -> None:
-    """Raise for settings of rings that integer gradients do not have."""
-    if scenario.ring.compression != "none":
+def _check_int8_exchange(scenario: Scenario, *, in_rings: bool) -> None:
+    """Raise for settings that the exchange of integer gradients does not have."""
+    # On other engines a note says that gradients are not compressed.
+    if in_rings and scenario.ring.compression != "none":
         raise ConfigError(f"{scenario.name} [ring] compression = {scenario.ring.compression!r} rounds gradients, but "
                           "arithmetic = 'int8' has to sum its int32 gradients exactly; leave it out, or use "
                           "arithmetic = 'mixed'")
     if scenario.strategy.overlap_buckets > 1:
         raise ConfigError(f"{scenario.name} [strategy] overlap_buckets = {scenario.strategy.overlap_buckets}, but "
-                          "rings in int8 exchange their gradients after the backward pass, in which members agree on "
-                          "the scale of each tensor; leave it out, or use another engine")
+                          "gradients in int8 are exchanged after the backward pass, in which members agree on the "
+                          "scale of each tensor; leave it out")
 
 
 def _check_shared(scenario: Scenario, engine: str) -> None:

@@ -143,6 +143,9 @@ class SoCFlow(PlannedRounds):
         self._cluster, self._schedule, self._costs, self._exchange, self._rings = (
             cluster, schedule, costs, exchange, rings)
         self._tolerate_client_errors = tolerate_client_errors
+        if exchange.overlap_buckets > 1 and getattr(costs.pricing, "arithmetic", "") == "int8":
+            raise ConfigError(f"{name}: overlap_buckets = {exchange.overlap_buckets}, but gradients in int8 are "
+                              "exchanged after the backward pass; leave it out")
         rates = sustained_rates(cluster, self._model_name, costs.pricing)
         if not isinstance(groups, GroupPlan):
             counts = groups if isinstance(groups, Grouping) else Grouping(num_groups=groups)

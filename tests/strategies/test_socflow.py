@@ -11,9 +11,10 @@ from flwr.serverapp.strategy import FedAdam
 from socflower.cluster import LayerProfile, ModelProfile, parse_cluster
 from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError, TrainingFailed
 from socflower.hierarchy import split_batch
+from socflower.precision.processor_costs import Int8Pricing
 from socflower.sim import EventClock
 from socflower.strategies.comparators import RingAllReduce, SingleDevice
-from socflower.strategies.settings import ExchangeSettings, Grouping, TrainingSchedule
+from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import PRICED, GroupTask
 from tests.strategies.fake_messages import FakeGrid, answer, answer_error, model, values
@@ -192,6 +193,11 @@ def test_settings_that_cannot_be_are_refused_where_they_are_made(make: Callable[
     with pytest.raises(ConfigError, match=fault) as caught:
         make()
     one_line(caught)
+
+
+def test_integer_gradients_are_not_exchanged_during_the_backward_pass() -> None:
+    with pytest.raises(ConfigError, match="SoCFlow: overlap_buckets = 2, but gradients in int8 are exchanged after"):
+        socflow(costs=Costs(pricing=Int8Pricing()), exchange=ExchangeSettings(overlap_buckets=2))
 
 
 def test_too_few_nodes_are_refused_with_both_numbers() -> None:
