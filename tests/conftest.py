@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.command_line import socflower  # noqa: F401 - a fixture
@@ -35,3 +36,14 @@ _common = settings(deadline=None, print_blob=True, suppress_health_check=[Health
 settings.register_profile("reproducible", _common, derandomize=True, max_examples=50)
 settings.register_profile("exploring", _common, max_examples=100)
 settings.load_profile("reproducible")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin `make test-slow` with the tests that may take longest, so that no worker waits for one at the end."""
+    if config.getoption("-m") == "slow":
+        items.sort(key=_most_seconds, reverse=True)
+
+
+def _most_seconds(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker is not None and marker.args else 0.0
