@@ -64,7 +64,7 @@ name = "lenet5"
 [train]
 epochs = 1
 batch_size = 32
-learning_rate = 0.05
+learning_rate = 0.02
 [strategy]
 groups = 2
 sync_interval_epochs = 0.5
@@ -106,7 +106,7 @@ name = "vgg-tiny"
 [train]
 epochs = 1
 batch_size = 32
-learning_rate = 0.05
+learning_rate = 0.02
 [strategy]
 name = "split-replay"
 socs = 2

@@ -83,8 +83,10 @@ def test_at_k_0_uncompressed_a_deployment_has_the_weights_of_one_process_bit_for
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_simulation_engine_gives_what_the_local_one_gives(tmp_path: Path) -> None:
-    text = scenario(edges=2, more='cut = 1\n[model]\nname = "lenet5"').replace("[[0.0, 0]]", "[[0.0, 3]]")
+@pytest.mark.parametrize("arithmetic", ["fp32", "int8"])
+def test_the_simulation_engine_gives_what_the_local_one_gives(tmp_path: Path, arithmetic: str) -> None:
+    more = f'cut = 1\n[model]\nname = "lenet5"\n[precision]\narithmetic = "{arithmetic}"'
+    text = scenario(edges=2, more=more).replace("[[0.0, 0]]", "[[0.0, 3]]")
     local = locally(text, 2, tmp_path / "local")
     simulated = run_to_folder(load_scenario(tmp_path / "local" / "case.toml"), tmp_path / "out", "simulation")
     for key in (*SAME, "virtual_s", "energy_j", "bytes"):
@@ -99,8 +101,8 @@ def cloud_of(run: DeployedRun) -> psutil.Process | None:
     return None
 
 
-def is_within_a_round(run: DeployedRun, num_batches: int = 2) -> bool:
-    """Whether some batches of the present round are done, and more are to come; asked as any operator would.
+def is_within_a_round(run: DeployedRun, num_batches: int = 2, at_most: int = 10**6) -> bool:
+    """Whether at least and at most so many batches of the present round are done; asked as any operator would.
 
     Where the run has a network of its own, the question is asked in there.
     """
@@ -117,7 +119,8 @@ def is_within_a_round(run: DeployedRun, num_batches: int = 2) -> bool:
         command = ["nsenter", "--target", str(cloud.pid), *credentials, *(f"--{kind}" for kind in kinds), *command]
     asked = subprocess.run(command, env=users_environment(), capture_output=True, text=True, check=True)
     sessions = json.loads(asked.stdout)["sessions"]
-    return any(session["stands_at"] is None and session["num_batches_done"] >= num_batches for session in sessions)
+    return any(session["stands_at"] is None and num_batches <= session["num_batches_done"] <= at_most
+               for session in sessions)
 
 
 @pytest.mark.slow
@@ -127,7 +130,7 @@ def test_a_deployment_whose_cloud_is_killed_goes_on_and_nothing_differs(tmp_path
     text = scenario(more='cut = 1\n[model]\nname = "lenet5"').replace("2e7", "3e6")
     local = locally(text, 3, tmp_path / "local")
     with DeployedRun(tmp_path, epochs=3, scenario=text) as run:
-        run.wait_for(lambda: is_within_a_round(run))
+        run.wait_for(lambda: is_within_a_round(run, at_most=4))  # of 8, for asking takes a while
         cloud = cloud_of(run)
         assert cloud is not None
         os.kill(cloud.pid, signal.SIGKILL)

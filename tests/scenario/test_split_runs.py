@@ -194,13 +194,6 @@ def test_a_mixed_edge_is_priced_as_both_processors_at_once() -> None:
         extra_w * past.parties[0].compute_s * party.costs.edge_beside[0][1])
 
 
-@pytest.mark.slow
-def test_int8_edges_give_equal_weights_on_local_and_simulation() -> None:
-    pytest.importorskip("ray", reason="the engine simulation needs socflower[simulation]")
-    scenario = split(edges=2, precision=INT8, window=[[0.0, 2]])
-    assert run_scenario(scenario, "simulation")["weights_sha256"] == ran(scenario)["weights_sha256"]
-
-
 # --------------------------------------------------------------------------------------------------- preemption
 def test_the_others_train_without_an_edge_that_its_user_has(tmp_path: Path) -> None:
     """The mean over both edges is that of the models of each alone, which a preemption of the other leaves."""
