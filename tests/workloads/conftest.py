@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+_NAMED = os.environ.get("SOCFLOWER_DATA")  # before the tests of sources unset it
+
 
 @pytest.fixture
 def published_folder() -> Path:
     """Folder of Parquet data sets: SOCFLOWER_DATA, else shared/data beside the repository."""
-    named = os.environ.get("SOCFLOWER_DATA")
-    folder = Path(named) if named else Path(__file__).resolve().parents[3] / "shared" / "data"
+    folder = Path(_NAMED) if _NAMED else Path(__file__).resolve().parents[3] / "shared" / "data"
     if not (folder / "mnist" / "train.parquet").is_file() or not (folder / "cifar10" / "train.parquet").is_file():
         pytest.skip(f"no mnist/ and cifar10/ Parquet files in {folder}; SOCFLOWER_DATA names another folder")
     return folder
