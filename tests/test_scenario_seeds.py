@@ -15,7 +15,8 @@ PER_RUN_S = 1200.0
 FIXED_TIME = {
     **dict.fromkeys((
         "broken_reply", "data_stays", "dead_client", "deployment_digits", "digits_demo", "idle_slots", "int8_digits",
-        "measured_board", "mixed_digits", "mixed_shelf", "preempted_soc", "server_momentum",
+        "measured_board", "mixed_digits", "mixed_shelf", "preempted_soc", "ring_of_leaders",
+        "server_momentum",
         "split_int8_edge", "split_shared_uplink", "two_servers",
     ), "devices and links are as the file says, and every seed trains as many batches; faults strike by plan"),
     **dict.fromkeys(("failed_fan", "hot_ambient", "hot_board", "int8_heat_and_users", "mixed_heat_and_users",

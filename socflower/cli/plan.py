@@ -129,7 +129,7 @@ def _predicted_lines(document: Mapping[str, Any]) -> tuple[str, ...]:
     predicted = document["predicted"]
     return (
         _step_line(document),
-        f"a synchronisation {human_seconds(predicted['sync_s'])}{_in_servers(predicted)}, "
+        f"a synchronisation {human_seconds(predicted['sync_s'])}{_in_servers(predicted)}{_leaders(document)}, "
         f"{predicted['syncs_per_epoch']:.3g} an epoch",
         f"an epoch {human_seconds(predicted['epoch_s'])} and {human_joules(predicted['epoch_energy_j'])}, "
         f"{percent(predicted['compute_fraction'])} of the SoCs' time computing",
@@ -149,6 +149,14 @@ def _print_heat(console: Console, heat: Mapping[str, Any] | None) -> None:
 def _listed(groups: Sequence[int]) -> str:
     """Return the ids of groups, or their number where these are many."""
     return str(list(groups)) if 0 < len(groups) <= _MOST_GROUPS else str(len(groups)) if groups else "none"
+
+
+def _leaders(document: Mapping[str, Any]) -> str:
+    """Return how leaders exchange models, and what the other ways would take (F8)."""
+    seconds = document["predicted"]["leaders_s"]
+    others = ", ".join(f"as a {kind} {human_seconds(value)}" for kind, value in seconds.items()
+                       if kind != document["leaders"])
+    return f" with leaders as a {document['leaders']} ({others})" if others else ""
 
 
 def _in_servers(predicted: Mapping[str, float]) -> str:

@@ -8,6 +8,7 @@ from socflower.hierarchy.batch_shares import split_batch
 from socflower.hierarchy.collectives import Exchange
 from socflower.hierarchy.communication_groups import communication_groups, conflicts
 from socflower.hierarchy.delayed_sync import SyncInterval, group_steps_per_epoch, sync_schedule, sync_shapes
+from socflower.hierarchy.exchanges import Exchanges, choose_exchanges, unpredicted_exchanges
 from socflower.hierarchy.group_count import GroupCountChoice, choose_group_count, default_candidates
 from socflower.hierarchy.interval_costs import IntervalCosts, Phase
 from socflower.hierarchy.lowering import deal_graph, exchange_graph, step_graph, synchronisation_graph
@@ -20,6 +21,7 @@ from socflower.hierarchy.uplink_turns import StepTimes, Turns, choose_turns, ste
 __all__ = [
     "CapacitiesInUse",
     "Exchange",
+    "Exchanges",
     "Group",
     "GroupCountChoice",
     "GroupPlacement",
@@ -30,6 +32,7 @@ __all__ = [
     "StepTimes",
     "SyncInterval",
     "Turns",
+    "choose_exchanges",
     "choose_group_count",
     "choose_turns",
     "communication_groups",
@@ -50,5 +53,6 @@ __all__ = [
     "sync_schedule",
     "sync_shapes",
     "synchronisation_graph",
+    "unpredicted_exchanges",
     "weighted_average",
 ]

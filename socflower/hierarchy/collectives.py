@@ -96,8 +96,9 @@ def scatter(
 
 def broadcast(
     builder: GraphBuilder, order: Sequence[int], exchange: Exchange, after: Sequence[int], name: str,
-) -> None:
-    """Add a broadcast by a binomial tree from the first SoC to all: ceil(log2 n) rounds.
+) -> dict[int, tuple[int, ...]]:
+    """Add a broadcast by a binomial tree from the first SoC to all, and return the last task of each: ceil(log2 n)
+    rounds.
 
     Each holder is responsible for a range of `order`. It sends to the SoC in the middle, which takes over the second
     half, and repeats this with the first half. With `order` contiguous by board, few of the sends cross boards.
@@ -107,6 +108,7 @@ def broadcast(
         index = builder.transfer(f"{name} broadcast", holder, receiver, exchange.num_bytes,
                                  num_messages=exchange.num_tensors, after=needs[holder])
         needs[holder] = needs[receiver] = (index,)
+    return needs
 
 
 def _halvings(order: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -20,6 +20,7 @@ from socflower.cluster.virtual_clock import Pace
 from socflower.hierarchy.batch_shares import split_batch
 from socflower.hierarchy.collectives import Exchange
 from socflower.hierarchy.delayed_sync import SyncInterval
+from socflower.hierarchy.leader_exchange import STAR
 from socflower.hierarchy.lowering import deal_graph, step_graph, synchronisation_graph
 from socflower.hierarchy.plan import GroupPlan
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, without_members
@@ -43,6 +44,8 @@ class IntervalCosts:
     overlap_buckets: int = 1
     pricing: Pricing = FP32  # of the arithmetic that members train in
     rebalancing: Rebalancing | None = None
+    leaders: str = STAR  # how leaders exchange models; `choose_leaders` says how they should
+    hub_decides: bool = False  # whether an outer strategy makes the next model
 
     @cached_property
     def _rates(self) -> tuple[float, ...]:
@@ -89,12 +92,22 @@ class IntervalCosts:
         return step_graph(self.plan, costs, self.exchange, overlap_buckets=self.overlap_buckets,
                           serialize_uplinks=self.serialize_uplinks if serialize_uplinks is None else serialize_uplinks)
 
-    def synchronisation(self, *, across_servers: bool = True) -> TaskGraph | None:
-        """Return a synchronisation between groups, of all or of each server; None where no two groups take part."""
+    def synchronisation(self, *, across_servers: bool = True, leaders: str | None = None) -> TaskGraph | None:
+        """Return a synchronisation between groups, of all or of each server; None where no two groups take part.
+
+        `leaders` overrides how they exchange models.
+        """
         alone = max(map(len, self.plan.by_server.values())) == 1
         if len(self.plan.groups) == 1 or (alone and not across_servers):
             return None
-        return synchronisation_graph(self.plan, self.exchange, across_servers=across_servers)
+        return synchronisation_graph(
+            self.plan, self.exchange, self.cluster, leaders=leaders or self.leaders, across_servers=across_servers,
+            hub_decides=self.hub_decides)
+
+    def synchronisation_s(self, clock: VirtualClock, leaders: str) -> float:
+        """Return the predicted seconds of a synchronisation of all groups whose leaders exchange models in this way."""
+        graph = self.synchronisation(leaders=leaders)
+        return 0.0 if graph is None else clock.predicted_s(graph)
 
     def begins_with_deal(self, interval: SyncInterval) -> bool:
         """Return whether groups get other data at this interval's start; the first distribution is part of setup."""

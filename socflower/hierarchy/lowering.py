@@ -4,12 +4,13 @@ The graphs define dependencies and costs; the clock determines the times.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from socflower.cluster import HUB, Activity, GraphBuilder, StepCost, TaskGraph
+from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, StepCost, TaskGraph
 from socflower.errors import ConfigError, require_range
 from socflower.hierarchy.collectives import Exchange, broadcast, gather, ring_all_reduce, scatter, server_exchange
 from socflower.hierarchy.communication_groups import conflicts
+from socflower.hierarchy.leader_exchange import RING, STAR
 from socflower.hierarchy.plan import Group, GroupPlan
 
 
@@ -97,34 +98,100 @@ def _compute(
     return [tasks[0] for tasks in by_processor], parts
 
 
-def synchronisation_graph(plan: GroupPlan, exchange: Exchange, *, across_servers: bool = True) -> TaskGraph:
-    """Return a synchronisation between groups (F8): N uploads, N downloads, then a broadcast inside each group.
+def synchronisation_graph(
+    plan: GroupPlan, exchange: Exchange, cluster: Cluster, *, leaders: str = STAR, across_servers: bool = True,
+    hub_decides: bool = False,
+) -> TaskGraph:
+    """Return a synchronisation between groups (F8): leaders exchange models, then each hands the mean to its group.
 
-    The hub averages after the uploads of all leaders; other members do not communicate with it. Where groups are in
-    several servers, the leader of each server's first group takes the hub's place for its server; with
-    `across_servers`, these then exchange with the hub.
+    `leaders` is how they do: in a "ring" all-reduce in the order of the plan; in a "tree", by uploads to the first
+    leader of each board, of each server and of all, and downloads the same way back; or in a "star" at the hub, in
+    which, where groups are in several servers, the leader of each server's first group takes the hub's place for its
+    server. With `across_servers` servers exchange too, and the hub gets one model from a ring or tree. With
+    `hub_decides` it makes the next model of that, as an outer strategy does, and sends it back to all leaders.
     """
     builder = GraphBuilder()
-    arrived: dict[int, int] = {}
     by_server = [[group.leader for group in groups] for groups in plan.by_server.values()]
-    if len(by_server) == 1:
-        uploaded = gather(builder, HUB, by_server[0], exchange, {}, "sync")
-        arrived = scatter(builder, HUB, by_server[0], exchange, uploaded, "sync")
+    whole = across_servers or len(by_server) == 1
+    if leaders == STAR:
+        arrived = _star(builder, by_server, exchange, across_servers=across_servers)
     else:
-        centers = [leaders[0] for leaders in by_server]
-        averaged = {leaders[0]: gather(builder, leaders[0], leaders, exchange, {}, "sync") for leaders in by_server}
-        if across_servers:
-            uploaded = gather(builder, HUB, centers, exchange, {center: (averaged[center],) for center in centers},
-                              "sync of servers")
-            averaged = scatter(builder, HUB, centers, exchange, uploaded, "sync of servers")
-        for leaders in by_server:
-            arrived |= scatter(builder, leaders[0], leaders, exchange, averaged[leaders[0]], "sync")
+        each = _ring if leaders == RING else _tree
+        parts = [[leader for own in by_server for leader in own]] if whole else by_server
+        arrived = {}
+        for own in parts:
+            arrived |= each(builder, own, exchange, cluster)
+        if whole:
+            arrived = _through_hub(builder, parts[0], exchange, arrived, hub_decides=hub_decides)
     for group in plan.groups:
         start = group.members.index(group.leader)
         # From the leader along the ring, so that the tree stays on the leader's board as long as possible.
-        broadcast(builder, group.members[start:] + group.members[:start], exchange, (arrived[group.leader],),
+        broadcast(builder, group.members[start:] + group.members[:start], exchange, arrived[group.leader],
                   f"group {group.group_id}")
     return builder.build(plan.participants)
+
+
+Arrivals: TypeAlias = dict[int, tuple[int, ...]]
+"""The tasks after which a leader has the mean of all models, by leader."""
+
+
+def _star(builder: GraphBuilder, by_server: Sequence[Sequence[int]], exchange: Exchange, *, across_servers: bool,
+          ) -> Arrivals:
+    if len(by_server) == 1:
+        uploaded = gather(builder, HUB, by_server[0], exchange, {}, "sync")
+        return _ends(scatter(builder, HUB, by_server[0], exchange, uploaded, "sync"))
+    centers = [leaders[0] for leaders in by_server]
+    averaged = {leaders[0]: gather(builder, leaders[0], leaders, exchange, {}, "sync") for leaders in by_server}
+    if across_servers:
+        uploaded = gather(builder, HUB, centers, exchange, {center: (averaged[center],) for center in centers},
+                          "sync of servers")
+        averaged = scatter(builder, HUB, centers, exchange, uploaded, "sync of servers")
+    arrived: Arrivals = {}
+    for leaders in by_server:
+        arrived |= _ends(scatter(builder, leaders[0], leaders, exchange, averaged[leaders[0]], "sync"))
+    return arrived
+
+
+def _ring(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, cluster: Cluster) -> Arrivals:
+    return dict(ring_all_reduce(builder, leaders, exchange, dict.fromkeys(leaders, ()), "sync").done)
+
+
+def _tree(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, cluster: Cluster) -> Arrivals:
+    levels = (cluster.board_of, lambda soc: cluster.server_of(cluster.board_of(soc)), lambda soc: 0)
+    climbed: list[list[list[int]]] = []  # by level: who meets where
+    present, sums = list(leaders), dict[int, tuple[int, ...]]()
+    for place_of in levels:
+        places: dict[int, list[int]] = {}
+        for leader in present:
+            places.setdefault(place_of(leader), []).append(leader)
+        climbed.append(list(places.values()))
+        sums |= {own[0]: (gather(builder, own[0], own, exchange, sums, "sync"),) for own in places.values()
+                 if len(own) > 1}
+        present = [own[0] for own in places.values()]
+    arrived: Arrivals = {present[0]: sums.get(present[0], ())}
+    for meeting in reversed(climbed):
+        for own in meeting:
+            if len(own) > 1:
+                (after,) = arrived[own[0]]
+                arrived |= _ends(scatter(builder, own[0], own, exchange, after, "sync"))
+    return arrived
+
+
+def _through_hub(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, arrived: Arrivals, *,
+                 hub_decides: bool) -> Arrivals:
+    """Add the upload of the mean by the first leader, and where the hub decides, the next model's way to all."""
+    first = leaders[0]
+    uploaded = builder.transfer("model to the hub", first, HUB, exchange.num_bytes, num_messages=exchange.num_tensors,
+                                after=arrived[first])
+    if not hub_decides:
+        return arrived
+    back = builder.transfer("model of the hub", HUB, first, exchange.num_bytes, num_messages=exchange.num_tensors,
+                            after=(uploaded,))
+    return broadcast(builder, leaders, exchange, (back,), "sync")
+
+
+def _ends(tasks: Mapping[int, int]) -> Arrivals:
+    return {leader: (task,) for leader, task in tasks.items()}
 
 
 def deal_graph(plan: GroupPlan, bytes_per_soc: float) -> TaskGraph:

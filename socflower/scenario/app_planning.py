@@ -75,7 +75,7 @@ def plan_app_folder(
         raise ConfigError(f"{folder}: {name} plans SoC {strategy.plan.participants[-1]}, and {cluster_file} has "
                           f"{counted(cluster.num_socs, 'SoC')}; describe both by the same cluster file")
     profile = None if own is None else with_weights(own, started.arrays)
-    turns, work = strategy.predicted(EventClock(cluster), profile)
+    exchanges, work = strategy.predicted(EventClock(cluster), profile)
     schedule, notes = strategy.schedule, []
     if work is None:
         notes.append(f"no time is predicted: {name} has no costs=Costs(model_profile=profile_module(…)); add it, or "
@@ -89,7 +89,7 @@ def plan_app_folder(
         "schema": 1, "work": f"{name} of {folder.resolve().name}, {counted(schedule.num_epochs, 'epoch')} of "
         f"{counted(strategy.steps_per_epoch, 'step')}, batches of {schedule.batch_size} a group",
         "model": None if work is None else model_document(work.profile), **strategy.plan.to_document(),
-        **turns.to_document(), "predicted": None if work is None else predicted_costs(
+        **exchanges.to_document(), "predicted": None if work is None else predicted_costs(
             work, shapes, schedule.num_epochs, in_servers=schedule.server_interval > 1),
         "one_soc": None, "verdict": None, "notes": notes}
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from socflower.cluster import Activity, Cluster, ModelProfile, Usage, sustained_rates
@@ -13,18 +12,19 @@ from socflower.edgecloud.plan.device_costs import training_energy_j
 from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.plan.phases import phases, window_limit
 from socflower.hierarchy import (
+    Exchanges,
     GroupPlan,
     IntervalCosts,
     Rebalancing,
     SyncInterval,
-    Turns,
-    choose_turns,
+    choose_exchanges,
     group_steps_per_epoch,
     plan_groups,
     step_times,
     sync_schedule,
     sync_shapes,
 )
+from socflower.hierarchy.leader_exchange import KINDS
 from socflower.precision.mixed_precision import RULES_BY_THROUGHPUT
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted, human_joules, human_ratio, human_seconds, percent
@@ -69,7 +69,7 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     """
     cluster = scenario_cluster(scenario)
     notes: list[str] = []
-    work, turns = planned_work(scenario, cluster)
+    work, exchanges = planned_work(scenario, cluster)
     plan, cost = work.plan, work.pricing
     if scenario.strategy.groups == "auto" and not group_strategy(scenario.strategy.name).num_groups:
         notes.append("groups = 'auto' is decided by training an epoch with each candidate; planned with "
@@ -93,7 +93,7 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     predicted = _predict(scenario, work)
     one_soc = _predict_one_soc(scenario, cluster) if len(plan.participants) > 1 else None
     return {"schema": 1, "work": what, "model": model_document(work.profile), **plan.to_document(),
-            **turns.to_document(),
+            **exchanges.to_document(),
             "predicted": predicted, "one_soc": one_soc, "verdict": _verdict(predicted, one_soc), "notes": notes,
             **({"edges": edges} if edges else {})}
 
@@ -158,8 +158,8 @@ def rebalancing(scenario: Scenario) -> Rebalancing | None:
                        steps=settings.rebalance_steps)
 
 
-def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[IntervalCosts, Turns]:
-    """Return the work of a strategy with groups, with or without uplink turns, and the decision on turns.
+def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[IntervalCosts, Exchanges]:
+    """Return the work of a strategy with groups, and how they exchange in it.
 
     With `groups = "auto"` it is the work of one group per board.
     """
@@ -175,16 +175,17 @@ def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[IntervalCosts, T
         cluster=cluster, plan=plan, profile=model_profile(scenario), num_samples=num_samples,
         batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, serialize_uplinks=False,
         overlap_buckets=settings.overlap_buckets, pricing=cost, rebalancing=rebalancing(scenario),
+        hub_decides=settings.outer is not None,
         steps_per_epoch=group_steps_per_epoch(num_samples, len(plan.groups), scenario.train.batch_size))
     return with_plan(scenario, work, plan)
 
 
-def with_plan(scenario: Scenario, work: IntervalCosts, plan: GroupPlan) -> tuple[IntervalCosts, Turns]:
-    """Return the work under a plan, with uplink turns if a run would choose them."""
-    work = replace(work, plan=plan)
-    turns = choose_turns(plan, scenario.strategy.serialize_uplinks, partial(
-        step_times, work, _planned_lengths(scenario, work), EventClock(work.cluster)))
-    return replace(work, serialize_uplinks=turns.taken), turns
+def with_plan(scenario: Scenario, work: IntervalCosts, plan: GroupPlan) -> tuple[IntervalCosts, Exchanges]:
+    """Return the work under a plan, with the exchanges that a run would choose."""
+    work, settings = replace(work, plan=plan), scenario.strategy
+    exchanges, work = choose_exchanges(work, settings.serialize_uplinks, scenario.leaders,
+                                       _planned_lengths(scenario, work), EventClock(work.cluster))
+    return work, exchanges
 
 
 def planned_intervals(scenario: Scenario, work: IntervalCosts) -> Sequence[SyncInterval]:
@@ -224,7 +225,7 @@ def _training_usage(work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, in
     return sum((work.run(interval, EventClock(work.cluster)) * count for interval, count in shapes), Usage())
 
 
-def _predict(scenario: Scenario, work: IntervalCosts) -> dict[str, float]:
+def _predict(scenario: Scenario, work: IntervalCosts) -> dict[str, Any]:
     return predicted_costs(
         work, _planned_shapes(scenario, work), scenario.train.epochs, in_servers=_server_interval(scenario) > 1,
         optimizer_copies=2.0 if scenario.train.optimizer == "adam" else 1.0)
@@ -233,7 +234,7 @@ def _predict(scenario: Scenario, work: IntervalCosts) -> dict[str, float]:
 def predicted_costs(
     work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]], epochs: int, *, in_servers: bool,
     optimizer_copies: float = 1.0,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return `predicted` of a plan document: see `plan_scenario`; `shapes` are all intervals of `epochs` epochs."""
     training = _training_usage(work, shapes)
     synchronisation = work.synchronisation()
@@ -249,6 +250,8 @@ def predicted_costs(
         "step_free_running_s": times.free_s,
         "steps_per_epoch": float(work.steps_per_epoch),
         "sync_s": 0.0 if synchronisation is None else EventClock(work.cluster).run(synchronisation).duration_s,
+        "leaders_s": {} if synchronisation is None else {
+            kind: work.synchronisation_s(EventClock(work.cluster), kind) for kind in KINDS},
         "server_sync_s": 0.0 if inside is None else EventClock(work.cluster).run(inside).duration_s,
         "syncs_per_epoch": 0.0 if synchronisation is None else sum(count for _, count in shapes) / epochs,
         "epoch_s": training.duration_s / epochs,

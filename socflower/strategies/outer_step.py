@@ -20,11 +20,15 @@ from flwr.serverapp.strategy import (
     Bulyan,
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
+    FedAdagrad,
+    FedAdam,
     FedAvg,
+    FedAvgM,
     FedProx,
     FedTrimmedAvg,
     FedXgbBagging,
     FedXgbCyclic,
+    FedYogi,
     MultiKrum,
     QFedAvg,
     Strategy,
@@ -53,6 +57,8 @@ _SETTINGS = {"fraction_train": 1.0, "weighted_by_key": NUM_EXAMPLES, "arrayrecor
              "configrecord_key": CONFIG}
 """Settings of Flower's strategies that groups do not leave open: all of them train, with the keys that clients read."""
 
+_OF_MEANS = (FedAvg, FedProx, FedAvgM, FedAdagrad, FedAdam, FedYogi)  # no subclass of them: it may do more
+
 
 class OuterStep:
     """A Flower strategy whose clients are groups.
@@ -73,6 +79,11 @@ class OuterStep:
         except Exception as error:
             raise ConfigError(f"SoCFlow: outer = {self.name}(…) cannot be copied to be tried before round 1 "
                               f"({_one_line(error)}); make what it holds outside of it") from None
+
+    @property
+    def takes_mean(self) -> bool:
+        """Whether the strategy needs no more of the groups' models than their mean."""
+        return type(self.strategy) in _OF_MEANS
 
     # ------------------------------------------------------------------------------------------ what is refused
     def _refuse_kind(self) -> None:

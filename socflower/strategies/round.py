@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from flwr.app import ArrayRecord
 
-from socflower.hierarchy import Group, GroupPlan, IntervalCosts, SyncInterval, Turns, conflicts
+from socflower.hierarchy import Exchanges, Group, GroupPlan, IntervalCosts, SyncInterval, conflicts
 from socflower.rings.settings import RingSettings, transport_of_ring
 from socflower.wire.message_keys import RingTask
 
@@ -21,7 +21,7 @@ class Round:
     server_round: int
     interval: SyncInterval
     plan: GroupPlan
-    turns: Turns  # whether groups that share an uplink exchange in turn (F6), and the reason
+    exchanges: Exchanges  # whether groups take turns (F6), how leaders exchange models (F8), and the reasons
     costs: IntervalCosts | None  # of this plan with these turns; None without a profile
     node_of: Mapping[int, int]  # by SoC of the plan
     transport: str  # of gradients inside groups: "gloo", "grpc", "grpc+tls", or "in process"; see `transport_in`
@@ -63,7 +63,7 @@ def ring_tasks(
     token = new_token()
     groups = {group.group_id: group for group in this.plan.groups}
     turn_of = {ident: turn for turn, ids in enumerate(this.plan.communication_groups) for ident in ids}
-    sharing = conflicts(this.plan.groups) if this.turns.taken else {}
+    sharing = conflicts(this.plan.groups) if this.exchanges.turns.taken else {}
     tasks: dict[int, RingTask] = {}
     for ident, group in groups.items():
         others = sharing.get(ident, frozenset())

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from socflower.cluster import FP32, ModelProfile, Pricing, VirtualClock
 from socflower.errors import ConfigError, require_type
+from socflower.hierarchy.leader_exchange import KINDS, STAR
 from socflower.hierarchy.uplink_turns import AUTO
 
 _COUNT = "a whole number, 1 or more"
@@ -108,10 +109,14 @@ class ExchangeSettings:
         less time, at the devices' nominal speeds (F7); without a clock or a profile groups take turns.
     overlap_buckets : int
         Gradient buckets that overlap with the backward pass (F7).
+    leaders : "star", "ring", "tree" or "auto"
+        How leaders exchange models in virtual time (F8). "auto" chooses for every new plan what the clock predicts to
+        take less time. On real machines models pass the SuperLink, which is the star.
     """
 
     serialize_uplinks: bool | str = AUTO
     overlap_buckets: int = 1
+    leaders: str = STAR
 
     def __post_init__(self) -> None:
         if not isinstance(self.serialize_uplinks, bool) and self.serialize_uplinks != AUTO:
@@ -119,6 +124,10 @@ class ExchangeSettings:
         require_type("ExchangeSettings", (int,), _COUNT, overlap_buckets=self.overlap_buckets)
         if self.overlap_buckets < 1:
             raise ConfigError(f"ExchangeSettings: overlap_buckets = {self.overlap_buckets} must be {_COUNT}")
+        require_type("ExchangeSettings", (str,), "a text", leaders=self.leaders)
+        if self.leaders not in (AUTO, *KINDS):
+            raise ConfigError(f"ExchangeSettings: leaders = {self.leaders!r} is unknown; use "
+                              f"{', '.join(map(repr, (AUTO, *KINDS)))}")
 
 
 _MOVED = {

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from logging import INFO, WARNING
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from socflower.cluster import Cluster, ModelProfile, Pricing, Usage, VirtualClock, sustained_rates
 from socflower.errors import ConfigError, require_type
 from socflower.hierarchy import (
+    Exchanges,
     Group,
     GroupPlan,
     IntervalCosts,
@@ -23,12 +23,13 @@ from socflower.hierarchy import (
     Rebalancing,
     SyncInterval,
     Turns,
-    choose_turns,
+    choose_exchanges,
     group_steps_per_epoch,
     plan_groups,
-    step_times,
     sync_schedule,
+    unpredicted_exchanges,
 )
+from socflower.hierarchy.leader_exchange import AUTO, STAR
 from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted
@@ -156,8 +157,9 @@ class SoCFlow(PlannedRounds):
             schedule.num_epochs, self.steps_per_epoch, schedule.interval_epochs,
             server_interval=schedule.server_interval)
         self._rebalancing = rebalancing
-        self._interval_costs = None if costs.model_profile is None else self._costs_of(groups, costs.model_profile)
         self._outer = None if outer is None else OuterStep(outer, len(groups.groups), len(groups.participants))
+        self._leaders = self._allowed_leaders(exchange.leaders)
+        self._interval_costs = None if costs.model_profile is None else self._costs_of(groups, costs.model_profile)
         if outer is not None and type(self).average_models is not SoCFlow.average_models:
             raise ConfigError(f"{name}: it has an average_models of its own, which outer = {type(outer).__name__}(…) "
                               "would replace; give one of the two")
@@ -170,6 +172,15 @@ class SoCFlow(PlannedRounds):
         self.reports: list[RoundReport] = []
         self._resumed_states: dict[int, tuple[int, bool]] = {}  # leader of the round resumed after, and whether it has
         # its group's state, by group
+
+    def _allowed_leaders(self, asked: str) -> str:
+        """Return how leaders are to exchange; raise `ConfigError` for a way in which the outer step lacks models."""
+        if self._outer is None or self._outer.takes_mean or asked == STAR:
+            return asked
+        if asked != AUTO:
+            raise ConfigError(f"{type(self).__name__}: leaders = {asked!r} gives the hub the mean of the groups' "
+                              f"models, and outer = {self._outer.name}(…) needs each of them; use leaders = 'star'")
+        return STAR
 
     def _check_servers(self, plan: GroupPlan, outer: Strategy | None) -> None:
         """Raise `ConfigError` where servers cannot synchronise less often than their groups."""
@@ -236,11 +247,11 @@ class SoCFlow(PlannedRounds):
         return self._planner.plan
 
     @property
-    def turns(self) -> Turns:
-        """Whether the groups of the latest plan take turns on shared uplinks, and the reason."""
+    def exchanges(self) -> Exchanges:
+        """Whether the groups of the latest plan take turns on shared uplinks, how leaders meet, and the reasons."""
         if self.round is not None and self.round.plan is self.plan:
-            return self.round.turns
-        return self._turns_and_costs(self.plan)[0]
+            return self.round.exchanges
+        return self._exchanges_and_costs(self.plan)[0]
 
     @property
     def clock(self) -> VirtualClock | None:
@@ -262,13 +273,15 @@ class SoCFlow(PlannedRounds):
         """How much is trained, and how often groups synchronise."""
         return self._schedule
 
-    def predicted(self, clock: VirtualClock, profile: ModelProfile | None = None) -> tuple[Turns, IntervalCosts | None]:
+    def predicted(
+        self, clock: VirtualClock, profile: ModelProfile | None = None,
+    ) -> tuple[Exchanges, IntervalCosts | None]:
         """Return how the groups of the latest plan would exchange on the clock, and what an interval would cost.
 
         The cost is that of its own `model_profile`, else of `profile`; None without both. The clock is not charged.
         """
         base = self._interval_costs or (None if profile is None else self._costs_of(self.plan, profile))
-        return self._exchanges(self.plan, base, clock)
+        return self._chosen(self.plan, base, clock)
 
     @property
     def transport(self) -> str:
@@ -381,7 +394,8 @@ class SoCFlow(PlannedRounds):
             log(WARNING, "aggregate_train: %s", event.text)
         self.reports.append(RoundReport(
             server_round=server_round, epoch=this.interval.epoch_end, events=events, usage=self._price(this, usable),
-            alpha=mean_metric(usable, ALPHA), cpu_share=mean_metric(usable, CPU_SHARE), in_turn=this.turns.taken,
+            alpha=mean_metric(usable, ALPHA), cpu_share=mean_metric(usable, CPU_SHARE),
+            in_turn=this.exchanges.turns.taken,
             without_state=tuple(sorted({event.group_id for event in settled.lost} | settled.leaders_replaced))))
         return arrays, mean
 
@@ -404,7 +418,7 @@ class SoCFlow(PlannedRounds):
         self._server_models = {} if this.interval.across_servers else self._average_in_servers(this, ())
         self.reports.append(RoundReport(
             server_round=server_round, epoch=this.interval.epoch_end, usage=self._price(this, ()),
-            events=(*self._planner.drain_events(), lost), in_turn=this.turns.taken,
+            events=(*self._planner.drain_events(), lost), in_turn=this.exchanges.turns.taken,
             without_state=tuple(group.group_id for group in this.plan.groups)))
 
     def average_models(self, models: Sequence[ArrayRecord], samples: Sequence[float]) -> ArrayRecord:
@@ -484,9 +498,11 @@ class SoCFlow(PlannedRounds):
         """Return the round of the latest plan; what it costs is kept while the plan stays, as graphs are made of it."""
         plan, before, registry = self.plan, self.round, self._planner.registry
         same = before is not None and before.plan is plan
-        turns, costs = (before.turns, before.costs) if before is not None and same else self._turns_and_costs(plan)
+        exchanges, costs = (before.exchanges, before.costs) if before is not None and same else \
+            self._exchanges_and_costs(plan)
         return Round(
-            server_round=server_round, interval=self.intervals[server_round - 1], plan=plan, turns=turns, costs=costs,
+            server_round=server_round, interval=self.intervals[server_round - 1], plan=plan, exchanges=exchanges,
+            costs=costs,
             node_of={soc: registry.node_of[soc] for soc in plan.participants},
             sent=arrays, settled_by_grid=getattr(grid, "settles_groups", False),
             transport=registry.transport(self._rings.transport) if registry.ring_address_of else IN_PROCESS,
@@ -498,27 +514,26 @@ class SoCFlow(PlannedRounds):
             cluster=self._cluster, plan=plan, profile=profile, num_samples=schedule.num_samples,
             batch_size=schedule.batch_size, steps_per_epoch=self.steps_per_epoch, reshuffle=schedule.reshuffle,
             serialize_uplinks=False, overlap_buckets=self._exchange.overlap_buckets, pricing=self.pricing,
-            rebalancing=self._rebalancing)
+            rebalancing=self._rebalancing, hub_decides=self._outer is not None)
 
-    def _turns_and_costs(self, plan: GroupPlan) -> tuple[Turns, IntervalCosts | None]:
+    def _exchanges_and_costs(self, plan: GroupPlan) -> tuple[Exchanges, IntervalCosts | None]:
         """Return how a plan's groups exchange, and what an interval of it costs."""
-        return self._exchanges(plan, self._interval_costs, self._clock)
+        return self._chosen(plan, self._interval_costs, self._clock)
 
-    def _exchanges(
+    def _chosen(
         self, plan: GroupPlan, base: IntervalCosts | None, clock: VirtualClock | None,
-    ) -> tuple[Turns, IntervalCosts | None]:
-        asked = self._exchange.serialize_uplinks
+    ) -> tuple[Exchanges, IntervalCosts | None]:
+        turns = self._exchange.serialize_uplinks
         if base is None:
-            return choose_turns(plan, asked, None), None
-        costs = replace(base, plan=plan)
+            return unpredicted_exchanges(plan, turns, self._leaders), None
         lengths = Counter(interval.num_steps for interval in self.intervals)
-        turns = choose_turns(plan, asked, None if clock is None else partial(step_times, costs, lengths, clock))
-        return turns, replace(costs, serialize_uplinks=turns.taken)
+        return choose_exchanges(replace(base, plan=plan), turns, self._leaders, lengths, clock)
 
     def _log_changes(self, this: Round, grid: Grid) -> None:
         """Log how groups exchange if that is new, and at first what the grid does for them."""
-        if self.round is None or self.round.turns != this.turns:
-            log(INFO, "SoCFlow: exchanges of groups: %s", _describe_turns(this.turns))
+        if self.round is None or self.round.exchanges != this.exchanges:
+            log(INFO, "SoCFlow: exchanges of groups: %s; of leaders: %s", _describe_turns(this.exchanges.turns),
+                this.exchanges.leaders.kind)
         if self.round is None and this.in_rings and not this.settled_by_grid:
             log(WARNING, "SoCFlow: its nodes form rings, and the grid is not a GroupGrid: a round ends only when every "
                          "member has replied, and a group whose leader is lost loses its round; "

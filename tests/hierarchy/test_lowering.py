@@ -1,6 +1,8 @@
 """What plans lower to: who sends how much to whom, and what waits for what."""
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from socflower.cluster import (
     Endpoint,
     Processor,
     ProcessorCost,
+    Server,
     StepCost,
     TaskGraph,
     Tier,
@@ -27,6 +30,7 @@ from socflower.cluster.topology import uniform_cluster
 from socflower.errors import ConfigError
 from socflower.hierarchy import Exchange, GroupPlan, conflicts, deal_graph, exchange_graph, plan_groups, step_graph
 from socflower.hierarchy import synchronisation_graph as sync_graph
+from socflower.hierarchy.leader_exchange import choose_leaders
 from socflower.sim import EventClock
 from tests.unrolled_graphs import unrolled
 
@@ -164,7 +168,7 @@ def test_hub_traffic_is_n_up_and_n_down_never_m(slots: list[int], data: st.DataO
     cluster = rack(*slots)
     num_groups = data.draw(st.integers(1, sum(slots)))
     plan = plan_groups(cluster, num_groups)
-    graph = sync_graph(plan, EXCHANGE)
+    graph = sync_graph(plan, EXCHANGE, cluster)
     uploads = [i for i, task in enumerate(graph.tasks) if isinstance(task, Transfer) and task.target == HUB]
     downloads = [i for i, task in enumerate(graph.tasks) if isinstance(task, Transfer) and task.source == HUB]
     leaders = {group.leader for group in plan.groups}
@@ -186,7 +190,7 @@ def test_servers_meet_at_the_hub_once_their_groups_have(num_servers: int, groups
     """In closed form: a model at a time through the port of each server's first leader, and through the hub's."""
     cluster = parse_cluster({"boards": groups_of_each, "socs_per_board": 1}, servers=[{"count": num_servers}])
     plan = plan_groups(cluster, num_servers * groups_of_each)
-    graph = sync_graph(plan, EXCHANGE, across_servers=across)
+    graph = sync_graph(plan, EXCHANGE, cluster, across_servers=across)
     model_s = EXCHANGE.num_bytes / cluster.hub_bytes_per_s + EXCHANGE.num_tensors * cluster.message_s
     found = bytes_by_tier(cluster, graph)
     assert found[Tier.HUB] == across * 2 * num_servers * EXCHANGE.num_bytes
@@ -196,13 +200,68 @@ def test_servers_meet_at_the_hub_once_their_groups_have(num_servers: int, groups
     assert usage.duration_s == pytest.approx(2 * (groups_of_each - 1 + across * num_servers) * model_s)
 
 
+@given(slots=BOARDS, servers=st.sampled_from([1, 2, 3]), leaders=st.sampled_from(["ring", "tree"]),
+       hub_decides=st.booleans(), across=st.booleans(), data=st.data())
+def test_every_member_gets_all_models_and_the_hub_one(
+    slots: list[int], servers: int, leaders: str, hub_decides: bool, across: bool, data: st.DataObject,
+) -> None:
+    """Also inside servers, where the hub gets nothing; with an outer step one model comes back, and all wait for it."""
+    cluster = replace(rack(*slots * servers), servers=(
+        Server(num_boards=len(slots), uplink_bytes_per_s=1e6),) * servers if servers > 1 else ())
+    plan = plan_groups(cluster, data.draw(st.integers(servers, servers * sum(slots))))
+    graph = unrolled(sync_graph(plan, EXCHANGE, cluster, leaders=leaders, across_servers=across,
+                                hub_decides=hub_decides))
+    whole = across or servers == 1
+    ends = {soc: [index for index, task in enumerate(graph.tasks)
+                  if isinstance(task, Transfer) and soc in (task.source, task.target)] for soc in plan.participants}
+    for group in plan.groups:
+        leaders_met = {each.leader for each in plan.groups if whole or each.server == group.server}
+        for soc in group.members:
+            before = {index for end in ends[soc] for index in (*ancestors(graph, end), end)}
+            heard = {end for index in before for end in ends_of(graph.tasks[index])} | {soc}
+            assert leaders_met <= heard
+    found = Counter((task.source == HUB, task.target == HUB) for task in transfers(graph))
+    assert found[False, True] == whole and found[True, False] == (whole and hub_decides)
+    assert bytes_by_tier(cluster, graph)[Tier.HUB] == whole * (1 + hub_decides) * EXCHANGE.num_bytes
+    if whole and hub_decides:
+        (back,) = [index for index, task in enumerate(graph.tasks) if HUB in ends_of(task) and task.source == HUB]
+        last = {soc: max(own) for soc, own in ends.items() if own}
+        assert all(back == index or back in ancestors(graph, index) for index in last.values())
+
+
+@pytest.mark.parametrize(("leaders", "models"), [
+    ("star", lambda n: 2 * n), ("ring", lambda n: 2 * (n - 1) / n + 1), ("tree", lambda n: 2 * (n - 1) + 1)])
+@pytest.mark.parametrize("num_leaders", [2, 3, 8])
+def test_the_time_of_leaders_in_closed_form(leaders: str, models: Callable[[int], float], num_leaders: int) -> None:
+    """On boards of one SoC with equal links, and the hub's model after the ring: F8's 2(n-1)/n against 2n models."""
+    cluster = parse_cluster({"boards": num_leaders, "socs_per_board": 1})
+    plan = plan_groups(cluster, num_leaders)
+    took_s = EventClock(cluster).run(sync_graph(plan, EXCHANGE, cluster, leaders=leaders)).duration_s
+    num_messages = 2 * num_leaders if leaders == "star" else 2 * (num_leaders - 1) + 1
+    assert took_s == pytest.approx(models(num_leaders) * EXCHANGE.num_bytes / cluster.hub_bytes_per_s
+                                   + num_messages * EXCHANGE.num_tensors * cluster.message_s)
+
+
+def test_auto_takes_the_quickest_leaders_and_says_so() -> None:
+    plan = plan_groups(rack(1, 1, 1), 3)
+    seconds = {"star": 3.0, "ring": 2.0, "tree": 1.0}
+    chosen = choose_leaders(plan, "auto", seconds.__getitem__)
+    assert chosen.to_document() == {"leaders": "tree", "leaders_by": "predicted", "leaders_s": seconds}
+    assert choose_leaders(plan, "star", seconds.__getitem__).to_document() == {
+        "leaders": "star", "leaders_by": "asked", "leaders_s": {}}
+    assert choose_leaders(plan, "auto", None).decided_by == "not-predicted"
+    assert choose_leaders(plan_groups(rack(3), 1), "auto", seconds.__getitem__).decided_by == "one-group"
+    with pytest.raises(ConfigError, match="leaders = 'mesh' is unknown; use 'auto', 'ring', 'tree', 'star'"):
+        choose_leaders(plan, "mesh", None)
+
+
 @pytest.mark.parametrize(("slots", "num_groups", "crossing_bytes"), [((5, 5), 2, 0.0), ((5, 5), 1, 1200.0),
                                                                      ((2, 5), 1, 2400.0)])
 def test_few_sends_of_a_broadcast_cross_boards(
     slots: tuple[int, ...], num_groups: int, crossing_bytes: float,
 ) -> None:
     cluster = rack(*slots)
-    graph = sync_graph(plan_groups(cluster, num_groups), EXCHANGE)
+    graph = sync_graph(plan_groups(cluster, num_groups), EXCHANGE, cluster)
     assert bytes_by_tier(cluster, graph)[Tier.INTER_BOARD] == crossing_bytes
 
 

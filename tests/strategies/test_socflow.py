@@ -418,8 +418,8 @@ def test_without_a_clock_groups_that_share_an_uplink_take_turns_and_the_log_says
     strategy = socflow(cluster=parse_cluster({"boards": [2, 2, 2]}), model_profile=PROFILE)
     with caplog.at_level("INFO", logger="flwr"):
         messages(strategy, grid=FakeGrid((1, 2, 3, 4, 5, 6)))
-    assert strategy.turns.taken and "nothing predicts whether running freely is faster" in caplog.text
-    assert not socflow(model_profile=PROFILE).turns.taken  # these share none
+    assert strategy.exchanges.turns.taken and "nothing predicts whether running freely is faster" in caplog.text
+    assert not socflow(model_profile=PROFILE).exchanges.turns.taken  # these share none
     with pytest.raises(ConfigError, match="serialize_uplinks = 'maybe'"):
         socflow(serialize_uplinks="maybe")
 

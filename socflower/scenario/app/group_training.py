@@ -104,7 +104,7 @@ class _Training:
     def _grouped(self, arrays: ArrayRecord) -> ArrayRecord:
         groups, edges = self._strategy(self._num_groups(arrays), self._scenario.train.epochs), self._edges
         strategy = groups if edges is None else edges.beside(groups)
-        self._plan = {**groups.plan.to_document(), **groups.turns.to_document()}
+        self._plan = {**groups.plan.to_document(), **groups.exchanges.to_document()}
         self._require_reachable_events(groups.num_rounds, groups.plan.participants)
 
         def round_end(server_round: int) -> dict[str, Any]:
@@ -170,7 +170,8 @@ class _Training:
                 seed=self._scenario.seed),
             costs=Costs(model_profile=self._profile, pricing=pricing(self._scenario), clock=self._clock),
             exchange=ExchangeSettings(
-                serialize_uplinks=settings.serialize_uplinks, overlap_buckets=settings.overlap_buckets),
+                serialize_uplinks=settings.serialize_uplinks, overlap_buckets=settings.overlap_buckets,
+                leaders=self._scenario.leaders),
             rings=self._scenario.ring, rebalancing=rebalancing(self._scenario),
             **({} if settings.outer is None else {"outer": _outer(settings.outer)}),
             tolerate_client_errors=settings.tolerate_client_errors)

@@ -178,6 +178,9 @@ class StrategyConfig(Table):
             "[predicted to be faster](concepts/planning.md#who-exchanges-when)"))
     overlap_buckets: int = Field(1, gt=0, le=1000, description=(
         "parts of the backward pass whose gradients are exchanged while the next part is computed; 1 means no overlap"))
+    leaders: Annotated[str, OneOf(("star", "ring", "tree", "auto"))] = Field("star", description=(
+        "how the leaders of groups exchange models in virtual time: over the hub, in a ring, or by board and server; "
+        "\"auto\" takes, for each new plan, the way that is predicted to be quickest; a deployment has the star"))
     tolerate_client_errors: bool = Field(False, description=(
         "leave out a group whose client raises, instead of ending the run, or of a ring of real machines the member; "
         "`fedavg` always does"))
@@ -345,6 +348,9 @@ class ScenarioFile(ClusterFile):
                              f"{self.strategy.name!r}, beside whose groups it needs edges = 1 or more")
         if self.split.edges:
             self._check_edges_beside()
+        if self.leaders != "star" and (what := self.hub_needs_models):
+            raise ValueError(f"[strategy] leaders = {self.leaders!r} gives the hub the mean of the groups' models, and "
+                             f"{what} needs each of them; use 'star'")
         if self.is_split:
             self._check_split()
 
@@ -433,6 +439,19 @@ class ScenarioFile(ClusterFile):
     def has_groups(self) -> bool:
         """Whether the strategy trains with groups, and so has a plan."""
         return isinstance(STRATEGIES[self.strategy.name], GroupStrategy)
+
+    @property
+    def leaders(self) -> str:
+        """`[strategy] leaders`; the star for "auto" where the hub needs the groups' models."""
+        return "star" if self.strategy.leaders == "auto" and self.hub_needs_models else self.strategy.leaders
+
+    @property
+    def hub_needs_models(self) -> str:
+        """What needs each group's model at the hub, as a key of the file; empty if nothing does."""
+        outer = self.strategy.outer
+        if outer is not None and not outer.takes_mean:
+            return f"[strategy.outer] name = {outer.name!r}"
+        return f"[edgecloud] edges = {self.split.edges}" if self.has_edges_beside else ""
 
     @property
     def has_edges_beside(self) -> bool:

@@ -22,6 +22,7 @@ OUTER_STRATEGIES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Each by its name: the class of `flwr.serverapp.strategy`, and the keys that it takes."""
 
+_OF_MEANS = ("fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox")
 _COUNTS_GROUPS = ("fedtrimmedavg", "krum", "multikrum", "bulyan")
 
 
@@ -42,6 +43,11 @@ class OuterConfig(Table):
     num_nodes_to_select: int | None = Field(None, gt=0, description="groups, of `multikrum`")
     client_learning_rate: float | None = Field(None, gt=0, description="of `qfedavg`, which requires it")
     q: float | None = Field(None, ge=0, description="of `qfedavg`")
+
+    @property
+    def takes_mean(self) -> bool:
+        """Whether the strategy needs no more of the groups' models than their mean."""
+        return self.name in _OF_MEANS
 
     def check(self) -> None:
         """Refuse keys of another strategy."""

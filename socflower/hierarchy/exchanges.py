@@ -1,0 +1,41 @@
+"""How the groups of a plan exchange gradients, and their leaders models: as asked, or as predicted to be quickest."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from socflower.cluster import VirtualClock
+from socflower.hierarchy.interval_costs import IntervalCosts
+from socflower.hierarchy.leader_exchange import LeaderExchange, choose_leaders
+from socflower.hierarchy.plan import GroupPlan
+from socflower.hierarchy.uplink_turns import Turns, choose_turns, step_times
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchanges:
+    """The choices for a plan."""
+
+    turns: Turns
+    leaders: LeaderExchange
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the entries for plan and result documents."""
+        return {**self.turns.to_document(), **self.leaders.to_document()}
+
+
+def choose_exchanges(
+    work: IntervalCosts, serialize_uplinks: bool | str, leaders: str, lengths: Mapping[int, int],
+    clock: VirtualClock | None,
+) -> tuple[Exchanges, IntervalCosts]:
+    """Return the choices, and the work with them; see `choose_turns`, `step_times` and `choose_leaders`."""
+    chosen = Exchanges(
+        turns=choose_turns(work.plan, serialize_uplinks, None if clock is None else partial(
+            step_times, work, lengths, clock)),
+        leaders=choose_leaders(work.plan, leaders, None if clock is None else partial(work.synchronisation_s, clock)))
+    return chosen, replace(work, serialize_uplinks=chosen.turns.taken, leaders=chosen.leaders.kind)
+
+
+def unpredicted_exchanges(plan: GroupPlan, serialize_uplinks: bool | str, leaders: str) -> Exchanges:
+    """Return the choices where nothing tells what a step costs."""
+    return Exchanges(turns=choose_turns(plan, serialize_uplinks, None), leaders=choose_leaders(plan, leaders, None))
