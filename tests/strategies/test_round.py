@@ -3,7 +3,7 @@
 from flwr.app import ArrayRecord
 
 from socflower.cluster import parse_cluster
-from socflower.hierarchy import SyncInterval, Turns, plan_groups
+from socflower.hierarchy import SyncInterval, plan_groups, unpredicted_exchanges
 from socflower.rings.settings import RingSettings
 from socflower.strategies.round import Round, ring_tasks
 
@@ -15,7 +15,7 @@ def test_only_rings_of_gpus_take_nccl() -> None:
     for settings, chosen in ((RingSettings(), "nccl"), (RingSettings(transport="gloo"), "gloo")):
         this = Round(
             server_round=1, interval=SyncInterval(index=0, first_step=0, num_steps=1, epoch_end=1.0, deal_epoch=0),
-            plan=PLAN, turns=Turns(taken=False, decided_by="you"), costs=None,
+            plan=PLAN, exchanges=unpredicted_exchanges(PLAN, False, "star"), costs=None,
             node_of={soc: 100 + soc for soc in PLAN.participants}, transport="gloo", sent=ArrayRecord(),
             settled_by_grid=False, rings=settings, gpu_of=gpus)
         tasks = ring_tasks(this, settings, {soc: f"10.0.0.{soc}:1" for soc in PLAN.participants},
